@@ -44,9 +44,8 @@ class CompilePlan:
     ):
         """`programs`: key → the function that lowers the program. `num_compilers` are compiled at the same time.
 
-        `occasional` are more of them, which no step runs: each is compiled at its first use.
-
-        `on_compiled` is given each executable, on the thread that has compiled it.
+        `occasional` are further programs, which no step runs: each is compiled at its first use. `on_compiled` is given
+        each executable, on the thread that has compiled it.
         """
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
@@ -91,21 +90,22 @@ class CompilePlan:
             return bool(self._deferred) or not all(future.done() for future in self._futures.values())
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile these in the background, in this order, some at a time; report each by `progress(done, total)`.
+        """Compile these keys in the background, in this order; report each by `progress(num_done, total)`.
 
-        Raises KeyError for a key outside the plan, because the set of shapes is fixed at start.
+        Keys that were started before are left out. Raises KeyError for a key outside the plan, because the set of
+        shapes is fixed at start.
         """
         with self._lock:
-            missing = [key for key in dict.fromkeys(keys) if key not in self._futures]
-            if unknown := [key for key in missing if key not in self.programs and key not in self._occasional]:
+            new_keys = [key for key in dict.fromkeys(keys) if key not in self._futures]
+            if unknown := [key for key in new_keys if key not in self.programs and key not in self._occasional]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
-            if progress is not None and missing:
-                progress(0, len(missing))
-            done = count(1)
-            for key in missing:
+            if progress is not None and new_keys:
+                progress(0, len(new_keys))
+            num_done = count(1)
+            for key in new_keys:
                 future = self._futures[key] = self._compilers.submit(self._compile, key)
                 if progress is not None:
-                    future.add_done_callback(lambda _: progress(next(done), len(missing)))
+                    future.add_done_callback(lambda _: progress(next(num_done), len(new_keys)))
 
     def defer(self, keys: Iterable[Key]) -> None:
         """Compile these in the background once `start_deferred` is called, or after DEFERRED_START_S seconds."""
@@ -131,14 +131,15 @@ class CompilePlan:
         with self._lock:
             future = self._futures.get(key)
         if future is None or not future.done():
-            start = time.monotonic()
+            wait_start_s = time.monotonic()
             with self._lock:
                 self.start([key])
-                if self._futures[key].cancel():  # It was still in the queue.
+                # A compilation can be cancelled while it is still in the queue; it then goes past the queue.
+                if self._futures[key].cancel():
                     self._futures[key] = self._urgent.submit(self._compile, key)
                 future = self._futures[key]
             wait([future])
-            self.waited_s += time.monotonic() - start
+            self.waited_s += time.monotonic() - wait_start_s
         return future.result()
 
     def wait(self) -> None:

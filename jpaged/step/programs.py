@@ -50,10 +50,15 @@ SWAP_IN_KEY = ("swap_in",)
 
 
 def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
-    """Return the key of the forward program for a step of this many tokens; `decodes_only`: one of each row."""
-    size = buckets.tokens_for(num_tokens)
-    is_apart = buckets.has_decodes_apart(size) and (decodes_only or size not in buckets.forward_tokens)
-    return _forward_key(size, is_apart)
+    """Return the key of the forward program for a step of this many tokens.
+
+    `decodes_only`: each row has one token. Some token buckets have a program for such steps alone, and some of them
+    have no other.
+    """
+    bucket = buckets.tokens_for(num_tokens)
+    has_decode_program = buckets.has_decodes_apart(bucket)
+    takes_decodes_only = has_decode_program and (decodes_only or bucket not in buckets.forward_tokens)
+    return _forward_key(bucket, takes_decodes_only)
 
 
 TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
@@ -135,8 +140,8 @@ class Programs:
             SET_RULES_KEY: self._lower_set_rules,
             **move_programs(cache.layout, mesh, num_host_blocks=options.num_host_blocks),
         }
-        forwards = *product(buckets.forward_tokens, (False,)), *product(buckets.forward_decode_tokens, (True,))
-        for layout in (builder.layouts[one] for one in forwards):
+        layout_keys = *product(buckets.forward_tokens, (False,)), *product(buckets.forward_decode_tokens, (True,))
+        for layout in (builder.layouts[key] for key in layout_keys):
             self.lower[layout_key(layout)] = partial(self._lower_forward, layout)
         if options.num_decode_steps > 1:
             for size, mode in product(buckets.decode_sizes, buckets.decode_modes):
@@ -160,7 +165,10 @@ class Programs:
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-        """Yield one program of each kind that draws tokens, to be traced: its name, the function and its arguments."""
+        """Yield a sample program, and a decode program if there is one: the name, the function and its arguments.
+
+        They are for tracing: the arguments are abstract shapes.
+        """
         mode = self._buckets.modes[0]
         yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
         decode: Any = next((key for key in self.lower if isinstance(key, tuple) and key[0] == "decode"), None)
@@ -225,20 +233,26 @@ class Programs:
 
 
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
-    """Return the programs that move pages of a cache of this layout; without host pages, only the copy."""
-    pages = cache_arrays(layout, mesh)
+    """Return the programs that move pages of a cache of this layout; without host pages, only the copy.
+
+    Each moves up to MAX_MOVES pages. The copy and the swap-in take the cache's arrays as donated arguments.
+    """
+    cache = cache_arrays(layout, mesh)
     page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))
-    placement = tuple(array.sharding for array in pages)
-    page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in pages)
+    cache_shardings = tuple(array.sharding for array in cache)
+    page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in cache)
 
-    def lower(function: Callable[..., Any], arguments: Any, placement: Any, **options: Any) -> Lower:
-        return lambda: jax.jit(partial(function, layout=layout), out_shardings=placement, **options).lower(*arguments)
+    def lower(function: Callable[..., Any], arguments: tuple[Any, ...], shardings: Any, **options: Any) -> Lower:
+        return lambda: jax.jit(partial(function, layout=layout), out_shardings=shardings, **options).lower(*arguments)
 
-    copied, moved = (pages, page_list, page_list), (pages, (page,) * MAX_MOVES, page_list)
-    programs: dict[Key, Lower] = {COPY_KEY: lower(copy_pages, copied, placement, donate_argnums=0)}
+    programs: dict[Key, Lower] = {
+        COPY_KEY: lower(copy_pages, (cache, page_list, page_list), cache_shardings, donate_argnums=0)
+    }
     if num_host_blocks:
-        programs[SWAP_OUT_KEY] = lower(take_pages, (pages, page_list), (placement,) * MAX_MOVES)
-        programs[SWAP_IN_KEY] = lower(put_pages, moved, (placement, page_list.sharding), donate_argnums=0)
+        programs[SWAP_OUT_KEY] = lower(take_pages, (cache, page_list), (cache_shardings,) * MAX_MOVES)
+        swap_in_arguments = cache, (page,) * MAX_MOVES, page_list
+        swap_in_shardings = cache_shardings, page_list.sharding
+        programs[SWAP_IN_KEY] = lower(put_pages, swap_in_arguments, swap_in_shardings, donate_argnums=0)
     return programs
 
 

@@ -235,9 +235,10 @@ class Runner:
         staged = jax.device_put(pages, [self._on_device] * len(pages))
         staged += staged[-1:] * (MAX_MOVES - len(staged))  # Padding, which goes to the null page.
         run = self.plan.get(SWAP_IN_KEY)
-        pages_after, done = run(self._pages, tuple(staged), self._page_list(destinations))
-        self._replace_pages(pages_after)
-        self._staged.append(done)
+        cache_pages, completion = run(self._pages, tuple(staged), self._page_list(destinations))
+        self._replace_pages(cache_pages)
+        # The program's second result is ready once the staged pages have been read.
+        self._staged.append(completion)
 
     def _wait_for_room(self) -> None:
         """Wait for the oldest swap batch if MAX_STAGED batches are under way."""
@@ -251,8 +252,8 @@ class Runner:
     def _put(self, array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         """Return a host array as an argument for an executable; it must not be written any more.
 
-        On a mesh it is copied to every chip. A single device gets it as it is: the call itself transfers a numpy array
-        faster than `device_put` does.
+        On a mesh it is copied to every device. A single device gets it as it is: the call itself transfers a numpy
+        array faster than `device_put` does.
         """
         return array if self._whole is None else jax.device_put(array, self._whole)
 

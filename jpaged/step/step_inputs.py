@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,10 +84,15 @@ class _RowVectors:
         return self.query_starts[self.row_of_work[len(self.row_of_work) - num_chunks :]].tolist()
 
 
-_Packed = tuple[StepInputs, StepRows, _RowVectors]
-"""A step, and its rows before they were packed."""
-_View = dict[str, np.ndarray]
-"""Section of a step's buffer → its part of the buffer."""
+class _Packed(NamedTuple):
+    """A step, and its rows before they were packed."""
+
+    inputs: StepInputs
+    rows: StepRows
+    vectors: _RowVectors
+
+
+_View = dict[str, np.ndarray]  # Section of a step's buffer → its part of the buffer.
 
 
 class StepInputBuilder:
@@ -112,9 +118,9 @@ class StepInputBuilder:
         self.backend = backend
         self.rules_spec = rules_spec
         decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
-        sizes_and_kinds = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
+        layout_keys = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
         self.layouts = {
-            (size, decodes_only): self._layout(size, num_groups, decodes_only) for size, decodes_only in sizes_and_kinds
+            (size, decodes_only): self._layout(size, num_groups, decodes_only) for size, decodes_only in layout_keys
         }
         """(token bucket, whether every row of the step has one token) → layout of the step's buffer."""
         self.num_changes = max(layout.num_changes for layout in self.layouts.values())
@@ -150,13 +156,12 @@ class StepInputBuilder:
         if not work.decodes and not work.chunks:
             return StepInputs(work.moves, self._split_changes(changes), rules), NO_ROWS
         is_plain_decode = not (work.chunks or work.decode_lens)
-        if is_plain_decode and self._last_decode is not None and self._last_decode[1].samples == work.decodes:
-            packed = self._next_decode(*self._last_decode, changes, work.moves)
+        if is_plain_decode and self._last_decode is not None and self._last_decode.rows.samples == work.decodes:
+            packed = self._next_decode(self._last_decode, changes, work.moves)
         else:
             packed = self._pack(work, changes, rules)
         self._last_decode = packed if is_plain_decode else None
-        inputs, rows, _ = packed
-        return inputs, rows
+        return packed.inputs, packed.rows
 
     def null_prefill(self, num_tokens: int) -> tuple[StepInputs, int]:
         """Build a prefill that fills this token bucket, for measuring; return it and its number of tokens.
@@ -205,23 +210,17 @@ class StepInputBuilder:
             num_scored=sum(len(positions) for _, positions in scored),
             score_columns=score_columns,
         )
-        return inputs, StepRows(samples, scored), rows
+        return _Packed(inputs, StepRows(samples, scored), rows)
 
-    def _next_decode(
-        self,
-        last: StepInputs,
-        last_rows: StepRows,
-        last_vectors: _RowVectors,
-        changes: np.ndarray,
-        moves: list[PageMove],
-    ) -> _Packed:
+    def _next_decode(self, previous: _Packed, changes: np.ndarray, moves: list[PageMove]) -> _Packed:
         """Return what `_pack` would return for a step in which the rows of the previous step decode their next token.
 
         Most steps are of this kind, and differ from the one before only in positions, pages and the plan.
         """
+        last, vectors = previous.inputs, previous.vectors
         assert last.packed is not None
         assert last.layout is not None
-        rows, layout, packed = replace(last_vectors, starts=last_vectors.starts + 1), last.layout, last.packed.copy()
+        rows, layout, packed = replace(vectors, starts=vectors.starts + 1), last.layout, last.packed.copy()
         view, num_rows = layout.view(packed), len(rows.seq_slots)
         view["changes"][:] = 0
         view["plan"][:] = 0
@@ -232,7 +231,7 @@ class StepInputBuilder:
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
         inputs = StepInputs(moves, updates, {}, packed, layout, num_samples=last.num_samples, mode=last.mode)
-        return inputs, last_rows, rows
+        return _Packed(inputs, previous.rows, rows)
 
     def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:
         """Return the key in `layouts` of a step with these rows."""
@@ -290,8 +289,9 @@ class StepInputBuilder:
 
     def _split_changes(self, changes: np.ndarray) -> tuple[np.ndarray, ...]:
         """Cut the changes into padded batches of the one size that the table-update program takes."""
-        parts = [changes[:, at : at + self.num_changes] for at in range(0, changes.shape[1], self.num_changes)]
-        return tuple(np.pad(part, ((0, 0), (0, self.num_changes - part.shape[1]))) for part in parts)
+        batch_size = self.num_changes
+        batches = [changes[:, start : start + batch_size] for start in range(0, changes.shape[1], batch_size)]
+        return tuple(np.pad(batch, ((0, 0), (0, batch_size - batch.shape[1]))) for batch in batches)
 
     def _rows(self, work: SchedulerOutput) -> _RowVectors:
         """Order the rows: those of one token first, then chunks, each kind by descending position.
@@ -362,10 +362,10 @@ class StepInputBuilder:
     def _fill_token_ids(self, token_ids: np.ndarray, rows: _RowVectors, chunks: list[Chunk]) -> None:
         """Write the ids of the chunks' tokens; a decode's token is named by the state slot where it was sampled."""
         token_ids[: rows.num_decode_rows] = -1 - rows.seq_slots[: rows.num_decode_rows]
-        for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
-            known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            assert len(known) == chunk.num_tokens, "a chunk of tokens that the host does not know"
-            token_ids[at : at + chunk.num_tokens] = known
+        for chunk, offset in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
+            chunk_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            assert len(chunk_ids) == chunk.num_tokens, "a chunk of tokens that the host does not know"
+            token_ids[offset : offset + chunk.num_tokens] = chunk_ids
 
     def _score_rows(
         self, rows: _RowVectors, chunks: list[Chunk]
@@ -380,11 +380,11 @@ class StepInputBuilder:
         forced: list[int] = []
         scores: list[int] = []
         temperatures: list[float] = []
-        for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
+        for chunk, offset in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
             if not (positions := chunk.scored):
                 continue
-            first = at + positions.start - chunk.start
-            tokens.extend(range(first, first + len(positions)))
+            first_token = offset + positions.start - chunk.start
+            tokens.extend(range(first_token, first_token + len(positions)))
             forced.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
             request = chunk.sequence.request
             scores.extend([score_of(request.params.prompt_logprobs)] * len(positions))

@@ -83,4 +83,7 @@ class StepLayout:
 
     def view(self, packed: Any) -> dict[str, Any]:
         """Return the sections of a numpy buffer as writable views, or of a traced array as slices."""
-        return {name: packed[at : at + prod(shape)].reshape(shape) for name, (at, shape) in self.sections.items()}
+        return {
+            name: packed[offset : offset + prod(shape)].reshape(shape)
+            for name, (offset, shape) in self.sections.items()
+        }

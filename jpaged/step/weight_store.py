@@ -31,7 +31,9 @@ class WeightStore:
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
         self._borrowed: set[Path] = set()
         """Weights that are a caller's arrays."""
-        self._is_on_cpu = all(d.platform == "cpu" for one in self._placement for d in one.device_set)
+        self._is_on_cpu = all(
+            device.platform == "cpu" for sharding in self._placement for device in sharding.device_set
+        )
         self._is_reusable = False
         """Whether new weights can be made in the memory of these."""
         self.is_ready = False
@@ -62,15 +64,17 @@ class WeightStore:
         holds MAX_PENDING weights at most. If this fails, all weights are gone.
         """
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
-        is_reusable, given = self._is_reusable, set().union(*map(_buffers, checked[0].arrays.values()))
+        is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, checked[0].arrays.values()))
         self.is_ready = False
         self.leaves = self.logits_leaves = ()
         self._borrowed = set()
 
         def take(path: Path) -> jax.Array | None:
+            """Return the old array of a weight if the new one may be made in its memory; else free it if it is ours."""
             leaf = old.pop(path, None)
-            if leaf is None or leaf.is_deleted() or path in borrowed or given & _buffers(leaf):
-                return None  # It may be the caller's, who may also have given weights of this engine back.
+            # An array may be the caller's, and a tree may hold weights of this engine that were given to the caller.
+            if leaf is None or leaf.is_deleted() or path in borrowed or tree_buffers & _buffers(leaf):
+                return None
             if is_reusable:
                 return leaf
             leaf.delete()
@@ -91,13 +95,14 @@ class WeightStore:
         self._take([made[path] for path in self._paths])
 
     def move(self, memory_kind: str | None) -> None:
-        """Move all weights to another memory of their devices; None: back to where programs take them from.
+        """Move all weights to the memory of their devices of this kind; None: back to where programs take them from.
 
-        If this fails, each weight is in one of the two, and another call goes on.
+        If this fails, each weight is in one of the two memories, and another call moves the rest.
         """
         self._is_reusable, self.is_ready = not self._is_on_cpu, False
         for index, (path, placement) in enumerate(zip(self._paths, self._placement, strict=True)):
-            leaf, target = self.leaves[index], placement.with_memory_kind(memory_kind) if memory_kind else placement
+            target = placement.with_memory_kind(memory_kind) if memory_kind else placement
+            leaf = self.leaves[index]
             if leaf.sharding.memory_kind == target.memory_kind:
                 continue
             moved = jax.block_until_ready(jax.device_put(leaf, target, may_alias=False))
@@ -124,7 +129,7 @@ class WeightStore:
 
 
 def _buffers(array: Any) -> set[int]:
-    """Return where an array of JAX lies on its devices; nothing for one of numpy."""
+    """Return the addresses of a JAX array's buffers on its devices; none for a numpy array or a deleted one."""
     if not isinstance(array, jax.Array) or array.is_deleted():
         return set()
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
