@@ -338,7 +338,7 @@ class _DecodeLoop:
         # Merged in the loop's own trace: nnx's transforms, which a caller's own module may use, refuse variables of
         # another trace.
         model = _merged(self.graph, self.weights)
-        hidden_RD, cache = model(carry.token_ids, carry.cache, step)
+        hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=step), carry.cache)
         sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
         logits_RV = _whole_logits(model, sampled_hidden_RD, self.sampling.mesh)
         params = replace(self.params, output_index=self.params.output_index + carry.num_done)
