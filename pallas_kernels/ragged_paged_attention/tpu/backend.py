@@ -53,7 +53,7 @@ TPU_CHIPS = {
     "TPU v4": "v4",
 }
 """Device kind as JAX reports it → the chip that the kernels have sizes for."""
-LEAST_PAGE = 16
+MIN_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
     """Raise ValueError if decode's tiles, of at least a page and at least 128 tokens, do not fit into the VMEM."""
     token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
     tile_bytes, vmem_bytes = max(layout.page_size, LANES) * token_bytes, CHIPS[chip].vmem_bytes
-    needed = decode_vmem_bytes(tile_bytes, buffers_of(chip, tile_bytes), spare_bytes=CHIPS[chip].spare_bytes)
-    if needed > vmem_bytes:
+    needed_bytes = decode_vmem_bytes(tile_bytes, buffers_of(chip, tile_bytes), spare_bytes=CHIPS[chip].spare_bytes)
+    if needed_bytes > vmem_bytes:
         raise ValueError(
             f"block_size: got {layout.page_size}; with {layout.num_kv_heads} KV heads of {layout.head_size} in "
-            f"{layout.dtype.name} the pallas-tpu backend would need {needed >> 20} MiB of a core's "
+            f"{layout.dtype.name} the pallas-tpu backend would need {needed_bytes >> 20} MiB of a core's "
             f"{vmem_bytes >> 20} MiB of VMEM; "
             + ("set block_size to 128, or use" if layout.page_size > LANES else "use")
             + " --attention-backend xla"
@@ -157,11 +157,11 @@ class TpuBackend(Backend):
             raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, allowed: an integer ≥ 1")
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
-        least = max(LEAST_PAGE, write_slots_of(self.chip, shape.dtype))
-        if page_size < least or page_size & (page_size - 1):
+        min_page_size = max(MIN_PAGE_SIZE, write_slots_of(self.chip, shape.dtype))
+        if page_size < min_page_size or page_size & (page_size - 1):
             raise ValueError(
-                f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {least} on in pages "
-                f"of {shape.dtype.name}; leave it out or use --attention-backend xla"
+                f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {min_page_size} on in "
+                f"pages of {shape.dtype.name}; leave it out or use --attention-backend xla"
             )
         layout = TpuLayout.of(shape)
         refuse_large_pages(self.chip, layout)
@@ -185,22 +185,22 @@ class TpuBackend(Backend):
         return 0 if decodes_only else PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.
+        """Cut the prefill rows into query tiles, (row, first token, its position, length), at multiples of `tile_q`.
 
         The multiples are positions in the sequence, so that the mask's diagonal lies alike in all tiles but a row's
-        first and last.
+        first and last. With `tile_q` 32, a row's positions 40 … 99 become tiles of 24, 32 and 4 tokens.
         """
         if rows.decodes_only:
             return
-        tile_rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
-        num_tiles, token = 0, rows.num_decode_rows
+        tile_rows, first_tokens, first_positions, lens = out[PLAN_HEADER:].reshape(4, -1)
+        num_tiles, first_token = 0, rows.num_decode_rows
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
             position, end = int(rows.context_lens[row] - rows.query_lens[row]), int(rows.context_lens[row])
             while position < end:
                 length = min(self.tile_q - position % self.tile_q, end - position)
-                tile_rows[num_tiles], tokens[num_tiles] = row, token
-                positions[num_tiles], lens[num_tiles] = position, length
-                num_tiles, token, position = num_tiles + 1, token + length, position + length
+                tile_rows[num_tiles], first_tokens[num_tiles] = row, first_token
+                first_positions[num_tiles], lens[num_tiles] = position, length
+                num_tiles, first_token, position = num_tiles + 1, first_token + length, position + length
         out[0] = num_tiles
 
     def attend(

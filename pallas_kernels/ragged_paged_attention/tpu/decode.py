@@ -55,18 +55,21 @@ SPARE_VMEM_BYTES = 16 << 20
 def decode_vmem_bytes(
     tile_bytes: int, buffers: int, *, block_rows: int = BLOCK_ROWS, spare_bytes: int = SPARE_VMEM_BYTES
 ) -> int:
-    """Return the VMEM that decode may need: full tiles, two tails of each row of a block, and the spare bytes."""
+    """Return the bytes of VMEM that decode may need: full tiles, two tails of each row of a block, and the spare bytes.
+
+    `tile_bytes` is one KV tile, keys and values of all heads; `buffers` of them hold full tiles.
+    """
     return spare_bytes + (buffers + 2 * block_rows) * tile_bytes
 
 
-def heads_per_product(num_kv_heads: int, group: int, max_rows: int) -> int:
-    """Return h, a divisor of `num_kv_heads`: KV heads of G = `group` query heads whose scores one product computes.
+def heads_per_product(num_kv_heads: int, group_size: int, max_rows: int) -> int:
+    """Return h, a divisor of `num_kv_heads`: the KV heads, of G = `group_size` query heads each, in one product.
 
     A product has h·G rows of scores, at most `max_rows` of them unless h is 1.
     """
-    limit = min(num_kv_heads, MAX_HEADS_PER_PRODUCT)
-    fitting = [h for h in range(1, limit + 1) if num_kv_heads % h == 0 and h * group <= max_rows]
-    return max(fitting, default=1)
+    max_heads = min(num_kv_heads, MAX_HEADS_PER_PRODUCT)
+    divisors = [h for h in range(1, max_heads + 1) if num_kv_heads % h == 0 and h * group_size <= max_rows]
+    return max(divisors, default=1)
 
 
 def decode_attention(
@@ -81,17 +84,19 @@ def decode_attention(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "C K S Z L"]]:
     """Attend the queries of the step's R decode rows, tokens 0 … R − 1, to their rows' tokens, the last one new.
 
-    `k` and `v` are the new keys and values (for pages of one byte a number: such numbers, in more bytes); without them
-    nothing is written, because the pages hold them already. L is 128. Return `q` with outputs in the place of those
-    queries, and the written pages; both arguments are donated.
+    One kernel call over blocks of rows: grouped-query attention with an online softmax, KV tiles double-buffered, see
+    the module. `k` and `v` are the new keys and values (for pages of one byte a number: such numbers, in more bytes);
+    without them nothing is written, because the pages hold them already. L is 128. Return `q` with outputs in the
+    place of those queries, and the written pages; both arguments are donated.
     """
     num_tokens, num_heads, head_size = q.shape
     _, num_kv_heads, num_lane_rows, _, _ = pages.shape
-    group, width = num_heads // num_kv_heads, HeadLanes(head_size).width
-    heads = heads_per_product(num_kv_heads, group, sizes.max_rows)
+    group_size, width = num_heads // num_kv_heads, HeadLanes(head_size).width
+    heads = heads_per_product(num_kv_heads, group_size, sizes.max_rows)
     block_rows = next(size for size in (BLOCK_ROWS, 2, 1) if num_tokens % size == 0)
 
     def per_row(array: Array) -> pl.BlockSpec:
+        # A grid step sees `block_rows` rows of the array in VMEM, and the whole of the other axes.
         return pl.BlockSpec((block_rows, *array.shape[1:]), lambda block, *_: (block, 0, 0))
 
     def whole(array: Array) -> pl.BlockSpec:
@@ -101,15 +106,15 @@ def decode_attention(
     if layer.sinks is not None:
         sinks = jnp.broadcast_to(layer.sinks.astype(jnp.float32)[:, None] * LOG2_E, (num_heads, LANES))
     if layer.kv_scales is not None:
-        scales = jnp.repeat(jnp.stack(layer.kv_scales).astype(jnp.float32), group, axis=1)
+        scales = jnp.repeat(jnp.stack(layer.kv_scales).astype(jnp.float32), group_size, axis=1)
         scales = jnp.broadcast_to(scales[:, :, None], (2, num_heads, LANES))
     inputs = DecodeInputs(q, k, v, sinks, scales, pages)
     in_specs = DecodeInputs._make((*jax.tree.map(per_row, inputs[:3]), *jax.tree.map(whole, inputs[3:5]), IN_HBM))
     context_lens, num_rows = layer.step.context_lens[:num_tokens], layer.step.num_decode_rows
-    lens, next_long = _schedule(context_lens, num_rows, sizes.tile, layer.options.window, block_rows)
+    lens, next_long_row = _row_schedule(context_lens, num_rows, sizes.tile, layer.options.window, block_rows)
     tables = layer.tables.reshape(-1)
     tile_shape = num_kv_heads, num_lane_rows, sizes.tile, LANES
-    state_shape = block_rows, num_kv_heads // heads, heads * group
+    state_shape = block_rows, num_kv_heads // heads, heads * group_size
     scratch = DecodeScratch(
         full_tiles=pltpu.VMEM((sizes.buffers, *tile_shape), pages.dtype),
         tail_tiles=pltpu.VMEM((2, block_rows, *tile_shape), pages.dtype),
@@ -131,7 +136,7 @@ def decode_attention(
     tile_bytes = math.prod(tile_shape) * pages.dtype.itemsize
     out, pages = call_kernel(
         kernel,
-        DecodeScalars(tables, lens, next_long, jnp.stack([layer.first_page, num_rows])),
+        DecodeScalars(tables, lens, next_long_row, jnp.stack([layer.first_page, num_rows])),
         inputs,
         in_specs,
         scratch,
@@ -144,17 +149,20 @@ def decode_attention(
     return out, pages
 
 
-def _schedule(
-    lens: Int[Array, " R"], num_rows: Int[Array, ""], tile: int, window: int | None, block_rows: int
+def _row_schedule(
+    context_lens: Int[Array, " R"], num_rows: Int[Array, ""], tile: int, window: int | None, block_rows: int
 ) -> tuple[Int[Array, " R_padded"], Int[Array, " R_padded"]]:
-    """Return the `context_lens` and `next_long` of `DecodeScalars`, padded by up to two blocks.
+    """Return the `context_lens` and `next_long_row` of `DecodeScalars`, padded by up to two blocks of rows.
 
-    The kernel looks one block ahead of the last one.
+    A row is long if it has a full tile: its query attends to keys before the KV tile that the row ends in. With tiles
+    of 512 tokens, rows of 1,100, 80 and 700 tokens give `next_long_row` 0, 2, 2, and 3 in the padding: none is left.
+    The padding is read because the kernel looks one block ahead of the last one.
     """
-    row = jnp.arange(lens.shape[0])
-    lens = jnp.where(row < num_rows, lens, 0)
-    first_seen = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
-    is_long = jnp.maximum(lens - 1, 0) // tile > first_seen // tile
-    next_long = lax.cummin(jnp.where(is_long, row, lens.shape[0]), reverse=True)
-    room = (-lens.shape[0]) % block_rows + block_rows
-    return jnp.pad(lens, (0, room)), jnp.pad(next_long, (0, room), constant_values=lens.shape[0])
+    num_padded_rows = context_lens.shape[0]
+    row = jnp.arange(num_padded_rows)
+    lens = jnp.where(row < num_rows, context_lens, 0)
+    first_position = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
+    is_long = jnp.maximum(lens - 1, 0) // tile > first_position // tile
+    next_long_row = lax.cummin(jnp.where(is_long, row, num_padded_rows), reverse=True)
+    padding = (-num_padded_rows) % block_rows + block_rows
+    return jnp.pad(lens, (0, padding)), jnp.pad(next_long_row, (0, padding), constant_values=num_padded_rows)

@@ -1,4 +1,4 @@
-"""Records of the decode kernel: its tuned sizes, and every reference that it works on.
+"""Records of the decode kernel: its tuned sizes, every reference that it works on, and parts of its work.
 
 Letters: B rows of a block · K KV heads · G query heads per KV head · S rows of 128 lanes per token and KV head ·
 W lanes of a query, H rounded up to 128 · h KV heads whose scores one product computes · J = K/h products per key tile ·
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .lanes import Ref
+from .lanes import Ref, Scalar
 
 
 class DecodeSizes(NamedTuple):
@@ -37,7 +37,7 @@ class DecodeScalars(NamedTuple):
     """[R × P] the page tables of all rows, row after row."""
     context_lens: Ref
     """[R + padding] tokens of each row, its new one included; 0 for a row that is not decoded."""
-    next_long: Ref
+    next_long_row: Ref
     """[R + padding] for each row, the first row from it on that has full tiles; R if there is none."""
     first_page_and_count: Ref
     """[2] index of the layer's page 0 among the pages of all layers, and the number of rows to decode."""
@@ -92,6 +92,33 @@ class DecodeScratch(NamedTuple):
     write_sem: Ref
     """DMA semaphore: the copies of new tokens from the tails to their pages."""
     next_buffer: Ref
-    """int32 [1] in SMEM: which of the full tiles is computed next."""
+    """int32 [1] in SMEM: index in `full_tiles` of the tile that is computed next."""
     next_fetch: Ref
-    """int32 [2] in SMEM: the row and the number of the full tile that is fetched next; R if there is none."""
+    """int32 [2] in SMEM: the row, and the index among its KV tiles, of the full tile that is fetched next; row R if
+    there is none."""
+
+
+class Row(NamedTuple):
+    """Scalars of one row of the block."""
+
+    row_index: Scalar
+    """Index of the row in the step."""
+    context_len: Scalar
+    """Tokens of the row, its new one included; 0 if it is not decoded."""
+    first_tile: Scalar
+    """Index of the first KV tile that holds a key the row's query attends to."""
+    last_tile: Scalar
+    """Index of the KV tile that the row ends in, its tail. The tiles from `first_tile` to before it are full."""
+
+
+class SubTile(NamedTuple):
+    """Consecutive tokens of one row that are attended together."""
+
+    row_in_block: Scalar
+    """Index of the row among the rows of the block."""
+    kv: Ref
+    """[K, S, tokens, 128] in VMEM: their keys and values."""
+    first_position: Scalar
+    """Position of the first of these tokens in its sequence."""
+    context_len: Scalar
+    """Tokens of the row."""

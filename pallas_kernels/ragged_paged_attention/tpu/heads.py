@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .lanes import LANES, Ref, from_int32, to_int32
+from .lanes import LANES, Ref, Scalar, from_int32, to_int32
 
 LOW_HALF = 0xFFFF
 HIGH_HALF = -0x10000
@@ -50,38 +50,45 @@ def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
     _for_each_token(tokens, rows, copy)
 
 
-def heads_from_rows(rows: Ref, first: Any, num_tokens: int, num_heads: int, dtype: Any) -> Iterator[jax.Array]:
-    """Load each head in turn, [num_tokens, 128] from token `first` on, out of the scratch `rows`."""
+def heads_from_rows(rows: Ref, first_token: Scalar, num_tokens: int, num_heads: int, dtype: Any) -> Iterator[jax.Array]:
+    """Load each head in turn, [num_tokens, 128] from token `first_token` on, out of the scratch `rows`.
+
+    Four-byte numbers: row token · pitch + head is one head of one token, so a head is one strided load. Two-byte
+    numbers: that row holds heads 2n (low halves) and 2n + 1 (high halves), but the result must hold two tokens of one
+    head in a row; the rows of even and of odd tokens are loaded apart and their halves exchanged.
+    """
     pitch = _pitch(num_heads, dtype)
     for row in range(_rows_per_token(num_heads, dtype)):
-        start = first * pitch + row
+        start = first_token * pitch + row
         if jnp.dtype(dtype).itemsize == 4:
             yield from_int32(rows[pl.ds(start, num_tokens, stride=pitch)], dtype)
             continue
-        even = rows[pl.ds(start, num_tokens // 2, stride=2 * pitch)]
-        odd = rows[pl.ds(start + pitch, num_tokens // 2, stride=2 * pitch)]
-        for head, bits in enumerate(_swap_halves(even, odd)):
+        even_tokens = rows[pl.ds(start, num_tokens // 2, stride=2 * pitch)]
+        odd_tokens = rows[pl.ds(start + pitch, num_tokens // 2, stride=2 * pitch)]
+        for head, bits in enumerate(_swap_halves(even_tokens, odd_tokens)):
             if 2 * row + head < num_heads:
                 yield from_int32(bits, dtype)
 
 
-def heads_to_tokens(head: Callable[[int], jax.Array], lane: int, rows: Ref, tokens: Ref) -> None:
-    """Write `head(n)`, [T, 128] of each head n, to the 128 lanes from `lane` on of `tokens` [T, N, H].
+def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref, tokens: Ref) -> None:
+    """Write `load_head(n)`, the array [T, 128] of head n, to the 128 lanes from `lane` on of `tokens` [T, N, H].
 
-    The data goes through the scratch `rows`; lanes from H on are dropped.
+    This is `heads_from_rows` and `tokens_to_rows` backwards: each head is stored into the scratch `rows` by one strided
+    store (of two-byte numbers, two heads at a time with their halves exchanged), and each token is copied from there.
+    Lanes from H on are dropped.
     """
     num_tokens, num_heads, head_size = tokens.shape
     pitch, num_rows = _pitch(num_heads, tokens.dtype), _rows_per_token(num_heads, tokens.dtype)
     width = min(LANES, head_size - lane)
     for row in range(num_rows):
         if tokens.dtype.itemsize == 4:
-            rows[pl.ds(row, num_tokens, stride=pitch)] = to_int32(head(row))
+            rows[pl.ds(row, num_tokens, stride=pitch)] = to_int32(load_head(row))
             continue
-        first = to_int32(head(2 * row))
-        second = to_int32(head(2 * row + 1)) if 2 * row + 1 < num_heads else first
-        even, odd = _swap_halves(first, second)
-        rows[pl.ds(row, num_tokens // 2, stride=2 * pitch)] = even
-        rows[pl.ds(pitch + row, num_tokens // 2, stride=2 * pitch)] = odd
+        even_head = to_int32(load_head(2 * row))
+        odd_head = to_int32(load_head(2 * row + 1)) if 2 * row + 1 < num_heads else even_head
+        even_tokens, odd_tokens = _swap_halves(even_head, odd_head)
+        rows[pl.ds(row, num_tokens // 2, stride=2 * pitch)] = even_tokens
+        rows[pl.ds(pitch + row, num_tokens // 2, stride=2 * pitch)] = odd_tokens
 
     def copy(block_tokens: Ref, block_rows: Ref, token: int) -> None:
         heads = from_int32(block_rows[_rows_of_token(token, num_heads, tokens.dtype)], tokens.dtype)
@@ -98,10 +105,10 @@ def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None])
     num_tokens, num_heads = tokens.shape[:2]
 
     @pl.loop(0, num_tokens // TOKEN_UNROLL)
-    def _(index: Any) -> None:
-        length = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)
-        block_tokens = tokens.at[pl.ds(index * TOKEN_UNROLL, TOKEN_UNROLL)]
-        block_rows = rows.at[pl.ds(pl.multiple_of(index * length, TOKEN_UNROLL), length)]
+    def _(block: jax.Array) -> None:
+        num_rows = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)
+        block_tokens = tokens.at[pl.ds(block * TOKEN_UNROLL, TOKEN_UNROLL)]
+        block_rows = rows.at[pl.ds(pl.multiple_of(block * num_rows, TOKEN_UNROLL), num_rows)]
         for token in range(TOKEN_UNROLL):
             do(block_tokens, block_rows, token)
 

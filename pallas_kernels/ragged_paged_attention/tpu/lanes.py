@@ -9,7 +9,7 @@ key and the value of one token and one KV head are S rows of 128 lanes:
 
 Lanes between H and the next multiple of 128 hold zeros (in a packed row: between H and 64). Pages and the tiles that
 kernels copy them to are [K, S, tokens, 128]: the compiler never copies an array whose last dimension is 128, and
-the KV head is an axis of its own so that it can be sharded over chips.
+the KV head is an axis of its own so that it can be sharded over devices.
 
 `width` below is H rounded up to a multiple of 128: the lanes of a query or an output of one head.
 """
@@ -34,6 +34,8 @@ LOG2_E = math.log2(math.e)
 Ref = Any
 """Type of a field in the kernels' records: inside a kernel a reference to memory or a semaphore; while the call is
 built, the array, the block specification or the scratch type that becomes that reference."""
+Scalar = int | jax.Array
+"""An int32 number inside a kernel: loaded or computed there, or known when the kernel is traced."""
 
 
 @dataclass(frozen=True)
@@ -70,43 +72,46 @@ class HeadLanes:
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Lay the keys and values of one head, [T, H] each, out as pages hold them: S arrays [T, 128], in order."""
         k, v = self.padded(k), self.padded(v)
-        rows: dict[int, jax.Array] = {}
-        for lane in range(0, self.width, LANES):
-            rows |= self.row_pairs(k[:, lane : lane + LANES], v[:, lane : lane + LANES], lane)
-        return [rows[index] for index in range(self.num_rows)]
+        rows_by_index: dict[int, jax.Array] = {}
+        for first_lane in range(0, self.width, LANES):
+            lanes = slice(first_lane, first_lane + LANES)
+            rows_by_index |= self.row_pairs(k[:, lanes], v[:, lanes], first_lane)
+        return [rows_by_index[index] for index in range(self.num_rows)]
 
-    def row_pairs(self, k: jax.Array, v: jax.Array, lane: int) -> list[tuple[int, jax.Array]]:
-        """Return (index among the S rows, [T, 128]) for the 128 lanes of key and value that begin at `lane`.
+    def row_pairs(self, k: jax.Array, v: jax.Array, first_lane: int) -> list[tuple[int, jax.Array]]:
+        """Return (index among the S rows, [T, 128]) for the 128 lanes of key and value that begin at `first_lane`.
 
-        `k` and `v` are [T, 128] each and zero from lane H on.
+        `k` and `v` are [T, 128] each and zero from lane H on. With H = 256 (S = 4) and `first_lane` = 128 the result
+        is [(1, k), (3, v)]: rows 0 and 1 hold the key, rows 2 and 3 the value. A packed row (H ≤ 64, S = 1) holds the
+        key in lanes 0 … 63 and the value, rotated by 64 lanes, in lanes 64 … 127.
         """
         if self.is_packed:
             return [(0, jnp.where(iota(k.shape, 1) < self.value_lane, k, pltpu.roll(v, self.value_lane, 1)))]
-        return [(lane // LANES, k), (self.num_tiles + lane // LANES, v)]
+        return [(first_lane // LANES, k), (self.num_tiles + first_lane // LANES, v)]
 
     def padded(self, x: jax.Array) -> jax.Array:
         """Pad [T, H] with zeros to [T, width]."""
         return x if self.head_size == self.width else jnp.pad(x, [(0, 0), (0, self.width - self.head_size)])
 
-    def keys(self, tile: Ref, head: Any) -> jax.Array:
+    def keys(self, tile: Ref, head: Scalar) -> jax.Array:
         """Load the keys [T, width] of KV head `head` from a tile [K, S, T, 128] in VMEM.
 
         In a packed tile the value lanes come along: a query is zero there, so they add nothing to its scores.
         """
         return self._rows(tile, head, 0)
 
-    def values(self, tile: Ref, head: Any) -> jax.Array:
+    def values(self, tile: Ref, head: Scalar) -> jax.Array:
         """Load the values [T, width] of KV head `head` from a tile [K, S, T, 128] in VMEM.
 
         The output's lanes are those from `value_lane` on; in a packed tile the lanes before them hold the key.
         """
         return self._rows(tile, head, 0 if self.is_packed else self.num_tiles)
 
-    def _rows(self, tile: Ref, head: Any, first: int) -> jax.Array:
-        return concat_lanes([tile[head, first + index] for index in range(self.num_tiles)])
+    def _rows(self, tile: Ref, head: Scalar, first_row: int) -> jax.Array:
+        return concat_lanes([tile[head, first_row + index] for index in range(self.num_tiles)])
 
 
-def base2_scores(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Array:
+def base2_scores(products: jax.Array, scale: float | jax.Array, soft_cap: float | None) -> jax.Array:
     """Convert q·k products to scores times log₂ e, so that softmax weights are powers of two: hardware has exp2."""
     if soft_cap is None:
         return products * (scale * LOG2_E)
@@ -146,14 +151,18 @@ def row_mask_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) ->
     """Build the int32 mask that `zero_rows` applies to an array of the shape and dtype of `like`, [rows, 128].
 
     `is_kept` maps row indices to booleans. Rows of one- and two-byte numbers share 32-bit rows, so each of them owns
-    8 or 16 bits of the mask.
+    8 or 16 bits of the mask: of two-byte numbers, row 5 owns the upper 16 bits of mask row 2, which are all ones if
+    the row is kept and all zeros otherwise.
     """
-    bits = 8 * like.dtype.itemsize
-    packing = 32 // bits
-    first = iota((-(-like.shape[0] // packing), like.shape[1]), 0) * packing
-    row_bits = -1 if packing == 1 else (1 << bits) - 1
-    parts = [jnp.where(is_kept(first + index), jnp.int32(row_bits) << (bits * index), 0) for index in range(packing)]
-    return functools.reduce(jnp.bitwise_or, parts)
+    bits_per_number = 8 * like.dtype.itemsize
+    numbers_per_word = 32 // bits_per_number
+    first_row = iota((-(-like.shape[0] // numbers_per_word), like.shape[1]), 0) * numbers_per_word
+    ones = -1 if numbers_per_word == 1 else (1 << bits_per_number) - 1
+    row_masks = [
+        jnp.where(is_kept(first_row + index), jnp.int32(ones) << (bits_per_number * index), 0)
+        for index in range(numbers_per_word)
+    ]
+    return functools.reduce(jnp.bitwise_or, row_masks)
 
 
 def zero_rows(x: jax.Array, mask_bits: jax.Array) -> jax.Array:
@@ -174,9 +183,11 @@ def from_int32(bits: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype) if dtype.itemsize == 4 else pltpu.bitcast(bits, dtype)
 
 
-def divide(x: Any, by: int) -> Any:
-    """Return x // by for a scalar x ≥ 0, as a shift where `by` is a power of two."""
-    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
+def divide(x: Scalar, divisor: int) -> jax.Array:
+    """Return x // divisor for a scalar x ≥ 0, as a shift where `divisor` is a power of two."""
+    if divisor & (divisor - 1) == 0:
+        return lax.shift_right_logical(x, divisor.bit_length() - 1)
+    return lax.div(x, divisor)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -6,13 +6,21 @@ n × tile. Each page is one DMA. Copies are started by `fetch` or `fetch_full` a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
 
-from .lanes import Ref, divide
+from .lanes import Ref, Scalar, divide
+
+
+class PageSpan(NamedTuple):
+    """Consecutive entries `begin` … `end` − 1 of one row's page table; none if `end` ≤ `begin`."""
+
+    begin: Scalar
+    end: Scalar
 
 
 class PageCopies(NamedTuple):
@@ -24,7 +32,7 @@ class PageCopies(NamedTuple):
     """int32 [R × P] in SMEM: the page tables of all rows, row after row."""
     table_len: int
     """P: entries of one row's page table."""
-    first_page: Any
+    first_page: Scalar
     """int32 scalar: index in `pages` of this layer's page 0."""
     tile: int
     """Tokens per tile, a multiple of the page size."""
@@ -39,45 +47,57 @@ class PageCopies(NamedTuple):
         """Pages of one full tile."""
         return self.tile // self.page_size
 
-    def page(self, row: Any, index: Any) -> Any:
-        """Return where in `pages` the page with this index in the row's page table lies."""
-        return self.first_page + self.page_tables[row * self.table_len + index]
+    def page(self, row: Scalar, table_index: Scalar) -> Scalar:
+        """Return the index in `pages` of the page that entry `table_index` of the row's page table names."""
+        return self.first_page + self.page_tables[row * self.table_len + table_index]
 
-    def span(self, tile_index: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-        """Return the first page index and the last + 1 of a tile that hold any of the positions `begin` … `end` − 1."""
-        first = tile_index * self.pages_per_tile
-        past = divide(end + self.page_size - 1, self.page_size)
-        return jnp.maximum(first, divide(begin, self.page_size)), jnp.minimum(first + self.pages_per_tile, past)
+    def span(self, tile_index: Scalar, begin_position: Scalar, end_position: Scalar) -> PageSpan:
+        """Return the page-table entries of a tile whose pages hold positions `begin_position` … `end_position` − 1.
 
-    def fetch(self, row: Any, tile_index: Any, span: tuple[Any, Any], target: Ref, semaphore: Ref) -> None:
-        """Start the copies of the pages of `span` into their places in the tile `target`."""
-
-        @pl.loop(*span)
-        def _(index: Any) -> None:
-            offset = pl.multiple_of((index - tile_index * self.pages_per_tile) * self.page_size, self.page_size)
-            self._start(self.page(row, index), target, offset, semaphore)
-
-    def fetch_full(self, row: Any, tile_index: Any, target: Ref, semaphore: Ref, *, is_wanted: Any) -> None:
-        """Start the copies of all pages of a tile, without a loop, if it is wanted. Its page numbers are read anyway.
-
-        A branch with nothing but the starts of copies in it costs the fewest bundles.
+        Example: in pages of 16 tokens and tiles of 64, the positions 70 … 99 of tile 1 (64 … 127) lie in the pages of
+        entries 4 … 6, so the span is (4, 7).
         """
-        first = tile_index * self.pages_per_tile
-        pages = [self.page(row, first + index) for index in range(self.pages_per_tile)]
+        first_of_tile = tile_index * self.pages_per_tile
+        end_of_row = divide(end_position + self.page_size - 1, self.page_size)
+        return PageSpan(
+            jnp.maximum(first_of_tile, divide(begin_position, self.page_size)),
+            jnp.minimum(first_of_tile + self.pages_per_tile, end_of_row),
+        )
 
-        @pl.when(is_wanted)
+    def fetch(self, row: Scalar, tile_index: Scalar, span: PageSpan, target: Ref, semaphore: Ref) -> None:
+        """Start the DMA of each page of `span` to its tokens' offset in the tile `target`."""
+
+        @pl.loop(span.begin, span.end)
+        def _(table_index: Array) -> None:
+            page_of_tile = table_index - tile_index * self.pages_per_tile
+            offset = pl.multiple_of(page_of_tile * self.page_size, self.page_size)
+            self._start(self.page(row, table_index), target, offset, semaphore)
+
+    def fetch_full(
+        self, row: Scalar, tile_index: Scalar, target: Ref, semaphore: Ref, *, is_needed: bool | Array
+    ) -> None:
+        """Start the DMAs of all pages of a tile, without a loop, if `is_needed`.
+
+        The page table is read in either case: `row` and `tile_index` must be valid even if the tile is not needed.
+        A branch that contains only the starts of copies takes the fewest VLIW bundles.
+        """
+        first_of_tile = tile_index * self.pages_per_tile
+        pages = [self.page(row, first_of_tile + index) for index in range(self.pages_per_tile)]
+
+        @pl.when(is_needed)
         def _() -> None:
             for index, page in enumerate(pages):
                 self._start(page, target, index * self.page_size, semaphore)
 
-    def wait(self, num_pages: Any, semaphore: Ref) -> None:
-        """Wait until the bytes of `num_pages` pages have arrived, in whichever order.
+    def wait(self, num_pages: Scalar, semaphore: Ref) -> None:
+        """Wait until as many bytes as `num_pages` pages have arrived at the semaphore, in any order.
 
-        `num_pages` must not exceed the pages of the cache.
+        No copy is started: the descriptor only tells `wait` how many bytes to expect. `num_pages` must not exceed the
+        pages of the cache.
         """
         pages = self.pages.at[pl.ds(0, num_pages)]
         pltpu.make_async_copy(pages, pages, semaphore).wait()
 
-    def _start(self, page: Any, target: Ref, offset: Any, semaphore: Ref) -> None:
+    def _start(self, page: Scalar, target: Ref, offset: Scalar, semaphore: Ref) -> None:
         slots = target.at[:, :, pl.ds(offset, self.page_size)]
         pltpu.make_async_copy(self.pages.at[page], slots, semaphore).start()

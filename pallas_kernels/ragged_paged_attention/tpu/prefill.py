@@ -45,6 +45,7 @@ from .lanes import (
     MASK_VALUE,
     HeadLanes,
     Ref,
+    Scalar,
     base2_scores,
     broadcast_lanes,
     compute_dtype,
@@ -55,7 +56,7 @@ from .lanes import (
     row_mask_bits,
     zero_rows,
 )
-from .pages import PageCopies
+from .pages import PageCopies, PageSpan
 from .query_tiles import QueryTiles
 
 MAX_SCORE_ROWS = 1024
@@ -106,14 +107,24 @@ class PrefillScratch(NamedTuple):
     """int32 [1] in SMEM: which of the kv_tiles the next KV tile to be computed lies in."""
 
 
-def heads_per_chunk(group: int, tile_q: int) -> int:
-    """Return the query heads whose scores one product computes: a divisor of the G = `group` heads of a KV head."""
-    fitting = [size for size in range(1, group + 1) if group % size == 0 and size * tile_q <= MAX_SCORE_ROWS]
-    return max(fitting, default=1)
+def heads_per_chunk(group_size: int, tile_q: int) -> int:
+    """Return b, the query heads whose scores one product computes: a divisor of G, the query heads of a KV head.
+
+    `group_size` is G. A product has b · `tile_q` rows of scores, at most `MAX_SCORE_ROWS` of them unless b is 1.
+    """
+    divisors = [b for b in range(1, group_size + 1) if group_size % b == 0 and b * tile_q <= MAX_SCORE_ROWS]
+    return max(divisors, default=1)
 
 
-Buffers = dict[str, tuple[tuple[int, ...], Any]]
-"""Field of `PrefillScratch` → shape and dtype, for those in VMEM."""
+class VmemBuffer(NamedTuple):
+    """Shape and dtype of a scratch array in VMEM."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+Buffers = dict[str, VmemBuffer]
+"""Field of `PrefillScratch` → its buffer, for those in VMEM."""
 
 
 def prefill_buffers(
@@ -121,29 +132,30 @@ def prefill_buffers(
 ) -> Buffers:
     """Return shape and dtype of each VMEM buffer, for tiles of `tile_q` queries and `tile_kv` keys and values.
 
-    Copies of queries and of keys and values are double-buffered: their first axis is the slot. `queries` and the
+    `dtype` is that of queries and outputs, `kv_dtype` that of the pages. Copies of queries and of keys and values are
+    double-buffered: the first axis, 2, selects the buffer. `queries` and the
     softmax state hold a tile by chunks of heads, each row a (head, query) pair; the running maximum and sum repeat
     their number on all lanes. `head_rows` is room for sorting heads, as words of 32 bits.
     """
     lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
     num_chunks, rows = num_heads // chunk, chunk * tile_q
     return {
-        "q_tiles": ((2, tile_q, num_heads, head_size), dtype),
-        "out_tile": ((tile_q, num_heads, head_size), dtype),
-        "queries": ((num_chunks, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
-        "kv_tiles": ((2, num_kv_heads, lanes.num_rows, tile_kv, LANES), kv_dtype),
-        "running_max": ((num_chunks, rows, LANES), jnp.float32),
-        "running_sum": ((num_chunks, rows, LANES), jnp.float32),
-        "acc": ((num_chunks, rows, lanes.width), jnp.float32),
-        "head_rows": (rows_shape(tile_q, num_heads, dtype), jnp.int32),
+        "q_tiles": VmemBuffer((2, tile_q, num_heads, head_size), dtype),
+        "out_tile": VmemBuffer((tile_q, num_heads, head_size), dtype),
+        "queries": VmemBuffer((num_chunks, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
+        "kv_tiles": VmemBuffer((2, num_kv_heads, lanes.num_rows, tile_kv, LANES), kv_dtype),
+        "running_max": VmemBuffer((num_chunks, rows, LANES), jnp.float32),
+        "running_sum": VmemBuffer((num_chunks, rows, LANES), jnp.float32),
+        "acc": VmemBuffer((num_chunks, rows, lanes.width), jnp.float32),
+        "head_rows": VmemBuffer(rows_shape(tile_q, num_heads, dtype), jnp.int32),
     }
 
 
 def prefill_vmem_bytes(buffers: Buffers, sub_kv: int, *, spare_bytes: int = SPARE_VMEM_BYTES) -> int:
-    """Return the VMEM that prefill may need: its buffers, three arrays of scores in float32, and the spare bytes."""
-    rows = buffers["queries"][0][1]
-    buffer_bytes = sum(padded_bytes(shape, dtype) for shape, dtype in buffers.values())
-    return spare_bytes + buffer_bytes + 3 * 4 * rows * sub_kv
+    """Return the bytes of VMEM that prefill may need: buffers, three float32 arrays of scores, and the spare bytes."""
+    score_rows = buffers["queries"].shape[1]
+    buffer_bytes = sum(padded_bytes(*buffer) for buffer in buffers.values())
+    return spare_bytes + buffer_bytes + 3 * 4 * score_rows * sub_kv
 
 
 def prefill_attention(
@@ -168,7 +180,7 @@ def prefill_attention(
     in_specs = PrefillInputs._make((*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), IN_HBM, IN_HBM))
     buffers = prefill_buffers(tile_q, num_heads, pages.shape[1], head_size, tile_kv, q.dtype, pages.dtype)
     scratch = PrefillScratch(
-        **{name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in buffers.items()},
+        **{name: pltpu.VMEM(*buffer) for name, buffer in buffers.items()},
         q_sems=pltpu.SemaphoreType.DMA((2,)),
         out_sem=pltpu.SemaphoreType.DMA(()),
         kv_sems=pltpu.SemaphoreType.DMA((2,)),
@@ -205,9 +217,11 @@ def _attend_query_tile(
     table_len: int,
     options: AttendOptions,
 ) -> None:
-    """Compute one tile of queries: fetch, prepare the softmax state, attend to each KV tile, write the outputs.
+    """Compute one tile of queries by flash attention, and write its outputs over the queries in HBM.
 
-    `sub_kv` counts the keys of one product, `table_len` the entries of one row's page table.
+    Fetch the queries, prepare the online-softmax state, add KV tile after KV tile, divide by the sums. Queries, KV
+    tiles and outputs are double-buffered across grid steps. `sub_kv` counts the keys of one product, `table_len` the
+    entries of one row's page table.
     """
     lanes, window = HeadLanes(inputs.q.shape[2]), options.window
     next_buffer = scratch.next_buffer
@@ -215,77 +229,78 @@ def _attend_query_tile(
     num_kv_heads, tile_kv = scratch.kv_tiles.shape[1], scratch.kv_tiles.shape[3]
     num_chunks, chunk = scratch.queries.shape[0], num_heads // scratch.queries.shape[0]
     can_halve = sub_kv // 2 % (LANES if sub_kv > LANES else 32 // scratch.kv_tiles.dtype.itemsize) == 0
-    half = sub_kv // 2 if can_halve else sub_kv
+    half_sub_kv = sub_kv // 2 if can_halve else sub_kv
     q_tile = pl.program_id(0)
     first_page, num_q_tiles = scalars.first_page_and_count[0], scalars.num_tiles
-    position, end = scalars.first_positions[q_tile], scalars.end_position(q_tile)
+    first_position, end_position = scalars.first_positions[q_tile], scalars.end_position(q_tile)
     q_buffer = lax.rem(q_tile, 2)
     copies = PageCopies(inputs.pages, scalars.page_tables, table_len, first_page, tile_kv)
 
-    def first_seen(q_tile: Any) -> Any:
-        """Return the first position that any query of a tile sees."""
+    def first_visible_position(q_tile: Scalar) -> Scalar:
+        """Return the first position that any query of a tile attends to."""
         return jnp.int32(0) if window is None else jnp.maximum(scalars.first_positions[q_tile] - window + 1, 0)
 
-    def rows_of(head: int) -> Any:
+    def chunk_rows(head: int) -> Ref:
         """Return the rows of a query head among those of its chunk."""
         return pl.ds(head % chunk * tile_q, tile_q)
 
     # Copies
 
-    def q_copy(q_tile: Any, buffer: Any) -> Any:
+    def q_copy(q_tile: Scalar, buffer: Scalar) -> Ref:
         target = pl.ds(0, scalars.lens[q_tile])
         source = pl.ds(scalars.first_tokens[q_tile], scalars.lens[q_tile])
         return pltpu.make_async_copy(inputs.q.at[source], scratch.q_tiles.at[buffer, target], scratch.q_sems.at[buffer])
 
-    def out_copy(q_tile: Any) -> Any:
+    def out_copy(q_tile: Scalar) -> Ref:
         source = pl.ds(0, scalars.lens[q_tile])
         target = pl.ds(scalars.first_tokens[q_tile], scalars.lens[q_tile])
         return pltpu.make_async_copy(scratch.out_tile.at[source], out.at[target], scratch.out_sem)
 
-    def span(q_tile: Any, kv_tile: Any) -> tuple[Any, Any]:
-        """Return the pages of a KV tile that some query of a query tile sees."""
-        return copies.span(kv_tile, first_seen(q_tile), scalars.end_position(q_tile))
+    def span(q_tile: Scalar, kv_tile: Scalar) -> PageSpan:
+        """Return the page-table entries of a KV tile that some query of a query tile attends to."""
+        return copies.span(kv_tile, first_visible_position(q_tile), scalars.end_position(q_tile))
 
-    def fetch(q_tile: Any, kv_tile: Any, buffer: Any) -> None:
+    def fetch(q_tile: Scalar, kv_tile: Scalar, buffer: Scalar) -> None:
         target, semaphore = scratch.kv_tiles.at[buffer], scratch.kv_sems.at[buffer]
         copies.fetch(scalars.rows[q_tile], kv_tile, span(q_tile, kv_tile), target, semaphore)
 
-    def wait(kv_tile: Any, buffer: Any) -> None:
-        begin, past = span(q_tile, kv_tile)
-        copies.wait(past - begin, scratch.kv_sems.at[buffer])
+    def wait(kv_tile: Scalar, buffer: Scalar) -> None:
+        pages = span(q_tile, kv_tile)
+        copies.wait(pages.end - pages.begin, scratch.kv_sems.at[buffer])
 
     # Compute
 
-    def attend(begin: Any, kv: Ref, *, is_masked: bool) -> None:
-        """Add the keys and values in `kv` [K, S, keys, 128], from position `begin` on, to the state of all heads."""
+    def attend(kv_position: Scalar, kv: Ref, *, is_masked: bool) -> None:
+        """Add the keys and values in `kv` [K, S, keys, 128], from `kv_position` on, to all heads' softmax states."""
 
-        def attend_chunk(index: Any, _: Any) -> Any:
-            dtype, head = scratch.queries.dtype, divide(index, num_chunks // num_kv_heads)
+        def attend_chunk(chunk_index: Scalar, _: int) -> int:
+            dtype, head = scratch.queries.dtype, divide(chunk_index, num_chunks // num_kv_heads)
             keys, values = lanes.keys(kv, head), lanes.values(kv, head)
             factor = options.scale if inputs.scales is None else options.scale * inputs.scales[0, head]
-            scores = base2_scores(dot_nt(scratch.queries[index], keys.astype(dtype)), factor, options.soft_cap)
+            scores = base2_scores(dot_nt(scratch.queries[chunk_index], keys.astype(dtype)), factor, options.soft_cap)
             if is_masked:
-                key_position = begin + iota(scores.shape, 1)
-                q_position = position + iota((chunk, tile_q, scores.shape[1]), 1).reshape(scores.shape)
-                is_seen = key_position <= jnp.minimum(q_position, end - 1)
+                key_position = kv_position + iota(scores.shape, 1)
+                q_position = first_position + iota((chunk, tile_q, scores.shape[1]), 1).reshape(scores.shape)
+                is_visible = key_position <= jnp.minimum(q_position, end_position - 1)
                 if window is not None:
-                    is_seen &= key_position > q_position - window
-                scores = jnp.where(is_seen, scores, MASK_VALUE)
-                values = zero_rows(values, row_mask_bits(is_seen_by_any, values))
-            old_max = scratch.running_max[index]
+                    is_visible &= key_position > q_position - window
+                scores = jnp.where(is_visible, scores, MASK_VALUE)
+                values = zero_rows(values, row_mask_bits(is_visible_to_any, values))
+            old_max = scratch.running_max[chunk_index]
             new_max = jnp.maximum(old_max, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp2(scores - broadcast_lanes(new_max, scores.shape[1]))
             decay = jnp.exp2(old_max - new_max)
-            scratch.running_max[index] = new_max
-            scratch.running_sum[index] = scratch.running_sum[index] * decay + jnp.sum(weights, axis=1, keepdims=True)
-            product = dot_nn(weights.astype(dtype), values.astype(dtype))
-            scratch.acc[index] = scratch.acc[index] * broadcast_lanes(decay, lanes.width) + product
+            scratch.running_max[chunk_index] = new_max
+            old_sum = scratch.running_sum[chunk_index]
+            scratch.running_sum[chunk_index] = old_sum * decay + jnp.sum(weights, axis=1, keepdims=True)
+            weighted_values = dot_nn(weights.astype(dtype), values.astype(dtype))
+            scratch.acc[chunk_index] = scratch.acc[chunk_index] * broadcast_lanes(decay, lanes.width) + weighted_values
             return 0
 
-        def is_seen_by_any(key: Array) -> Array:
-            """Say whether any query sees key `begin` + `key`: others may be NaN, which a weight of 0 does not hide."""
-            is_seen = key < end - begin
-            return is_seen if window is None else is_seen & (key >= first_seen(q_tile) - begin)
+        def is_visible_to_any(key: Array) -> Array:
+            """Return whether a query attends to `kv_position` + `key`. Other values may be NaN, and 0 × NaN is NaN."""
+            is_visible = key < end_position - kv_position
+            return is_visible if window is None else is_visible & (key >= first_visible_position(q_tile) - kv_position)
 
         lax.fori_loop(0, num_chunks, attend_chunk, 0)
 
@@ -295,7 +310,7 @@ def _attend_query_tile(
     def _() -> None:
         next_buffer[0] = 0
         q_copy(0, 0).start()
-        fetch(0, divide(first_seen(0), tile_kv), 0)
+        fetch(0, divide(first_visible_position(0), tile_kv), 0)
 
     pl.when(q_tile + 1 < num_q_tiles)(lambda: q_copy(q_tile + 1, 1 - q_buffer).start())
 
@@ -308,64 +323,65 @@ def _attend_query_tile(
     else:
         for head in range(num_heads):
             sink = jnp.full((tile_q, LANES), inputs.sinks[head], jnp.float32)
-            scratch.running_max[head // chunk, rows_of(head)] = sink
+            scratch.running_max[head // chunk, chunk_rows(head)] = sink
         scratch.running_sum[...] = jnp.ones(scratch.running_sum.shape, jnp.float32)
     q_copy(q_tile, q_buffer).wait()
 
     # Queries from [query, head] to [head, query] order.
 
-    for lane in range(0, lanes.width, LANES):
-        tokens_to_rows(scratch.q_tiles.at[q_buffer], lane, scratch.head_rows)
-        by_head = heads_from_rows(scratch.head_rows, 0, tile_q, num_heads, scratch.q_tiles.dtype)
-        for head, queries in enumerate(by_head):
-            scratch.queries[head // chunk, rows_of(head), pl.ds(lane, LANES)] = queries.astype(scratch.queries.dtype)
-    num_kv_tiles = divide(end + tile_kv - 1, tile_kv)
+    for first_lane in range(0, lanes.width, LANES):
+        tokens_to_rows(scratch.q_tiles.at[q_buffer], first_lane, scratch.head_rows)
+        queries_by_head = heads_from_rows(scratch.head_rows, 0, tile_q, num_heads, scratch.q_tiles.dtype)
+        for head, queries in enumerate(queries_by_head):
+            queries = queries.astype(scratch.queries.dtype)
+            scratch.queries[head // chunk, chunk_rows(head), pl.ds(first_lane, LANES)] = queries
+    num_kv_tiles = divide(end_position + tile_kv - 1, tile_kv)
 
     # KV tile after KV tile; the next one, or the next grid step's first one, is fetched meanwhile.
 
-    @pl.loop(divide(first_seen(q_tile), tile_kv), num_kv_tiles)
-    def _(kv_tile: Any) -> None:
+    @pl.loop(divide(first_visible_position(q_tile), tile_kv), num_kv_tiles)
+    def _(kv_tile: Scalar) -> None:
         buffer = next_buffer[0]
         next_buffer[0] = 1 - buffer
 
         pl.when(kv_tile + 1 < num_kv_tiles)(lambda: fetch(q_tile, kv_tile + 1, 1 - buffer))
         pl.when((kv_tile + 1 == num_kv_tiles) & (q_tile + 1 < num_q_tiles))(
-            lambda: fetch(q_tile + 1, divide(first_seen(q_tile + 1), tile_kv), 1 - buffer)
+            lambda: fetch(q_tile + 1, divide(first_visible_position(q_tile + 1), tile_kv), 1 - buffer)
         )
         wait(kv_tile, buffer)
-        begin = kv_tile * tile_kv
-        num_seen = jnp.minimum(end - begin, tile_kv)
-        first = divide(jnp.maximum(first_seen(q_tile) - begin, 0), sub_kv)
+        kv_position = kv_tile * tile_kv
+        num_visible_keys = jnp.minimum(end_position - kv_position, tile_kv)
+        first_sub_tile = divide(jnp.maximum(first_visible_position(q_tile) - kv_position, 0), sub_kv)
 
-        @pl.loop(first, divide(num_seen + sub_kv - 1, sub_kv))
-        def _(index: Any) -> None:
-            at = pl.multiple_of(index * sub_kv, sub_kv)
-            attend_from = partial(attend, begin + at)
-            is_unmasked = begin + at + sub_kv - 1 <= position  # Every query sees every key.
+        @pl.loop(first_sub_tile, divide(num_visible_keys + sub_kv - 1, sub_kv))
+        def _(sub_tile_index: Array) -> None:
+            offset = pl.multiple_of(sub_tile_index * sub_kv, sub_kv)
+            attend_from = partial(attend, kv_position + offset)
+            is_unmasked = kv_position + offset + sub_kv - 1 <= first_position  # Every query attends to every key.
             if window is not None:
-                is_unmasked &= begin + at > end - 1 - window
-            needs_all = num_seen - at > half
-            kv = lambda length: scratch.kv_tiles.at[buffer, :, :, pl.ds(at, length)]  # noqa: E731
+                is_unmasked &= kv_position + offset > end_position - 1 - window
+            needs_whole_sub_tile = num_visible_keys - offset > half_sub_kv
+            kv = lambda length: scratch.kv_tiles.at[buffer, :, :, pl.ds(offset, length)]  # noqa: E731
             pl.when(is_unmasked)(lambda: attend_from(kv(sub_kv), is_masked=False))
-            pl.when(~is_unmasked & needs_all)(lambda: attend_from(kv(sub_kv), is_masked=True))
-            pl.when(~is_unmasked & ~needs_all)(lambda: attend_from(kv(half), is_masked=True))
+            pl.when(~is_unmasked & needs_whole_sub_tile)(lambda: attend_from(kv(sub_kv), is_masked=True))
+            pl.when(~is_unmasked & ~needs_whole_sub_tile)(lambda: attend_from(kv(half_sub_kv), is_masked=True))
 
     # Outputs: acc ÷ running_sum, back to [query, head] order and to HBM, once the tile before has left out_tile.
 
     pl.when(q_tile > 0)(lambda: out_copy(q_tile - 1).wait())
 
-    def output(head: int, lane: int) -> Array:
+    def output(head: int, first_lane: int) -> Array:
         """Return 128 lanes of the outputs of one query head, [tile_q, 128], with value lane 0 in lane 0."""
-        index, rows = head // chunk, rows_of(head)
-        result = scratch.acc[index, rows, pl.ds(lane, LANES)] / scratch.running_sum[index, rows]
+        chunk_index, rows = head // chunk, chunk_rows(head)
+        result = scratch.acc[chunk_index, rows, pl.ds(first_lane, LANES)] / scratch.running_sum[chunk_index, rows]
         if inputs.scales is not None:
             result = result * inputs.scales[1, head // (num_heads // num_kv_heads)]
         if lanes.is_packed:
             result = pltpu.roll(result, LANES - lanes.value_lane, 1)
         return result.astype(scratch.out_tile.dtype)
 
-    for lane in range(0, lanes.width, LANES):
-        heads_to_tokens(partial(output, lane=lane), lane, scratch.head_rows, scratch.out_tile)
+    for first_lane in range(0, lanes.width, LANES):
+        heads_to_tokens(partial(output, first_lane=first_lane), first_lane, scratch.head_rows, scratch.out_tile)
     out_copy(q_tile).start()
 
     pl.when(q_tile + 1 == num_q_tiles)(lambda: out_copy(q_tile).wait())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ..interface import LayerInputs
-from .lanes import Ref
+from .lanes import Ref, Scalar
 
 PLAN_HEADER = 1
 """Numbers of a plan before the tiles: how many tiles are used."""
@@ -39,14 +39,14 @@ class QueryTiles(NamedTuple):
     def of(cls, layer: LayerInputs) -> QueryTiles:
         """Collect the arrays that become these references; the first number of the plan counts the tiles in use."""
         plan = layer.step.plan
-        count = jnp.stack([layer.first_page, plan[0]])
-        return cls._make((layer.tables.reshape(-1), *plan[PLAN_HEADER:].reshape(4, -1), count))
+        first_page_and_count = jnp.stack([layer.first_page, plan[0]])
+        return cls._make((layer.tables.reshape(-1), *plan[PLAN_HEADER:].reshape(4, -1), first_page_and_count))
 
     @property
     def num_tiles(self) -> Ref:
         """Return the number of tiles in use."""
         return self.first_page_and_count[1]
 
-    def end_position(self, tile: Ref) -> Ref:
+    def end_position(self, tile: Scalar) -> Scalar:
         """Return the position after the last token of a tile."""
         return self.first_positions[tile] + self.lens[tile]

@@ -114,11 +114,11 @@ def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{table}: {error}; delete it, and tune again") from error
     found = []
-    for number, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         try:
             found.append(_entry(entry))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{table}: entry {number}: {error}; delete the entry, and tune again") from error
+            raise ValueError(f"{table}: entry {index}: {error}; delete the entry, and tune again") from error
     return tuple(found)
 
 
@@ -131,59 +131,65 @@ def _entry(entry: dict[str, Any]) -> TunedEntry:
             raise ValueError(f"{name}: got {entry[name]!r}, allowed: {', '.join(allowed)}")
     date.fromisoformat(entry["date"])
     shape, sizes = TpuShape(**entry["shape"]), entry["sizes"]
-    found = TunedEntry(entry["chip"], shape, TpuSizes(**{**sizes, "decode": DecodeSizes(**sizes["decode"])}))
-    check_sizes(*found)
-    return found
+    tuned_entry = TunedEntry(entry["chip"], shape, TpuSizes(**{**sizes, "decode": DecodeSizes(**sizes["decode"])}))
+    check_sizes(*tuned_entry)
+    return tuned_entry
 
 
 def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
-    """Raise ValueError for sizes that the kernels cannot work with at this shape."""
-    numbers = {**shape._asdict(), **sizes._asdict(), **sizes.decode._asdict()}
-    del numbers["dtype"], numbers["decode"]
+    """Raise ValueError for sizes that the kernels cannot work with at this shape; the text names the first bad one.
 
-    def require(name: str, is_right: bool, allowed: str, got: str = "") -> None:
-        if not is_right:
-            raise ValueError(f"{name}: got {numbers[name]!r}{got}, allowed: {allowed}")
+    Every size is a positive integer. Sub-tiles are whole lane tiles and divide their KV tile; KV tiles are whole pages
+    and fit, with all their buffers, into the VMEM of one core.
+    """
+    values = {**shape._asdict(), **sizes._asdict(), **sizes.decode._asdict()}
+    del values["dtype"], values["decode"]
 
-    for name, number in numbers.items():
-        require(name, type(number) is int and number >= 1, "an integer ≥ 1")
+    def require(name: str, is_valid: bool, allowed: str, got_note: str = "") -> None:
+        if not is_valid:
+            raise ValueError(f"{name}: got {values[name]!r}{got_note}, allowed: {allowed}")
+
+    for name, value in values.items():
+        require(name, type(value) is int and value >= 1, "an integer ≥ 1")
     for name in ("full", "tail", "sub_kv"):
-        require(name, numbers[name] % LANES == 0, f"multiples of {LANES}")
+        require(name, values[name] % LANES == 0, f"multiples of {LANES}")
     for name in ("tile", "tile_kv"):
-        require(name, numbers[name] % shape.page_size == 0, f"multiples of a page's {shape.page_size} tokens")
-    for name, tile in (("full", "tile"), ("tail", "tile"), ("sub_kv", "tile_kv")):
-        require(name, numbers[tile] % numbers[name] == 0, f"divisors of {tile}, {numbers[tile]}")
-    slots = write_slots_of(chip, shape.dtype)
-    require("write_slots", sizes.decode.write_slots == slots, f"{slots} on {chip} for {shape.dtype}")
-    require("buffers", numbers["buffers"] >= 2 and not numbers["buffers"] & (numbers["buffers"] - 1), "powers of two")
+        require(name, values[name] % shape.page_size == 0, f"multiples of a page's {shape.page_size} tokens")
+    for name, tile_name in (("full", "tile"), ("tail", "tile"), ("sub_kv", "tile_kv")):
+        require(name, values[tile_name] % values[name] == 0, f"divisors of {tile_name}, {values[tile_name]}")
+    write_slots = write_slots_of(chip, shape.dtype)
+    require("write_slots", sizes.decode.write_slots == write_slots, f"{write_slots} on {chip} for {shape.dtype}")
+    require("buffers", values["buffers"] >= 2 and not values["buffers"] & (values["buffers"] - 1), "powers of two")
     for name, buffers in (("tile", sizes.decode.buffers), ("tile_kv", 2)):
-        tile_bytes, vmem_bytes = numbers[name] * _token_bytes(shape), CHIPS[chip].vmem_bytes
-        needed = decode_vmem_bytes(tile_bytes, buffers, spare_bytes=CHIPS[chip].spare_bytes)
+        tile_bytes, vmem_bytes = values[name] * _token_bytes(shape), CHIPS[chip].vmem_bytes
+        needed_bytes = decode_vmem_bytes(tile_bytes, buffers, spare_bytes=CHIPS[chip].spare_bytes)
         allowed = f"those that fit into the {vmem_bytes >> 20} MiB of a core of {chip}"
-        require(name, needed <= vmem_bytes, allowed, f", tiles that need {needed >> 20} MiB")
+        require(name, needed_bytes <= vmem_bytes, allowed, f", tiles that need {needed_bytes >> 20} MiB")
 
 
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
-    """Return KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
+    """Return KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers. Sizes are tokens.
 
-    `in_float32` says that products are computed in float32 although the pages hold narrower numbers.
+    `in_float32` says that products are computed in float32 although the pages hold narrower numbers. Every size is
+    rounded down so that sub-tiles divide the tile and pages do, too. Example: 8 KV heads of 128 in bfloat16 take 4 KiB
+    a token, so 2 MiB hold a tile of 512 tokens.
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes, tile_bytes = _token_bytes(shape), CHIPS[chip].tile_bytes
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
     max_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _chip_rule(chip, itemsize)
-    # The queries of one KV head may be more rows than that.
+    # A product has at least the query heads of one KV head as rows, which may be more than `max_rows`.
     full = min(full, MAX_SCORES // max(shape.num_heads // shape.num_kv_heads, max_rows))
     # Shorter products of one-byte numbers spill a register on v5e.
     min_tile = full if itemsize == 1 and full * token_bytes <= 2 * tile_bytes else LANES
     max_tile = min(max(tile_bytes // token_bytes, min_tile), 2048)
     full = tail * _power_of_two_up_to(min(full, max_tile) // tail)
-    unit = math.lcm(page_size, full)
-    tile = unit * _power_of_two_up_to(max_tile // unit)
+    tile_unit = math.lcm(page_size, full)
+    tile = tile_unit * _power_of_two_up_to(max_tile // tile_unit)
     buffers = buffers_of(chip, tile * token_bytes)
     decode = DecodeSizes(tile, full, tail, max_rows, write_slots_of(chip, shape.dtype), buffers)
-    sub_sizes = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MAX_PREFILL_KEYS]
-    return TpuSizes(decode, tile, max(sub_sizes, default=tail))
+    sub_kv_sizes = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MAX_PREFILL_KEYS]
+    return TpuSizes(decode, tile, max(sub_kv_sizes, default=tail))
 
 
 def buffers_of(chip: str, tile_bytes: int) -> int:

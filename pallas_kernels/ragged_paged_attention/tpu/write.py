@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from ..interface import LayerInputs
 from .heads import heads_from_rows, rows_shape, tokens_to_rows
 from .kernel_call import IN_HBM, CallOptions, call_kernel
-from .lanes import LANES, HeadLanes, Ref, divide, iota
+from .lanes import LANES, HeadLanes, Ref, Scalar, divide, iota
 from .pages import PageCopies
 from .query_tiles import QueryTiles
 
@@ -118,70 +118,85 @@ def write_prefill(
 def _write_tile(
     scalars: QueryTiles, inputs: WriteInputs, pages: Ref, scratch: WriteScratch, lanes: HeadLanes, table_len: int
 ) -> None:
-    """Write one tile of tokens: wait for them, start fetching the next tile, and write block after block."""
+    """Write the keys and values of one tile of tokens into their pages, one aligned block of slots after another.
+
+    Double-buffered twice: the next tile's tokens are fetched while this tile is written, and a block is computed while
+    the one before it is copied to its page. With blocks of 32, a tile of positions 40 … 99 takes the blocks 1, 2 and 3:
+    block 1 keeps slots 0 … 7 as the page has them, block 3 slots 4 … 31, and block 2 is written whole.
+    """
     tile = pl.program_id(0)
     first_page, num_tiles = scalars.first_page_and_count[0], scalars.num_tiles
     copies = PageCopies(pages, scalars.page_tables, table_len, first_page, tile=0)
     num_kv_heads, block, page_size = scratch.blocks.shape[1], scratch.blocks.shape[3], pages.shape[3]
     buffer = lax.rem(tile, 2)
 
-    def kv_copies(tile: Any, buffer: Any) -> list[Any]:
+    def kv_copies(tile: Scalar, buffer: Scalar) -> list[Ref]:
+        """Return the copies of a tile's keys and values. An equal copy can be waited for: its semaphore counts."""
         source, target = pl.ds(scalars.first_tokens[tile], scalars.lens[tile]), pl.ds(block, scalars.lens[tile])
         return [
             pltpu.make_async_copy(tokens.at[source], tiles.at[buffer, target], scratch.kv_sems.at[buffer])
             for tokens, tiles in ((inputs.k, scratch.k_tiles), (inputs.v, scratch.v_tiles))
         ]
 
-    def fetch(tile: Any, buffer: Any) -> None:
-        for copy in kv_copies(tile, buffer):
-            copy.start()
+    def fetch(tile: Scalar, buffer: Scalar) -> None:
+        for kv_copy in kv_copies(tile, buffer):
+            kv_copy.start()
 
     pl.when(tile == 0)(lambda: fetch(0, 0))
     pl.when(tile + 1 < num_tiles)(lambda: fetch(tile + 1, 1 - buffer))
     for kv_copy in kv_copies(tile, buffer):
         kv_copy.wait()
-    for lane in range(0, lanes.width, LANES):
-        for index, tokens in enumerate((scratch.k_tiles, scratch.v_tiles)):
-            tokens_to_rows(tokens.at[buffer], lane, scratch.head_rows.at[index, lane // LANES])
-    position, end = scalars.first_positions[tile], scalars.end_position(tile)
-    first_block, end_block = divide(position, block), divide(end + block - 1, block)
+    for first_lane in range(0, lanes.width, LANES):
+        for kv_index, tokens in enumerate((scratch.k_tiles, scratch.v_tiles)):
+            tokens_to_rows(tokens.at[buffer], first_lane, scratch.head_rows.at[kv_index, first_lane // LANES])
+    first_position, end_position = scalars.first_positions[tile], scalars.end_position(tile)
+    first_block, end_block = divide(first_position, block), divide(end_position + block - 1, block)
 
-    def slots_of(number: Any) -> Ref:
-        """Return the slots, in the pages, of the block that begins at position `number` × block."""
-        index = divide(number * block, page_size)
-        page = copies.page(scalars.rows[tile], index)
-        offset = pl.multiple_of(number * block - index * page_size, block)
+    def page_slots(block_index: Scalar) -> Ref:
+        """Return the slots, in the pages, of the block that begins at position `block_index` × block."""
+        table_index = divide(block_index * block, page_size)
+        page = copies.page(scalars.rows[tile], table_index)
+        offset = pl.multiple_of(block_index * block - table_index * page_size, block)
         return pages.at[page, :, :, pl.ds(offset, block)]
 
-    def write_copy(number: Any, at: Any) -> Any:
-        return pltpu.make_async_copy(scratch.blocks.at[at], slots_of(number), scratch.write_sems.at[at])
+    def write_copy(block_index: Scalar, block_buffer: Scalar) -> Ref:
+        return pltpu.make_async_copy(
+            scratch.blocks.at[block_buffer], page_slots(block_index), scratch.write_sems.at[block_buffer]
+        )
 
     @pl.loop(first_block, end_block)
-    def _(number: Any) -> None:
-        at = lax.rem(number - first_block, 2)
-        begin = number * block
+    def _(block_index: Scalar) -> None:
+        block_buffer = lax.rem(block_index - first_block, 2)
+        block_position = block_index * block
 
-        pl.when(number - first_block >= 2)(lambda: write_copy(number - 2, at).wait())
+        # Before a buffer is filled again, the copy of the block that it held must have left it.
+        pl.when(block_index - first_block >= 2)(lambda: write_copy(block_index - 2, block_buffer).wait())
 
-        @pl.when((begin < position) | (begin + block > end))
+        # Slots of a partial block that belong to other tokens keep what their page holds.
+        @pl.when((block_position < first_position) | (block_position + block > end_position))
         def _() -> None:
-            copy = pltpu.make_async_copy(slots_of(number), scratch.blocks.at[at], scratch.read_sem)
-            copy.start()
-            copy.wait()
+            page_read = pltpu.make_async_copy(
+                page_slots(block_index), scratch.blocks.at[block_buffer], scratch.read_sem
+            )
+            page_read.start()
+            page_read.wait()
 
-        token = begin + iota((block, LANES), 0)
-        is_new = (token >= position) & (token < end)
-        for lane in range(0, lanes.width, LANES):
-            k_rows, v_rows = (scratch.head_rows.at[index, lane // LANES] for index in range(2))
-            first = block + begin - position
-            keys = heads_from_rows(k_rows, first, block, num_kv_heads, inputs.k.dtype)
-            values = heads_from_rows(v_rows, first, block, num_kv_heads, inputs.k.dtype)
+        slot_position = block_position + iota((block, LANES), 0)
+        is_new = (slot_position >= first_position) & (slot_position < end_position)
+        for first_lane in range(0, lanes.width, LANES):
+            k_rows, v_rows = (scratch.head_rows.at[kv_index, first_lane // LANES] for kv_index in range(2))
+            first_token = block + block_position - first_position
+            keys = heads_from_rows(k_rows, first_token, block, num_kv_heads, inputs.k.dtype)
+            values = heads_from_rows(v_rows, first_token, block, num_kv_heads, inputs.k.dtype)
             for head, (key, value) in enumerate(zip(keys, values, strict=True)):
-                for lane_row, new in lanes.row_pairs(key, value, lane):
-                    old = scratch.blocks[at, head, lane_row]
-                    scratch.blocks[at, head, lane_row] = jnp.where(is_new, new.astype(old.dtype), old)
-        write_copy(number, at).start()
+                for lane_row, new_row in lanes.row_pairs(key, value, first_lane):
+                    old_rows = scratch.blocks[block_buffer, head, lane_row]
+                    scratch.blocks[block_buffer, head, lane_row] = jnp.where(
+                        is_new, new_row.astype(old_rows.dtype), old_rows
+                    )
+        write_copy(block_index, block_buffer).start()
 
+    # The loop has waited for all copies but the last two.
     pl.when(end_block - first_block >= 2)(
         lambda: write_copy(end_block - 2, lax.rem(end_block - 2 - first_block, 2)).wait()
     )
