@@ -82,17 +82,17 @@ class MatrixUnit:
         self._config = code.allocate(I8, CONFIG_BYTES)
 
     def configure(self, first_rows: ir.Value | int = TILE, other_rows: ir.Value | int = TILE) -> None:
-        """Set the number of rows in the first and in the second tile of A and C."""
+        """Load the configuration of the eight tiles: rows of the first and second tiles of A and C; B has 16."""
         code = self._code
-        counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
+        row_counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
         for word in range(CONFIG_BYTES // 8):
             code.store(I64(PALETTE if word == 0 else 0), self._config, word)
-        rows = {tile: I64(TILE) for tile in COLUMNS}
-        for sums, of_a, count in zip(SUMS, ROWS, counts, strict=True):
-            rows |= dict.fromkeys((*sums, of_a), count)
-        for tile, count in rows.items():
+        rows_of_tile = {tile: I64(TILE) for tile in COLUMNS}
+        for sums, rows_tile, num_rows in zip(SUMS, ROWS, row_counts, strict=True):
+            rows_of_tile |= dict.fromkeys((*sums, rows_tile), num_rows)
+        for tile, num_rows in rows_of_tile.items():
             code.store(I16(TILE_BYTES), self._config, BYTES_OF // 2 + tile)
-            code.store(code.build.trunc(count, I8), self._config, ROWS_OF + tile)
+            code.store(code.build.trunc(num_rows, I8), self._config, ROWS_OF + tile)
         self._call("ldtilecfg", self._config)
 
     def release(self) -> None:
@@ -139,7 +139,11 @@ class MatrixUnit:
 
 @cache
 def tile_handler() -> str:
-    """Return the name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N], 32 | K."""
+    """Return the name of the custom call x [R, K] · panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N], K a multiple of 32.
+
+    A unit is one panel of 32 columns. Rows go 32 at a time (two tiles) over blocks of K that stay in the level-1
+    cache, then the rows that are left, in two tiles or one: 75 rows are 2 × 32, then 11 rows in one tile of 11.
+    """
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         x, panels = args
@@ -148,16 +152,16 @@ def tile_handler() -> str:
         values = [x.data, panels.data, rets[0].data, pairs, rets[0].size(1), x.size(0)]
         return values, num_panels, build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS))
 
-    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        x, panels, out, pairs, width, num_rows = given
+    def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        x, panels, out, pairs, width, num_rows = arguments
         build, mul = code.build, code.build.mul
         matrix_unit, panel_row = MatrixUnit(code), I64(4 * PANEL)
         b = Matrix(build.gep(panels, [mul(mul(unit, pairs), panel_row)]), panel_row)
         all_a = Matrix(x, mul(pairs, I64(4)))
         all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(width, I64(4)))
 
-        def some_rows(first: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
-            a, c = (Matrix(whole.at(code, first), whole.stride) for whole in (all_a, all_c))
+        def multiply_rows(first_row: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
+            a, c = (Matrix(matrix.at(code, first_row), matrix.stride) for matrix in (all_a, all_c))
             with build.if_else(build.icmp_signed("==", begin, I64(0))) as (is_new, is_begun):
                 with is_new:
                     matrix_unit.clear_sums(num_tiles)
@@ -166,23 +170,24 @@ def tile_handler() -> str:
             matrix_unit.multiply(a, b, num_tiles, begin, end)
             matrix_unit.store_sums(c, num_tiles)
 
-        whole = build.sdiv(num_rows, I64(2 * TILE))
-        done = mul(whole, I64(2 * TILE))
-        rest = build.sub(num_rows, done)
-        with build.if_then(build.icmp_signed(">", whole, I64(0))):
+        num_double_tiles = build.sdiv(num_rows, I64(2 * TILE))
+        num_done_rows = mul(num_double_tiles, I64(2 * TILE))
+        num_left_rows = build.sub(num_rows, num_done_rows)
+        with build.if_then(build.icmp_signed(">", num_double_tiles, I64(0))):
             matrix_unit.configure()
 
-            def some_depth(begin: ir.Value) -> None:
+            def multiply_block(begin: ir.Value) -> None:
                 end = code.min(build.add(begin, I64(MAX_PAIRS_PER_BLOCK)), pairs)
-                code.loop(0, done, lambda first: some_rows(first, 2, begin, end), step=2 * TILE)
+                code.loop(0, num_done_rows, lambda first_row: multiply_rows(first_row, 2, begin, end), step=2 * TILE)
 
-            code.loop(0, pairs, some_depth, step=MAX_PAIRS_PER_BLOCK)
-        with build.if_then(build.icmp_signed(">", rest, I64(TILE))):
-            matrix_unit.configure(TILE, build.sub(rest, I64(TILE)))
-            some_rows(done, 2, I64(0), pairs)
-        with build.if_then(build.and_(build.icmp_signed(">", rest, I64(0)), build.icmp_signed("<=", rest, I64(TILE)))):
-            matrix_unit.configure(rest)
-            some_rows(done, 1, I64(0), pairs)
+            code.loop(0, pairs, multiply_block, step=MAX_PAIRS_PER_BLOCK)
+        with build.if_then(build.icmp_signed(">", num_left_rows, I64(TILE))):
+            matrix_unit.configure(TILE, build.sub(num_left_rows, I64(TILE)))
+            multiply_rows(num_done_rows, 2, I64(0), pairs)
+        has_left_rows = build.icmp_signed(">", num_left_rows, I64(0))
+        with build.if_then(build.and_(has_left_rows, build.icmp_signed("<=", num_left_rows, I64(TILE)))):
+            matrix_unit.configure(num_left_rows)
+            multiply_rows(num_done_rows, 1, I64(0), pairs)
         matrix_unit.release()
 
     return register(handler("jpaged_product_in_tiles", 2, 1, prepare, body))

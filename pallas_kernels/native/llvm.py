@@ -81,17 +81,17 @@ class Code:
         An infinity or NaN may become another infinity or NaN.
         """
         build, lanes = self.build, vector.type.count
-        short = ir.VectorType(I16, lanes)
+        bits16_type = ir.VectorType(I16, lanes)
         if has_avx512_bf16:
             name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}"
             function = declare(build.module, name, ir.VectorType(BFLOAT16, lanes), vector.type)
-            rounded = build.bitcast(build.call(function, [vector]), short)
+            rounded = build.bitcast(build.call(function, [vector]), bits16_type)
         else:
-            kind = ir.VectorType(I32, lanes)
-            bits, half = build.bitcast(vector, kind), constant(kind, 16)
-            odd = build.and_(build.lshr(bits, half), constant(kind, 1))
-            nearest = build.add(build.add(bits, constant(kind, 0x7FFF)), odd)
-            rounded = build.trunc(build.lshr(nearest, half), short)
+            bits_type = ir.VectorType(I32, lanes)
+            bits, sixteen = build.bitcast(vector, bits_type), constant(bits_type, 16)
+            is_odd = build.and_(build.lshr(bits, sixteen), constant(bits_type, 1))
+            rounded_bits = build.add(build.add(bits, constant(bits_type, 0x7FFF)), is_odd)
+            rounded = build.trunc(build.lshr(rounded_bits, sixteen), bits16_type)
         self.store_vector(rounded, base, offset)
 
     def prefetch(self, base: ir.Value, offset: ir.Value, kind: ir.Type, count: int) -> None:
@@ -119,27 +119,33 @@ class Code:
         step: int = 1,
         carried: Sequence[ir.Value] = (),
     ) -> list[ir.Value]:
-        """Emit `for i in range(start, stop, step): carried = body(i, *carried)` and return the last carried values."""
-        build, before = self.build, self.build.block
+        """Emit `for i in range(start, stop, step): carried = body(i, *carried)` and return the last carried values.
+
+        `body` emits one iteration. In SSA form each carried value is a phi node: the initial value on the edge from the
+        entry block, what `body` returned on the edge back. The test is at the end of the loop, behind one at its entry.
+        """
+        build, entry_block = self.build, self.build.block
         start, stop = (I64(x) if isinstance(x, int) else x for x in (start, stop))
-        head, end = build.append_basic_block("loop"), build.append_basic_block("end")
-        build.cbranch(build.icmp_signed("<", start, stop), head, end)
-        build.position_at_end(head)
+        loop_block, end_block = build.append_basic_block("loop"), build.append_basic_block("end")
+        build.cbranch(build.icmp_signed("<", start, stop), loop_block, end_block)
+        build.position_at_end(loop_block)
         index, *values = (build.phi(value.type) for value in (start, *carried))
-        new = body(index, *values) or ()
-        following = build.add(index, I64(step))
-        for phi, first, again in zip((index, *values), (start, *carried), (following, *new), strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(again, build.block)
-        last = build.block
-        build.cbranch(build.icmp_signed("<", following, stop), head, end)
-        build.position_at_end(end)
-        found = []
-        for first, again in zip(carried, new, strict=True):
-            found.append(build.phi(first.type))
-            found[-1].add_incoming(first, before)
-            found[-1].add_incoming(again, last)
-        return found
+        next_values = body(index, *values) or ()
+        next_index = build.add(index, I64(step))
+        for phi, initial, next_value in zip(
+            (index, *values), (start, *carried), (next_index, *next_values), strict=True
+        ):
+            phi.add_incoming(initial, entry_block)
+            phi.add_incoming(next_value, build.block)
+        last_block = build.block
+        build.cbranch(build.icmp_signed("<", next_index, stop), loop_block, end_block)
+        build.position_at_end(end_block)
+        results = []
+        for initial, next_value in zip(carried, next_values, strict=True):
+            results.append(build.phi(initial.type))
+            results[-1].add_incoming(initial, entry_block)
+            results[-1].add_incoming(next_value, last_block)
+        return results
 
     def min(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the smaller of two int64."""
@@ -170,9 +176,9 @@ class Code:
             name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
             function = declare(build.module, name, total.type, total.type, pairs, pairs)
             return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
-        for which in range(2):
-            one, other = (self._half(pair, which) for pair in (factor, words))
-            total = self.add_product(one, other, total)
+        for half in range(2):
+            factor_half, words_half = (self._half(pair, half) for pair in (factor, words))
+            total = self.add_product(factor_half, words_half, total)
         return total
 
     def add_outer(
@@ -187,13 +193,13 @@ class Code:
 
         Each factor is taken from the iterable, which may emit its load, just before it is multiplied.
         """
-        found: list[ir.Value] = []
+        sums: list[ir.Value] = []
         for factor in factors:
-            in_lanes = self.broadcast(factor, words[0].type.count)
-            so_far = totals[len(found) : len(found) + len(words)]
-            for vector, total in zip(words, so_far, strict=True):
-                found.append(self.add_words(in_lanes, vector, total, has_avx512_bf16=has_avx512_bf16))
-        return found
+            factor_in_lanes = self.broadcast(factor, words[0].type.count)
+            row_totals = totals[len(sums) : len(sums) + len(words)]
+            for vector, total in zip(words, row_totals, strict=True):
+                sums.append(self.add_words(factor_in_lanes, vector, total, has_avx512_bf16=has_avx512_bf16))
+        return sums
 
     def _half(self, pairs: ir.Value, which: int) -> ir.Value:
         """Return the lower (0) or upper (1) bfloat16 of each pair as float32."""
@@ -202,28 +208,37 @@ class Code:
         return build.bitcast(bits, ir.VectorType(F32, kind.count))
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """Return e to the x for x ≤ 0, within 2 units in the last place; never 0."""
-        build, kind = self.build, x.type
-        least = constant(kind, EXP_LEAST)
-        x = build.select(build.fcmp_ordered("<", x, least), least, x)
+        """Return e to the x for x ≤ 0, within 2 units in the last place; never 0.
+
+        With n = round(x × log₂ e) and r = x − n × ln 2, eˣ is 2ⁿ × eʳ: eʳ is a polynomial, 2ⁿ exponent bits. ln 2 is
+        subtracted in two parts, so that r keeps its low bits.
+        """
+        build, vector_type = self.build, x.type
+        min_argument = constant(vector_type, EXP_LEAST)
+        x = build.select(build.fcmp_ordered("<", x, min_argument), min_argument, x)
         # Adding 1.5 · 2²³ rounds to an integer, which is left in the low bits of the mantissa.
-        rounder = constant(kind, ROUNDER)
-        shifted = self.add_product(x, constant(kind, LOG2_E), rounder)
-        twos = build.fsub(shifted, rounder)
-        rest = self.add_product(twos, constant(kind, -LN2_HIGH), x)
-        rest = self.add_product(twos, constant(kind, -LN2_LOW), rest)
-        series = constant(kind, EXP_TERMS[0])
+        rounder = constant(vector_type, ROUNDER)
+        shifted = self.add_product(x, constant(vector_type, LOG2_E), rounder)
+        exponent_float = build.fsub(shifted, rounder)
+        remainder = self.add_product(exponent_float, constant(vector_type, -LN2_HIGH), x)
+        remainder = self.add_product(exponent_float, constant(vector_type, -LN2_LOW), remainder)
+        series = constant(vector_type, EXP_TERMS[0])
         for term in EXP_TERMS[1:]:
-            series = self.add_product(series, rest, constant(kind, term))
-        series = self.add_product(series, build.fmul(rest, rest), build.fadd(rest, constant(kind, 1.0)))
-        whole = ir.VectorType(I32, kind.count)
-        exponent = build.shl(build.bitcast(shifted, whole), constant(whole, 23))
-        return build.fmul(series, build.bitcast(build.add(exponent, constant(whole, 127 << 23)), kind))
+            series = self.add_product(series, remainder, constant(vector_type, term))
+        series = self.add_product(
+            series, build.fmul(remainder, remainder), build.fadd(remainder, constant(vector_type, 1.0))
+        )
+        bits_type = ir.VectorType(I32, vector_type.count)
+        exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
+        return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
 
     def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
         """Reduce all lanes to one value, by joining halves."""
-        while (half := vector.type.count // 2) > 0:
-            halves = (ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half))
+        while (num_lanes := vector.type.count // 2) > 0:
+            halves = (
+                ir.Constant(ir.VectorType(I32, num_lanes), list(range(first_lane, first_lane + num_lanes)))
+                for first_lane in (0, num_lanes)
+            )
             vector = join(*(self.build.shuffle_vector(vector, vector, lanes) for lanes in halves))
         return self.build.extract_element(vector, I32(0))
 
@@ -306,15 +321,15 @@ def register(module: ir.Module) -> str:
     with _lock:
         if module.name in _engines:
             return module.name
-        text, machine = str(module), _machine()
-        kept = _KeptCode(text)
-        parsed = llvm.parse_assembly(text)
+        source, machine = str(module), _machine()
+        kept_code = _KeptCode(source)
+        parsed = llvm.parse_assembly(source)
         parsed.verify()
-        if kept.code is None:
+        if kept_code.code is None:
             passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
             passes.getModulePassManager().run(parsed, passes)
         engine = llvm.create_mcjit_compiler(parsed, machine)
-        engine.set_object_cache(lambda _, code: kept.keep(code), lambda _: kept.code)
+        engine.set_object_cache(lambda _, code: kept_code.keep(code), lambda _: kept_code.code)
         engine.finalize_object()
         address = ctypes.c_void_p(engine.get_function_address(module.name))
         jax.ffi.register_ffi_target(module.name, jax.ffi.pycapsule(address), platform="cpu")

@@ -30,7 +30,7 @@ VECTORS = 2
 """Vectors of sums per row of x that stay in registers."""
 MAX_WORDS_PER_BLOCK = 768
 """Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows of x use it."""
-FETCHED_AHEAD = 32 * PANEL
+PREFETCH_WORDS = 32 * PANEL
 """Words of a panel by which prefetches run ahead: hardware prefetchers do not reach as far."""
 
 
@@ -51,28 +51,33 @@ def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
     return buffer
 
 
-def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
-    """Write W[:, first + i] = columns[i] into panels, for columns [n, K] as a checkpoint stores them."""
+def fill_panels(panels: np.ndarray, first_column: int, columns: np.ndarray) -> None:
+    """Write W[:, first_column + i] = columns[i] into panels, for columns [n, K] as a checkpoint stores them.
+
+    Whole panels are written at once, the columns before and after them one part of a panel at a time. Column 70 of W is
+    column 6 of panel 2; in bfloat16 its numbers 2p and 2p + 1 are a pair.
+    """
     depth = columns.shape[1]
     # [panel, column, K], or with pairs of K: as a checkpoint counts.
-    turned = panels.transpose(0, 2, 1) if panels.ndim == 3 else panels.transpose(0, 2, 1, 3)
-    done = 0
-    while done < len(columns):
-        panel, lane = divmod(first + done, PANEL)
-        whole = (len(columns) - done) // PANEL
-        if lane == 0 and whole > 0:
-            some = columns[done : done + whole * PANEL].reshape(whole, PANEL, depth)
-            target = turned[panel : panel + whole]
+    panels_by_column = panels.transpose(0, 2, 1) if panels.ndim == 3 else panels.transpose(0, 2, 1, 3)
+    num_written = 0
+    while num_written < len(columns):
+        panel, column = divmod(first_column + num_written, PANEL)
+        num_whole_panels = (len(columns) - num_written) // PANEL
+        if column == 0 and num_whole_panels > 0:
+            end = num_written + num_whole_panels * PANEL
+            new_columns = columns[num_written:end].reshape(num_whole_panels, PANEL, depth)
+            target = panels_by_column[panel : panel + num_whole_panels]
         else:
-            some = columns[None, done : done + PANEL - lane]
-            target = turned[panel : panel + 1, lane : lane + some.shape[1]]
+            new_columns = columns[None, num_written : num_written + PANEL - column]
+            target = panels_by_column[panel : panel + 1, column : column + new_columns.shape[1]]
         if panels.ndim == 3:
-            target[...] = some
+            target[...] = new_columns
         else:
-            target[:, :, : depth // 2] = some[..., : depth // 2 * 2].reshape(*some.shape[:2], -1, 2)
+            target[:, :, : depth // 2] = new_columns[..., : depth // 2 * 2].reshape(*new_columns.shape[:2], -1, 2)
             if depth % 2:
-                target[:, :, depth // 2, 0] = some[..., -1]
-        done += some.shape[0] * some.shape[1]
+                target[:, :, depth // 2, 0] = new_columns[..., -1]
+        num_written += new_columns.shape[0] * new_columns.shape[1]
 
 
 def in_panels(matrix: Float[Array, "K N"]) -> Array:
@@ -90,11 +95,12 @@ def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> 
     """Return W[:, ids] transposed: rows of embeddings."""
     bits = panels
     if panels.dtype == jnp.bfloat16:
-        # XLA would make float32 of all of W; and, ahead of a loop that decodes, all of its bits, but for the barrier.
+        # XLA would convert all of W to float32 to gather from it, so its bits are gathered. The barrier keeps XLA from
+        # moving the conversion to bits out of a decode loop, where it would copy all of W.
         panels, ids = jax.lax.optimization_barrier((panels, ids))
         bits = jax.lax.bitcast_convert_type(panels, jnp.uint16)
-    found = bits[ids // PANEL, :, ids % PANEL].reshape(ids.shape[0], -1)[:, :depth]
-    return jax.lax.bitcast_convert_type(found, panels.dtype) if bits is not panels else found
+    gathered = bits[ids // PANEL, :, ids % PANEL].reshape(ids.shape[0], -1)[:, :depth]
+    return jax.lax.bitcast_convert_type(gathered, panels.dtype) if bits is not panels else gathered
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
@@ -109,86 +115,104 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
             f"product: got a weight of shape {panels.shape}, wanted {wanted}: panels of {x.shape[1]} × {num_out}"
         )
     is_bf16_packed = x.dtype == jnp.bfloat16
-    if is_bf16_packed and (rest := 2 * panels.shape[1] - x.shape[1]):
-        x = jnp.pad(x, ((0, 0), (0, rest)))
+    if is_bf16_packed and (num_padding := 2 * panels.shape[1] - x.shape[1]):
+        x = jnp.pad(x, ((0, 0), (0, num_padding)))
     num_rows, has_avx512 = x.shape[0], host_has_avx512()
     if is_bf16_packed and has_amx_unit():
         name = tile_handler()
     else:
-        num_groups = -(-num_rows // _most_rows(has_avx512))
+        num_groups = -(-num_rows // _max_rows_together(has_avx512))
         name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_avx512, num_rows // num_groups)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
     return out[:, :num_out]
 
 
-def _most_rows(has_avx512: bool) -> int:
+def _max_rows_together(has_avx512: bool) -> int:
     """Return the rows of x that are multiplied together, whose sums all stay in registers."""
     return 12 if has_avx512 else 6
 
 
 @cache
-def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, group: int) -> str:
-    """Return the name of the custom call that takes rows in groups of `group` and of one more."""
-    lanes, most_rows = 16 if has_avx512 else 8, _most_rows(has_avx512)
-    none = constant(ir.VectorType(F32, lanes), 0.0)
+def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows_per_group: int) -> str:
+    """Return the name of the custom call x [R, K] · panels → float32 [R, N], for groups of this many rows or one more.
+
+    A unit is one panel of 32 columns. The depth K is cut into blocks that stay in the level-2 cache, and each group of
+    rows keeps its sums in registers during a block. The caller divides R evenly: 25 rows with AVX-512 (at most 12 at
+    once) are 3 groups of `rows_per_group` 8, of which one is larger and has 9 rows.
+    """
+    lanes, max_rows = 16 if has_avx512 else 8, _max_rows_together(has_avx512)
+    zeros = constant(ir.VectorType(F32, lanes), 0.0)
     # Type of one word of x and of a panel.
-    kind = I32 if is_bf16_packed else F32
+    word_type = I32 if is_bf16_packed else F32
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         x, panels = args
         build, num_rows, num_panels, depth = code.build, x.size(0), panels.size(0), panels.size(1)
-        num_groups = build.sdiv(build.add(num_rows, I64(most_rows - 1)), I64(most_rows))
-        num_larger = build.sub(num_rows, build.mul(num_groups, I64(group)))
+        num_groups = build.sdiv(build.add(num_rows, I64(max_rows - 1)), I64(max_rows))
+        num_larger_groups = build.sub(num_rows, build.mul(num_groups, I64(rows_per_group)))
         words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
-        values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger, num_groups]
+        values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger_groups, num_groups]
         return values, num_panels, build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS))
 
-    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        x, panels, out, depth, width, num_larger, num_groups = given
+    def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        x, panels, out, depth, width, num_larger_groups, num_groups = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
-        panel = mul(mul(unit, depth), I64(PANEL))
-        num_parts = build.sdiv(add(depth, I64(MAX_WORDS_PER_BLOCK - 1)), I64(MAX_WORDS_PER_BLOCK))
-        part = build.sdiv(add(depth, build.sub(num_parts, I64(1))), num_parts)
+        panel_offset = mul(mul(unit, depth), I64(PANEL))
+        num_blocks = build.sdiv(add(depth, I64(MAX_WORDS_PER_BLOCK - 1)), I64(MAX_WORDS_PER_BLOCK))
+        block_depth = build.sdiv(add(depth, build.sub(num_blocks, I64(1))), num_blocks)
 
-        def some_rows(first: ir.Value, count: int, column: int, begin: ir.Value, end: ir.Value) -> None:
-            rows = [add(first, I64(i)) for i in range(count)]
+        def multiply_rows(
+            first_row: ir.Value, num_rows_together: int, first_column: int, begin: ir.Value, end: ir.Value
+        ) -> None:
+            """Add words `begin` … `end` − 1 of K of some rows × the columns of `VECTORS` vectors to `out`."""
+            rows = [add(first_row, I64(i)) for i in range(num_rows_together)]
             starts = [mul(row, depth) for row in rows]
-            places = [
-                add(add(mul(row, width), mul(unit, I64(PANEL))), I64(column + v * lanes))
+            sum_offsets = [
+                add(add(mul(row, width), mul(unit, I64(PANEL))), I64(first_column + v * lanes))
                 for row in rows
                 for v in range(VECTORS)
             ]
-            is_begun = build.icmp_signed(">", begin, I64(0))
+            has_partial_sums = build.icmp_signed(">", begin, I64(0))
 
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-                at = add(add(panel, mul(k, I64(PANEL))), I64(column))
-                w = [code.load_vector(panels, add(at, I64(v * lanes)), kind, lanes) for v in range(VECTORS)]
-                code.prefetch(panels, add(at, I64(FETCHED_AHEAD)), kind, VECTORS * lanes)
-                factors = (code.load(x, add(start, k), kind) for start in starts)
-                return code.add_outer(factors, w, sums, has_avx512_bf16=has_avx512_bf16)
+                word_offset = add(add(panel_offset, mul(k, I64(PANEL))), I64(first_column))
+                words = [
+                    code.load_vector(panels, add(word_offset, I64(v * lanes)), word_type, lanes) for v in range(VECTORS)
+                ]
+                code.prefetch(panels, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
+                factors = (code.load(x, add(start, k), word_type) for start in starts)
+                return code.add_outer(factors, words, sums, has_avx512_bf16=has_avx512_bf16)
 
-            before = [build.select(is_begun, code.load_vector(out, place, F32, lanes), none) for place in places]
-            for place, total in zip(places, code.loop(begin, end, add_products, carried=before), strict=True):
-                code.store_vector(total, out, place)
+            old_sums = [
+                build.select(has_partial_sums, code.load_vector(out, offset, F32, lanes), zeros)
+                for offset in sum_offsets
+            ]
+            for sum_offset, total in zip(
+                sum_offsets, code.loop(begin, end, add_products, carried=old_sums), strict=True
+            ):
+                code.store_vector(total, out, sum_offset)
 
-        def some_depth(index: ir.Value) -> None:
-            begin = mul(index, part)
-            end = code.min(add(begin, part), depth)
+        def multiply_block(index: ir.Value) -> None:
+            begin = mul(index, block_depth)
+            end = code.min(add(begin, block_depth), depth)
 
-            def of_size(count: int, before: ir.Value | int) -> Callable[[ir.Value], None]:
-                def some_columns(index: ir.Value) -> None:
-                    for column in range(0, PANEL, VECTORS * lanes):
-                        some_rows(add(before, mul(index, I64(count))), count, column, begin, end)
+            def multiply_groups(num_rows_together: int, rows_before: ir.Value) -> Callable[[ir.Value], None]:
+                def multiply_group(index: ir.Value) -> None:
+                    for first_column in range(0, PANEL, VECTORS * lanes):
+                        first_row = add(rows_before, mul(index, I64(num_rows_together)))
+                        multiply_rows(first_row, num_rows_together, first_column, begin, end)
 
-                return some_columns
+                return multiply_group
 
-            larger = mul(num_larger, I64(group + 1))
-            if group < most_rows:
-                code.loop(0, num_larger, of_size(group + 1, I64(0)))
-            code.loop(0, build.sub(num_groups, num_larger), of_size(group, larger))
+            rows_of_larger_groups = mul(num_larger_groups, I64(rows_per_group + 1))
+            if rows_per_group < max_rows:
+                code.loop(0, num_larger_groups, multiply_groups(rows_per_group + 1, I64(0)))
+            code.loop(
+                0, build.sub(num_groups, num_larger_groups), multiply_groups(rows_per_group, rows_of_larger_groups)
+            )
 
-        code.loop(0, num_parts, some_depth)
+        code.loop(0, num_blocks, multiply_block)
 
-    sizes = is_bf16_packed, has_avx512_bf16, lanes, group
+    sizes = is_bf16_packed, has_avx512_bf16, lanes, rows_per_group
     name = "_".join(["jpaged_product", *(str(int(size)) for size in sizes)])
     return register(handler(name, 2, 1, prepare, body))

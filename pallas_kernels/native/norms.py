@@ -50,62 +50,71 @@ def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
 
 @cache
 def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
-    """Return the name of the custom call for rows of `size` elements; `is_centered`: their mean is taken off first."""
+    """Return the name of the custom call for rows of `size` elements; `is_centered`: their mean is taken off first.
+
+    A unit is `ROWS_OF_UNIT` rows. A row's sum is added up in several vector accumulators, then across their lanes: the
+    order depends on `size` alone, so a row has the same bits in any batch.
+    """
     lanes = lanes_for(size)
-    vectors = next(count for count in range(NUM_ACCUMULATORS, 0, -1) if size % (count * lanes) == 0)
-    kind = ir.VectorType(F32, lanes)
+    num_accumulators = next(count for count in range(NUM_ACCUMULATORS, 0, -1) if size % (count * lanes) == 0)
+    vector_type = ir.VectorType(F32, lanes)
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-        build, (x, *others) = code.build, args
+        build, (x, *vectors) = code.build, args
         num_rows = x.size(0)
         num_units = build.sdiv(build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
         is_large = build.icmp_signed(">=", build.mul(num_rows, I64(size)), I64(MIN_PARALLEL_ELEMENTS))
-        return [x.data, rets[0].data, num_rows, *(other.data for other in others)], num_units, is_large
+        return [x.data, rets[0].data, num_rows, *(partial_sum.data for partial_sum in vectors)], num_units, is_large
 
-    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        x, out, num_rows, weight, *bias = given
+    def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        x, out, num_rows, weight, *bias = arguments
         build = code.build
         square_root = declare(build.module, "llvm.sqrt.f32", F32, F32)
 
-        def mean_of(start: ir.Value, add: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-            """Return the mean over a row of what `add` adds to a sum for each vector of the row."""
+        def mean_of_row(start: ir.Value, add_vector: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+            """Return the mean over a row of what `add_vector` adds to a sum for each vector of the row."""
 
-            def add_vectors(place: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-                at = build.add(start, place)
-                places = [build.add(at, I64(index * lanes)) for index in range(vectors)]
-                return [add(code.load_vector(x, at, F32, lanes), sum_) for at, sum_ in zip(places, sums, strict=True)]
+            def add_vectors(element: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                first_offset = build.add(start, element)
+                offsets = [build.add(first_offset, I64(index * lanes)) for index in range(num_accumulators)]
+                return [
+                    add_vector(code.load_vector(x, offset, F32, lanes), accumulator)
+                    for offset, accumulator in zip(offsets, sums, strict=True)
+                ]
 
-            none = [constant(kind, 0.0)] * vectors
-            total, *others = code.loop(0, size, add_vectors, step=vectors * lanes, carried=none)
-            for other in others:
-                total = build.fadd(total, other)
-            return build.fdiv(code.reduce(total, build.fadd), constant(F32, float(size)))
+            zeros = [constant(vector_type, 0.0)] * num_accumulators
+            sum_of_vectors, *partial_sums = code.loop(
+                0, size, add_vectors, step=num_accumulators * lanes, carried=zeros
+            )
+            for partial_sum in partial_sums:
+                sum_of_vectors = build.fadd(sum_of_vectors, partial_sum)
+            return build.fdiv(code.reduce(sum_of_vectors, build.fadd), constant(F32, float(size)))
 
-        def of_row(row: ir.Value) -> None:
+        def normalize_row(row: ir.Value) -> None:
             start = build.mul(row, I64(size))
-            center = code.broadcast(mean_of(start, build.fadd), lanes) if is_centered else None
+            center = code.broadcast(mean_of_row(start, build.fadd), lanes) if is_centered else None
 
             def centered(values: ir.Value) -> ir.Value:
                 return values if center is None else build.fsub(values, center)
 
-            def add_square(values: ir.Value, total: ir.Value) -> ir.Value:
-                return code.add_product(centered(values), centered(values), total)
+            def add_square(values: ir.Value, sum_of_squares: ir.Value) -> ir.Value:
+                return code.add_product(centered(values), centered(values), sum_of_squares)
 
-            root = build.call(square_root, [build.fadd(mean_of(start, add_square), constant(F32, eps))])
+            root = build.call(square_root, [build.fadd(mean_of_row(start, add_square), constant(F32, eps))])
             factor = code.broadcast(build.fdiv(constant(F32, 1.0), root), lanes)
 
-            def scale(place: ir.Value) -> None:
-                values = centered(code.load_vector(x, build.add(start, place), F32, lanes))
-                weights = code.load_vector(weight, place, F32, lanes)
+            def scale(element: ir.Value) -> None:
+                values = centered(code.load_vector(x, build.add(start, element), F32, lanes))
+                weights = code.load_vector(weight, element, F32, lanes)
                 normed = build.fmul(build.fmul(values, factor), weights)
                 if bias:
-                    normed = build.fadd(normed, code.load_vector(bias[0], place, F32, lanes))
-                code.store_vector(normed, out, build.add(start, place))
+                    normed = build.fadd(normed, code.load_vector(bias[0], element, F32, lanes))
+                code.store_vector(normed, out, build.add(start, element))
 
             code.loop(0, size, scale, step=lanes)
 
-        first = build.mul(unit, I64(ROWS_OF_UNIT))
-        code.loop(first, code.min(build.add(first, I64(ROWS_OF_UNIT)), num_rows), of_row)
+        first_row = build.mul(unit, I64(ROWS_OF_UNIT))
+        code.loop(first_row, code.min(build.add(first_row, I64(ROWS_OF_UNIT)), num_rows), normalize_row)
 
     name, num_args = ("layer_norm", 3) if is_centered else ("rms_norm", 2)
     return register(handler(f"jpaged_{name}_{size}_{lanes}_{eps.hex()}", num_args, 1, prepare, body))

@@ -25,7 +25,7 @@ from .llvm import I32, I64, POINTER, Code, declare, register
 # Words of a job's block: units taken, units done, holders left; then the number of units and the body's values.
 TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
-LEAST_IN_LARGE_PAGES = 256 << 20
+MIN_LARGE_PAGE_BYTES = 256 << 20
 """Bytes from which on large system pages are asked for: the first touch of each makes the system zero 2 MB."""
 
 
@@ -51,20 +51,24 @@ Body = Callable[[Code, list[ir.Value], ir.Value], None]
 
 
 def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Body) -> ir.Module:
-    """Return a module with an XLA handler of that name, whose units its caller and XLA's threads share."""
+    """Return a module with an XLA handler of that name, whose units its caller and XLA's threads share.
+
+    Work sharing by an atomic counter: each thread takes the next unit until none is left. The caller takes part and
+    then spins until the units of the others are done.
+    """
     module = ir.Module(name)
     module.triple = llvm.get_default_triple()
     function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name)
     code = Code(function)
     build, frame = code.build, function.args[0]
     _answer_metadata(code, frame)
-    args, rets = (code.load(frame, at, POINTER) for at in (ffi.FRAME_ARGS, ffi.FRAME_RETS))
+    args, rets = (code.load(frame, frame_offset, POINTER) for frame_offset in (ffi.FRAME_ARGS, ffi.FRAME_RETS))
     values, num_units, is_large = prepare(
         code, [Buffer(code, args, i) for i in range(num_args)], [Buffer(code, rets, i) for i in range(num_rets)]
     )
     # A helper may begin after the caller has left, so the job belongs to neither: its last holder frees it.
-    kinds = [value.type for value in values]
-    work = _work(module, kinds, body)
+    value_types = [value.type for value in values]
+    work = _work(module, value_types, body)
     job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + 1 + len(values)))])
     for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
         code.store(value, job, offset)
@@ -97,39 +101,43 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
             build.ret(ir.Constant(POINTER, None))
 
 
-def _work(module: ir.Module, kinds: list[ir.Type], body: Body) -> ir.Function:
+def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Function:
     """Emit the function work(job), which takes units until none is left."""
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
     work.linkage = "internal"
     code = Code(work)
     build, job = code.build, work.args[0]
     num_units = code.load(job, VALUES, I64)
-    values = [code.load(job, VALUES + 1 + offset, kind) for offset, kind in enumerate(kinds)]
-    head, unit_block, end = (build.append_basic_block(name) for name in ("head", "unit", "end"))
+    values = [code.load(job, VALUES + 1 + offset, value_type) for offset, value_type in enumerate(value_types)]
+    take_block, unit_block, end = (build.append_basic_block(name) for name in ("head", "unit", "end"))
     entry = build.block
-    build.position_at_end(head)
+    build.position_at_end(take_block)
     unit = build.atomic_rmw("add", code.at(job, TAKEN, I64), I64(1), "monotonic")
     build.cbranch(build.icmp_signed("<", unit, num_units), unit_block, end)
     build.position_at_end(unit_block)
     body(code, values, unit)
     build.atomic_rmw("add", code.at(job, DONE, I64), I64(1), "release")
-    build.branch(head)
+    build.branch(take_block)
     build.position_at_end(end)
     build.ret_void()
     build.position_at_end(entry)
-    build.branch(head)
+    build.branch(take_block)
     return work
 
 
 def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
-    """Emit the scheduling of `work` on every other thread of XLA's pool. Busy threads may never run it."""
+    """Emit the scheduling of `work` on every other thread of XLA's pool, at most one per unit beside the caller.
+
+    A busy thread may run it after the job is done, so each helper holds the job in memory and releases it. Where XLA
+    refuses to schedule, the caller runs the helper itself.
+    """
     build, module = code.build, code.build.module
     helper = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "help")
     helper.linkage = "internal"
-    of_helper = Code(helper)
-    of_helper.build.call(work, [helper.args[0]])
-    _leave(of_helper, helper.args[0])
-    of_helper.build.ret_void()
+    helper_code = Code(helper)
+    helper_code.build.call(work, [helper.args[0]])
+    _leave(helper_code, helper.args[0])
+    helper_code.build.ret_void()
     api, context = (code.load(frame, at, POINTER) for at in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
     num_threads = code.allocate(I64, 1)
     code.store(I64(1), num_threads, 0)
@@ -151,8 +159,8 @@ def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
     block = code.allocate(I64, 2 + len(args))
     for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
         code.store(word, block, offset)
-    kind = ir.FunctionType(POINTER, [POINTER]).as_pointer()
-    entry = code.build.bitcast(code.load(api, ffi.API_FUNCTIONS + index, POINTER), kind)
+    function_type = ir.FunctionType(POINTER, [POINTER]).as_pointer()
+    entry = code.build.bitcast(code.load(api, ffi.API_FUNCTIONS + index, POINTER), function_type)
     return code.build.call(entry, [block])
 
 
@@ -193,7 +201,7 @@ def _uninitialized(rank: int, item_size: int) -> str:
             first = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
             advise = declare(build.module, "madvise", I32, POINTER, I64, I32)
             length = build.sub(build.add(start, num_bytes), first)
-            with build.if_then(build.icmp_signed(">=", num_bytes, I64(LEAST_IN_LARGE_PAGES))):
+            with build.if_then(build.icmp_signed(">=", num_bytes, I64(MIN_LARGE_PAGE_BYTES))):
                 # A kernel without them says so, and nothing is lost.
                 build.call(advise, [build.inttoptr(first, POINTER), length, I32(MADVISE_HUGEPAGE)])
         return [], I64(0), ir.Constant(ir.IntType(1), 0)

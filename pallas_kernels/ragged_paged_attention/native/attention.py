@@ -16,6 +16,7 @@ later token's value has weight 0 for the earlier tokens of its tile, and NaN × 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +52,12 @@ def attend_tiles(
     A tile holds at most `max_tokens` tokens, and each token attends up to its position. Entries of `tables` up to a
     token's page must lie in the layer; others are not read.
     """
-    _, num_kv_heads, group, head_size = q.shape
+    _, num_kv_heads, group_size, head_size = q.shape
     pages.check(num_kv_heads, head_size)
     shape = Shape(
         is_bf16_packed=pages.is_bf16_packed,
         num_kv_heads=num_kv_heads,
-        group=group,
+        group_size=group_size,
         head_size=head_size,
         page_size=pages.page_size,
         window=pages.options.window,
@@ -76,119 +77,168 @@ def attend_tiles(
     return ffi_call(_attend_handler(shape), out)(*arrays, *tiles, no_sinks if sinks is None else sinks)
 
 
+class TileArguments(NamedTuple):
+    """Values that `prepare` hands to `body`: addresses of arrays, then int64 numbers."""
+
+    queries: ir.Value
+    """[T, K, G, key words] scaled queries."""
+    keys: ir.Value
+    values: ir.Value
+    """Keys and values of all layers, see `pages`."""
+    tables: ir.Value
+    """int32 [R, P] page tables."""
+    positions: ir.Value
+    """int32 [T] position of each token."""
+    query_tiles: ir.Value
+    shared_tiles: ir.Value
+    members: ir.Value
+    num_shared_pages: ir.Value
+    """The fields of `PlanSections`, int32."""
+    sinks: ir.Value
+    """float32 [K, G], or of no elements."""
+    out: ir.Value
+    """float32 [T, K, G, H] outputs."""
+    table_len: ir.Value
+    """P: entries of one row's page table."""
+    max_query_tiles: ir.Value
+    max_shared_tiles: ir.Value
+    """Tiles that `query_tiles` and `shared_tiles` have room for: the distance from one field to the next."""
+    num_shared_tiles: ir.Value
+    num_decode_rows: ir.Value
+    first_page: ir.Value
+    """Index of the layer's page 0 among the pages of all layers."""
+
+
 @cache
 def _attend_handler(shape: Shape) -> str:
     """Compile and register the handler of one shape; return the name by which XLA calls it.
 
-    `prepare` counts the tiles and decides whether several threads share them, `body` computes one tile.
+    `prepare` counts the tiles and decides whether several threads share them. `body` computes one unit, a tile and KV
+    head: unit u is tile u // K and KV head u % K. Tiles are numbered shared tiles first, then decode rows, then query
+    tiles: with 2 shared tiles and 5 decode rows, tile 4 is decode row 2 and tile 7 is query tile 0.
     """
-    num_kv_heads, group, page_size = shape.num_kv_heads, shape.group, shape.page_size
+    num_kv_heads, group_size, page_size = shape.num_kv_heads, shape.group_size, shape.page_size
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-        build = code.build
-        q, keys, values, tables, positions, first, counts, prefill, shared, members, num_seen, sinks = args
-        num_shared, num_decode, num_prefill = (code.load_index(counts.data, i) for i in range(3))
-        _clear_padding(code, q, rets[0], num_kv_heads * group * shape.head_size, prefill, num_decode, num_prefill)
-        num_tiles = build.add(build.add(num_shared, num_decode), num_prefill)
+        build, out = code.build, rets[0]
+        q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *plan_rows, sinks = args
+        num_shared_tiles, num_decode_rows, num_query_tiles = (code.load_index(counts.data, i) for i in range(3))
+        token_size = num_kv_heads * group_size * shape.head_size
+        _clear_padding(code, q, out, token_size, query_tiles, num_decode_rows, num_query_tiles)
+        num_tiles = build.add(build.add(num_shared_tiles, num_decode_rows), num_query_tiles)
 
-        # Decode rows see as many tokens as their positions say; a single prefill tile is enough for several threads.
-        def add_position(row: ir.Value, sum: ir.Value) -> list[ir.Value]:
-            return [build.add(sum, code.load_index(positions.data, row))]
+        # A decode row attends to as many keys as its position says; one query tile is enough for several threads.
+        def add_position(row: ir.Value, num_keys: ir.Value) -> list[ir.Value]:
+            return [build.add(num_keys, code.load_index(positions.data, row))]
 
-        (total,) = code.loop(0, num_decode, add_position, carried=[build.mul(num_prefill, I64(MAX_SERIAL_ELEMENTS))])
-        is_large = build.icmp_signed(">", total, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
-        arrays = q, keys, values, tables, positions, prefill, shared, members, num_seen, sinks
+        keys_of_query_tiles = build.mul(num_query_tiles, I64(MAX_SERIAL_ELEMENTS))
+        (num_keys,) = code.loop(0, num_decode_rows, add_position, carried=[keys_of_query_tiles])
+        is_large = build.icmp_signed(">", num_keys, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
+        arrays = q, keys, values, tables, positions, query_tiles, shared_tiles, *plan_rows, sinks
         data = [array.data for array in arrays]
-        sizes = [tables.size(1), prefill.size(1), shared.size(1), num_shared, num_decode]
-        given = [*data, rets[0].data, *sizes, code.load_index(first.data, 0)]
-        return given, build.mul(num_tiles, I64(num_kv_heads)), is_large
+        sizes = tables.size(1), query_tiles.size(1), shared_tiles.size(1), num_shared_tiles, num_decode_rows
+        arguments = TileArguments(*data, out.data, *sizes, code.load_index(first_page.data, 0))
+        return list(arguments), build.mul(num_tiles, I64(num_kv_heads)), is_large
 
-    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        (
-            q, keys, values, tables, positions, prefill, shared, members, num_seen, sinks, out,
-            table_len, most_prefill, most_shared, num_shared, num_decode, first_page,
-        ) = given  # fmt: skip
+    def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
-        kind = TiledQueries if TiledQueries.takes(shape) else Queries
-        queries = kind(code, shape, keys=keys, values=values)
+        queries_class = TiledQueries if TiledQueries.takes(shape) else Queries
+        queries = queries_class(code, shape, keys=given.keys, values=given.values)
 
-        # Which tokens, of which rows; and how many pages all of them go through together.
-        is_shared = build.icmp_signed("<", tile, num_shared)
-        decode = sub(tile, num_shared)
-        is_decode = build.and_(build.not_(is_shared), build.icmp_signed("<", decode, num_decode))
-        index = sub(decode, num_decode)
+        # Which tokens of which rows the tile has, and which pages they attend to together.
+        is_shared = build.icmp_signed("<", tile, given.num_shared_tiles)
+        decode_row = sub(tile, given.num_shared_tiles)
+        is_decode = build.and_(build.not_(is_shared), build.icmp_signed("<", decode_row, given.num_decode_rows))
+        query_tile = sub(decode_row, given.num_decode_rows)
 
-        def of_tile(array: ir.Value, size: ir.Value, kind: int, index: ir.Value) -> ir.Value:
-            return code.load_index(array, add(mul(I64(kind), size), index))
+        def tile_field(array: ir.Value, max_tiles: ir.Value, field: int, index: ir.Value) -> ir.Value:
+            return code.load_index(array, add(mul(I64(field), max_tiles), index))
 
-        # An index that is none of this kind's reads the first of it, and is not used.
-        at_prefill = build.select(build.or_(is_shared, is_decode), I64(0), index)
-        at_shared = build.select(is_shared, tile, I64(0))
-        at_decode = build.select(is_decode, decode, I64(0))
-        row, start, length = (of_tile(prefill, most_prefill, kind, at_prefill) for kind in range(3))
-        place, num_members, num_pages = (of_tile(shared, most_shared, kind, at_shared) for kind in range(3))
-        # A row of a shared tile is no tile of its own.
-        alone = build.select(build.icmp_signed("==", code.load_index(num_seen, at_decode), I64(0)), I64(1), I64(0))
-        count = build.select(is_shared, num_members, build.select(is_decode, alone, length))
+        # There is no branch: a tile reads the fields of all three types, those of the other types at index 0.
+        query_tile_index = build.select(build.or_(is_shared, is_decode), I64(0), query_tile)
+        shared_index = build.select(is_shared, tile, I64(0))
+        decode_index = build.select(is_decode, decode_row, I64(0))
+        row, first_token, num_queries = (
+            tile_field(given.query_tiles, given.max_query_tiles, field, query_tile_index) for field in range(3)
+        )
+        first_member, num_members, num_common_pages = (
+            tile_field(given.shared_tiles, given.max_shared_tiles, field, shared_index) for field in range(3)
+        )
+        # A decode row that is a member of a shared tile is computed there: as a tile of its own it has no token.
+        is_alone = build.icmp_signed("==", code.load_index(given.num_shared_pages, decode_index), I64(0))
+        num_decode_tokens = build.select(is_alone, I64(1), I64(0))
+        num_tokens = build.select(is_shared, num_members, build.select(is_decode, num_decode_tokens, num_queries))
 
-        def note(i: ir.Value) -> None:
-            at = build.select(is_shared, add(place, i), I64(0))
-            member = code.load_index(members, at)
-            token = build.select(is_shared, member, build.select(is_decode, decode, add(start, i)))
-            row_of_token = build.select(is_shared, member, build.select(is_decode, decode, row))
-            queries.set_token(i, token, row_of_token, positions)
-            queries.start(i, head, q, sinks)
+        def start_token(i: ir.Value) -> None:
+            member_index = build.select(is_shared, add(first_member, i), I64(0))
+            member = code.load_index(given.members, member_index)
+            token = build.select(is_shared, member, build.select(is_decode, decode_row, add(first_token, i)))
+            row_of_token = build.select(is_shared, member, build.select(is_decode, decode_row, row))
+            queries.set_token(i, token, row_of_token, given.positions)
+            queries.start(i, head, given.queries, given.sinks)
 
-        code.loop(0, count, note)
+        code.loop(0, num_tokens, start_token)
 
-        def page_of(row: ir.Value, index: ir.Value) -> ir.Value:
-            """Return the index of a page of this KV head among the pages of all layers and heads."""
-            page = add(first_page, code.load_index(tables, add(mul(row, table_len), index)))
+        def page_of(row: ir.Value, table_index: ir.Value) -> ir.Value:
+            """Return the index of a page of this KV head among the pages of all layers and KV heads."""
+            page = add(given.first_page, code.load_index(given.tables, add(mul(row, given.table_len), table_index)))
             return add(mul(page, I64(num_kv_heads)), head)
 
-        def see(first: ir.Value, last: ir.Value, begin: ir.Value, end: ir.Value) -> None:
-            """Let tokens first … last of the tile attend to pages begin … end of the first token's row."""
-            row = queries.row(first)
+        def attend_pages(begin_token: ir.Value, end_token: ir.Value, begin: ir.Value, end: ir.Value) -> None:
+            """Let the tile's tokens begin_token … end_token − 1 attend to pages begin … end − 1 of the first's row."""
+            row = queries.row(begin_token)
 
-            def see_page(index: ir.Value) -> None:
-                following = page_of(row, code.min(add(index, I64(1)), sub(end, I64(1))))
-                queries.see_page(first, last, page_of(row, index), following, mul(index, I64(page_size)))
+            def attend_one_page(table_index: ir.Value) -> None:
+                next_page = page_of(row, code.min(add(table_index, I64(1)), sub(end, I64(1))))
+                page, first_slot = page_of(row, table_index), mul(table_index, I64(page_size))
+                queries.attend_page(begin_token, end_token, page, next_page, first_slot)
 
-            code.loop(begin, end, see_page)
+            code.loop(begin, end, attend_one_page)
 
-        with build.if_then(build.icmp_signed(">", count, I64(0))):
+        with build.if_then(build.icmp_signed(">", num_tokens, I64(0))):
             queries.begin()
-            to_end = queries.num_pages(sub(count, I64(1)))
-            together = build.select(is_shared, num_pages, to_end)
-            see(I64(0), count, queries.first_page(I64(0)), together)
+            num_pages_of_last = queries.num_pages(sub(num_tokens, I64(1)))
+            num_joint_pages = build.select(is_shared, num_common_pages, num_pages_of_last)
+            attend_pages(I64(0), num_tokens, queries.first_page(I64(0)), num_joint_pages)
 
-            def go_on(i: ir.Value) -> None:
-                # The last one first: a matrix unit also adds to the sums of queries behind, which are done then.
-                i = sub(sub(count, I64(1)), i)
+            def finish_token(i: ir.Value) -> None:
+                # From the last token to the first: a matrix unit also adds to the sums of later queries, by then done.
+                i = sub(sub(num_tokens, I64(1)), i)
                 with build.if_then(is_shared):
-                    see(i, add(i, I64(1)), together, queries.num_pages(i))
-                queries.finish(i, head, out)
+                    attend_pages(i, add(i, I64(1)), num_joint_pages, queries.num_pages(i))
+                queries.finish(i, head, given.out)
 
-            code.loop(0, count, go_on)
+            code.loop(0, num_tokens, finish_token)
             queries.end()
 
     return register(handler(shape.name, 12, 1, prepare, body))
 
 
 def _clear_padding(
-    code: Code, q: Buffer, out: Buffer, token_size: int, prefill: Buffer, num_decode: ir.Value, num_prefill: ir.Value
+    code: Code,
+    q: Buffer,
+    out: Buffer,
+    token_size: int,
+    query_tiles: Buffer,
+    num_decode_rows: ir.Value,
+    num_query_tiles: ir.Value,
 ) -> None:
-    """Write zeros for the padding tokens, which follow the last tile."""
+    """Write zeros for the outputs of padding tokens, which follow the tokens of the last query tile or decode row.
+
+    `token_size` is K × G × H, the numbers of one token's output.
+    """
     build, num_tokens, data = code.build, q.size(0), out.data
-    last = code.max(build.sub(num_prefill, I64(1)), I64(0))
-    start, length = (
-        code.load_index(prefill.data, build.add(build.mul(I64(kind), prefill.size(1)), last)) for kind in (1, 2)
+    last_tile = code.max(build.sub(num_query_tiles, I64(1)), I64(0))
+    first_token, num_queries = (
+        code.load_index(query_tiles.data, build.add(build.mul(I64(field), query_tiles.size(1)), last_tile))
+        for field in (1, 2)
     )
-    has_prefill = build.icmp_signed(">", num_prefill, I64(0))
-    end = build.select(has_prefill, build.add(start, length), num_decode)
+    has_query_tiles = build.icmp_signed(">", num_query_tiles, I64(0))
+    end_token = build.select(has_query_tiles, build.add(first_token, num_queries), num_decode_rows)
 
-    def clear(at: ir.Value) -> None:
-        code.store(constant(F32, 0.0), data, at)
+    def clear(element: ir.Value) -> None:
+        code.store(constant(F32, 0.0), data, element)
 
-    code.loop(build.mul(end, I64(token_size)), build.mul(num_tokens, I64(token_size)), clear)
+    code.loop(build.mul(end_token, I64(token_size)), build.mul(num_tokens, I64(token_size)), clear)

@@ -30,7 +30,7 @@ MAX_SERIAL_ELEMENTS = 1 << 11
 """Elements of keys that one thread writes alone at most; few, since each word of a key lies in its own cache line."""
 FEW_TOKENS, MANY_TOKENS = 4, 16
 """Tokens that one unit writes. The words of 16 consecutive tokens of a prompt share cache lines."""
-MOST_IN_FEW = 64
+MAX_TOKENS_OF_SMALL_UNITS = 64
 """Steps of at most as many tokens are cut into small units: each token is of another row."""
 
 
@@ -95,62 +95,66 @@ def write_pages(
 
 @cache
 def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
-    """Compile and register the handler that writes pages of these sizes; return the name by which XLA calls it."""
-    kind = I16 if is_bf16_packed else F32
+    """Compile and register the handler that writes pages of these sizes; return the name by which XLA calls it.
+
+    A unit is `FEW_TOKENS` or `MANY_TOKENS` consecutive tokens. Packed, a key's numbers 2w and 2w + 1 share word w, and
+    the value at slot s is the half s % 2 of a word in row s // 2: slot 5 of a page is the upper half of row 2.
+    """
+    element_type = I16 if is_bf16_packed else F32
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         build, num_tokens = code.build, args[4].size(0)
-        are_few = build.icmp_signed("<=", num_tokens, I64(MOST_IN_FEW))
-        in_unit = build.select(are_few, I64(FEW_TOKENS), I64(MANY_TOKENS))
-        num_units = build.sdiv(build.add(num_tokens, build.sub(in_unit, I64(1))), in_unit)
+        has_small_units = build.icmp_signed("<=", num_tokens, I64(MAX_TOKENS_OF_SMALL_UNITS))
+        tokens_per_unit = build.select(has_small_units, I64(FEW_TOKENS), I64(MANY_TOKENS))
+        num_units = build.sdiv(build.add(num_tokens, build.sub(tokens_per_unit, I64(1))), tokens_per_unit)
         is_large = build.icmp_signed(">", num_tokens, I64(MAX_SERIAL_ELEMENTS // token_values))
         data = [buffer.data for buffer in (*rets, *args[2:5])]
-        return [*data, code.load_index(args[5].data, 0), num_tokens, in_unit], num_units, is_large
+        return [*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], num_units, is_large
 
-    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        keys, values, k, v, slots, first_page, num_tokens, in_unit = given
+    def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        keys, values, k, v, slots, first_page, num_tokens, tokens_per_unit = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
-        begin = mul(unit, in_unit)
+        begin = mul(unit, tokens_per_unit)
 
         def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
             """Load one word of a token's key."""
             if not is_bf16_packed:
                 return code.load(k, add(source, word), F32)
-            at = add(source, mul(word, I64(2)))
-            low = build.zext(code.load(k, at, I16), I32)
-            # Behind the last of an odd number there is none.
-            has_other = build.icmp_signed("<", mul(word, I64(2)), I64(head_size - 1))
-            other = code.load(k, build.select(has_other, add(at, I64(1)), at), I16)
-            high = build.select(has_other, build.zext(other, I32), I32(0))
-            return build.or_(low, build.shl(high, I32(16)))
+            element = add(source, mul(word, I64(2)))
+            low_half = build.zext(code.load(k, element, I16), I32)
+            # With an odd head size the last word holds one number; its upper half is zero.
+            has_second = build.icmp_signed("<", mul(word, I64(2)), I64(head_size - 1))
+            second = code.load(k, build.select(has_second, add(element, I64(1)), element), I16)
+            high_half = build.select(has_second, build.zext(second, I32), I32(0))
+            return build.or_(low_half, build.shl(high_half, I32(16)))
 
         def write(token: ir.Value) -> None:
             slot = code.load_index(slots, token)
-            page, place = build.sdiv(slot, I64(page_size)), build.srem(slot, I64(page_size))
-            of_token = mul(token, I64(token_values))
-            of_page = mul(add(first_page, page), I64(num_kv_heads))
+            page, slot_in_page = build.sdiv(slot, I64(page_size)), build.srem(slot, I64(page_size))
+            token_offset = mul(token, I64(token_values))
+            page_head = mul(add(first_page, page), I64(num_kv_heads))
             for head in range(num_kv_heads):
-                source, head_of_page = add(of_token, I64(head * head_size)), add(of_page, I64(head))
-                key_target = add(mul(head_of_page, I64(key_words * page_size)), place)
-                value_target = mul(head_of_page, I64(value_words * head_size))
+                source, page_head_index = add(token_offset, I64(head * head_size)), add(page_head, I64(head))
+                key_target = add(mul(page_head_index, I64(key_words * page_size)), slot_in_page)
+                value_target = mul(page_head_index, I64(value_words * head_size))
 
                 def write_key(word: ir.Value, source: ir.Value = source, target: ir.Value = key_target) -> None:
                     code.store(key_word(source, word), keys, add(target, mul(word, I64(page_size))))
 
-                def write_value(h: ir.Value, source: ir.Value = source, target: ir.Value = value_target) -> None:
+                def write_value(lane: ir.Value, source: ir.Value = source, target: ir.Value = value_target) -> None:
                     if is_bf16_packed:
-                        in_head = add(mul(build.sdiv(place, I64(2)), I64(head_size)), h)
-                        at = add(mul(add(target, in_head), I64(2)), build.srem(place, I64(2)))
+                        value_offset = add(mul(build.sdiv(slot_in_page, I64(2)), I64(head_size)), lane)
+                        element = add(mul(add(target, value_offset), I64(2)), build.srem(slot_in_page, I64(2)))
                     else:
-                        at = add(target, add(mul(place, I64(head_size)), h))
-                    code.store(code.load(v, add(source, h), kind), values, at)
+                        element = add(target, add(mul(slot_in_page, I64(head_size)), lane))
+                    code.store(code.load(v, add(source, lane), element_type), values, element)
 
                 code.loop(0, key_words, write_key)
                 code.loop(0, head_size, write_value)
 
-        code.loop(begin, code.min(add(begin, in_unit), num_tokens), write)
+        code.loop(begin, code.min(add(begin, tokens_per_unit), num_tokens), write)
 
     name = "_".join(["jpaged_write", *map(str, (int(is_bf16_packed), num_kv_heads, head_size, page_size))])
     return register(handler(name, 6, 2, prepare, body))

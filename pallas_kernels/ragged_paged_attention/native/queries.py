@@ -10,6 +10,7 @@ float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -17,8 +18,12 @@ from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
 from .pages import words_of
 
-SlotRange = tuple[ir.Value, ir.Value]
-"""The first of consecutive slots of a page, and the slot after the last; equal or descending if there are none."""
+
+class SlotRange(NamedTuple):
+    """Consecutive slots `begin` … `end` − 1 of a page, int64 values; none if `end` ≤ `begin`."""
+
+    begin: ir.Value
+    end: ir.Value
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Shape:
 
     is_bf16_packed: bool
     num_kv_heads: int
-    group: int
+    group_size: int
     """Query heads per KV head."""
     head_size: int
     page_size: int
@@ -55,8 +60,8 @@ class Shape:
 
     @property
     def num_queries(self) -> int:
-        """Return the most queries of a tile."""
-        return self.max_tokens * self.group
+        """Return the largest number of queries of a tile and KV head."""
+        return self.max_tokens * self.group_size
 
     @property
     def name(self) -> str:
@@ -74,29 +79,29 @@ class Queries:
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
         self.word = I32 if shape.is_bf16_packed else F32
-        # With a vector of each query or of what it is multiplied with, as many sums stay in registers.
+        # Of AVX-512's 32 registers, 4 × 6 hold sums, 4 the vectors of keys or values; of AVX2's 16, 2 × 4 and 2.
         vectors_at_once, queries_at_once = (4, 6) if shape.has_avx512 else (2, 4)
         self.slot_lanes, self.slot_span = _lanes_and_span(shape.page_size, vectors_at_once)
         self.head_lanes, self.head_span = _lanes_and_span(shape.head_size, vectors_at_once)
-        self.tokens_at_once = max(1, queries_at_once // shape.group)
-        num_parts = -(-shape.group // queries_at_once)
-        bounds = [shape.group * part // num_parts for part in range(num_parts + 1)]
-        self.parts = [range(*bounds[part : part + 2]) for part in range(num_parts)]
-        """Groups of a token's queries that are multiplied together."""
-        num_queries, num_scored = self.room()
+        self.tokens_together = max(1, queries_at_once // shape.group_size)
+        num_chunks = -(-shape.group_size // queries_at_once)
+        bounds = [shape.group_size * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        self.head_chunks = [range(*bounds[chunk : chunk + 2]) for chunk in range(num_chunks)]
+        """Ranges of a token's query heads that are multiplied together."""
+        num_queries, num_score_rows = self.num_allocated_queries()
         self.queries = code.allocate(self.word, num_queries * shape.key_words)
-        self.sums = code.allocate(F32, num_queries * shape.head_size)
-        self.scores = code.allocate(F32, num_scored * shape.page_size)
+        self.value_sums = code.allocate(F32, num_queries * shape.head_size)
+        self.scores = code.allocate(F32, num_score_rows * shape.page_size)
         """Scores, and in float32 also the weights that replace them."""
-        self.weights = code.allocate(I32, num_scored * shape.value_words) if shape.is_bf16_packed else self.scores
+        self.weights = code.allocate(I32, num_score_rows * shape.value_words) if shape.is_bf16_packed else self.scores
         if shape.page_size % 2 and shape.is_bf16_packed:
-            code.loop(0, num_scored * shape.value_words, lambda at: code.store(I32(0), self.weights, at))
-        self.max_scores, self.totals = (code.allocate(F32, shape.num_queries) for _ in range(2))
+            code.loop(0, num_score_rows * shape.value_words, lambda word: code.store(I32(0), self.weights, word))
+        self.running_max, self.weight_sums = (code.allocate(F32, shape.num_queries) for _ in range(2))
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
 
-    def room(self) -> tuple[int, int]:
+    def num_allocated_queries(self) -> tuple[int, int]:
         """Return the number of queries that memory is allocated for, and of those whose scores are kept at once."""
-        return self.shape.num_queries, self.tokens_at_once * self.shape.group
+        return self.shape.num_queries, self.tokens_together * self.shape.group_size
 
     def begin(self) -> None:
         """Emit what comes before the first page."""
@@ -119,134 +124,169 @@ class Queries:
         return build.sdiv(build.add(self.code.load(self.lens, i, I64), I64(page_size - 1)), I64(page_size))
 
     def first_page(self, i: ir.Value) -> ir.Value:
-        return self.code.build.sdiv(self._oldest(i), I64(self.shape.page_size))
+        return self.code.build.sdiv(self._first_visible(i), I64(self.shape.page_size))
 
-    def _oldest(self, i: ir.Value) -> ir.Value:
-        """Return the first position that token i sees."""
+    def _first_visible(self, i: ir.Value) -> ir.Value:
+        """Return the first position that token i attends to: later than 0 with a window."""
         if self.shape.window is None:
             return I64(0)
         return self.code.max(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
-    def seen(self, i: ir.Value, first_slot: ir.Value) -> SlotRange:
-        """Return the slots of a page that token i sees."""
+    def visible_slots(self, i: ir.Value, first_slot: ir.Value) -> SlotRange:
+        """Return the slots of a page that token i of the tile attends to; `first_slot` is the position of slot 0."""
         code, build = self.code, self.code.build
-        seen_from = code.max(build.sub(self._oldest(i), first_slot), I64(0))
+        first_visible = code.max(build.sub(self._first_visible(i), first_slot), I64(0))
         length = build.sub(code.load(self.lens, i, I64), first_slot)
-        return seen_from, code.min(length, I64(self.shape.page_size))
+        return SlotRange(first_visible, code.min(length, I64(self.shape.page_size)))
 
-    def of_token(self, i: ir.Value, head: ir.Value) -> ir.Value:
-        """Return the index of the first query of token i among those of all tokens and heads."""
+    def first_query_of_token(self, i: ir.Value, head: ir.Value) -> ir.Value:
+        """Return the index of token i's first query for a KV head in the array of all queries, [T, K, G]."""
         build = self.code.build
         heads_before = build.mul(self.code.load(self.tokens, i, I64), I64(self.shape.num_kv_heads))
-        return build.mul(build.add(heads_before, head), I64(self.shape.group))
+        return build.mul(build.add(heads_before, head), I64(self.shape.group_size))
 
     def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
-        """Initialise the softmax of token i: empty, or with the sinks."""
+        """Initialise the online softmax of token i, and copy its queries of one KV head to the tile's own memory.
+
+        A sink counts as a key of weight 1 whose logit is the maximum and whose value is zero.
+        """
         code, build, shape = self.code, self.code.build, self.shape
-        first = build.mul(i, I64(shape.group))
+        first_query = build.mul(i, I64(shape.group_size))
 
-        def start(g: ir.Value) -> None:
-            place, max_score = build.add(first, g), constant(F32, INITIAL_MAX)
+        def start_query(head_in_group: ir.Value) -> None:
+            query, initial_max = build.add(first_query, head_in_group), constant(F32, INITIAL_MAX)
             if shape.has_sinks:
-                max_score = code.load(sinks, build.add(build.mul(head, I64(shape.group)), g), F32)
-            code.store(max_score, self.max_scores, place)
-            code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.totals, place)
+                initial_max = code.load(sinks, build.add(build.mul(head, I64(shape.group_size)), head_in_group), F32)
+            code.store(initial_max, self.running_max, query)
+            code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.weight_sums, query)
 
-        code.loop(0, shape.group, start)
-        source, target = (build.mul(x, I64(shape.key_words)) for x in (self.of_token(i, head), first))
+        code.loop(0, shape.group_size, start_query)
+        source, target = (build.mul(x, I64(shape.key_words)) for x in (self.first_query_of_token(i, head), first_query))
 
-        def copy(at: ir.Value) -> None:
-            code.store(code.load(q, build.add(source, at), self.word), self.queries, build.add(target, at))
+        def copy_word(element: ir.Value) -> None:
+            code.store(code.load(q, build.add(source, element), self.word), self.queries, build.add(target, element))
 
-        code.loop(0, shape.group * shape.key_words, copy)
-        lane, none = build.mul(first, I64(shape.head_size)), constant(ir.VectorType(F32, self.head_lanes), 0.0)
+        code.loop(0, shape.group_size * shape.key_words, copy_word)
+        first_sum, zeros = (
+            build.mul(first_query, I64(shape.head_size)),
+            constant(ir.VectorType(F32, self.head_lanes), 0.0),
+        )
 
-        def clear(at: ir.Value) -> None:
-            code.store_vector(none, self.sums, build.add(lane, at))
+        def clear_sums(element: ir.Value) -> None:
+            code.store_vector(zeros, self.value_sums, build.add(first_sum, element))
 
-        code.loop(0, shape.group * shape.head_size, clear, step=self.head_lanes)
+        code.loop(0, shape.group_size * shape.head_size, clear_sums, step=self.head_lanes)
 
     def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
-        """Write the weighted means of token i to `out`; zeros where no key was seen."""
-        code, build, group, head_size = self.code, self.code.build, self.shape.group, self.shape.head_size
-        first, target = build.mul(i, I64(group)), self.of_token(i, head)
+        """Write token i's outputs for a KV head, [G, H]: value sums ÷ weight sums; zeros where there was no key."""
+        code, build, group_size, head_size = self.code, self.code.build, self.shape.group_size, self.shape.head_size
+        first_query, out_query = build.mul(i, I64(group_size)), self.first_query_of_token(i, head)
 
-        def finish(g: ir.Value) -> None:
-            total = code.load(self.totals, build.add(first, g), F32)
-            is_none = build.fcmp_ordered("==", total, constant(F32, 0.0))
-            total = code.broadcast(build.select(is_none, constant(F32, 1.0), total), self.head_lanes)
+        def finish_query(head_in_group: ir.Value) -> None:
+            weight_sum = code.load(self.weight_sums, build.add(first_query, head_in_group), F32)
+            is_empty = build.fcmp_ordered("==", weight_sum, constant(F32, 0.0))
+            weight_sum = code.broadcast(build.select(is_empty, constant(F32, 1.0), weight_sum), self.head_lanes)
 
-            def divide(h: ir.Value) -> None:
-                at, to = (build.add(build.mul(build.add(x, g), I64(head_size)), h) for x in (first, target))
-                sums = code.load_vector(self.sums, at, F32, self.head_lanes)
-                code.store_vector(build.fdiv(sums, total), out, to)
+            def divide_lanes(lane: ir.Value) -> None:
+                source, target = (
+                    build.add(build.mul(build.add(query, head_in_group), I64(head_size)), lane)
+                    for query in (first_query, out_query)
+                )
+                values = code.load_vector(self.value_sums, source, F32, self.head_lanes)
+                code.store_vector(build.fdiv(values, weight_sum), out, target)
 
-            code.loop(0, head_size, divide, step=self.head_lanes)
+            code.loop(0, head_size, divide_lanes, step=self.head_lanes)
 
-        code.loop(0, group, finish)
+        code.loop(0, group_size, finish_query)
 
-    def see_page(
-        self, first: ir.Value, last: ir.Value, page: ir.Value, following: ir.Value, first_slot: ir.Value
+    def attend_page(
+        self, first: ir.Value, last: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
     ) -> None:
-        """Let tokens first … last attend to `page`, an index among the pages of all layers and KV heads.
+        """Let tokens `first` … `last` − 1 attend to `page`, an index among the pages of all layers and KV heads.
 
-        `first_slot` is the position of the page's first slot, `following` the page that comes next. As many tokens are
-        computed together as have their sums in registers.
+        `first_slot` is the position of the page's first slot, `next_page` the page to prefetch. As many tokens are
+        computed together as have their sums in registers; the rest of them one by one, which is also where pages are
+        prefetched.
         """
         code, build = self.code, self.code.build
-        num_together, alone = self.tokens_at_once, first
-        if num_together > 1:
-            alone = build.sub(last, build.srem(build.sub(last, first), I64(num_together)))
-            code.loop(first, alone, lambda i: self._see(i, num_together, page, None, first_slot), step=num_together)
-        code.loop(alone, last, lambda i: self._see(i, 1, page, following, first_slot))
+        tokens_together, first_single = self.tokens_together, first
+        if tokens_together > 1:
+            first_single = build.sub(last, build.srem(build.sub(last, first), I64(tokens_together)))
+            code.loop(
+                first,
+                first_single,
+                lambda i: self._attend_tokens(i, tokens_together, page, None, first_slot),
+                step=tokens_together,
+            )
+        code.loop(first_single, last, lambda i: self._attend_tokens(i, 1, page, next_page, first_slot))
 
-    def _see(self, i: ir.Value, count: int, page: ir.Value, following: ir.Value | None, first_slot: ir.Value) -> None:
-        """Let `count` tokens from i on attend to a page; with `following`, prefetch what is read next."""
+    def _attend_tokens(
+        self, i: ir.Value, num_tokens: int, page: ir.Value, next_page: ir.Value | None, first_slot: ir.Value
+    ) -> None:
+        """Let `num_tokens` tokens from i on attend to a page: scores, one step of the online softmax, weighted values.
+
+        With `next_page`, prefetch what is read next: this page's values during the scores, the next page's keys during
+        the values.
+        """
         code, build, shape = self.code, self.code.build, self.shape
-        tokens = [build.add(i, I64(j)) for j in range(count)]
-        # Slots of the page that any of them sees: those that a token does not see weigh nothing for it.
-        seen_from, seen_to = zip(*(self.seen(token, first_slot) for token in tokens), strict=True)
-        any_from, any_to = seen_from[0], seen_to[0]
-        for one_from, one_to in zip(seen_from[1:], seen_to[1:], strict=True):
-            any_from, any_to = code.min(any_from, one_from), code.max(any_to, one_to)
-        first = build.mul(i, I64(shape.group))
-        with build.if_then(build.icmp_signed("<", any_from, any_to)):
-            for part in self.parts:
-                self._score(first, count, part, page, following is not None and part is self.parts[0])
+        tokens = [build.add(i, I64(j)) for j in range(num_tokens)]
+        # Slots of the page that any of these tokens attends to; a slot gets weight 0 for a token that may not.
+        begins, ends = zip(*(self.visible_slots(token, first_slot) for token in tokens), strict=True)
+        begin, end = begins[0], ends[0]
+        for token_begin, token_end in zip(begins[1:], ends[1:], strict=True):
+            begin, end = code.min(begin, token_begin), code.max(end, token_end)
+        first_query = build.mul(i, I64(shape.group_size))
+        with build.if_then(build.icmp_signed("<", begin, end)):
+            for head_chunk in self.head_chunks:
+                prefetches_values = next_page is not None and head_chunk is self.head_chunks[0]
+                self._compute_scores(first_query, num_tokens, head_chunk, page, prefetches_values)
 
-            def weigh(place: ir.Value) -> None:
-                self.weigh(build.add(first, place), place, first_slot, I64(shape.page_size))
+            def update_query(query_index: ir.Value) -> None:
+                self.update_softmax(build.add(first_query, query_index), query_index, first_slot, I64(shape.page_size))
 
-            code.loop(0, count * shape.group, weigh)
-            for part in self.parts:
-                of_part = following if part is self.parts[0] else None
-                self._sum_values(first, count, part, page, of_part, (any_from, any_to))
+            code.loop(0, num_tokens * shape.group_size, update_query)
+            for head_chunk in self.head_chunks:
+                page_to_prefetch = next_page if head_chunk is self.head_chunks[0] else None
+                self._add_weighted_values(
+                    first_query, num_tokens, head_chunk, page, page_to_prefetch, SlotRange(begin, end)
+                )
 
-    def _score(self, first: ir.Value, count: int, part: range, page: ir.Value, fetches: bool) -> None:
-        """Compute scores[query, z] = q · k[:, z], some queries and slots at a time."""
+    def _compute_scores(
+        self, first_query: ir.Value, num_tokens: int, head_chunk: range, page: ir.Value, prefetches_values: bool
+    ) -> None:
+        """Compute scores[query, z] = q · k[:, z] for all slots z of a page, as a matrix product with sums in registers.
+
+        One iteration takes `slot_span` slots of all queries of `head_chunk`; the loop over words of the head carries
+        their sums. Query (token, head) of the tokens computed together has the row token × G + head of the scores.
+        """
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words
-        begin = mul(page, I64(key_words * page_size))
-        values = mul(page, I64(shape.value_words * shape.head_size))
-        none = constant(ir.VectorType(F32, self.slot_lanes), 0.0)
-        places = [j * shape.group + g for j in range(count) for g in part]
-        queries = [mul(add(first, I64(place)), I64(key_words)) for place in places]
+        page_keys = mul(page, I64(key_words * page_size))
+        page_values = mul(page, I64(shape.value_words * shape.head_size))
+        zeros = constant(ir.VectorType(F32, self.slot_lanes), 0.0)
+        score_rows = [
+            token * shape.group_size + head_in_group for token in range(num_tokens) for head_in_group in head_chunk
+        ]
+        queries = [mul(add(first_query, I64(score_row)), I64(key_words)) for score_row in score_rows]
         vectors = range(0, self.slot_span, self.slot_lanes)
 
         def some_slots(slot: ir.Value) -> None:
             def word_of_head(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
-                in_page = add(mul(word, I64(page_size)), slot)
-                at = add(begin, in_page)
-                k = [code.load_vector(self.keys, add(at, I64(x)), self.word, self.slot_lanes) for x in vectors]
-                if fetches:
-                    code.prefetch(self.values, add(values, in_page), self.word, self.slot_span)
+                offset = add(mul(word, I64(page_size)), slot)
+                address = add(page_keys, offset)
+                k = [
+                    code.load_vector(self.keys, add(address, I64(vector)), self.word, self.slot_lanes)
+                    for vector in vectors
+                ]
+                if prefetches_values:
+                    code.prefetch(self.values, add(page_values, offset), self.word, self.slot_span)
                 factors = (code.load(self.queries, add(query, word), self.word) for query in queries)
                 return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
 
-            scores = code.loop(0, key_words, word_of_head, carried=[none] * (len(queries) * len(vectors)))
-            for index, place in enumerate(places):
-                for x, score in zip(vectors, scores[index * len(vectors) :], strict=False):
-                    code.store_vector(score, self.scores, add(I64(place * page_size + x), slot))
+            scores = code.loop(0, key_words, word_of_head, carried=[zeros] * (len(queries) * len(vectors)))
+            for index, score_row in enumerate(score_rows):
+                for vector, score in zip(vectors, scores[index * len(vectors) :], strict=False):
+                    code.store_vector(score, self.scores, add(I64(score_row * page_size + vector), slot))
 
         code.loop(0, page_size, some_slots, step=self.slot_span)
 
@@ -254,124 +294,154 @@ class Queries:
         """Return whether vectors of `lanes` are long enough for the instructions for pairs."""
         return self.shape.has_avx512_bf16 and lanes == LONG_LANES
 
-    def weigh(self, query: ir.Value, place: ir.Value, first_slot: ir.Value, end: ir.Value) -> None:
-        """Turn scores into weights, relative to the maximum so far, and scale the earlier sums accordingly.
+    def update_softmax(self, query: ir.Value, score_row: ir.Value, first_slot: ir.Value, end_slot: ir.Value) -> None:
+        """Do one step of the online softmax for one query: turn a page's scores into weights and update its state.
 
-        The query's scores are those at `place`, of the slots up to `end`.
+        The weights are relative to the new running maximum; earlier sums are rescaled where the maximum has grown. The
+        query's scores are row `score_row` of the scores, read up to slot `end_slot`; slots that the query may not
+        attend to get weight 0.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         slot_lanes, head_lanes = self.slot_lanes, self.head_lanes
-        seen_from, seen_to = self.seen(build.sdiv(query, I64(shape.group)), first_slot)
-        scores_of = mul(place, I64(shape.page_size))
-        # In numbers of bfloat16.
-        weights_of = mul(place, I64(2 * shape.value_words)) if shape.is_bf16_packed else scores_of
-        none = constant(ir.VectorType(F32, slot_lanes), 0.0)
-        places = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
-        bounds = [code.broadcast(build.trunc(bound, I32), slot_lanes) for bound in (seen_from, seen_to)]
+        begin, visible_end = self.visible_slots(build.sdiv(query, I64(shape.group_size)), first_slot)
+        row_scores = mul(score_row, I64(shape.page_size))
+        # Row of the weights, counted in numbers of bfloat16: two to a word.
+        row_weights = mul(score_row, I64(2 * shape.value_words)) if shape.is_bf16_packed else row_scores
+        zeros = constant(ir.VectorType(F32, slot_lanes), 0.0)
+        lane_indices = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
+        bounds = [code.broadcast(build.trunc(bound, I32), slot_lanes) for bound in (begin, visible_end)]
 
-        def is_seen(slot: ir.Value) -> ir.Value:
-            at = add(places, code.broadcast(build.trunc(slot, I32), slot_lanes))
-            return build.and_(build.icmp_signed(">=", at, bounds[0]), build.icmp_signed("<", at, bounds[1]))
+        def is_visible(slot: ir.Value) -> ir.Value:
+            element = add(lane_indices, code.broadcast(build.trunc(slot, I32), slot_lanes))
+            return build.and_(build.icmp_signed(">=", element, bounds[0]), build.icmp_signed("<", element, bounds[1]))
 
-        def scores(slot: ir.Value) -> ir.Value:
-            return code.load_vector(self.scores, add(scores_of, slot), F32, slot_lanes)
+        def load_scores(slot: ir.Value) -> ir.Value:
+            return code.load_vector(self.scores, add(row_scores, slot), F32, slot_lanes)
 
-        def see(slot: ir.Value, most: ir.Value) -> list[ir.Value]:
-            score, least = scores(slot), constant(none.type, INITIAL_MAX)
+        def update_max(slot: ir.Value, largest: ir.Value) -> list[ir.Value]:
+            score, masked = load_scores(slot), constant(zeros.type, INITIAL_MAX)
             if shape.soft_cap is not None:
                 score = _capped(code, score, shape.soft_cap)
-                code.store_vector(score, self.scores, add(scores_of, slot))
-            return [code.maximum(build.select(is_seen(slot), score, least), most)]
+                code.store_vector(score, self.scores, add(row_scores, slot))
+            return [code.maximum(build.select(is_visible(slot), score, masked), largest)]
 
-        before = code.load(self.max_scores, query, F32)
-        most = code.loop(0, end, see, step=slot_lanes, carried=[code.broadcast(before, slot_lanes)])
-        now = code.reduce(most[0], code.maximum)
-        in_lanes = code.broadcast(now, slot_lanes)
+        old_max = code.load(self.running_max, query, F32)
+        largest = code.loop(0, end_slot, update_max, step=slot_lanes, carried=[code.broadcast(old_max, slot_lanes)])
+        new_max = code.reduce(largest[0], code.maximum)
+        max_in_lanes = code.broadcast(new_max, slot_lanes)
 
-        def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
-            weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
-            at = add(weights_of, slot)
+        def add_weights(slot: ir.Value, page_sum: ir.Value) -> list[ir.Value]:
+            weight = build.select(is_visible(slot), code.exp(build.fsub(load_scores(slot), max_in_lanes)), zeros)
+            element = add(row_weights, slot)
             if shape.is_bf16_packed:
-                code.store_rounded(weight, self.weights, at, has_avx512_bf16=self._fills_avx512(slot_lanes))
+                code.store_rounded(weight, self.weights, element, has_avx512_bf16=self._fills_avx512(slot_lanes))
             else:
-                code.store_vector(weight, self.weights, at)
-            return [build.fadd(total, weight)]
+                code.store_vector(weight, self.weights, element)
+            return [build.fadd(page_sum, weight)]
 
-        total = code.reduce(code.loop(0, end, exponentiate, step=slot_lanes, carried=[none])[0], build.fadd)
-        # Where the maximum has not changed, nothing shrinks.
-        has_changed = build.fcmp_unordered("!=", before, now)
+        page_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
+        # Where the maximum has not changed, the earlier sums need no rescaling.
+        has_changed = build.fcmp_unordered("!=", old_max, new_max)
         with build.if_then(has_changed):
-            decay = code.exp(code.broadcast(build.fsub(before, now), head_lanes))
-            kept = code.load(self.totals, query, F32)
-            code.store(build.fmul(kept, build.extract_element(decay, I32(0))), self.totals, query)
-            code.store(now, self.max_scores, query)
-            lane = mul(query, I64(shape.head_size))
+            decay = code.exp(code.broadcast(build.fsub(old_max, new_max), head_lanes))
+            old_sum = code.load(self.weight_sums, query, F32)
+            code.store(build.fmul(old_sum, build.extract_element(decay, I32(0))), self.weight_sums, query)
+            code.store(new_max, self.running_max, query)
+            first_sum = mul(query, I64(shape.head_size))
 
-            def shrink(h: ir.Value) -> None:
-                at = add(lane, h)
-                code.store_vector(build.fmul(code.load_vector(self.sums, at, F32, head_lanes), decay), self.sums, at)
+            def rescale(lane: ir.Value) -> None:
+                element = add(first_sum, lane)
+                code.store_vector(
+                    build.fmul(code.load_vector(self.value_sums, element, F32, head_lanes), decay),
+                    self.value_sums,
+                    element,
+                )
 
-            code.loop(0, shape.head_size, shrink, step=head_lanes)
-        code.store(build.fadd(code.load(self.totals, query, F32), total), self.totals, query)
+            code.loop(0, shape.head_size, rescale, step=head_lanes)
+        code.store(build.fadd(code.load(self.weight_sums, query, F32), page_sum), self.weight_sums, query)
 
-    def _sum_values(
-        self, first: ir.Value, count: int, part: range, page: ir.Value, following: ir.Value | None, seen: SlotRange
+    def _add_weighted_values(
+        self,
+        first_query: ir.Value,
+        num_tokens: int,
+        head_chunk: range,
+        page: ir.Value,
+        next_page: ir.Value | None,
+        slots: SlotRange,
     ) -> None:
-        """Add Σ weights[query, z] · v[z] to the sums, some queries and lanes at a time.
+        """Add Σ_z weights[query, z] · v[z] over the page's `slots` to the value sums, as a matrix product.
 
-        Slots that no query sees are not read.
+        One iteration takes `head_span` lanes of all queries of `head_chunk`, with their sums in registers. Words of
+        bfloat16 hold the slots 2z and 2z + 1; of the last word only the lower half counts if `slots` ends at an odd
+        one, since the upper half may be unwritten. With `next_page`, its keys are prefetched.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
-        (seen_from, seen_to), head_size = seen, shape.head_size
-        begin = mul(page, I64(shape.value_words * head_size))
-        places = [j * shape.group + g for j in range(count) for g in part]
+        (begin_slot, end_slot), head_size = slots, shape.head_size
+        page_values = mul(page, I64(shape.value_words * head_size))
+        weight_rows = [
+            token * shape.group_size + head_in_group for token in range(num_tokens) for head_in_group in head_chunk
+        ]
         vectors = range(0, self.head_span, self.head_lanes)
-        keys = None if following is None else mul(following, I64(shape.key_words * shape.page_size))
+        next_keys = None if next_page is None else mul(next_page, I64(shape.key_words * shape.page_size))
 
-        def some_lanes(h: ir.Value) -> None:
-            at = [add(mul(add(first, I64(place)), I64(head_size)), add(h, I64(x))) for place in places for x in vectors]
+        def add_lanes(lane: ir.Value) -> None:
+            sum_addresses = [
+                add(mul(add(first_query, I64(weight_row)), I64(head_size)), add(lane, I64(vector)))
+                for weight_row in weight_rows
+                for vector in vectors
+            ]
 
-            def sum_words(first_word: ir.Value, end: ir.Value, *, are_halves: bool = False) -> None:
-                def word_of_page(word: ir.Value, *so_far: ir.Value) -> list[ir.Value]:
-                    in_page = add(mul(word, I64(head_size)), h)
-                    row = add(begin, in_page)
-                    v = [code.load_vector(self.values, add(row, I64(x)), self.word, self.head_lanes) for x in vectors]
-                    if are_halves:
-                        v = [build.and_(x, constant(x.type, 0xFFFF)) for x in v]
-                    if keys is not None:
-                        code.prefetch(self.keys, add(keys, in_page), self.word, self.head_span)
-                    starts = (add(I64(place * shape.value_words), word) for place in places)
+            def sum_words(first_word: ir.Value, end_word: ir.Value, *, is_half_word: bool = False) -> None:
+                def word_of_page(word: ir.Value, *partial_sums: ir.Value) -> list[ir.Value]:
+                    offset = add(mul(word, I64(head_size)), lane)
+                    row = add(page_values, offset)
+                    v = [
+                        code.load_vector(self.values, add(row, I64(vector)), self.word, self.head_lanes)
+                        for vector in vectors
+                    ]
+                    if is_half_word:
+                        v = [build.and_(vector, constant(vector.type, 0xFFFF)) for vector in v]
+                    if next_keys is not None:
+                        code.prefetch(self.keys, add(next_keys, offset), self.word, self.head_span)
+                    starts = (add(I64(weight_row * shape.value_words), word) for weight_row in weight_rows)
                     factors = (code.load(self.weights, start, self.word) for start in starts)
-                    return code.add_outer(factors, v, so_far, has_avx512_bf16=self._fills_avx512(self.head_lanes))
+                    return code.add_outer(factors, v, partial_sums, has_avx512_bf16=self._fills_avx512(self.head_lanes))
 
-                before = [code.load_vector(self.sums, place, F32, self.head_lanes) for place in at]
-                after = code.loop(first_word, end, word_of_page, carried=before)
-                for place, value in zip(at, after, strict=True):
-                    code.store_vector(value, self.sums, place)
+                old_sums = [
+                    code.load_vector(self.value_sums, weight_row, F32, self.head_lanes) for weight_row in sum_addresses
+                ]
+                new_sums = code.loop(first_word, end_word, word_of_page, carried=old_sums)
+                for weight_row, value in zip(sum_addresses, new_sums, strict=True):
+                    code.store_vector(value, self.value_sums, weight_row)
 
             if not shape.is_bf16_packed:
-                sum_words(seen_from, seen_to)
+                sum_words(begin_slot, end_slot)
                 return
-            whole = build.sdiv(seen_to, I64(2))
-            sum_words(build.sdiv(seen_from, I64(2)), whole)
-            with build.if_then(build.icmp_signed("!=", mul(whole, I64(2)), seen_to)):
-                sum_words(whole, add(whole, I64(1)), are_halves=True)
+            half_word = build.sdiv(end_slot, I64(2))
+            sum_words(build.sdiv(begin_slot, I64(2)), half_word)
+            with build.if_then(build.icmp_signed("!=", mul(half_word, I64(2)), end_slot)):
+                sum_words(half_word, add(half_word, I64(1)), is_half_word=True)
 
-        code.loop(0, head_size, some_lanes, step=self.head_span)
+        code.loop(0, head_size, add_lanes, step=self.head_span)
 
 
 def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
-    """Return the lanes of a vector, and of as many vectors as are taken together; both divide `size`."""
+    """Return the lanes of a vector, and of as many vectors as are taken together; both divide `size`.
+
+    With AVX-512 and 4 vectors at once, a size of 96 gives (16, 48): 6 vectors, taken 3 at a time.
+    """
     lanes = lanes_for(size)
-    return lanes, lanes * max(n for n in range(1, vectors_at_once + 1) if size // lanes % n == 0)
+    return lanes, lanes * max(count for count in range(1, vectors_at_once + 1) if size // lanes % count == 0)
 
 
 def _capped(code: Code, score: ir.Value, cap: float) -> ir.Value:
     """Return cap × tanh(score ÷ cap) by an exponential that cannot overflow: tanh|x| = (1 − e⁻²|ˣ|) ÷ (1 + e⁻²|ˣ|)."""
-    build, kind = code.build, score.type
-    is_negative = build.fcmp_ordered("<", score, constant(kind, 0.0))
-    size = build.select(is_negative, build.fneg(score), score)
-    small = code.exp(build.fmul(size, constant(kind, -2.0 / cap)))
-    one = constant(kind, 1.0)
-    capped = build.fmul(constant(kind, cap), build.fdiv(build.fsub(one, small), build.fadd(one, small)))
+    build, vector_type = code.build, score.type
+    is_negative = build.fcmp_ordered("<", score, constant(vector_type, 0.0))
+    magnitude = build.select(is_negative, build.fneg(score), score)
+    exponential = code.exp(build.fmul(magnitude, constant(vector_type, -2.0 / cap)))
+    one = constant(vector_type, 1.0)
+    capped = build.fmul(
+        constant(vector_type, cap), build.fdiv(build.fsub(one, exponential), build.fadd(one, exponential))
+    )
     return build.select(is_negative, build.fneg(capped), capped)

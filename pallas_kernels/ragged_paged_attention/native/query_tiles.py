@@ -10,9 +10,9 @@ from ...native.amx import PANEL, TILE, Matrix, MatrixUnit
 from ...native.llvm import I32, I64, Code
 from .queries import Queries, Shape
 
-BLOCK = 2 * TILE
+BLOCK_SLOTS = 2 * TILE
 """Slots whose values are summed by one instruction: a tile's row of pairs."""
-MOST_BYTES = 1 << 20
+MAX_STACK_BYTES = 1 << 20
 """Bytes of queries, scores, weights and sums together, which must fit a thread's stack."""
 
 
@@ -26,11 +26,11 @@ class TiledQueries(Queries):
     def takes(shape: Shape) -> bool:
         """Return whether there is a unit, heads and pages are whole panels, and a tile's queries fit the stack."""
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
-        is_small = 4 * words * (shape.num_queries + TILE) <= MOST_BYTES
+        is_small = 4 * words * (shape.num_queries + TILE) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
         return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
 
-    def room(self) -> tuple[int, int]:
+    def num_allocated_queries(self) -> tuple[int, int]:
         """See `Queries.room`: rows are taken by the tile, and so beyond the last query."""
         return (self.shape.num_queries + TILE,) * 2
 
@@ -46,99 +46,109 @@ class TiledQueries(Queries):
     def end(self) -> None:
         self.matrix_unit.release()
 
-    def see_page(
-        self, first: ir.Value, last: ir.Value, page: ir.Value, following: ir.Value, first_slot: ir.Value
+    def attend_page(
+        self, first: ir.Value, last: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
     ) -> None:
-        """Add one page's keys and values to the sums of the tile's tokens `first` to `last` − 1.
+        """Add one page's keys and values to the softmax state of the tile's tokens `first` to `last` − 1.
 
-        `first_slot` is the position of the page's first slot; `following` is the page that comes next, or that page
+        All of these tokens' queries, [queries, H], go through the matrix unit: scores = Q · K, one online-softmax step
+        for each query, sums += weights · V. Values are multiplied in blocks of 32 slots. The last block may hold slots
+        behind `end_slot`, whose values may be NaN: it is copied to `self.edge` with zeros there. With `end_slot` 70,
+        blocks 0 and 1 are multiplied in place, and slots 64 … 69 from the copy (`edge_slot` is 64).
+
+        `first_slot` is the position of the page's first slot; `next_page` is the page that comes next, or that page
         again if there is none.
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
-        # Positions ascend in a tile; where they do not, in a shared one, all tokens see whole pages.
-        seen_from, _ = self.seen(first, first_slot)
-        _, seen_to = self.seen(build.sub(last, I64(1)), first_slot)
-        first_query = mul(first, I64(shape.group))
-        num_queries = mul(build.sub(last, first), I64(shape.group))
-        begin_block = mul(build.sdiv(seen_from, I64(BLOCK)), I64(BLOCK))
-        whole = mul(build.sdiv(seen_to, I64(BLOCK)), I64(BLOCK))
-        has_edge = build.icmp_signed("<", whole, seen_to)
-        end_block = build.add(whole, build.select(has_edge, I64(BLOCK), I64(0)))
+        # Positions ascend in a tile, except in a shared one, whose tokens attend to whole pages.
+        begin_slot, _ = self.visible_slots(first, first_slot)
+        _, end_slot = self.visible_slots(build.sub(last, I64(1)), first_slot)
+        first_query = mul(first, I64(shape.group_size))
+        num_queries = mul(build.sub(last, first), I64(shape.group_size))
+        begin_block = mul(build.sdiv(begin_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
+        edge_slot = mul(build.sdiv(end_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
+        has_edge = build.icmp_signed("<", edge_slot, end_slot)
+        end_block = build.add(edge_slot, build.select(has_edge, I64(BLOCK_SLOTS), I64(0)))
         keys = self._matrix(self.keys, mul(page, I64(shape.key_words * shape.page_size)), shape.page_size)
         values = self._matrix(self.values, mul(page, I64(shape.value_words * shape.head_size)), shape.head_size)
 
-        def score(row: ir.Value, num_tiles: int) -> None:
+        def score_rows(row: ir.Value, num_tiles: int) -> None:
             query = build.add(first_query, row)
             a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words)
             scores = self._matrix(self.scores, mul(query, I64(shape.page_size)), shape.page_size)
 
-            def some_slots(slot: ir.Value) -> None:
-                at = mul(slot, I64(4))
-                c, b = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (scores, keys))
+            def add_keys(slot: ir.Value) -> None:
+                byte_offset = mul(slot, I64(4))
+                c, b = (Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (scores, keys))
                 self.matrix_unit.clear_sums(num_tiles)
                 self.matrix_unit.multiply(a, b, num_tiles, 0, shape.key_words)
                 self.matrix_unit.store_sums(c, num_tiles)
 
-            code.loop(begin_block, end_block, some_slots, step=PANEL)
+            code.loop(begin_block, end_block, add_keys, step=PANEL)
 
         def sum_values(row: ir.Value, num_tiles: int) -> None:
             query = build.add(first_query, row)
             weights = self._matrix(self.weights, mul(query, I64(shape.value_words)), shape.value_words)
-            sums = self._matrix(self.sums, mul(query, I64(shape.head_size)), shape.head_size)
-            of_edge = Matrix(weights.at(code, 0, mul(whole, I64(2))), weights.stride)
-            edge = self._matrix(self.edge, I64(0), shape.head_size)
+            sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
+            edge_weights = Matrix(weights.at(code, 0, mul(edge_slot, I64(2))), weights.stride)
+            edge_values = self._matrix(self.edge, I64(0), shape.head_size)
 
-            def some_lanes(h: ir.Value) -> None:
-                at = mul(h, I64(4))
-                c, b, b_of_edge = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (sums, values, edge))
+            def add_lanes(lane: ir.Value) -> None:
+                byte_offset = mul(lane, I64(4))
+                c, b, edge_b = (
+                    Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (sums, values, edge_values)
+                )
                 self.matrix_unit.load_sums(c, num_tiles)
-                first_pair, end_pair = build.sdiv(begin_block, I64(2)), build.sdiv(whole, I64(2))
+                first_pair, end_pair = build.sdiv(begin_block, I64(2)), build.sdiv(edge_slot, I64(2))
                 self.matrix_unit.multiply(weights, b, num_tiles, first_pair, end_pair)
                 with build.if_then(has_edge):
-                    self.matrix_unit.multiply(of_edge, b_of_edge, num_tiles, 0, TILE)
+                    self.matrix_unit.multiply(edge_weights, edge_b, num_tiles, 0, TILE)
                 self.matrix_unit.store_sums(c, num_tiles)
 
-            code.loop(0, shape.head_size, some_lanes, step=PANEL)
+            code.loop(0, shape.head_size, add_lanes, step=PANEL)
 
-        self._by_tiles(num_queries, score)
+        self._by_tiles(num_queries, score_rows)
 
-        def weigh(place: ir.Value) -> None:
-            query = build.add(first_query, place)
-            self.weigh(query, query, first_slot, end_block)
+        def update_query(query_index: ir.Value) -> None:
+            query = build.add(first_query, query_index)
+            self.update_softmax(query, query, first_slot, end_block)
 
-        code.loop(0, num_queries, weigh)
+        code.loop(0, num_queries, update_query)
         with build.if_then(has_edge):
-            self._copy_edge(values, whole, seen_to)
+            self._copy_edge(values, edge_slot, end_slot)
         self._by_tiles(num_queries, sum_values)
 
     def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
-        """Call body(first row, number of tiles) for all rows: two tiles at a time, and one if no more are left."""
+        """Emit body(first row, number of tiles) for all rows: 32 rows (two tiles) at a time, and 16 if no more remain.
+
+        50 rows give bodies of two tiles at rows 0 and 32; 40 rows give two tiles at row 0 and one at row 32.
+        """
         build = self.code.build
-        done = build.mul(build.sdiv(build.add(num_rows, I64(TILE - 1)), I64(2 * TILE)), I64(2 * TILE))
-        self.code.loop(0, done, lambda row: body(row, 2), step=2 * TILE)
-        with build.if_then(build.icmp_signed("<", done, num_rows)):
-            body(done, 1)
+        single_tile_row = build.mul(build.sdiv(build.add(num_rows, I64(TILE - 1)), I64(2 * TILE)), I64(2 * TILE))
+        self.code.loop(0, single_tile_row, lambda row: body(row, 2), step=2 * TILE)
+        with build.if_then(build.icmp_signed("<", single_tile_row, num_rows)):
+            body(single_tile_row, 1)
 
     def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
         """Copy the values of slots `begin` … `end` of a page to `edge`, then zeros."""
         code, build, lanes = self.code, self.code.build, self.head_lanes
         head_size = I64(self.shape.head_size)
-        first, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
+        first_pair, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
 
         def copy_pair(pair: ir.Value) -> None:
-            # Which numbers of a pair live: both, the first, none.
-            live = build.sub(num_slots, build.mul(pair, I64(2)))
-            are_both, is_first = (build.icmp_signed(order, live, I64(1)) for order in (">", "=="))
-            mask = build.select(are_both, I32(-1), build.select(is_first, I32(0xFFFF), I32(0)))
-            in_lanes = code.broadcast(mask, lanes)
-            row = values.at(code, build.add(first, pair))
+            # Slots of this pair that are before `end`: both, the first (the lower half of a word), or none.
+            num_valid = build.sub(num_slots, build.mul(pair, I64(2)))
+            has_both, has_first = (build.icmp_signed(order, num_valid, I64(1)) for order in (">", "=="))
+            mask = build.select(has_both, I32(-1), build.select(has_first, I32(0xFFFF), I32(0)))
+            mask_in_lanes = code.broadcast(mask, lanes)
+            row = values.at(code, build.add(first_pair, pair))
 
-            def copy(h: ir.Value) -> None:
-                words = code.load_vector(row, h, I32, lanes)
-                to = build.add(build.mul(pair, head_size), h)
-                code.store_vector(build.and_(words, in_lanes), self.edge, to)
+            def copy_lanes(lane: ir.Value) -> None:
+                words = code.load_vector(row, lane, I32, lanes)
+                target = build.add(build.mul(pair, head_size), lane)
+                code.store_vector(build.and_(words, mask_in_lanes), self.edge, target)
 
-            code.loop(0, self.shape.head_size, copy, step=lanes)
+            code.loop(0, self.shape.head_size, copy_lanes, step=lanes)
 
         code.loop(0, TILE, copy_pair)
 

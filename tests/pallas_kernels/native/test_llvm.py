@@ -152,7 +152,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                 Shape(
                     is_bf16_packed=dtype_is_pairs,
                     num_kv_heads=3,
-                    group=3,
+                    group_size=3,
                     head_size=64,
                     page_size=page_size,
                     window=window,
