@@ -104,7 +104,7 @@ def pieces_of(backend: GpuBackend, case: Any) -> list[np.ndarray]:
     for sections in planner.sections(**room):
         windows = planner.planned_windows
         section = sections[windows.index(case.window) if case.window in windows else 0]
-        counts.append(np.diff(plan[section.lists_at : section.num_merges_at]))
+        counts.append(np.diff(plan[section.lists_offset : section.num_merges_offset]))
     return counts
 
 

@@ -18,8 +18,8 @@ The softmax is computed online: each query row keeps the maximum of its scores s
 to that maximum, and the weighted sum of values; all are rescaled when the maximum grows. The rows of a tile are (query,
 head of the group) pairs; rows behind the last query are computed and not stored. Pages of one byte a number are
 converted to bfloat16 through registers into a tile of their own; their scales are applied to scores and results. Slots
-that no query of the tile sees may hold NaN: their scores are replaced, and their values are zeroed in shared memory.
-Page numbers are clamped: behind the last page that a tile sees, that page is fetched once more.
+that no query of the tile attends to may hold NaN: their scores are replaced, their values zeroed in shared memory.
+Page numbers are clamped: behind the last page of a tile's keys, that page is fetched once more.
 
 Letters: A aligned query rows (see `queries`) · M query rows of a tile · T keys of a KV tile · P2 partial results.
 
@@ -29,9 +29,8 @@ Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (online softmax); Dao et al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..interface import AttendOptions
+from .attention_refs import AttentionInputs, AttentionScratch, Launch, Partials, PieceRow
 from .memory_ops import (
     COMPUTE_DTYPE,
     LOG2_E,
     MASK_VALUE,
-    Chip,
     Ref,
+    Scalar,
     fence_before_copy,
     load_global,
     plgpu,
@@ -58,118 +57,24 @@ from .memory_ops import (
     to_compute_dtype,
     wait_copies,
 )
-from .plan import PIECE_FIELDS, REDUCTION_BYTES, ROW_ALIGN, Piece, PlanSection
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Numbers that are fixed when one launch of the kernel is traced: one tile class over one layer."""
-
-    section: PlanSection
-    """Where the pieces of this launch lie in the plan."""
-    group: int
-    """G: query heads per KV head."""
-    options: AttendOptions
-    tile_kv: int
-    """T: keys of a KV tile."""
-    num_stages: int
-    """KV tiles in shared memory."""
-    reads_ahead: bool
-    """Whether the next piece's row and lengths are read while a piece is computed."""
-    num_query_tiles: int
-    """Tiles of queries in shared memory: with two, the next piece's queries are fetched ahead as well."""
-    products: Any
-    """The module `mma` or `wgmma`, whose functions compute the products."""
-    chip: Chip
-
-
-class AttentionInputs(NamedTuple):
-    """References to global memory that the kernel reads; a field is None where the layer has no such thing."""
-
-    queries: Ref
-    """[K, A, H] bfloat16, read and written: outputs take the place of their queries."""
-    k_pages: Ref
-    """[L × C, K, Z, H] of the cache's dtype: the keys of all layers."""
-    v_pages: Ref
-    """[L × C, K, Z, H] of the cache's dtype: the values of all layers."""
-    page_tables: Ref
-    """int32 [R × P]: the page tables of all rows, row after row."""
-    context_lens: Ref
-    """int32 [R]: tokens of each row, this step's included."""
-    query_starts: Ref
-    """int32 [R + 1]: index of each row's first query among the step's tokens."""
-    plan: Ref
-    """int32: the plan of the step, see `plan`."""
-    first_page: Ref
-    """int32 [1]: index of the layer's page 0 among the pages of all layers."""
-    k_scales: Ref | None = None
-    """float32 [K]: scales of the keys of one-byte pages."""
-    v_scales: Ref | None = None
-    """float32 [K]: scales of the values of one-byte pages."""
-    sinks: Ref | None = None
-    """float32 [K, G + M]: each KV head's G sink logits, repeated, so that a tile that begins at any of them finds M."""
-
-
-class NextPiece(NamedTuple):
-    """The row of a piece and its lengths, read while the piece before is computed.
-
-    Registers hold them all that time, which are few: what else the plan says of a piece is read when it begins.
-    """
-
-    row: Any
-    context_len: Any
-    """Tokens of its row."""
-    num_queries: Any
-    """Queries of its row."""
-
-
-class Partials(NamedTuple):
-    """Partial results of the pieces of split tiles, in global memory, float32."""
-
-    acc: Ref
-    """[P2, K, M, H]: weighted sums of values."""
-    running_max: Ref
-    """[P2, K, M]: largest score of each query row, times log₂ e."""
-    running_sum: Ref
-    """[P2, K, M]: sum of each query row's weights, relative to that maximum."""
-
-
-class AttentionScratch(NamedTuple):
-    """Shared memory and barriers of one thread block; a field is None where the chip or the dtype has no use for it."""
-
-    k_tiles: Ref
-    """[stages, T, H] of the cache's dtype: keys."""
-    k_wide: Ref | None
-    """[T, H] bfloat16: the keys of one KV tile of one-byte pages, converted."""
-    kv_barriers: Ref | None
-    """One barrier per stage, at which the copies of its keys and values arrive; None without TMA."""
-    q_barriers: Ref | None
-    """One barrier per tile of queries, at which its copies arrive; None without TMA."""
-    q_tiles: Ref
-    """[query tiles, M, H] bfloat16: the queries of a tile, and later its outputs on their way to global memory. Of two,
-    one is filled for the next piece."""
-    v_tiles: Ref
-    """[stages, T, H] of the cache's dtype: values."""
-    v_wide: Ref | None
-    """[T, H] bfloat16: the values of one KV tile of one-byte pages, converted."""
-    weights: Ref
-    """[M, T] bfloat16: softmax weights of one KV tile."""
+from .plan import PIECE_FIELDS, REDUCTION_BYTES, ROW_ALIGN, Piece
 
 
 def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None:
-    """Compute the pieces of `launch.section`: outputs take the place of their queries in `inputs.queries`.
+    """Compute attention of one tile class by flash attention with split-KV: all pieces of `launch.section`.
 
-    `inputs` are the arrays that become references; `queries` is a mutable one. Return the partial results of tiles
-    that are split, or None if none can be.
+    One kernel call over thread blocks (list, KV head); see the module. Outputs take the place of their queries in
+    `inputs.queries`, a mutable array. Return the partial results of tiles whose keys are split, or None if no tile of
+    this class can be split.
     """
     num_kv_heads, _, head_size = inputs.queries.shape
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
     kv_tiles = smem_tile((launch.num_stages, tile_kv, head_size), dtype, chip)
-    wide_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
+    bf16_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
     copies_per_stage = 2 * max(tile_kv // inputs.k_pages.shape[2], 1)
     scratch = AttentionScratch(
         k_tiles=kv_tiles,
-        k_wide=wide_tile,
+        k_wide=bf16_tile,
         kv_barriers=plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
         if chip.has_tma
         else None,
@@ -178,22 +83,22 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
         else None,
         q_tiles=smem_tile((launch.num_query_tiles, tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         v_tiles=kv_tiles,
-        v_wide=wide_tile,
+        v_wide=bf16_tile,
         weights=launch.products.weights_smem(tiles.tile_rows, tile_kv, chip),
     )
-    outputs = None
+    partial_types = None
     if tiles.num_partials:
-        shape = (tiles.num_partials, num_kv_heads, tiles.tile_rows)
-        per_row = jax.ShapeDtypeStruct(shape, jnp.float32)
-        outputs = Partials(jax.ShapeDtypeStruct((*shape, head_size), jnp.float32), per_row, per_row)
+        state_shape = (tiles.num_partials, num_kv_heads, tiles.tile_rows)
+        state_type = jax.ShapeDtypeStruct(state_shape, jnp.float32)
+        partial_types = Partials(jax.ShapeDtypeStruct((*state_shape, head_size), jnp.float32), state_type, state_type)
 
-    def body(inputs: AttentionInputs, *refs: Any) -> None:
+    def kernel(inputs: AttentionInputs, *refs: Any) -> None:
         *partials, scratch = refs
         _compute_list(inputs, partials[0] if partials else None, scratch, launch)
 
     results = plgpu.kernel(
-        body,
-        out_type=() if outputs is None else (outputs,),
+        kernel,
+        out_type=() if partial_types is None else (partial_types,),
         scratch_types=(scratch,),
         grid=(tiles.num_lists, num_kv_heads),
         grid_names=("list", "head"),
@@ -207,57 +112,65 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
 def _compute_list(
     inputs: AttentionInputs, partials: Partials | None, scratch: AttentionScratch, launch: Launch
 ) -> None:
-    """Compute the pieces of this thread block's list, one after another.
+    """Compute the pieces of this thread block's list one after another: a piece is a query tile over a range of keys.
 
-    Each piece is known, and its queries are on their way if there are two tiles for them, when the one before it ends.
+    With `launch.reads_ahead`, the next piece's row and lengths are loaded while a piece is computed; with two query
+    tiles in shared memory, its queries are copied as well (double buffering across pieces).
     """
-    section, plan = launch.section, inputs.plan
-    this_list = lax.axis_index("list")
-    begin, end = plan[section.lists_at + this_list], plan[section.lists_at + this_list + 1]
+    plan, lists_offset, list_index = inputs.plan, launch.section.lists_offset, lax.axis_index("list")
+    begin_piece, end_piece = plan[lists_offset + list_index], plan[lists_offset + list_index + 1]
 
-    def read(index: Any) -> NextPiece:
-        row = _planned(inputs, launch, index).row
-        return NextPiece(row, inputs.context_lens[row], inputs.query_starts[row + 1] - inputs.query_starts[row])
+    def read_row(piece_index: Scalar) -> PieceRow:
+        row = _read_piece(inputs, launch, piece_index).row
+        return PieceRow(row, inputs.context_lens[row], inputs.query_starts[row + 1] - inputs.query_starts[row])
 
-    def compute(index: Any, piece: NextPiece | None) -> NextPiece | None:
-        def fetch_next() -> NextPiece | None:
+    def compute_piece(piece_index: Scalar, piece_row: PieceRow | None) -> PieceRow | None:
+        def fetch_next() -> PieceRow | None:
             if not launch.reads_ahead:
                 return None
-            following = read(jnp.minimum(index + 1, end - 1))
+            next_row = read_row(jnp.minimum(piece_index + 1, end_piece - 1))
             if launch.num_query_tiles > 1:
-                pl.when(index + 1 < end)(lambda: _fetch_queries(inputs, scratch, launch, index + 1, following))
-            return following
 
-        return _compute_piece(inputs, partials, scratch, launch, index, piece or read(index), fetch_next)
+                @pl.when(piece_index + 1 < end_piece)
+                def _() -> None:
+                    _fetch_queries(inputs, scratch, launch, piece_index + 1, next_row)
 
-    @pl.when(begin < end)
+            return next_row
+
+        piece_row = piece_row or read_row(piece_index)
+        return _compute_piece(inputs, partials, scratch, launch, piece_index, piece_row, fetch_next)
+
+    @pl.when(begin_piece < end_piece)
     def _() -> None:
-        first = read(begin)
+        first_row = read_row(begin_piece)
         if launch.num_query_tiles > 1:
-            _fetch_queries(inputs, scratch, launch, begin, first)
-        lax.fori_loop(begin, end, compute, first if launch.reads_ahead else None)
+            _fetch_queries(inputs, scratch, launch, begin_piece, first_row)
+        lax.fori_loop(begin_piece, end_piece, compute_piece, first_row if launch.reads_ahead else None)
 
 
-def _planned(inputs: AttentionInputs, launch: Launch, index: Any) -> Piece:
-    """Return the fields of a piece, read from the plan; a field that is not used is not read."""
+def _read_piece(inputs: AttentionInputs, launch: Launch, index: Scalar) -> Piece:
+    """Return the fields of piece `index`, read from the plan: they lie field by field, `max_pieces` numbers each.
+
+    The compiler drops the loads of fields that a caller does not use.
+    """
     section = launch.section
-    offsets = [section.pieces_at + field * section.tiles.max_pieces for field in range(PIECE_FIELDS)]
+    offsets = [section.pieces_offset + field * section.tiles.max_pieces for field in range(PIECE_FIELDS)]
     return Piece(*[inputs.plan[offset + index] for offset in offsets])
 
 
-def _query_tile(scratch: AttentionScratch, launch: Launch, index: Any) -> tuple[Ref, Ref | None]:
-    """Return the tile of a piece's queries, and the barrier at which their copies arrive."""
+def _query_tile(scratch: AttentionScratch, launch: Launch, index: Scalar) -> tuple[Ref, Ref | None]:
+    """Return the tile in shared memory of a piece's queries, and the barrier at which their copies arrive."""
     tile = lax.rem(index, jnp.int32(launch.num_query_tiles))
     return scratch.q_tiles.at[tile], None if scratch.q_barriers is None else scratch.q_barriers.at[tile]
 
 
 def _fetch_queries(
-    inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Any, piece: NextPiece
+    inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Scalar, piece_row: PieceRow
 ) -> None:
-    """Start the copies of a piece's queries to its tile."""
-    planned = _planned(inputs, launch, index)
-    aligned_row = pl.multiple_of(planned.aligned_row, ROW_ALIGN)
-    num_rows = piece.num_queries * launch.group - planned.first_query_row
+    """Start the copies of the queries of piece `index` to its query tile; `piece_row` is the row of that piece."""
+    piece = _read_piece(inputs, launch, index)
+    aligned_row = pl.multiple_of(piece.aligned_row, ROW_ALIGN)
+    num_rows = piece_row.num_queries * launch.group_size - piece.first_query_row
     q_tile, q_barrier = _query_tile(scratch, launch, index)
     start_query_copies(inputs.queries, lax.axis_index("head"), aligned_row, num_rows, q_tile, q_barrier, launch.chip)
 
@@ -267,113 +180,123 @@ def _compute_piece(
     partials: Partials | None,
     scratch: AttentionScratch,
     launch: Launch,
-    index: Any,
-    piece: NextPiece,
-    fetch_next: Callable[[], NextPiece | None],
-) -> NextPiece | None:
-    """Fetch the keys of the list's piece `index`, compute its attention, and store outputs or a partial result.
+    piece_index: Scalar,
+    piece_row: PieceRow,
+    fetch_next: Callable[[], PieceRow | None],
+) -> PieceRow | None:
+    """Compute piece `piece_index` by flash attention: one query tile [M, H] over a range of its row's keys.
 
-    Return the next piece as `fetch_next` does, which is called once the first keys are on their way.
+    KV tiles of `tile_kv` keys go through `num_stages` buffers of shared memory with an online softmax. A piece that is
+    its whole tile stores outputs; a piece of a split tile (split-KV) stores its partial result, which `merge` combines
+    with the others. `piece_row` is the row of this piece. Return the next piece's row as `fetch_next` does, which is
+    called once the copies of the first keys have started.
     """
-    chip, tile_kv, stages, group = launch.chip, launch.tile_kv, launch.num_stages, launch.group
+    chip, tile_kv, num_stages, group_size = launch.chip, launch.tile_kv, launch.num_stages, launch.group_size
     products, options = launch.products, launch.options
     scale, window, soft_cap = options.scale, options.window, options.soft_cap
-    row, context_len, num_queries = piece
-    _, first, aligned_row, begin, end, partial_index = _planned(inputs, launch, index)
+    row, context_len, num_queries = piece_row
+    _, first_query_row, aligned_row, begin_key, end_key, partial_index = _read_piece(inputs, launch, piece_index)
     head, aligned_row = lax.axis_index("head"), pl.multiple_of(aligned_row, ROW_ALIGN)
     _, tile_rows, head_size = scratch.q_tiles.shape
-    q_tile, q_barrier = _query_tile(scratch, launch, index)
+    q_tile, q_barrier = _query_tile(scratch, launch, piece_index)
     num_pages, _, page_size, _ = inputs.k_pages.shape
     pages_per_tile = max(tile_kv // page_size, 1)
-    acc_layout, per_row = products.acc_layout(tile_rows), products.acc_layout(tile_rows).reduce(1)
+    acc_layout, state_layout = products.acc_layout(tile_rows), products.acc_layout(tile_rows).reduce(1)
 
-    # Positions: the tile sees the keys [oldest, newest + 1), and this piece computes [begin, end) of them.
-    start = context_len - num_queries
-    first_position = start + lax.div(first, jnp.int32(group))
-    newest = jnp.minimum(start + lax.div(first + (tile_rows - 1), jnp.int32(group)), context_len - 1)
-    oldest = jnp.int32(0) if window is None else jnp.maximum(first_position - window + 1, 0)
-    first_tile = lax.div(jnp.maximum(begin, oldest), jnp.int32(tile_kv))
-    end_tile = lax.div(jnp.minimum(end, newest + 1) + (tile_kv - 1), jnp.int32(tile_kv))
+    # Positions: the queries of the tile attend to keys first_visible_key … last_visible_key, and this piece computes
+    # those of them in begin_key … end_key − 1. Query row r of a row is query r // group_size.
+    row_position = context_len - num_queries
+    first_position = row_position + lax.div(first_query_row, jnp.int32(group_size))
+    last_position = row_position + lax.div(first_query_row + (tile_rows - 1), jnp.int32(group_size))
+    last_visible_key = jnp.minimum(last_position, context_len - 1)
+    first_visible_key = jnp.int32(0) if window is None else jnp.maximum(first_position - window + 1, 0)
+    first_tile = lax.div(jnp.maximum(begin_key, first_visible_key), jnp.int32(tile_kv))
+    end_tile = lax.div(jnp.minimum(end_key, last_visible_key + 1) + (tile_kv - 1), jnp.int32(tile_kv))
     num_kv_tiles = jnp.maximum(end_tile - first_tile, 0)
 
-    def pages_of(index: Any) -> tuple[Any, ...]:
-        """Return the pages of the index-th KV tile; behind the last page that the tile sees, that page once more.
+    def tile_pages(tile_index: Scalar) -> tuple[Scalar, ...]:
+        """Return the pages of a KV tile of this piece; behind the last page that any query attends to, that page again.
 
         By contract a context fits its page table, and the table's entries are pages. Clamping to the table and to the
         pages makes a broken contract give wrong numbers instead of reading other memory.
         """
         table_len = inputs.page_tables.shape[0] // inputs.context_lens.shape[0]
         pages = []
-        for part in range(pages_per_tile):
-            entry = lax.div((first_tile + index) * tile_kv + part * page_size, jnp.int32(page_size))
-            entry = jnp.clip(entry, lax.div(oldest, jnp.int32(page_size)), lax.div(newest, jnp.int32(page_size)))
-            page = inputs.page_tables[row * table_len + jnp.minimum(entry, table_len - 1)] + inputs.first_page[0]
+        for page_of_tile in range(pages_per_tile):
+            table_index = lax.div((first_tile + tile_index) * tile_kv + page_of_tile * page_size, jnp.int32(page_size))
+            first_index = lax.div(first_visible_key, jnp.int32(page_size))
+            last_index = lax.div(last_visible_key, jnp.int32(page_size))
+            table_index = jnp.clip(table_index, first_index, last_index)
+            page = inputs.page_tables[row * table_len + jnp.minimum(table_index, table_len - 1)] + inputs.first_page[0]
             pages.append(jnp.clip(page, 0, num_pages - 1))
         return tuple(pages)
 
-    def fetch(index: Any, pages: tuple[Any, ...]) -> None:
-        """Start the copies of the index-th KV tile into its stage."""
-        stage = lax.rem(index, jnp.int32(stages))
+    def fetch(tile_index: Scalar, pages: tuple[Scalar, ...]) -> None:
+        """Start the copies of a KV tile's pages, or of the part of one page that is the tile, into its stage."""
+        stage = lax.rem(tile_index, jnp.int32(num_stages))
         barrier = None if scratch.kv_barriers is None else scratch.kv_barriers.at[stage]
-        size = min(tile_kv, page_size)
-        offset = pl.multiple_of(lax.rem((first_tile + index) * tile_kv, jnp.int32(max(page_size, tile_kv))), 8)
-        for part, page in enumerate(pages):
+        keys_per_copy = min(tile_kv, page_size)
+        offset = pl.multiple_of(lax.rem((first_tile + tile_index) * tile_kv, jnp.int32(max(page_size, tile_kv))), 8)
+        for page_of_tile, page in enumerate(pages):
             for source, target in ((inputs.k_pages, scratch.k_tiles), (inputs.v_pages, scratch.v_tiles)):
                 whole_page = source.at[page, head]
-                keys = whole_page if page_size <= tile_kv else whole_page.at[pl.ds(offset, size)]
-                start_copy(keys, target.at[stage, pl.ds(part * size, size)], barrier, chip)
+                page_keys = whole_page if page_size <= tile_kv else whole_page.at[pl.ds(offset, keys_per_copy)]
+                slots = pl.ds(page_of_tile * keys_per_copy, keys_per_copy)
+                start_copy(page_keys, target.at[stage, slots], barrier, chip)
 
-    def fetch_if_any(index: Any, pages: tuple[Any, ...]) -> None:
+    def fetch_if_needed(tile_index: Scalar, pages: tuple[Scalar, ...]) -> None:
         if chip.has_tma:
-            pl.when(index < num_kv_tiles)(lambda: fetch(index, pages))
-        else:  # cp.async copies are told apart by their number, so there is always one.
-            fetch(index, pages)
+            pl.when(tile_index < num_kv_tiles)(lambda: fetch(tile_index, pages))
+        else:  # A wait for cp.async copies counts them, so every KV tile starts as many, needed or not.
+            fetch(tile_index, pages)
 
     factor = scale * LOG2_E if soft_cap is None else scale / soft_cap
     if inputs.k_scales is not None:
         factor = factor * inputs.k_scales[head]
 
-    def scores_of(k_tile: Ref, index: Any) -> Array:
-        """Return the scores [M, T] of the index-th KV tile, times log₂ e, masked where a query sees no key."""
+    def scores_of(k_tile: Ref, tile_index: Scalar) -> Array:
+        """Return the scores [M, T] of a KV tile, times log₂ e; `MASK_VALUE` where a query may not attend to a key."""
         scores = products.scores(q_tile, k_tile, chip) * factor
         if soft_cap is not None:
-            # tanh by exp2, because the hardware's tanh has 11 bits: of a score of 50 that is a hundredth of its weight.
+            # tanh x = 1 − 2 ÷ (1 + e²ˣ). The tanh of the hardware has 11 bits: 1 % of the weight of a score of 50.
             scores = (1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E)))) * (soft_cap * LOG2_E)
-        first_key = (first_tile + index) * tile_kv
+        first_key = (first_tile + tile_index) * tile_kv
         is_unmasked = first_key + (tile_kv - 1) <= first_position
         if window is not None:
-            is_unmasked &= first_key > newest - window
-        return lax.cond(is_unmasked, lambda scores: scores, lambda scores: masked(scores, first_key), scores)
+            is_unmasked &= first_key > last_visible_key - window
+        return lax.cond(is_unmasked, lambda scores: scores, lambda scores: mask_scores(scores, first_key), scores)
 
-    def masked(scores: Array, first_key: Any) -> Array:
+    def mask_scores(scores: Array, first_key: Scalar) -> Array:
+        """Replace the scores of keys behind a query's position or before its window; the tile begins at `first_key`."""
         iota = partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=acc_layout)
-        position = start + lax.div(first + iota(0), jnp.int32(group))
-        key = first_key + iota(1)
-        is_seen = key <= position
+        query_position = row_position + lax.div(first_query_row + iota(0), jnp.int32(group_size))
+        key_position = first_key + iota(1)
+        is_visible = key_position <= query_position
         if window is not None:
-            is_seen &= key > position - window
-        return jnp.where(is_seen, scores, MASK_VALUE)
+            is_visible &= key_position > query_position - window
+        return jnp.where(is_visible, scores, MASK_VALUE)
 
-    def zero_unseen(v_tile: Ref, index: Any) -> None:
-        """Zero the values of keys that the tile does not see: they may be NaN, which a weight of 0 does not hide."""
-        first_key = (first_tile + index) * tile_kv
+    def zero_hidden_values(v_tile: Ref, tile_index: Scalar) -> None:
+        """Zero the values of keys that no query attends to: they may be NaN, and 0 × NaN is NaN."""
+        first_key = (first_tile + tile_index) * tile_kv
 
-        @pl.when((first_key < oldest) | (first_key + (tile_kv - 1) > newest))
+        @pl.when((first_key < first_visible_key) | (first_key + (tile_kv - 1) > last_visible_key))
         def _() -> None:
             layout = row_layout(head_size, chip)
             values = plgpu.load(v_tile, layout=layout)
-            key = first_key + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            v_tile[...] = jnp.where((key >= oldest) & (key <= newest), values, jnp.zeros_like(values))
+            key_position = first_key + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+            is_visible = (key_position >= first_visible_key) & (key_position <= last_visible_key)
+            v_tile[...] = jnp.where(is_visible, values, jnp.zeros_like(values))
 
-    def attend(index: Any, carry: Any) -> Any:
-        """Fetch the KV tile `stages` − 1 ahead, wait for the index-th one, and add it to the softmax state."""
+    def attend(tile_index: Scalar, carry: Any) -> Any:
+        """Fetch the KV tile `num_stages` − 1 ahead, wait for this one, and add it to the online-softmax state."""
         acc, running_max, running_sum, pages = carry
         fence_before_copy(chip)
-        fetch_if_any(index + (stages - 1), pages)
-        pages = pages_of(index + stages)
-        stage = lax.rem(index, jnp.int32(stages))
+        fetch_if_needed(tile_index + (num_stages - 1), pages)
+        pages = tile_pages(tile_index + num_stages)
+        stage = lax.rem(tile_index, jnp.int32(num_stages))
         kv_barrier = None if scratch.kv_barriers is None else scratch.kv_barriers.at[stage]
-        wait_copies(kv_barrier, 2 * pages_per_tile * (stages - 1), chip)
+        wait_copies(kv_barrier, 2 * pages_per_tile * (num_stages - 1), chip)
         k_tile, v_tile = scratch.k_tiles.at[stage], scratch.v_tiles.at[stage]
         if scratch.k_wide is not None and scratch.v_wide is not None:
             for narrow, wide in ((k_tile, scratch.k_wide), (v_tile, scratch.v_wide)):
@@ -381,39 +304,39 @@ def _compute_piece(
                 stored = plgpu.load(narrow, layout=row_layout(head_size, chip), optimized=chip.has_tma)
                 wide[...] = to_compute_dtype(stored, chip)
             k_tile, v_tile = scratch.k_wide, scratch.v_wide
-        scores = scores_of(k_tile, index)
+        scores = scores_of(k_tile, tile_index)
         new_max = jnp.maximum(running_max, jnp.max(scores, axis=1))
         decay = jnp.exp2(running_max - new_max)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_max, scores.shape, [0]))
         running_sum = running_sum * decay + jnp.sum(weights, axis=1)
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
         scratch.weights[...] = weights.astype(COMPUTE_DTYPE)
-        zero_unseen(v_tile, index)
+        zero_hidden_values(v_tile, tile_index)
         acc = products.add_values(acc, scratch.weights, v_tile, chip)
         return acc, new_max, running_sum, pages
 
     # Fetch the first KV tiles, and what the next piece begins with.
     fence_before_copy(chip)
     if launch.num_query_tiles == 1:
-        _fetch_queries(inputs, scratch, launch, index, piece)
-    for stage in range(stages - 1):
-        fetch_if_any(jnp.int32(stage), pages_of(jnp.int32(stage)))
-    following = fetch_next()
+        _fetch_queries(inputs, scratch, launch, piece_index, piece_row)
+    for stage in range(num_stages - 1):
+        fetch_if_needed(jnp.int32(stage), tile_pages(jnp.int32(stage)))
+    next_row = fetch_next()
 
-    # The softmax state before the first key. In the first piece, a sink counts as a key of weight 1 and no value.
+    # The softmax state before the first key. A sink counts as a key of weight 1 without a value, in one piece only.
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, head_size), jnp.float32), acc_layout)
-    running_max = plgpu.layout_cast(jnp.full((tile_rows,), MASK_VALUE, jnp.float32), per_row)
-    running_sum = plgpu.layout_cast(jnp.zeros((tile_rows,), jnp.float32), per_row)
+    running_max = plgpu.layout_cast(jnp.full((tile_rows,), MASK_VALUE, jnp.float32), state_layout)
+    running_sum = plgpu.layout_cast(jnp.zeros((tile_rows,), jnp.float32), state_layout)
     if inputs.sinks is not None:
-        sink_row = inputs.sinks.at[head, pl.ds(lax.rem(first, jnp.int32(group)), tile_rows)]
-        sinks = load_global(sink_row, per_row) * LOG2_E
-        with_sinks = sinks, plgpu.layout_cast(jnp.ones((tile_rows,), jnp.float32), per_row)
-        running_max, running_sum = lax.cond(begin == 0, lambda: with_sinks, lambda: (running_max, running_sum))
+        sink_row = inputs.sinks.at[head, pl.ds(lax.rem(first_query_row, jnp.int32(group_size)), tile_rows)]
+        sinks = load_global(sink_row, state_layout) * LOG2_E
+        with_sinks = sinks, plgpu.layout_cast(jnp.ones((tile_rows,), jnp.float32), state_layout)
+        running_max, running_sum = lax.cond(begin_key == 0, lambda: with_sinks, lambda: (running_max, running_sum))
 
     # Wait for the queries, then compute KV tile after KV tile. On Ampere the copies of the next piece's queries are
     # counted by no wait: they are older than the KV tiles of every wait in the loop.
-    wait_copies(q_barrier, 2 * pages_per_tile * (stages - 1), chip)
-    carry = acc, running_max, running_sum, pages_of(jnp.int32(stages - 1))
+    wait_copies(q_barrier, 2 * pages_per_tile * (num_stages - 1), chip)
+    carry = acc, running_max, running_sum, tile_pages(jnp.int32(num_stages - 1))
     acc, running_max, running_sum, _ = lax.fori_loop(0, num_kv_tiles, attend, carry)
     if not chip.has_tma:
         wait_copies(None, 0, chip)
@@ -423,7 +346,7 @@ def _compute_piece(
     @pl.when(partial_index < 0)
     def store_outputs() -> None:
         results = acc / lax.broadcast_in_dim(running_sum, acc.shape, [0])
-        num_rows = num_queries * group - first
+        num_rows = num_queries * group_size - first_query_row
         store_query_rows(inputs.queries, head, aligned_row, num_rows, results, q_tile, chip)
 
     @pl.when(partial_index >= 0)
@@ -432,11 +355,15 @@ def _compute_piece(
             for target, value in zip(partials, (acc, running_max, running_sum), strict=True):
                 store_global(target.at[partial_index, head], value)
 
-    return following
+    return next_row
 
 
 def repeat_sinks(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:
-    """Repeat the sinks of each KV head's G query heads to G + M numbers: from any of them on there are M in a row."""
-    by_head = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
-    group = by_head.shape[1]
-    return jnp.tile(by_head, (1, -(-tile_rows // group) + 1))[:, : group + tile_rows]
+    """Repeat the G sinks of each KV head cyclically to G + M numbers, so that M follow from any of the first G on.
+
+    The rows of a tile are (query, head) pairs, so a tile may begin at any head. With G = 3 and M = 4, the sinks a b c
+    become a b c a b c a, and a tile that begins at head 2 loads c a b c.
+    """
+    sinks_KG = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
+    group_size = sinks_KG.shape[1]
+    return jnp.tile(sinks_KG, (1, -(-tile_rows // group_size) + 1))[:, : group_size + tile_rows]

@@ -25,7 +25,8 @@ from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLa
 from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
-from .attention import AttentionInputs, Launch, ragged_attention, repeat_sinks
+from .attention import ragged_attention, repeat_sinks
+from .attention_refs import AttentionInputs, Launch
 from .memory_ops import COMPUTE_DTYPE, Chip, plgpu
 from .merge import merge
 from .plan import GpuPlanner
@@ -181,7 +182,7 @@ class GpuBackend(Backend):
         return [
             Launch(
                 section=by_window[windows.index(window) if window in windows else 0],
-                group=planner.group,
+                group_size=planner.group_size,
                 options=options,
                 tile_kv=planner.tile_kv,
                 num_stages=self.num_stages,
@@ -230,7 +231,7 @@ class GpuBackend(Backend):
             k_pages = write_rows(k_pages, k, first_page, inputs.slots)
             v_pages = write_rows(v_pages, v, first_page, inputs.slots)
         planner = self.planner
-        rows = QueryRows(step, self.num_kv_heads, planner.group, planner.large_tile_rows)
+        rows = QueryRows(step, self.num_kv_heads, planner.group_size, planner.large_tile_rows)
         queries = jax.new_ref(rows.align(q))
         k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
         for launch in self.launches(num_tokens, num_rows, options, decodes_only=step.decodes_only):

@@ -30,6 +30,8 @@ COMPUTE_DTYPE = jnp.bfloat16
 Ref = Any
 """Type of a field in the kernels' records: inside a kernel a reference to memory or a barrier; while the call is built,
 the array or the scratch type that becomes that reference."""
+Scalar = int | jax.Array
+"""An int32 number inside a kernel: loaded or computed there, or known when the kernel is traced."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,15 @@ def smem_tile(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None 
     """Return the type of a tile [rows, lanes] in shared memory that products read without bank conflicts.
 
     `lanes` is the width of a product's operand where it is narrower than the tile. A row's bytes lie in blocks of 128,
-    64 or 32, whatever divides the row.
+    64 or 32, the largest that divides the row: x & −x is the largest power of two that divides x. A row of 96 bfloat16
+    is 192 bytes, three blocks of 64.
     """
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
     # The four warps that copy on Ampere want an even number of blocks to share 16 rows.
-    divided_bytes = row_bytes if chip.has_tma or lanes else row_bytes // 2
-    width = max(min(divided_bytes & -divided_bytes, 128), 32)
-    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
+    bytes_to_divide = row_bytes if chip.has_tma or lanes else row_bytes // 2
+    block_bytes = max(min(bytes_to_divide & -bytes_to_divide, 128), 32)
+    tiling = plgpu.TilingTransform((8, block_bytes // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(block_bytes)))
 
 
 def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> None:
@@ -65,7 +68,11 @@ def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> Non
 
 
 def wait_copies(barrier: Ref | None, num_later: int, chip: Chip) -> None:
-    """Wait for the copies of one barrier; on Ampere, for all copies but the `num_later` that were started last."""
+    """Wait for the copies that arrive at one barrier; without TMA, for all copies but the last `num_later` started.
+
+    cp.async has no barrier: its copies end in the order of their start, and a thread waits until at most `num_later`
+    of them are left.
+    """
     if chip.has_tma:
         plgpu.barrier_wait(barrier)
     else:
@@ -92,24 +99,25 @@ def store_global(target: Ref, value: jax.Array) -> None:
 
 
 def start_query_copies(
-    source: Ref, head: Any, aligned_row: Any, num_rows: Any, target: Ref, barrier: Ref | None, chip: Chip
+    source: Ref, head: Scalar, aligned_row: jax.Array, num_rows: Scalar, target: Ref, barrier: Ref | None, chip: Chip
 ) -> None:
     """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target`.
 
-    Rows are copied ROW_ALIGN at a time. Those behind the last row are the last ROW_ALIGN rows once more, because what
-    follows in `source` may be another thread block's, which is just being written. Ampere cannot copy so few rows and
-    copies what is there; results computed from it are not stored.
+    Rows are copied ROW_ALIGN = 8 at a time. Behind the last row the last 8 rows are copied once more, because what
+    follows in `source` may belong to another thread block that is writing it: 20 rows to a tile of 32 copy the rows
+    0 … 7, 8 … 15, 16 … 23 and 16 … 23 again. Ampere cannot copy so few rows and copies the rows that follow; results
+    computed from them are not stored.
     """
     if not chip.has_tma:
         return start_copy(source.at[head, pl.ds(aligned_row, target.shape[0])], target, barrier, chip)
-    last = lax.div(num_rows - 1, jnp.int32(ROW_ALIGN)) * ROW_ALIGN
-    for first in range(0, target.shape[0], ROW_ALIGN):
-        begin = pl.multiple_of(aligned_row + jnp.minimum(first, last), ROW_ALIGN)
-        start_copy(source.at[head, pl.ds(begin, ROW_ALIGN)], target.at[pl.ds(first, ROW_ALIGN)], barrier, chip)
+    last_copied_row = lax.div(num_rows - 1, jnp.int32(ROW_ALIGN)) * ROW_ALIGN
+    for first_row in range(0, target.shape[0], ROW_ALIGN):
+        source_row = pl.multiple_of(aligned_row + jnp.minimum(first_row, last_copied_row), ROW_ALIGN)
+        start_copy(source.at[head, pl.ds(source_row, ROW_ALIGN)], target.at[pl.ds(first_row, ROW_ALIGN)], barrier, chip)
 
 
 def store_query_rows(
-    target: Ref, head: Any, aligned_row: Any, num_rows: Any, values: jax.Array, staging: Ref, chip: Chip
+    target: Ref, head: Scalar, aligned_row: jax.Array, num_rows: Scalar, values: jax.Array, staging: Ref, chip: Chip
 ) -> None:
     """Store the first `num_rows` rows of `values` to target[head, aligned_row:], through shared memory `staging`.
 
@@ -117,12 +125,12 @@ def store_query_rows(
     are written as well.
     """
     staging[...] = values.astype(staging.dtype)
-    for first in range(0, staging.shape[0], ROW_ALIGN):
+    for first_row in range(0, staging.shape[0], ROW_ALIGN):
 
-        @pl.when(first < num_rows)
-        def _(first: int = first) -> None:
-            rows = plgpu.load(staging.at[pl.ds(first, ROW_ALIGN)], layout=row_layout(staging.shape[1], chip))
-            store_global(target.at[head, pl.ds(pl.multiple_of(aligned_row + first, ROW_ALIGN), ROW_ALIGN)], rows)
+        @pl.when(first_row < num_rows)
+        def _(first_row: int = first_row) -> None:
+            rows = plgpu.load(staging.at[pl.ds(first_row, ROW_ALIGN)], layout=row_layout(staging.shape[1], chip))
+            store_global(target.at[head, pl.ds(pl.multiple_of(aligned_row + first_row, ROW_ALIGN), ROW_ALIGN)], rows)
 
 
 def row_layout(head_size: int, chip: Chip) -> Any:
@@ -131,11 +139,11 @@ def row_layout(head_size: int, chip: Chip) -> Any:
     A warp takes the largest power of two of lanes at once that divides the head size. On Ampere 64 or 32 of these lie
     in two blocks of shared memory, so a warp has half of them in four rows there.
     """
-    width = min(head_size & -head_size, 128)
-    if width in (32, 64) and not chip.has_tma:
-        half_rows = plgpu.Tiling(((ROW_ALIGN, width), (4, width // 2), (width // 16,)))
+    lanes_at_once = min(head_size & -head_size, 128)
+    if lanes_at_once in (32, 64) and not chip.has_tma:
+        half_rows = plgpu.Tiling(((ROW_ALIGN, lanes_at_once), (4, lanes_at_once // 2), (lanes_at_once // 16,)))
         return plgpu.Layout.TILED(half_rows, warp_dims=(-5, -4), lane_dims=(-3, -2), vector_dim=-1)
-    tiling = plgpu.Tiling(((ROW_ALIGN, width), (2, width), (width // 16,)))
+    tiling = plgpu.Tiling(((ROW_ALIGN, lanes_at_once), (2, lanes_at_once), (lanes_at_once // 16,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -149,12 +157,19 @@ def to_compute_dtype(stored: jax.Array, chip: Chip) -> jax.Array:
 
 
 def _int8_to_float32(stored: jax.Array) -> jax.Array:
-    """Convert by adding to the bits of 1.5 · 2²³, whose last place counts ones; the instruction needs a Hopper."""
+    """Convert int8 to float32 without the conversion instruction, which needs a Hopper.
+
+    Adding an integer to the bits 0x4B400000 of 1.5 · 2²³ adds it to the number, whose last mantissa bit stands for 1.
+    """
     return lax.bitcast_convert_type(stored.astype(jnp.int32) + 0x4B400000, jnp.float32) - 1.5 * 2.0**23
 
 
 def _float8_to_float32(bits: jax.Array) -> jax.Array:
-    """Convert the bits of float8_e4m3fn: shifted left by 7 they are a float16 whose exponent is too small by 8."""
+    """Convert the bits of float8_e4m3fn to float32, NaN included, without the conversion instruction.
+
+    Shifted left by 7, exponent and mantissa are those of a float16 whose exponent is too small by 8, the difference of
+    the two formats' biases (15 − 7): a factor of 2⁸ = 256 makes up for it.
+    """
     bits = bits.astype(jnp.int32)
     half = lax.bitcast_convert_type((((bits << 7) & 0x3F80) | (bits & -0x8000)).astype(jnp.int16), jnp.float16)
     return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * 256.0)

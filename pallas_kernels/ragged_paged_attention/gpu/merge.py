@@ -10,16 +10,14 @@ piece that saw no key has a sum of 0, or a maximum so low that its weight is 0. 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from . import mma
-from .attention import Partials
-from .memory_ops import MASK_VALUE, Chip, Ref, load_global, plgpu, smem_tile, store_query_rows
+from .attention_refs import Partials
+from .memory_ops import MASK_VALUE, Chip, Ref, Scalar, load_global, plgpu, smem_tile, store_query_rows
 from .plan import MERGE_FIELDS, ROW_ALIGN, Merge, PlanSection
 
 
@@ -33,15 +31,15 @@ def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: 
     num_kv_heads, _, head_size = queries.shape
 
     def body(queries: Ref, partials: Partials, plan: Ref, staging: Ref) -> None:
-        index, head = lax.axis_index("merge"), lax.axis_index("head")
+        merge_index, head = lax.axis_index("merge"), lax.axis_index("head")
 
-        @pl.when(index < plan[section.num_merges_at])
+        @pl.when(merge_index < plan[section.num_merges_offset])
         def _() -> None:
-            offsets = [section.merges_at + field * tiles.max_merges for field in range(MERGE_FIELDS)]
-            tile = Merge(*[plan[offset + index] for offset in offsets])
-            outputs = _merged(partials, head, tile)
-            aligned_row = pl.multiple_of(tile.aligned_row, ROW_ALIGN)
-            store_query_rows(queries, head, aligned_row, tile.num_query_rows, outputs, staging, chip)
+            offsets = [section.merges_offset + field * tiles.max_merges for field in range(MERGE_FIELDS)]
+            split_tile = Merge(*[plan[offset + merge_index] for offset in offsets])
+            outputs = _merged(partials, head, split_tile)
+            aligned_row = pl.multiple_of(split_tile.aligned_row, ROW_ALIGN)
+            store_query_rows(queries, head, aligned_row, split_tile.num_query_rows, outputs, staging, chip)
 
     plgpu.kernel(
         body,
@@ -54,25 +52,29 @@ def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: 
     )(queries, partials, plan)
 
 
-def _merged(partials: Partials, head: Any, tile: Merge) -> Float[Array, "M H"]:
-    """Return the outputs of one split tile and KV head."""
+def _merged(partials: Partials, head: Scalar, split_tile: Merge) -> Float[Array, "M H"]:
+    """Return the outputs [M, H] of one split tile and KV head: its partial results combined by log-sum-exp.
+
+    `split_tile` names `num_partials` consecutive entries of `partials`. Sums and weighted values are rescaled from each
+    partial's maximum to the largest one, added up, and divided.
+    """
     tile_rows, head_size = partials.acc.shape[2:]
     layout = mma.acc_layout(tile_rows)
-    per_row = layout.reduce(1)
+    state_layout = layout.reduce(1)
 
-    def add(index: Any, carry: Any) -> Any:
-        acc, running_max, running_sum = carry
-        partial = tile.first_partial + index
-        piece_max = load_global(partials.running_max.at[partial, head], per_row)
+    def add_partial(index: Scalar, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, running_max, running_sum = state
+        partial = split_tile.first_partial + index
+        piece_max = load_global(partials.running_max.at[partial, head], state_layout)
         new_max = jnp.maximum(running_max, piece_max)
         decay, weight = jnp.exp2(running_max - new_max), jnp.exp2(piece_max - new_max)
-        running_sum = running_sum * decay + load_global(partials.running_sum.at[partial, head], per_row) * weight
+        running_sum = running_sum * decay + load_global(partials.running_sum.at[partial, head], state_layout) * weight
         values = load_global(partials.acc.at[partial, head], layout)
         decay, weight = (lax.broadcast_in_dim(x, acc.shape, [0]) for x in (decay, weight))
         return acc * decay + values * weight, new_max, running_sum
 
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, head_size), jnp.float32), layout)
-    running_max = plgpu.layout_cast(jnp.full((tile_rows,), MASK_VALUE, jnp.float32), per_row)
-    running_sum = plgpu.layout_cast(jnp.zeros((tile_rows,), jnp.float32), per_row)
-    acc, _, running_sum = lax.fori_loop(0, tile.num_partials, add, (acc, running_max, running_sum))
+    running_max = plgpu.layout_cast(jnp.full((tile_rows,), MASK_VALUE, jnp.float32), state_layout)
+    running_sum = plgpu.layout_cast(jnp.zeros((tile_rows,), jnp.float32), state_layout)
+    acc, _, running_sum = lax.fori_loop(0, split_tile.num_partials, add_partial, (acc, running_max, running_sum))
     return acc / lax.broadcast_in_dim(running_sum, acc.shape, [0])

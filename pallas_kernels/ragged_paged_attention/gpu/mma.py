@@ -25,7 +25,7 @@ KEYS = 16
 
 def acc_layout(tile_rows: int) -> Any:
     """Return the register layout of results [M, …]; `.reduce(1)` of it is the layout of one number per row."""
-    return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=_warps_with_own_rows(tile_rows))
+    return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=_warps_along_rows(tile_rows))
 
 
 def weights_smem(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
@@ -40,8 +40,8 @@ def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
     """
     tile_rows, head_size = q_tile.shape
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), acc_layout(tile_rows))
-    for lane in range(0, head_size, Q_LANES):
-        lanes = slice(lane, min(lane + Q_LANES, head_size))
+    for first_lane in range(0, head_size, Q_LANES):
+        lanes = slice(first_lane, min(first_lane + Q_LANES, head_size))
         q, k = q_tile.at[:, lanes], k_tile.at[:, lanes].T
         acc = _multiply_add(acc, q, k, chip)
     return acc
@@ -49,14 +49,19 @@ def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
 
 def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Array:
     """Return acc + P · V, [M, H] in float32."""
-    for key in range(0, v_tile.shape[0], KEYS):
-        acc = _multiply_add(acc, weights.at[:, key : key + KEYS], v_tile.at[key : key + KEYS], chip)
+    for first_key in range(0, v_tile.shape[0], KEYS):
+        acc = _multiply_add(
+            acc, weights.at[:, first_key : first_key + KEYS], v_tile.at[first_key : first_key + KEYS], chip
+        )
     return acc
 
 
 def _multiply_add(acc: jax.Array, a_ref: Ref, b_ref: Ref, chip: Chip) -> jax.Array:
-    """Return acc + a · b. Only this differs when interpreted, because the interpreter has no `mma`."""
-    m_warps = _warps_with_own_rows(acc.shape[0])
+    """Return acc + a · b, loaded from shared memory into the register layouts that `mma` reads.
+
+    Only this function differs when the kernel is interpreted, because the interpreter has no `mma`.
+    """
+    m_warps = _warps_along_rows(acc.shape[0])
     a = plgpu.load(a_ref, layout=plgpu.Layout.MMA_LHS(COMPUTE_DTYPE, m_warps=m_warps))
     b = plgpu.load(b_ref, layout=plgpu.Layout.MMA_RHS(COMPUTE_DTYPE, m_warps=m_warps))
     if chip.interpret is None:
@@ -64,6 +69,6 @@ def _multiply_add(acc: jax.Array, a_ref: Ref, b_ref: Ref, chip: Chip) -> jax.Arr
     return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _warps_with_own_rows(tile_rows: int) -> int:
-    """Return how many of the four warps have rows of their own."""
+def _warps_along_rows(tile_rows: int) -> int:
+    """Return how many of the four warps lie along the rows, 16 rows each; the rest share these rows' columns."""
     return min(NUM_WARPS, tile_rows // 16)

@@ -36,7 +36,11 @@ class Partition(NamedTuple):
 
 
 def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits: int, min_share: int) -> Partition:
-    """Partition tiles with keys in the granules [begin, end), at least one each, into `num_lists` lists in their order.
+    """Partition tiles with keys in the granules [begin, end), at least one each, into `num_lists` lists of equal cost.
+
+    The tiles keep their order: lists are cuts of the tiles laid end to end. A cut inside a tile splits the tile's keys
+    (split-KV). Two lists for tiles of 10 and 2 granules, costs 12 and 4, share 8 each: tile 0 is split at its granule 6
+    (`PIECE_COST` is 2), if a split is allowed; else the border distance to the end of tile 0.
 
     `min_share` is the cost that a list gets before the next one gets any. With `max_splits` ≥ the number of borders,
     all lists but the last cost the same. With fewer, the best of three partitions is taken: all lists, some borders
@@ -47,37 +51,42 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
     ends = cost.cumsum()
     total = int(ends[-1])
 
-    def shares(count: int) -> _EqualShares:
-        return _EqualShares(begin, end, cost, ends, count, max(-(-total // count), min_share))
+    def equal_shares(num_shares: int) -> _EqualShares:
+        return _EqualShares(begin, end, cost, ends, num_shares, max(-(-total // num_shares), min_share))
 
-    borders = shares(num_lists)
-    unsplit = borders.split(num_lists, 0)
+    all_shares = equal_shares(num_lists)
+    unsplit = all_shares.split(num_lists, 0)
     if not max_splits or unsplit.max_cost <= BALANCED * max(total / num_lists, min_share):
         return unsplit
-    tried = [unsplit, borders.split(num_lists, max_splits)]
+    candidates = [unsplit, all_shares.split(num_lists, max_splits)]
     if max_splits < num_lists - 1:
-        evenly = min(num_lists, max_splits + len(begin)) // len(begin) * len(begin)
-        counts = {max_splits + 1, evenly} - {0, num_lists}
-        tried += [shares(count).split(num_lists, max_splits) for count in sorted(counts)]
-    return min(tried, key=lambda each: each.max_cost)
+        even_pieces = min(num_lists, max_splits + len(begin)) // len(begin) * len(begin)
+        share_counts = {max_splits + 1, even_pieces} - {0, num_lists}
+        candidates += [equal_shares(num_shares).split(num_lists, max_splits) for num_shares in sorted(share_counts)]
+    return min(candidates, key=lambda candidate: candidate.max_cost)
 
 
 class _EqualShares:
-    """The borders between `count` shares of cost `share` of all tiles, end to end."""
+    """The borders between `num_shares` shares of cost `share` of all tiles laid end to end.
 
-    def __init__(self, begin: np.ndarray, end: np.ndarray, cost: np.ndarray, ends: np.ndarray, count: int, share: int):
+    `begin` and `end` are the granules of each tile, `cost` its cost, and `ends` the running sum of the costs.
+    """
+
+    def __init__(
+        self, begin: np.ndarray, end: np.ndarray, cost: np.ndarray, ends: np.ndarray, num_shares: int, share: int
+    ):
         self.num_tiles, self.total = len(begin), ends[-1]
-        self.borders = np.minimum(np.arange(1, count) * share, self.total)
+        self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)
         self.tile = np.minimum(ends.searchsorted(self.borders, side="right"), self.num_tiles - 1)
         """Index of the tile that each border lies in."""
         tile_cost = cost[self.tile]
-        within = self.borders - ends[self.tile] + tile_cost
-        is_behind = 2 * within > tile_cost
-        self.nearest = self.tile + is_behind
+        cost_before_border = self.borders - ends[self.tile] + tile_cost
+        is_past_middle = 2 * cost_before_border > tile_cost
+        self.nearest_tile = self.tile + is_past_middle
         """Index of the tile that begins where a border would move to."""
-        self.moves = is_behind * tile_cost - within
-        """Cost from each border to the nearest end of a tile."""
-        self.granule = begin[self.tile] + within - PIECE_COST
+        self.distance = is_past_middle * tile_cost - cost_before_border
+        """Cost from each border to the nearest end of a tile, negative if that end lies before the border."""
+        self.granule = begin[self.tile] + cost_before_border - PIECE_COST
         self.is_inside = (self.granule > begin[self.tile]) & (self.granule < end[self.tile])
 
     def split(self, num_lists: int, max_splits: int) -> Partition:
@@ -85,13 +94,20 @@ class _EqualShares:
 
         No border passes another: of two borders inside one tile, the one that moves is nearer to the end it moves to.
         """
-        splits = self.is_inside.nonzero()[0]
-        if len(splits) > max_splits:
-            splits = np.sort(splits[np.argsort(-np.abs(self.moves[splits]), kind="stable")[:max_splits]])
+        split_borders = self.is_inside.nonzero()[0]
+        if len(split_borders) > max_splits:
+            split_borders = np.sort(
+                split_borders[np.argsort(-np.abs(self.distance[split_borders]), kind="stable")[:max_splits]]
+            )
         list_starts = np.full(num_lists - 1, self.num_tiles)
-        list_starts[: len(self.nearest)] = self.nearest
-        list_starts[splits] = self.num_tiles + 1 + np.arange(len(splits))
-        edges = np.empty(len(self.borders) + 2, np.int64)
-        edges[0], edges[1:-1], edges[-1] = 0, self.borders + self.moves, self.total
-        edges[1:-1][splits] = self.borders[splits]
-        return Partition(int(np.max(edges[1:] - edges[:-1])), self.tile[splits], self.granule[splits], list_starts)
+        list_starts[: len(self.nearest_tile)] = self.nearest_tile
+        list_starts[split_borders] = self.num_tiles + 1 + np.arange(len(split_borders))
+        list_edges = np.empty(len(self.borders) + 2, np.int64)
+        list_edges[0], list_edges[1:-1], list_edges[-1] = 0, self.borders + self.distance, self.total
+        list_edges[1:-1][split_borders] = self.borders[split_borders]
+        return Partition(
+            int(np.max(list_edges[1:] - list_edges[:-1])),
+            self.tile[split_borders],
+            self.granule[split_borders],
+            list_starts,
+        )

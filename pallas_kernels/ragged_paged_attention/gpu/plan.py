@@ -108,28 +108,28 @@ class PlanSection:
     """Where the work of one tile class for one window lies in the plan: offsets of its four parts, in order."""
 
     tiles: TileClass
-    lists_at: int
+    lists_offset: int
     """Offset of the first piece of each list, and the end of the last: num_lists + 1 numbers."""
 
     @property
-    def num_merges_at(self) -> int:
+    def num_merges_offset(self) -> int:
         """Return the offset of the number of merges."""
-        return self.lists_at + self.tiles.num_lists + 1
+        return self.lists_offset + self.tiles.num_lists + 1
 
     @property
-    def pieces_at(self) -> int:
+    def pieces_offset(self) -> int:
         """Return the offset of the pieces, field by field: PIECE_FIELDS × max_pieces numbers."""
-        return self.num_merges_at + 1
+        return self.num_merges_offset + 1
 
     @property
-    def merges_at(self) -> int:
+    def merges_offset(self) -> int:
         """Return the offset of the merges, field by field: MERGE_FIELDS × max_merges numbers."""
-        return self.pieces_at + PIECE_FIELDS * self.tiles.max_pieces
+        return self.pieces_offset + PIECE_FIELDS * self.tiles.max_pieces
 
     @property
     def end(self) -> int:
         """Return the offset behind the section."""
-        return self.merges_at + MERGE_FIELDS * self.tiles.max_merges
+        return self.merges_offset + MERGE_FIELDS * self.tiles.max_merges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class GpuPlanner:
     """Most keys of a KV tile."""
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """Return G, the number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
@@ -172,8 +172,8 @@ class GpuPlanner:
 
         In a tile of 16 rows four warps share the columns of a product, eight at a time, in one of 32 rows two do.
         """
-        fewest = 16 if self.head_size % 32 == 0 else 32
-        return min(max(1 << (self.group - 1).bit_length(), fewest), self.large_tile_rows)
+        min_rows = 16 if self.head_size % 32 == 0 else 32
+        return min(max(1 << (self.group_size - 1).bit_length(), min_rows), self.large_tile_rows)
 
     @property
     def tile_kv(self) -> int:
@@ -181,7 +181,7 @@ class GpuPlanner:
         return min(64 if self.head_size <= 128 else 32, self.max_tile_kv)
 
     def blocks_per_sm(self, tile_rows: int) -> int:
-        """Return the thread blocks that registers and shared memory of a multiprocessor hold at the same time."""
+        """Return the thread blocks of one query tile each that a multiprocessor holds at the same time."""
         return self._blocks_per_sm(tile_rows, num_query_tiles=1)
 
     def reads_ahead(self, tile_rows: int) -> bool:
@@ -190,15 +190,18 @@ class GpuPlanner:
 
     def num_query_tiles(self, tile_rows: int) -> int:
         """Return the tiles of queries that a thread block has: two, unless the second one costs a block its place."""
-        has_room = self._blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
-        return 2 if has_room and self.reads_ahead(tile_rows) else 1
+        has_memory = self._blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
+        return 2 if has_memory and self.reads_ahead(tile_rows) else 1
 
     def _blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int) -> int:
+        """Return the thread blocks that registers (2 or 3) and shared memory of a multiprocessor hold, at least 1."""
         # One-byte pages take half of this and a tile in two bytes.
         kv_bytes = self.num_stages * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
-        by_memory = (self.block_memory + RESERVED_BYTES) // (kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES)
-        return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
+        blocks_by_memory = (self.block_memory + RESERVED_BYTES) // (
+            kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES
+        )
+        return max(min(3 if tile_rows == 16 else 2, blocks_by_memory), 1)
 
     @property
     def partial_bytes(self) -> int:
@@ -228,14 +231,14 @@ class GpuPlanner:
 
         `decodes_only`: the step's program takes rows with one query only.
         """
-        query_rows, min_query_rows = query_lens * self.group, 1
+        query_rows, min_query_rows = query_lens * self.group_size, 1
         for sections in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
             tile_rows = sections[0].tiles.tile_rows
-            in_class = query_rows >= min_query_rows
+            is_in_class = query_rows >= min_query_rows
             if tile_rows < self.large_tile_rows:
-                in_class &= query_rows <= tile_rows
+                is_in_class &= query_rows <= tile_rows
                 min_query_rows = tile_rows + 1
-            tiles = _cut_tiles(np.flatnonzero(in_class), query_lens, context_lens, self.group, tile_rows)
+            tiles = _cut_tiles(np.flatnonzero(is_in_class), query_lens, context_lens, self.group_size, tile_rows)
             for section, window in zip(sections, self.planned_windows, strict=True):
                 self._write_section(section, tiles, window, out)
 
@@ -246,8 +249,8 @@ class GpuPlanner:
         """
         if tile_rows < self.large_tile_rows:
             return min(num_tokens, num_rows)
-        min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group + 1
-        return num_tokens * self.group // tile_rows + min(num_tokens // min_queries, num_rows)
+        min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group_size + 1
+        return num_tokens * self.group_size // tile_rows + min(num_tokens // min_queries, num_rows)
 
     def sections(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> list[list[PlanSection]]:
         """Return the sections of the small tiles and of the large ones, each by window as in `planned_windows`.
@@ -258,15 +261,20 @@ class GpuPlanner:
         return _sections(self, num_tokens, num_rows, decodes_only)
 
     def _write_section(self, section: PlanSection, tiles: QueryTiles, window: int | None, out: np.ndarray) -> None:
-        """Partition the tiles over the section's lists, and write lists, pieces and merges into `out`."""
+        """Partition the tiles over the section's lists (split-KV), and write lists, pieces and merges into `out`.
+
+        Each split makes one more piece of its tile. Of three tiles with one split, in tile 1, the pieces 0 … 3 belong
+        to the tiles 0, 1, 1, 2: `first_piece` is [0, 1, 3], the split begins piece 2, and the pieces 1 and 2 get the
+        partial results 0 and 1, which one merge combines.
+        """
         if not len(tiles.row):
-            out[section.lists_at : section.num_merges_at + 1] = 0
+            out[section.lists_offset : section.num_merges_offset + 1] = 0
             return
-        begin = np.zeros_like(tiles.end)
+        begin_granule = np.zeros_like(tiles.end)
         if window is not None:
-            begin = np.maximum(tiles.first_position - window + 1, 0) // SPLIT_GRANULE
+            begin_granule = np.maximum(tiles.first_position - window + 1, 0) // SPLIT_GRANULE
         _, split_tiles, split_granules, list_starts = partition(
-            begin,
+            begin_granule,
             -(-tiles.end // SPLIT_GRANULE),
             num_lists=section.tiles.num_lists,
             max_splits=section.tiles.max_splits if self.split_kv else 0,
@@ -276,30 +284,35 @@ class GpuPlanner:
         num_pieces = num_tiles + num_splits
         splits_of_tile = np.bincount(split_tiles, minlength=num_tiles)
         first_piece = np.arange(num_tiles) + splits_of_tile.cumsum() - splits_of_tile
-        tile = np.arange(num_tiles).repeat(splits_of_tile + 1)  # The tile of each piece.
-        after_split = split_tiles + 1 + np.arange(num_splits)  # The piece that each split begins.
-        is_split = splits_of_tile[tile] > 0
-        partial = np.where(is_split, is_split.cumsum() - 1, -1)
-        pieces = Piece(*out[section.pieces_at : section.merges_at].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
-        pieces.row[:], pieces.first_query_row[:] = tiles.row[tile], tiles.first_query_row[tile]
-        pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[tile], partial
+        piece_tile = np.arange(num_tiles).repeat(splits_of_tile + 1)  # The tile of each piece.
+        split_piece = split_tiles + 1 + np.arange(num_splits)  # The piece that each split begins.
+        is_split = splits_of_tile[piece_tile] > 0
+        partial_index = np.where(is_split, is_split.cumsum() - 1, -1)
+        pieces = Piece(*out[section.pieces_offset : section.merges_offset].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
+        pieces.row[:], pieces.first_query_row[:] = tiles.row[piece_tile], tiles.first_query_row[piece_tile]
+        pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[piece_tile], partial_index
         pieces.begin[:], pieces.end[:] = 0, NO_END
-        pieces.begin[after_split] = pieces.end[after_split - 1] = split_granules * SPLIT_GRANULE
-        lists = out[section.lists_at : section.num_merges_at]
-        first_pieces = np.concatenate([first_piece, [num_pieces], after_split])
-        lists[0], lists[1:-1], lists[-1] = 0, first_pieces[list_starts], num_pieces
-        merged = splits_of_tile.nonzero()[0]
-        out[section.num_merges_at] = len(merged)
-        merges = Merge(*out[section.merges_at : section.end].reshape(MERGE_FIELDS, -1)[:, : len(merged)])
-        merges.aligned_row[:], merges.num_query_rows[:] = tiles.aligned_row[merged], tiles.num_query_rows[merged]
-        merges.first_partial[:], merges.num_partials[:] = partial[first_piece[merged]], splits_of_tile[merged] + 1
+        pieces.begin[split_piece] = pieces.end[split_piece - 1] = split_granules * SPLIT_GRANULE
+        list_begins = out[section.lists_offset : section.num_merges_offset]
+        first_pieces = np.concatenate([first_piece, [num_pieces], split_piece])
+        list_begins[0], list_begins[1:-1], list_begins[-1] = 0, first_pieces[list_starts], num_pieces
+        merged_tiles = splits_of_tile.nonzero()[0]
+        out[section.num_merges_offset] = len(merged_tiles)
+        merges = Merge(*out[section.merges_offset : section.end].reshape(MERGE_FIELDS, -1)[:, : len(merged_tiles)])
+        merges.aligned_row[:] = tiles.aligned_row[merged_tiles]
+        merges.num_query_rows[:] = tiles.num_query_rows[merged_tiles]
+        merges.first_partial[:] = partial_index[first_piece[merged_tiles]]
+        merges.num_partials[:] = splits_of_tile[merged_tiles] + 1
 
 
 @cache
 def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only: bool) -> list[list[PlanSection]]:
-    """Compute `GpuPlanner.sections` once for each size of a step; it would be a third of the time of a plan."""
+    """Compute `GpuPlanner.sections`, once for each size of a step: it would take a third of the time of a plan.
+
+    The sections follow one another in the plan, first those of the small tiles, one per window.
+    """
     sections: list[list[PlanSection]] = []
-    end = 0
+    section_offset = 0
     for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows})[: 1 if decodes_only else 2]:
         num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
         bytes_per_partial = planner.num_kv_heads * tile_rows * planner.head_size * 4
@@ -307,8 +320,8 @@ def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only:
         tiles = TileClass(tile_rows, num_lists, max_splits, planner.max_tiles(tile_rows, num_tokens, num_rows))
         sections.append([])
         for _ in planner.planned_windows:
-            sections[-1].append(PlanSection(tiles, end))
-            end = sections[-1][-1].end
+            sections[-1].append(PlanSection(tiles, section_offset))
+            section_offset = sections[-1][-1].end
     return sections
 
 
@@ -325,25 +338,30 @@ class QueryTiles(NamedTuple):
     first_position: np.ndarray
     """Position of the tile's first query."""
     end: np.ndarray
-    """Last key that any of its queries sees, + 1."""
+    """Position behind the last key that any of its queries attends to."""
 
 
 def _cut_tiles(
-    rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group: int, tile_rows: int
+    rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group_size: int, tile_rows: int
 ) -> QueryTiles:
-    """Cut the query rows of `rows` into tiles; the lengths are those of all rows of the step."""
-    query_rows = query_lens * group
-    aligned = -(-query_rows // ROW_ALIGN) * ROW_ALIGN
-    begins = np.cumsum(aligned) - aligned
+    """Cut the query rows of `rows` into tiles of at most `tile_rows`; the lengths are those of all rows of the step.
+
+    `group_size` is G, the query heads per KV head: a row has query length × G query rows. With G = 4 and tiles of 16,
+    a row of 6 queries has 24 query rows and two tiles: query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5).
+    """
+    query_rows = query_lens * group_size
+    aligned_lens = -(-query_rows // ROW_ALIGN) * ROW_ALIGN
+    aligned_begins = np.cumsum(aligned_lens) - aligned_lens
     num_tiles = -(-query_rows[rows] // tile_rows)
     row = np.repeat(rows, num_tiles)
-    first = (np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_rows
-    start = context_lens[row] - query_lens[row]
+    tiles_before_row = np.cumsum(num_tiles) - num_tiles
+    first_query_row = (np.arange(len(row)) - np.repeat(tiles_before_row, num_tiles)) * tile_rows
+    row_position = context_lens[row] - query_lens[row]
     return QueryTiles(
         row=row,
-        first_query_row=first,
-        aligned_row=begins[row] + first,
-        num_query_rows=np.minimum(query_rows[row] - first, tile_rows),
-        first_position=start + first // group,
-        end=np.minimum(start + (first + tile_rows - 1) // group + 1, context_lens[row]),
+        first_query_row=first_query_row,
+        aligned_row=aligned_begins[row] + first_query_row,
+        num_query_rows=np.minimum(query_rows[row] - first_query_row, tile_rows),
+        first_position=row_position + first_query_row // group_size,
+        end=np.minimum(row_position + (first_query_row + tile_rows - 1) // group_size + 1, context_lens[row]),
     )

@@ -27,7 +27,7 @@ class QueryRows:
 
     step: AttentionMetadata
     num_kv_heads: int
-    group: int
+    group_size: int
     """G: query heads per KV head."""
     tile_rows: int
     """How far behind the last row its last tile may reach."""
@@ -35,44 +35,49 @@ class QueryRows:
     @property
     def begins(self) -> Int[Array, " R"]:
         """Return the first aligned query row of each row, as `plan` counts them."""
-        lens = jnp.diff(self.step.query_starts) * self.group
+        lens = jnp.diff(self.step.query_starts) * self.group_size
         aligned = -(-lens // ROW_ALIGN) * ROW_ALIGN
         return jnp.cumsum(aligned) - aligned
 
     def align(self, q: Float[Array, "T N H"]) -> Float[Array, "K A H"]:
-        """Gather queries into aligned query rows; padding rows hold any query."""
+        """Gather queries into aligned query rows, [KV head, aligned query row, H]; padding rows hold any query.
+
+        With G = 2 and rows of 3 and 5 queries, row 0 takes the aligned rows 0 … 5 (and 6, 7 as padding), row 1 the
+        aligned rows 8 … 17: aligned row 11 is query (11 − 8) // 2 = 1 of row 1, by head 2k + 1 of KV head k.
+        """
         num_tokens, num_heads, head_size = q.shape
         if self.step.decodes_only:
-            q_KTGH = q.reshape(num_tokens, self.num_kv_heads, self.group, head_size).transpose(1, 0, 2, 3)
-            q_KTgH = jnp.pad(q_KTGH, ((0, 0), (0, 0), (0, -self.group % ROW_ALIGN), (0, 0)))
+            q_KTGH = q.reshape(num_tokens, self.num_kv_heads, self.group_size, head_size).transpose(1, 0, 2, 3)
+            q_KTgH = jnp.pad(q_KTGH, ((0, 0), (0, 0), (0, -self.group_size % ROW_ALIGN), (0, 0)))
             return jnp.pad(q_KTgH.reshape(self.num_kv_heads, -1, head_size), ((0, 0), (0, self.tile_rows), (0, 0)))
         (num_rows,) = self.step.context_lens.shape
-        room = num_tokens * self.group + (ROW_ALIGN - 1) * min(num_rows, num_tokens) + self.tile_rows
-        query_row = jnp.arange(-(-room // ROW_ALIGN) * ROW_ALIGN)
+        num_aligned_rows = num_tokens * self.group_size + (ROW_ALIGN - 1) * min(num_rows, num_tokens) + self.tile_rows
+        query_row = jnp.arange(-(-num_aligned_rows // ROW_ALIGN) * ROW_ALIGN)
         row = _last_begun(query_row, self.begins)
-        within = query_row - self.begins[row]
-        token = jnp.minimum(self.step.query_starts[row] + within // self.group, num_tokens - 1)
-        head_KA = jnp.arange(self.num_kv_heads)[:, None] * self.group + (within % self.group)[None]
+        row_offset = query_row - self.begins[row]
+        token = jnp.minimum(self.step.query_starts[row] + row_offset // self.group_size, num_tokens - 1)
+        head_KA = jnp.arange(self.num_kv_heads)[:, None] * self.group_size + (row_offset % self.group_size)[None]
         return q.reshape(-1, head_size)[(token * num_heads)[None] + head_KA]
 
     def restore(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
         """Gather results back into the order of tokens, with zeros for padding tokens.
 
-        A tile may have computed query rows behind the last row from keys that no query sees.
+        This undoes `align`. Padding tokens get zeros because a tile may have computed the query rows behind the last
+        row from keys that no query attends to.
         """
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
-        num_kv_heads, room, head_size = aligned.shape
+        num_kv_heads, num_aligned_rows, head_size = aligned.shape
         if self.step.decodes_only:
             by_head = aligned[:, : -self.tile_rows].reshape(num_kv_heads, len(token), -1, head_size)
-            by_token = by_head[:, :, : self.group].transpose(1, 0, 2, 3)
+            by_token = by_head[:, :, : self.group_size].transpose(1, 0, 2, 3)
         else:
             row = jnp.minimum(_last_begun(token, starts), starts.shape[0] - 2)
-            first_row_T = (token - starts[row]) * self.group + self.begins[row]
-            aligned_row_TG = jnp.minimum(first_row_T[:, None] + jnp.arange(self.group)[None], room - 1)
-            head_K = jnp.arange(num_kv_heads) * room
+            first_row_T = (token - starts[row]) * self.group_size + self.begins[row]
+            aligned_row_TG = jnp.minimum(first_row_T[:, None] + jnp.arange(self.group_size)[None], num_aligned_rows - 1)
+            head_K = jnp.arange(num_kv_heads) * num_aligned_rows
             by_token = aligned.reshape(-1, head_size)[head_K[None, :, None] + aligned_row_TG[:, None]]
-        results = by_token.reshape(len(token), num_kv_heads * self.group, head_size)
+        results = by_token.reshape(len(token), num_kv_heads * self.group_size, head_size)
         return jnp.where((token < starts[-1])[:, None, None], results, 0)
 
 

@@ -198,7 +198,7 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int], *,
     plan = np.zeros(planner.plan_len(**room), np.int32)
     planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
     sections = planner.sections(**room)
-    return sum(int(plan[of_class[0].num_merges_at]) for of_class in sections)
+    return sum(int(plan[of_class[0].num_merges_offset]) for of_class in sections)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def plan_of(some: GpuPlanner, query_lens: list[int], context_lens: list[int], *,
 
 def lists_and_pieces(plan: np.ndarray, section: PlanSection) -> tuple[np.ndarray, Piece]:
     """Return the list starts of a section, and its pieces as arrays of one number per piece."""
-    lists = plan[section.lists_at : section.num_merges_at]
-    return lists, Piece(*plan[section.pieces_at : section.merges_at].reshape(PIECE_FIELDS, -1)[:, : lists[-1]])
+    lists = plan[section.lists_offset : section.num_merges_offset]
+    return lists, Piece(*plan[section.pieces_offset : section.merges_offset].reshape(PIECE_FIELDS, -1)[:, : lists[-1]])
 
 
 def counts(
@@ -61,8 +61,8 @@ def counts(
 
     Lengths are those found on the device. Check on the way that every split tile is merged, and no other.
     """
-    starts = np.cumsum([0, *(-(-length * some.group // ROW_ALIGN) * ROW_ALIGN for length in query_lens)])
-    found = [np.zeros((n * some.group, s), int) for n, s in zip(query_lens, context_lens, strict=True)]
+    starts = np.cumsum([0, *(-(-length * some.group_size // ROW_ALIGN) * ROW_ALIGN for length in query_lens)])
+    found = [np.zeros((n * some.group_size, s), int) for n, s in zip(query_lens, context_lens, strict=True)]
     for sections in all_sections:
         section = sections[some.planned_windows.index(window)]
         tiles = section.tiles
@@ -73,8 +73,10 @@ def counts(
         whole = set()
         for row, first, aligned_row, begin, end, partial in np.array(pieces).T.tolist():
             assert aligned_row == starts[row] + first
-            num_rows = min(tiles.tile_rows, query_lens[row] * some.group - first)
-            position = context_lens[row] - query_lens[row] + np.arange(first, first + num_rows)[:, None] // some.group
+            num_rows = min(tiles.tile_rows, query_lens[row] * some.group_size - first)
+            position = (
+                context_lens[row] - query_lens[row] + np.arange(first, first + num_rows)[:, None] // some.group_size
+            )
             key = np.arange(context_lens[row])[None, :]
             is_seen = (key <= position) & (key > position - (window or NO_END))
             found[row][first : first + num_rows] += is_seen & (key >= begin) & (key < end)
@@ -86,8 +88,8 @@ def counts(
                 assert partial not in partials
                 partials[partial] = aligned_row, num_rows
         assert all(partial < tiles.num_partials for partial in partials)
-        num_merges = plan[section.num_merges_at]
-        merges = Merge(*plan[section.merges_at : section.end].reshape(MERGE_FIELDS, -1)[:, :num_merges])
+        num_merges = plan[section.num_merges_offset]
+        merges = Merge(*plan[section.merges_offset : section.end].reshape(MERGE_FIELDS, -1)[:, :num_merges])
         merged = [
             (first + index, (aligned_row, num_rows))
             for aligned_row, num_rows, first, count in np.array(merges).T.tolist()
@@ -121,7 +123,7 @@ def test_every_pair_of_query_and_key_is_computed_once(
     sections = some.sections(sum(query_lens) + spare, len(query_lens) + spare)
     for window in some.planned_windows:
         for row, got in enumerate(counts(some, plan, window, query_lens, context_lens, sections)):
-            position = context_lens[row] - query_lens[row] + np.arange(len(got))[:, None] // some.group
+            position = context_lens[row] - query_lens[row] + np.arange(len(got))[:, None] // some.group_size
             key = np.arange(context_lens[row])[None, :]
             assert np.array_equal(got, (key <= position) & (key > position - (window or NO_END)))
 
@@ -168,7 +170,7 @@ def test_lists_are_in_order_and_none_is_longer_than_without_splits(
 def test_a_plan_without_splits_has_no_merges() -> None:
     some = planner(split_kv=False, num_sms=50)
     plan = plan_of(some, [1, 1], [5000, 100])
-    assert all(plan[sections[0].num_merges_at] == 0 for sections in some.sections(2, 2))
+    assert all(plan[sections[0].num_merges_offset] == 0 for sections in some.sections(2, 2))
 
 
 ONE = [1] * 64
@@ -206,7 +208,7 @@ def test_no_list_is_much_longer_than_the_mean(
         if not lists[-1]:
             continue
         last_query_row = pieces.first_query_row + section.tiles.tile_rows - 1
-        position = (contexts - query_lens)[pieces.row] + last_query_row // some.group
+        position = (contexts - query_lens)[pieces.row] + last_query_row // some.group_size
         end = np.minimum(np.minimum(pieces.end, position + 1), contexts[pieces.row])
         work = end - pieces.begin + PIECE_COST * SPLIT_GRANULE
         loads = np.array([work[a:b].sum() for a, b in itertools.pairwise(lists)])
