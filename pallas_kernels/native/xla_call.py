@@ -192,18 +192,23 @@ def uninitialized(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 @cache
 def _uninitialized(rank: int, item_size: int) -> str:
+    """Return the name of a custom call that leaves its result of `rank` dimensions as XLA has allocated it.
+
+    `prepare` has no units of work: it only asks Linux to back a large result with large pages.
+    """
+
     def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         build, num_bytes = code.build, I64(item_size)
         for dimension in range(rank):
             num_bytes = build.mul(num_bytes, rets[0].size(dimension))
         if sys.platform == "linux":
             start = build.ptrtoint(rets[0].data, I64)
-            first = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
-            advise = declare(build.module, "madvise", I32, POINTER, I64, I32)
-            length = build.sub(build.add(start, num_bytes), first)
+            first_page = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
+            madvise = declare(build.module, "madvise", I32, POINTER, I64, I32)
+            num_page_bytes = build.sub(build.add(start, num_bytes), first_page)
             with build.if_then(build.icmp_signed(">=", num_bytes, I64(MIN_LARGE_PAGE_BYTES))):
-                # A kernel without them says so, and nothing is lost.
-                build.call(advise, [build.inttoptr(first, POINTER), length, I32(MADVISE_HUGEPAGE)])
+                # A system without large pages returns an error, which is ignored.
+                build.call(madvise, [build.inttoptr(first_page, POINTER), num_page_bytes, I32(MADVISE_HUGEPAGE)])
         return [], I64(0), ir.Constant(ir.IntType(1), 0)
 
     return register(handler(f"jpaged_uninitialized_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))

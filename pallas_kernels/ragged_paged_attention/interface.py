@@ -90,7 +90,7 @@ class AttendOptions:
     scale: float
     """Factor of the scores."""
     window: int | None = None
-    """Positions that a query sees, its own included; None for all of them."""
+    """Positions that a query attends to, its own included; None for all up to its own."""
     soft_cap: float | None = None
     """Bound of the scores, by a hyperbolic tangent; None for none."""
 
@@ -154,9 +154,9 @@ class KVLayout(KVShape, ABC):
     """
 
     @classmethod
-    def of(cls, shape: KVShape, **own: Any) -> Self:
-        """Return the layout of a cache of these sizes; `own` are the fields that this kind of layout adds."""
-        return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **own)
+    def of(cls, shape: KVShape, **added_fields: Any) -> Self:
+        """Return the layout of a cache of these sizes; `added_fields` are those of the subclass."""
+        return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **added_fields)
 
     @property
     @abstractmethod
@@ -197,7 +197,7 @@ class AttentionShape:
     num_kv_heads: int
     head_size: int
     windows: tuple[int | None, ...] = ()
-    """Window of each attention layer; None for one that sees all."""
+    """Window of each attention layer; None for full attention."""
     kv_dtype: str = "bfloat16"
     has_soft_cap: bool = False
     """Whether scores are bounded in some layer."""

@@ -41,7 +41,7 @@ def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: Any) ->
     """Round x / scale to the nearest numbers of `dtype`, clipped to its largest; NaN stays NaN in float8."""
     scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):
-        most = jnp.iinfo(dtype).max
-        return jnp.clip(jnp.round(scaled), -most, most).astype(dtype)
-    most = float(jnp.finfo(dtype).max)
-    return jnp.clip(scaled, -most, most).astype(dtype)
+        max_number = jnp.iinfo(dtype).max
+        return jnp.clip(jnp.round(scaled), -max_number, max_number).astype(dtype)
+    max_number = float(jnp.finfo(dtype).max)
+    return jnp.clip(scaled, -max_number, max_number).astype(dtype)

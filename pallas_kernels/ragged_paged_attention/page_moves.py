@@ -33,8 +33,8 @@ def copy_pages(
     Return the new arrays; `pages`, to be donated, are overwritten. The copy needs memory for one page.
     """
     for source, destination in zip(sources, destinations, strict=True):
-        to, at = _entries(destination, layout), _entries(source, layout)
-        pages = tuple(array.at[to].set(array[at]) for array in pages)
+        target_entries, source_entries = _entries(destination, layout), _entries(source, layout)
+        pages = tuple(array.at[target_entries].set(array[source_entries]) for array in pages)
     return pages
 
 
@@ -53,8 +53,8 @@ def put_pages(
     program are ready together.
     """
     for page, destination in zip(taken, destinations, strict=True):
-        at = _entries(destination, layout)
-        pages = tuple(array.at[at].set(entries) for array, entries in zip(pages, page, strict=True))
+        target_entries = _entries(destination, layout)
+        pages = tuple(array.at[target_entries].set(entries) for array, entries in zip(pages, page, strict=True))
     return pages, destinations.sum()
 
 

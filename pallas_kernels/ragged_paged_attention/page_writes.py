@@ -10,15 +10,16 @@ from jaxtyping import Array, Float, Int
 def write_rows(
     pages: Float[Array, "C K Z H"], new: Float[Array, "T K H"], first_page: Int[Array, ""], slots: Int[Array, " T"]
 ) -> Float[Array, "C K Z H"]:
-    """Write tokens to their slots in the layer whose pages begin at `first_page`.
+    """Write the tokens' keys or values to their `slots` in the layer whose page 0 is `first_page` of `pages`.
 
-    One row of H values at a time: any other way a TPU lays the whole cache out anew, in a copy. With one head a CPU
-    would copy it behind that view of rows.
+    The pages are viewed as rows of H values, and rows are scattered: with other indices XLA would copy the whole cache
+    on a TPU to lay it out anew. With one KV head it would copy the cache for that view on a CPU, so the pages are
+    indexed directly. Slot 70 in pages of 64 is offset 6 of page 1.
     """
     _, num_kv_heads, page_size, head_size = pages.shape
     page, offset = first_page + lax.div(slots, jnp.int32(page_size)), lax.rem(slots, jnp.int32(page_size))
     if num_kv_heads == 1:
         return pages.at[page, 0, offset].set(new.astype(pages.dtype)[:, 0])
-    places = (page[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None]) * page_size + offset[:, None]
+    row_indices = (page[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None]) * page_size + offset[:, None]
     rows = new.astype(pages.dtype).reshape(-1, head_size)
-    return pages.reshape(-1, head_size).at[places.reshape(-1)].set(rows).reshape(pages.shape)
+    return pages.reshape(-1, head_size).at[row_indices.reshape(-1)].set(rows).reshape(pages.shape)

@@ -38,10 +38,10 @@ class PagedCache:
     scales: KVScales | None = None
     """Scales of pages that hold one byte a number; None for all other pages."""
     mesh: Mesh | None = field(default=None, metadata={"static": True})
-    """Mesh over which the KV heads are spread, each chip with the query heads of its own; None for one chip.
-    `backend` is then made for what lies on one of them, `layout` for all."""
+    """Mesh over whose devices the KV heads are spread, each with their query heads; None for one device. `backend` is
+    then made for the heads of one device, `layout` for all of them."""
     mesh_axis: str = field(default="tensor", metadata={"static": True})
-    """The axis of the mesh that they are spread over."""
+    """The axis of the mesh that the KV heads are spread over."""
 
     def attend(
         self,
@@ -56,9 +56,9 @@ class PagedCache:
         soft_cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "T N H"], PagedCache]:
-        """Write this step's keys and values of `layer`, then attend to all that its rows may see.
+        """Write this step's keys and values of `layer`, then attend from every query to its row's keys.
 
-        A query at position p sees positions max(0, p − window + 1) … p. Scores are
+        A query at position p attends to positions max(0, p − window + 1) … p. Scores are
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
         take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
         shares the pages of the layer it names. v = None alone means that the values are the first lanes of
@@ -74,7 +74,7 @@ class PagedCache:
         self._refuse_misfits(q, {"k": k, "v": v}, sinks)
         self._refuse_scales()
         if self.mesh is not None:
-            return self._attend_on_chips(layer, q, k, v, step, sinks, options)
+            return self._attend_on_devices(layer, q, k, v, step, sinks, options)
         place = self.layers[layer]
         inputs = LayerInputs(
             q,
@@ -91,7 +91,7 @@ class PagedCache:
         out, pages = _attend_layer(self.backend, self.layout, self.pages, inputs)
         return out, dataclasses.replace(self, pages=pages)
 
-    def _attend_on_chips(
+    def _attend_on_devices(
         self,
         layer: int,
         q: Array,
@@ -101,31 +101,42 @@ class PagedCache:
         sinks: Array | None,
         options: AttendOptions,
     ) -> tuple[Array, PagedCache]:
-        """Attend on every chip to the heads that lie there: chips exchange nothing."""
+        """Attend on every device of the mesh with its own KV heads and their query heads: devices exchange nothing.
+
+        This is tensor parallelism over heads, by `shard_map`: inside, the cache is one device's part and has no mesh.
+        """
         mesh, layout = self.mesh, self.layout
         assert mesh is not None
         axis = self.mesh_axis
-        num_chips = mesh.shape[axis]
-        if layout.num_kv_heads % num_chips:
+        num_devices = mesh.shape[axis]
+        if layout.num_kv_heads % num_devices:
             raise ValueError(
-                f"attend: got {layout.num_kv_heads} KV heads for {num_chips} chips, wanted a multiple: each has some"
+                f"attend: got {layout.num_kv_heads} KV heads for {num_devices} chips, wanted a multiple: each has some"
             )
-        local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // num_chips)
-        whole, by_head = PartitionSpec(), PartitionSpec(None, axis)
-        by_axes = tuple(
+        local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // num_devices)
+        replicated, split_by_head = PartitionSpec(), PartitionSpec(None, axis)
+        page_specs = tuple(
             PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes
         )
 
-        def on_a_chip(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+        def attend_on_device(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
             cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
             out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
             return out, cache.pages
 
         out, pages = jax.shard_map(
-            on_a_chip,
+            attend_on_device,
             mesh=mesh,
-            in_specs=(by_axes, by_head, by_head, by_head, by_head, whole, PartitionSpec(axis)),
-            out_specs=(by_head, by_axes),
+            in_specs=(
+                page_specs,
+                split_by_head,
+                split_by_head,
+                split_by_head,
+                split_by_head,
+                replicated,
+                PartitionSpec(axis),
+            ),
+            out_specs=(split_by_head, page_specs),
             check_vma=False,  # Kernels do not say how their results vary over the mesh.
         )(self.pages, self.scales, q, k, v, step, sinks)
         return out, dataclasses.replace(self, pages=pages)

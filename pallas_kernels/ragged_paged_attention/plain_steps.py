@@ -41,23 +41,23 @@ def step_of_rows(
     program that takes rows with one query only.
     """
     lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
-    count, total, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))
+    num_given_rows, num_queries, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))
     if (lens[:num_decode_rows] != 1).any():
         raise ValueError(f"query_lens: got {list(query_lens)}, rows with one query come first")
-    starts = np.full(num_rows + 1, total, np.int32)
-    starts[: count + 1] = np.cumsum([0, *query_lens])
-    row = np.repeat(np.arange(count), lens)
-    positions = np.arange(total) - starts[row] + (contexts - lens)[row]
-    slots = tables[row, positions // page_size] * page_size + positions % page_size
+    query_starts = np.full(num_rows + 1, num_queries, np.int32)
+    query_starts[: num_given_rows + 1] = np.cumsum([0, *query_lens])
+    row_of_token = np.repeat(np.arange(num_given_rows), lens)
+    positions = np.arange(num_queries) - query_starts[row_of_token] + (contexts - lens)[row_of_token]
+    slots = tables[row_of_token, positions // page_size] * page_size + positions % page_size
     page_tables = np.zeros((1, num_rows, tables.shape[1]), np.int32)
-    page_tables[0, :count] = tables
+    page_tables[0, :num_given_rows] = tables
     plan = np.zeros(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only), np.int32)
     rows = PlanRows(
         query_lens=lens,
         context_lens=contexts,
         num_decode_rows=num_decode_rows,
         page_tables=page_tables,
-        table_rows=np.arange(count),
+        table_rows=np.arange(num_given_rows),
         page_size=page_size,
         padded_tokens=num_tokens,
         padded_rows=num_rows,
@@ -71,10 +71,10 @@ def step_of_rows(
     return AttentionMetadata(
         positions=padded(positions, num_tokens),
         slot_mapping=padded(slots, num_tokens)[None],
-        query_starts=jnp.asarray(starts),
+        query_starts=jnp.asarray(query_starts),
         context_lens=padded(contexts, num_rows),
         page_tables=jnp.asarray(page_tables),
-        num_rows=jnp.int32(count),
+        num_rows=jnp.int32(num_given_rows),
         num_decode_rows=jnp.int32(num_decode_rows),
         plan=jnp.asarray(plan),
         decodes_only=decodes_only,

@@ -121,7 +121,8 @@ def _attend_handler(shape: Shape) -> str:
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         build, out = code.build, rets[0]
-        q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *plan_rows, sinks = args
+        q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *shared_rows, sinks = args
+        members, num_shared_pages = shared_rows
         num_shared_tiles, num_decode_rows, num_query_tiles = (code.load_index(counts.data, i) for i in range(3))
         token_size = num_kv_heads * group_size * shape.head_size
         _clear_padding(code, q, out, token_size, query_tiles, num_decode_rows, num_query_tiles)
@@ -134,10 +135,25 @@ def _attend_handler(shape: Shape) -> str:
         keys_of_query_tiles = build.mul(num_query_tiles, I64(MAX_SERIAL_ELEMENTS))
         (num_keys,) = code.loop(0, num_decode_rows, add_position, carried=[keys_of_query_tiles])
         is_large = build.icmp_signed(">", num_keys, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
-        arrays = q, keys, values, tables, positions, query_tiles, shared_tiles, *plan_rows, sinks
-        data = [array.data for array in arrays]
-        sizes = tables.size(1), query_tiles.size(1), shared_tiles.size(1), num_shared_tiles, num_decode_rows
-        arguments = TileArguments(*data, out.data, *sizes, code.load_index(first_page.data, 0))
+        arguments = TileArguments(
+            queries=q.data,
+            keys=keys.data,
+            values=values.data,
+            tables=tables.data,
+            positions=positions.data,
+            query_tiles=query_tiles.data,
+            shared_tiles=shared_tiles.data,
+            members=members.data,
+            num_shared_pages=num_shared_pages.data,
+            sinks=sinks.data,
+            table_len=tables.size(1),
+            max_query_tiles=query_tiles.size(1),
+            max_shared_tiles=shared_tiles.size(1),
+            num_shared_tiles=num_shared_tiles,
+            num_decode_rows=num_decode_rows,
+            out=out.data,
+            first_page=code.load_index(first_page.data, 0),
+        )
         return list(arguments), build.mul(num_tiles, I64(num_kv_heads)), is_large
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:

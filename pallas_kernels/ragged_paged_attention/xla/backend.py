@@ -152,12 +152,12 @@ class XlaBackend(TiledBackend):
         q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
         before = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
         lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
-        num_seen = jnp.zeros_like(lens)
+        num_skipped = jnp.zeros_like(lens)
         if self.share_prefixes and inputs.options.window is None:
             tile_rows = min(sizes.shared_rows, num_rows)
             before = attend_shared(tiles, q_RKGH, tables, plan, tile_rows, before or Softmax.start(q_RKGH, None))
-            num_seen = plan.num_shared_pages
-        decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, lens, num_seen)
+            num_skipped = plan.num_shared_pages
+        decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, lens, num_skipped)
         if before is not None:
             decoded = decoded.merge(before)
         # The output has room for what the last query tile computes past the end.

@@ -17,6 +17,7 @@ the loop over pages has such a count; batches are as many as all rows could need
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,19 @@ from jaxtyping import Array, Float, Int
 from ..interface import NULL_PAGE
 from .pages import XlaPages, as_float32
 from .softmax import Softmax
+
+
+class SplitRows(NamedTuple):
+    """What a split must know of its row, int32: one number per row, or per split."""
+
+    lens: Int[Array, " r"]
+    """Tokens of the row."""
+    page_offsets: Int[Array, " r"]
+    """Added to a split's number among all rows' splits, this gives the index of its first page in the page table."""
+    num_splits: Int[Array, " r"]
+    """Splits of the row: the distance from one page of a split to its next."""
+    num_iterations: Int[Array, " r"]
+    """Pages of the row's first split, which has the most."""
 
 
 @dataclass(frozen=True)
@@ -43,53 +57,63 @@ class KVSplits:
     """Whether the numbers of batches and of merged splits are constants, the most that there can be."""
 
     def attend(
-        self, q: Float[Array, "R K G H"], tables: Int[Array, "R P"], lens: Int[Array, " R"], num_seen: Int[Array, " R"]
+        self,
+        q: Float[Array, "R K G H"],
+        tables: Int[Array, "R P"],
+        lens: Int[Array, " R"],
+        num_skipped: Int[Array, " R"],
     ) -> Softmax:
-        """Attend to the first `lens` tokens of each row, but not to its first `num_seen` pages.
+        """Return the softmax state of each row after the first `lens` tokens, without its first `num_skipped` pages.
 
-        A row of length 0 sees nothing and takes no time.
+        Split-KV (flash decoding): each row's pages are dealt to at most `max_splits` splits, `batch_size` splits of
+        all rows are computed at once, and the states of a row's splits are merged by log-sum-exp. Split s of a row with
+        n splits takes the pages s, s + n, s + 2n …: with 7 pages and 2 splits, split 0 takes the pages 0, 2, 4 and 6.
+        A row of length 0 attends to nothing and takes no time.
         """
         page_size, window, width = self.pages.page_size, self.pages.options.window, self.batch_size
-        num_rows, num_pages = len(lens), (lens + page_size - 1) // page_size
-        first = num_seen if window is None else jnp.maximum(lens - window, 0) // page_size
-        count = num_pages - first
-        longest = jnp.maximum((count + self.max_splits - 1) // self.max_splits, self.min_pages)
-        num_splits = (count + longest - 1) // longest
-        num_iterations = jnp.minimum(longest, count)
-        ends = jnp.cumsum(num_splits)
-        starts = ends - num_splits
+        num_rows, end_pages = len(lens), (lens + page_size - 1) // page_size
+        first_pages = num_skipped if window is None else jnp.maximum(lens - window, 0) // page_size
+        num_pages = end_pages - first_pages
+        pages_per_split = jnp.maximum((num_pages + self.max_splits - 1) // self.max_splits, self.min_pages)
+        num_splits = (num_pages + pages_per_split - 1) // pages_per_split
+        num_iterations = jnp.minimum(pages_per_split, num_pages)
+        split_ends = jnp.cumsum(num_splits)
+        split_starts = split_ends - num_splits
         # A row of length 0 follows the last row: splits that fill up the last batch belong to it.
-        is_live = jnp.arange(tables.shape[1])[None] < num_pages[:, None]
+        is_live = jnp.arange(tables.shape[1])[None] < end_pages[:, None]
         tables = self.pages.first_page + jnp.pad(jnp.where(is_live, tables, NULL_PAGE), ((0, 1), (0, 0)))
-        rows = jnp.pad(jnp.stack([lens, first - starts, num_splits, num_iterations], axis=1), ((0, 1), (0, 0)))
+        rows_by_field = SplitRows(lens, first_pages - split_starts, num_splits, num_iterations)
+        split_rows_table = jnp.pad(jnp.stack(rows_by_field, axis=1), ((0, 1), (0, 0)))
 
-        def see_splits(index: Array, states: Softmax) -> Softmax:
-            splits = index * width + jnp.arange(width)
-            split_rows = jnp.sum(ends[None] <= splits[:, None], axis=1, dtype=jnp.int32)
-            row_lens, offsets, strides, iterations = rows[split_rows].T
-            queries, first_pages = q[jnp.minimum(split_rows, num_rows - 1)] * self.pages.options.scale, offsets + splits
+        def attend_batch(batch: Array, states: Softmax) -> Softmax:
+            splits = batch * width + jnp.arange(width)
+            row_of_split = jnp.sum(split_ends[None] <= splits[:, None], axis=1, dtype=jnp.int32)
+            of_row = SplitRows(*split_rows_table[row_of_split].T)
+            queries = q[jnp.minimum(row_of_split, num_rows - 1)] * self.pages.options.scale
+            first_indices = of_row.page_offsets + splits
 
-            def see_pages(iteration: Array, state: Softmax) -> Softmax:
-                indices = first_pages + iteration * strides
-                pages = tables.at[split_rows, indices].get(mode="clip")
-                return self._see(queries, pages, indices, row_lens, state)
+            def attend_pages(iteration: Array, state: Softmax) -> Softmax:
+                page_indices = first_indices + iteration * of_row.num_splits
+                pages = tables.at[row_of_split, page_indices].get(mode="clip")
+                return self._attend_page(queries, pages, page_indices, of_row.lens, state)
 
-            state = lax.fori_loop(0, jnp.max(iterations), see_pages, Softmax.start(queries, None))
+            state = lax.fori_loop(0, jnp.max(of_row.num_iterations), attend_pages, Softmax.start(queries, None))
             return jax.tree.map(
-                lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new, index * width, 0), states, state
+                lambda old, new: lax.dynamic_update_slice_in_dim(old, new, batch * width, 0), states, state
             )
 
-        most = num_rows * self.max_splits
-        most += -most % width
+        max_states = num_rows * self.max_splits
+        max_states += -max_states % width
         # The last state is never written: it is empty, and is merged into rows that have no split left. The others
         # begin as copies of a query, which is never read: XLA:CPU would keep zeros for every layer at once.
-        states = Softmax.start(jnp.zeros((most + 1, *q.shape[1:]), jnp.float32), None)
-        states = replace(states, values=jnp.concatenate([jnp.repeat(q[:1], most, axis=0), states.values[-1:]]))
-        num_batches = most // width if self.has_static_counts else (ends[-1] + width - 1) // width
-        states = lax.fori_loop(0, num_batches, see_splits, states)
+        states = Softmax.start(jnp.zeros((max_states + 1, *q.shape[1:]), jnp.float32), None)
+        states = replace(states, values=jnp.concatenate([jnp.repeat(q[:1], max_states, axis=0), states.values[-1:]]))
+        num_batches = max_states // width if self.has_static_counts else (split_ends[-1] + width - 1) // width
+        states = lax.fori_loop(0, num_batches, attend_batch, states)
 
         def split_state(index: Array | int) -> Softmax:
-            splits = jnp.where(index < num_splits, starts + index, most)
+            """Return the state of split `index` of each row; the empty one for rows of fewer splits."""
+            splits = jnp.where(index < num_splits, split_starts + index, max_states)
             return jax.tree.map(lambda x: x[splits], states)
 
         if self.has_static_counts:
@@ -98,23 +122,26 @@ class KVSplits:
             1, jnp.max(num_splits), lambda index, state: state.merge(split_state(index)), split_state(0)
         )
 
-    def _see(
+    def _attend_page(
         self,
         q: Float[Array, "b K G H"],
         pages: Int[Array, " b"],
-        indices: Int[Array, " b"],
+        page_indices: Int[Array, " b"],
         lens: Int[Array, " b"],
         state: Softmax,
     ) -> Softmax:
-        """Return the state after one more page of each split, the page at `indices` in its row."""
+        """Return the state after one more page of each of b splits, one step of the online softmax.
+
+        `pages` are indices among all layers' pages, `page_indices` those in the row's page table, which give positions.
+        """
         page_size, window = self.pages.page_size, self.pages.options.window
-        slots = indices[:, None] * page_size + jnp.arange(page_size)[None]
-        is_seen = slots < lens[:, None]
+        slots = page_indices[:, None] * page_size + jnp.arange(page_size)[None]
+        is_visible = slots < lens[:, None]
         if window is not None:
-            is_seen &= slots >= (lens - window)[:, None]
+            is_visible &= slots >= (lens - window)[:, None]
         k = as_float32(self.pages.keys.at[pages].get(mode="promise_in_bounds"))
-        scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
+        scores = jnp.where(is_visible[:, None, None], self.pages.scores(q, k), -jnp.inf)
         # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
         v = as_float32(self.pages.values.at[pages].get(mode="promise_in_bounds"))
-        v = jnp.where(is_seen[:, None, :, None], v, 0.0)
+        v = jnp.where(is_visible[:, None, :, None], v, 0.0)
         return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))

@@ -34,7 +34,7 @@ class PrefillTiles:
         return self.pages_per_tile * self.pages.page_size
 
     def first_key(self, first_position: Int[Array, " *tiles"]) -> Int[Array, " *tiles"]:
-        """Return the first key that a tile of queries sees, the first of which stands at `first_position`."""
+        """Return the first key position that a tile of queries attends to; its first query is at `first_position`."""
         window = self.pages.options.window
         return jnp.zeros_like(first_position) if window is None else jnp.maximum(first_position - window + 1, 0)
 
@@ -50,7 +50,7 @@ class PrefillTiles:
         first_tile, end_tile = self.first_key(positions[0]) // self.tile_kv, (end + self.tile_kv - 1) // self.tile_kv
         q, table = q * self.pages.options.scale, self.page_indices(table)
         return lax.fori_loop(
-            first_tile, end_tile, lambda tile, state: self.see(q, table, positions, end, tile, state), state
+            first_tile, end_tile, lambda tile, state: self.attend_tile(q, table, positions, end, tile, state), state
         )
 
     def page_indices(self, tables: Int[Array, "*rows P"]) -> Int[Array, "*rows P2"]:
@@ -58,7 +58,7 @@ class PrefillTiles:
         padding = [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % self.pages_per_tile)]
         return jnp.pad(tables, padding) + self.pages.first_page
 
-    def see(
+    def attend_tile(
         self,
         q: Float[Array, "K M H"],
         table: Int[Array, " P2"],
@@ -67,19 +67,19 @@ class PrefillTiles:
         tile: Int[Array, ""],
         state: Softmax,
     ) -> Softmax:
-        """Return the state after one more tile of pages; `q` is scaled, and `table` is of `page_indices`."""
+        """Return the online-softmax state after KV tile `tile`; `q` is scaled, `table` comes from `page_indices`."""
         window, first_key = self.pages.options.window, self.first_key(positions[0])
         pages = lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile)
         k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
-        keys = tile * self.tile_kv + jnp.arange(self.tile_kv)
-        # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
-        is_alive = (keys < end) & (keys >= first_key)
-        is_seen = (keys[None] <= positions[:, None]) & is_alive[None]
+        key_positions = tile * self.tile_kv + jnp.arange(self.tile_kv)
+        # No query attends to the other slots: they are past the row's end, or in pages that the window has left.
+        is_visible_to_any = (key_positions < end) & (key_positions >= first_key)
+        is_visible = (key_positions[None] <= positions[:, None]) & is_visible_to_any[None]
         if window is not None:
-            is_seen &= keys[None] > positions[:, None] - window
-        scores = jnp.where(is_seen[None], self.pages.scores(q, k), -jnp.inf)
+            is_visible &= key_positions[None] > positions[:, None] - window
+        scores = jnp.where(is_visible[None], self.pages.scores(q, k), -jnp.inf)
         # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
-        v = jnp.where(is_alive[None, :, None], v, 0.0)
+        v = jnp.where(is_visible_to_any[None, :, None], v, 0.0)
         return state.add(
             scores[None],
             lambda weights: jnp.einsum("kms,ksh->kmh", weights[0], v, preferred_element_type=jnp.float32)[None],
@@ -105,54 +105,55 @@ def prefill(
     *,
     in_one_loop: bool,
 ) -> Float[Array, "T2 K G H"]:
-    """Return `out` with the attention of the plan's query tiles.
+    """Return `out` with the attention of the plan's query tiles, by flash attention: an online softmax over KV tiles.
 
     T2 is at least T + tile_q, so that the last tile's write fits. Tiles are in token order, and only padding
     follows them: what a short tile computes past its row's end is overwritten by the next. `in_one_loop`: over all
     pages of all tiles, instead of a loop over tiles of queries and in it one over pages.
     """
-    group = q.shape[2]
+    group_size = q.shape[2]
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
-    rows, starts, lens = plan.query_tiles
+    tile_rows, first_tokens, lens = plan.query_tiles
     # `context_lens` counts this step's queries, so a row's last query stands at the context's last position.
-    first_positions = step.context_lens[rows] - step.query_starts[rows + 1] + starts
-    ends = first_positions + lens
-    positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], ends[:, None] - 1)
+    first_positions = step.context_lens[tile_rows] - step.query_starts[tile_rows + 1] + first_tokens
+    end_positions = first_positions + lens
+    positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], end_positions[:, None] - 1)
 
-    def tile_inputs(index: Array) -> tuple[Array, Array, Array, Array]:
-        queries = by_head(lax.dynamic_slice_in_dim(padded_q, starts[index], tile_q))
-        return queries, tables[rows[index]], jnp.tile(positions[index], group), ends[index]
+    def query_tile_inputs(q_tile: Array) -> tuple[Array, Array, Array, Array]:
+        queries = by_head(lax.dynamic_slice_in_dim(padded_q, first_tokens[q_tile], tile_q))
+        return queries, tables[tile_rows[q_tile]], jnp.tile(positions[q_tile], group_size), end_positions[q_tile]
 
-    def start(queries: Array) -> Softmax:
+    def start_state(queries: Array) -> Softmax:
         return Softmax.start(queries[None], None if sinks is None else jnp.repeat(sinks, tile_q, axis=1))
 
-    def store(index: Array, state: Softmax, out: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group), starts[index], 0)
+    def store_outputs(q_tile: Array, state: Softmax, out: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group_size), first_tokens[q_tile], 0)
 
-    def attend_tile(index: Array, out: Array) -> Array:
-        inputs = tile_inputs(index)
-        return store(index, tiles.attend(*inputs, start(inputs[0])), out)
+    def attend_query_tile(q_tile: Array, out: Array) -> Array:
+        tile_inputs = query_tile_inputs(q_tile)
+        return store_outputs(q_tile, tiles.attend(*tile_inputs, start_state(tile_inputs[0])), out)
 
     if not in_one_loop:
-        return lax.fori_loop(0, plan.num_query_tiles[0], attend_tile, out)
+        return lax.fori_loop(0, plan.num_query_tiles[0], attend_query_tile, out)
 
-    # Every iteration takes one tile of pages of a tile of queries, and stores what it has found so far.
+    # One loop over all KV tiles of all query tiles; every iteration stores the outputs so far, the last one's remain.
+    # With 3 and 2 KV tiles, `iteration_ends` is [3, 5], and iteration 3 is KV tile 3 − 5 + 2 = 0 of query tile 1.
     padded_q, tables = padded_q * tiles.pages.options.scale, tiles.page_indices(tables)
     first_tiles = tiles.first_key(first_positions) // tiles.tile_kv
-    counts = (ends + tiles.tile_kv - 1) // tiles.tile_kv - first_tiles
-    ends_of_counts = jnp.cumsum(jnp.where(jnp.arange(len(counts)) < plan.num_query_tiles[0], counts, 0))
+    num_kv_tiles = (end_positions + tiles.tile_kv - 1) // tiles.tile_kv - first_tiles
+    iteration_ends = jnp.cumsum(jnp.where(jnp.arange(len(num_kv_tiles)) < plan.num_query_tiles[0], num_kv_tiles, 0))
 
-    def see_tile(iteration: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+    def attend_kv_tile(iteration: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, out = carry
-        index = jnp.sum(ends_of_counts <= iteration, dtype=jnp.int32)
-        begun = iteration - ends_of_counts[index] + counts[index]
-        inputs = tile_inputs(index)
-        state = jax.tree.map(lambda new, old: jnp.where(begun == 0, new, old), start(inputs[0]), state)
-        state = tiles.see(*inputs, first_tiles[index] + begun, state)
-        return state, store(index, state, out)
+        q_tile = jnp.sum(iteration_ends <= iteration, dtype=jnp.int32)
+        kv_tile = iteration - iteration_ends[q_tile] + num_kv_tiles[q_tile]
+        tile_inputs = query_tile_inputs(q_tile)
+        state = jax.tree.map(lambda new, old: jnp.where(kv_tile == 0, new, old), start_state(tile_inputs[0]), state)
+        state = tiles.attend_tile(*tile_inputs, first_tiles[q_tile] + kv_tile, state)
+        return state, store_outputs(q_tile, state, out)
 
-    none = start(by_head(padded_q[:tile_q]))
-    return lax.fori_loop(0, ends_of_counts[-1], see_tile, (none, out))[1]
+    empty_state = start_state(by_head(padded_q[:tile_q]))
+    return lax.fori_loop(0, iteration_ends[-1], attend_kv_tile, (empty_state, out))[1]
 
 
 def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:
@@ -160,6 +161,6 @@ def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:
     return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def by_row(x: Float[Array, "K M *rest"], group: int) -> Float[Array, "t K G *rest"]:
+def by_row(x: Float[Array, "K M *rest"], group_size: int) -> Float[Array, "t K G *rest"]:
     """Undo `by_head`."""
-    return jnp.moveaxis(x.reshape(x.shape[0], group, -1, *x.shape[2:]), 2, 0)
+    return jnp.moveaxis(x.reshape(x.shape[0], group_size, -1, *x.shape[2:]), 2, 0)

@@ -26,22 +26,25 @@ def attend_shared(
     tile_rows: int,
     state: Softmax,
 ) -> Softmax:
-    """Return the softmax state of all rows after each shared tile, of at most `tile_rows` rows, attended to its pages.
+    """Return `state`, one of each row, after the rows of each shared tile have attended to the tile's pages together.
 
-    What is computed for places beyond a tile's last row is dropped.
+    The queries of a tile's rows, at most `tile_rows`, stand side by side as if they were one row's, so that the pages
+    are read once (cascade attention). A tile of fewer rows computes states for the rest, too, which are dropped.
     """
-    page_size, (num_rows, _, group, _) = tiles.pages.page_size, q.shape
+    page_size, (num_rows, _, group_size, _) = tiles.pages.page_size, q.shape
     padded_members = jnp.pad(plan.members, (0, tile_rows))  # A slice of the last tile must not be moved to fit.
 
     def attend_tile(index: Array, state: Softmax) -> Softmax:
-        start, count, num_pages = plan.shared_tiles[:, index]
-        members = lax.dynamic_slice_in_dim(padded_members, start, tile_rows)
-        before = jax.tree.map(lambda x: by_head(x[members])[None], state)
-        end = num_pages * page_size
+        first_member, num_members, num_pages = plan.shared_tiles[:, index]
+        members = lax.dynamic_slice_in_dim(padded_members, first_member, tile_rows)
+        old_state = jax.tree.map(lambda x: by_head(x[members])[None], state)
+        end_position = num_pages * page_size
         # Every query's position is past the shared pages, so no causal mask is needed.
-        positions = jnp.full((group * tile_rows,), end)
-        after = tiles.attend(by_head(q[members]), tables[members[0]], positions, end, before)
-        targets = jnp.where(jnp.arange(tile_rows) < count, members, num_rows)
-        return jax.tree.map(lambda old, new: old.at[targets].set(by_row(new[0], group), mode="drop"), state, after)
+        positions = jnp.full((group_size * tile_rows,), end_position)
+        new_state = tiles.attend(by_head(q[members]), tables[members[0]], positions, end_position, old_state)
+        target_rows = jnp.where(jnp.arange(tile_rows) < num_members, members, num_rows)
+        return jax.tree.map(
+            lambda old, new: old.at[target_rows].set(by_row(new[0], group_size), mode="drop"), state, new_state
+        )
 
     return lax.fori_loop(0, plan.num_shared_tiles[0], attend_tile, state)

@@ -63,5 +63,5 @@ class Softmax:
         return Softmax(new_max, total, self.values * decay[..., None] + weigh(weights))
 
     def result(self) -> Float[Array, "r K M H"]:
-        """Return the weighted mean of the values; zeros where no key was seen."""
+        """Return the weighted mean of the values; zeros where there was no key."""
         return self.values / jnp.where(self.total == 0.0, 1.0, self.total)[..., None]
