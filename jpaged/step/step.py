@@ -45,9 +45,7 @@ Cache = TypeVar("Cache")
 class Model(Protocol):
     """A module that a step runs: a Decoder, or a caller's own."""
 
-    def __call__(
-        self, token_ids: Int[Array, " T"], cache: Cache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], Cache]:
+    def __call__(self, inputs: ModelInputs, cache: Cache) -> tuple[Float[Array, "T D"], Cache]:
         """Return the hidden states of the step's tokens, and the cache with their keys and values."""
         ...
 
