@@ -186,7 +186,7 @@ def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(head
     plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)
     planner.plan(works[-1], sum(works), num_tokens=num_tokens, num_rows=8, out=plan)
     (small,) = planner.sections(num_tokens, 8)[0]
-    assert plan[small.num_merges_at] == 1
+    assert plan[small.num_merges_offset] == 1
 
 
 def test_another_driver_source_or_window_is_compared_anew(tmp_path):
