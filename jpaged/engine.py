@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Literal, Self, overload
 
 import msgspec
@@ -37,7 +38,8 @@ class Engine:
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
     serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
     tokens, and `sleep` gives the device's memory away. It is a context manager; `shutdown` gives the device's memory
-    back. Threads may share an engine: a call during a step of another thread waits for the end of that step.
+    back. Threads may share an engine: a call during a step of another thread waits for the end of that step. While
+    one of them is in `generate` or its like, requests of others are refused.
     """
 
     def __init__(self, model: str | nnx.Module | None = None, **options: Any):
@@ -239,10 +241,11 @@ class Engine:
         check_new_id(request_id, self._loop.requests)
         options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
         new = self._builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
-        self._loop.call("add_request", lambda: self._add(new, is_counted=number is None))
+        self._loop.call("add_request", partial(self._add, new, caller=get_ident(), is_counted=number is None))
 
-    def _add(self, new: NewRequest, *, is_counted: bool) -> None:
-        """Queue a request between two steps; one that `is_counted` gets its number here."""
+    def _add(self, new: NewRequest, *, caller: int, is_counted: bool) -> None:
+        """Queue a request of the thread `caller` between two steps; one that `is_counted` gets its number here."""
+        self._loop.check_shared("add_request", caller)
         check_new_id(new.request_id, self._loop.requests)
         new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
         request = self._loop.make(new)

@@ -20,7 +20,7 @@ SUMMARIES = {
 COMMANDS = {"generate": ".generate", "tune": ".bench.tune"}
 """Command → its module in this folder, whose `main(argv)` returns the exit status."""
 BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput")}
-"""The same for `jpaged bench NAME`."""
+"""NAME of `jpaged bench NAME` → its module in this folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

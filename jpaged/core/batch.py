@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -42,43 +43,50 @@ class BatchRunner:
         results are the outputs. `call` is what errors name, `form` that of `RequestBuilder.build`. `number` is that of
         all requests, which are then not counted. The rest is as in `Engine.generate`.
         """
-        loop, builder = self.loop, self.builder
-        loop.check_ready(call)
-        loop.forget_last_fault()  # Each call logs its first failure with a traceback.
         if on_error not in ("raise", "return"):
             raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
-        if loop.requests:
-            got = f"an engine with {len(loop.requests)} unfinished requests of add_request"
-            raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
-        outputs: dict[str, Any] = {}
-        checked: list[NewRequest] = []
-        has_entries = form is ResultForm.ENTRIES
-        num_before = builder.num_requests
-        for index, (prompt, params, own_priority) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
-            request_id = f"{call}-{num_before + index}"
-            outputs[request_id] = None  # So that outputs keep the order of the prompts.
-            own_number = builder.num_requests if number is None else number
-            try:
-                new = builder.build(request_id, prompt, params, number=own_number, priority=own_priority, form=form)
-                checked.append(msgspec.structs.replace(new, policy_key=loop.make(new).policy_key))
-                builder.num_requests += number is None
-            except InvalidRequestError as error:
-                if on_error == "raise" or not has_entries:
-                    builder.num_requests = num_before  # Later requests draw as if this call had never been.
-                    raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
-                builder.num_requests += 1  # The others draw as they would beside a good one.
-                outputs[request_id] = error_output(request_id, prompt, str(error))
-        kept: dict[str, Request] = {}
-        with progress_bar(len(checked), is_shown=use_tqdm) as bar:
+        ids = [f"{call}-{self.builder.num_requests + index}" for index in range(len(prompts))]
+        outputs: dict[str, Any] = dict.fromkeys(ids)  # In the order of the prompts.
+        requests: dict[str, Request] = {}
+        options: dict[str, Any] = {"raises": on_error == "raise" or form is not ResultForm.ENTRIES, "form": form}
+        with self.loop.alone(call), progress_bar(len(prompts), is_shown=use_tqdm) as bar:
+            self.loop.forget_last_fault()  # Each call logs its first failure with a traceback.
+            arguments = zip(ids, prompts, each_params, each_priority, strict=True)
+            checked, refused = self._check(arguments, number=number, **options)
+            outputs |= refused
+            bar.update(len(refused))
             in_order = sorted(checked, key=lambda new: new.policy_key)
-            for request, output in loop.run_requests(map(loop.make, in_order), on_error=on_error):
+            for request, output in self.loop.run_requests(map(self.loop.make, in_order), on_error=on_error):
                 if request.failure is not None and on_error == "raise":
                     request.failure.add_note(f"{request.request_id}: {output.error}")
                     raise request.failure
-                loop.log_failure(request)
-                if not has_entries:
-                    kept[request.request_id] = request
+                self.loop.log_failure(request)
+                if form is not ResultForm.ENTRIES:
+                    requests[request.request_id] = request
                 outputs[request.request_id] = output
                 bar.update()
-        return outputs, [kept[request_id] for request_id in outputs if request_id in kept]
+        return outputs, [requests[request_id] for request_id in ids if request_id in requests]
+
+    def _check(
+        self, arguments: Iterable[tuple[str, Any, Any, Any]], *, number: int | None, raises: bool, form: ResultForm
+    ) -> tuple[list[NewRequest], dict[str, RequestOutput]]:
+        """Check (id, prompt, parameters, priority) of each request; return the requests, and outputs of the bad ones.
+
+        If a bad one `raises`, its InvalidRequestError names its index, and no request of the call has been counted.
+        """
+        builder, num_before = self.builder, self.builder.num_requests
+        checked: list[NewRequest] = []
+        refused: dict[str, RequestOutput] = {}
+        for index, (request_id, prompt, params, priority) in enumerate(arguments):
+            own_number = builder.num_requests if number is None else number
+            try:
+                new = builder.build(request_id, prompt, params, number=own_number, priority=priority, form=form)
+                checked.append(msgspec.structs.replace(new, policy_key=self.loop.make(new).policy_key))
+            except InvalidRequestError as error:
+                if raises:
+                    builder.num_requests = num_before  # Later requests draw as if this call had never been.
+                    raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
+                refused[request_id] = error_output(request_id, prompt, str(error))
+            builder.num_requests += number is None  # After a bad one, others draw as they would beside a good one.
+        return checked, refused

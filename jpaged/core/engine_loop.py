@@ -62,6 +62,8 @@ class EngineLoop:
         self._owner: int | None = None  # The identifier of that thread.
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         """Calls of other threads that wait for the end of a step."""
+        self._alone: tuple[int, str] | None = None
+        """The thread that alone may queue and step requests at present, and its call."""
         self._last_fault: tuple[str, str, int] | None = None  # Its traceback was logged, or raised, last.
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
@@ -83,8 +85,10 @@ class EngineLoop:
         try:
             while not future.done():
                 if self._lock.acquire(blocking=False):
-                    self._owner = threading.get_ident()
-                    self._release()
+                    try:
+                        self._run_calls()
+                    finally:
+                        self._lock.release()
                 else:
                     wait([future], POLL_S)
         except BaseException:  # An interrupt: the command is not to run later.
@@ -93,22 +97,55 @@ class EngineLoop:
         return future.result()
 
     @contextmanager
-    def _between_calls(self, name: str) -> Iterator[None]:
-        """Hold the lock for a step; behind it, run the calls that came meanwhile. Refuse a step inside of a step."""
-        if self._owner == threading.get_ident():
-            self.check_outside(name)
-            yield
-            return
-        self._lock.acquire()
-        self._owner = threading.get_ident()
+    def alone(self, call: str) -> Iterator[None]:
+        """Let only this thread queue and step requests meanwhile; the call that does so is named `call`.
+
+        Raise ConfigError if requests are unfinished, another thread is alone with the engine, or it is not ready.
+        """
+        caller = threading.get_ident()
+
+        def begin() -> None:
+            self.check_ready(call)
+            self.check_shared(call, caller)
+            if self.requests:
+                got = f"an engine with {len(self.requests)} unfinished requests of add_request"
+                raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
+            self._alone = caller, call
+
+        self.call(call, begin)
         try:
             yield
         finally:
-            self._release()
+            self._alone = None
 
-    def _release(self) -> None:
-        """Run the calls that wait, and give the lock back."""
+    def check_shared(self, call: str, caller: int) -> None:
+        """Refuse a call of the thread `caller` about requests while another thread is alone with the engine."""
+        alone = self._alone
+        if alone is not None and alone[0] != caller:
+            got = f"an engine that computes {alone[1]} for another thread"
+            raise refusal(call, got, "one that does not", "wait for its end", error=ConfigError)
+
+    @contextmanager
+    def _between_calls(self, name: str) -> Iterator[None]:
+        """Hold the lock for a step; behind it, run the calls that came meanwhile. Refuse a step inside of a step."""
+        caller = threading.get_ident()
+        if self._owner == caller:
+            self.check_outside(name)
+            yield
+            return
+        self.check_shared(name, caller)  # At once: the other thread may never leave the lock for long.
+        with self._lock:
+            try:
+                self._owner = caller
+                self.check_shared(name, caller)  # It may have begun since.
+                yield
+            finally:
+                self._run_calls()
+
+    def _run_calls(self) -> None:
+        """Run the calls that wait, as the thread that holds the lock."""
         try:
+            self._owner = threading.get_ident()
             while self._calls:
                 future, command = self._calls.popleft()
                 if not future.set_running_or_notify_cancel():
@@ -121,7 +158,6 @@ class EngineLoop:
                         raise
         finally:
             self._owner = None
-            self._lock.release()
 
     # Requests come and go
 
@@ -269,7 +305,7 @@ class EngineLoop:
     def check_outside(self, call: str) -> None:
         """Refuse a call of an engine that was shut down, or from inside of a step, as from a scheduling policy."""
         self.check_open()
-        if self._is_computing:
+        if self._is_computing and self._owner == threading.get_ident():
             raise refusal(call, "a call from inside of a step", "calls between steps", error=ConfigError)
 
     def check_open(self) -> None:

@@ -144,7 +144,7 @@ class _WholeRowSearch:
 
 
 class _LikelyFirstSearch(_WholeRowSearch):
-    """The same search over the NUM_LIKELY_BLOCKS blocks with a row's likeliest tokens, and over whole rows if needed.
+    """Searches thresholds in the NUM_LIKELY_BLOCKS blocks with a row's likeliest tokens, and in whole rows if needed.
 
     A row whose likely blocks suffice is answered from these alone, as nearly every row is; whole rows are read only if
     there is one for which they do not. Which of the two answers a row depends on that row only.

@@ -96,15 +96,16 @@ def _have_equal_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
         return True  # `check_tensors` refuses the shape.
     num_rows = max(1, COMPARED_VALUES // max(1, shape[1]))
     # Each thread reads one matrix: orbax keeps for a thread what it has decoded of one.
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+    with ThreadPoolExecutor(1) as first_reader, ThreadPoolExecutor(1) as second_reader:
         for row in range(0, shape[0], num_rows):
             rows = slice(row, row + num_rows)
-            found = one.submit(checkpoint.read, first, rows), other.submit(checkpoint.read, second, rows)
-            here, there = (future.result() for future in found)
-            if here.dtype != there.dtype:
-                here, there = here.astype(np.float32), there.astype(np.float32)
-            bits = f"u{here.itemsize}"  # Numbers of 16 bits are slow to compare.
-            if not np.array_equal(here.view(bits), there.view(bits)):
+            first_read = first_reader.submit(checkpoint.read, first, rows)
+            second_read = second_reader.submit(checkpoint.read, second, rows)
+            first_block, second_block = first_read.result(), second_read.result()
+            if first_block.dtype != second_block.dtype:
+                first_block, second_block = first_block.astype(np.float32), second_block.astype(np.float32)
+            bits = f"u{first_block.itemsize}"  # Numbers of 16 bits are slow to compare.
+            if not np.array_equal(first_block.view(bits), second_block.view(bits)):
                 return False
     return True
 

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged import BeamSearchParams, Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
+from jpaged import (
+    BeamSearchParams,
+    ConfigError,
+    Engine,
+    InvalidRequestError,
+    QueueFullError,
+    RequestOutput,
+    SamplingParams,
+)
 from jpaged.request import Request
 
 from .tiny_model import SIZES
@@ -360,3 +368,32 @@ def test_a_call_of_another_thread_raises_its_own_error_and_waits_for_the_end_of_
             with pytest.raises(InvalidRequestError, match=r"^request_id: got 'nobody'"):
                 other.result(60)
         stepping.join()
+
+
+def test_while_a_thread_generates_others_queue_and_step_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        wanted = samples(engine.generate(PROMPTS, SAMPLED))
+        inside, go_on = threading.Event(), threading.Event()
+        dispatch = engine.runner.dispatch
+
+        def slow(inputs: Any) -> Any:
+            inside.set()
+            assert go_on.wait(60)
+            return dispatch(inputs)
+
+        monkeypatch.setattr(engine.runner, "dispatch", slow)
+        with ThreadPoolExecutor(4) as pool:
+            generated = pool.submit(engine.generate, PROMPTS, SAMPLED)
+            assert inside.wait(60)
+            others = [
+                pool.submit(engine.generate, [[5, 6]], SAMPLED),
+                pool.submit(engine.add_request, "a", [5, 6], SAMPLED),
+                pool.submit(engine.step),
+            ]
+            go_on.set()
+            for name, other in zip(("generate", "add_request", "step"), others, strict=True):
+                got = f"{name}: got an engine that computes generate for another thread, allowed: one that does not"
+                with pytest.raises(ConfigError, match=got):
+                    other.result(60)
+            assert samples(generated.result(60)) == wanted
+        assert samples(engine.generate(PROMPTS, SAMPLED)) == wanted
