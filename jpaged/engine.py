@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from .checks import refusal, shown
 from .config.engine_config import EngineConfig
 from .core.batch import BatchRunner
-from .core.engine_loop import EngineLoop
+from .core.engine_loop import EngineLoop, StreamSink
 from .intake.offline import as_conversations, as_prompts, one_for_each
 from .intake.request_builder import RequestBuilder, check_new_id
 from .messages import NewRequest, Params, ResultForm
@@ -274,19 +274,17 @@ class Engine:
         """
         return self._loop.make(self._builder.build_encoded(request_id, encoded, params, number=number))
 
-    def run_until_done(
-        self, requests: Iterable[Request] = (), *, stream: bool = False, on_error: str = "raise"
-    ) -> Iterator[RequestOutput]:
-        """Step until no request is left; yield the last output of each request, with `stream` all of its outputs.
+    def run_until_done(self, requests: Iterable[Request] = (), *, on_error: str = "raise") -> Iterator[RequestOutput]:
+        """Step until no request is left; yield the last output of each request.
 
         The rest is as in `run_requests`; what has failed is logged as by `step`.
         """
-        for request, output in self.run_requests(requests, stream=stream, on_error=on_error):
+        for request, output in self.run_requests(requests, on_error=on_error):
             self.log_failure(request)
             yield output
 
     def run_requests(
-        self, requests: Iterable[Request | None] = (), *, stream: bool = False, on_error: str = "raise"
+        self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
     ) -> Iterator[tuple[Request, RequestOutput]]:
         """Queue `requests`, of `prepare_request`, and step until no request is left; see `EngineLoop.run_requests`."""
         return self._loop.run_requests(requests, stream=stream, on_error=on_error)

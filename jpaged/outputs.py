@@ -35,6 +35,24 @@ class WeightVersion(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
+class SampleDelta(msgspec.Struct, frozen=True, gc=False):
+    """What one sample of a request has got since its last delta: flat, since a step makes one for each of its rows.
+
+    Who streams takes deltas, and one `RequestOutput` for each request that has ended.
+    """
+
+    request_id: str
+    index: int
+    """The sample index."""
+    token_ids: tuple[int, ...]
+    text: str
+    """New text that is certain: no part of a stop string that may be cut off, no part of a character."""
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    """One entry per token of `token_ids`, as in `CompletionOutput`; None unless logprobs were asked for."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sample of a request: all of it so far, or with RequestOutputKind.DELTA what is new since the last output.

@@ -69,6 +69,46 @@ class SampleSearch(Protocol):
         """Drop the scores collected since the last choice: the samples lose their pages and compute them anew."""
 
 
+@dataclass(slots=True)
+class SequencePrefix:
+    """What the prefix cache knows of one sequence."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the first full pages, as far as they were needed."""
+    num_published: int = 0
+    """Full pages already offered to the prefix cache."""
+    passed_pages: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(group, index) → (device page, how often it had been taken), for pages that a window passed before the sequence
+    was known to be sound. They are published then, unless they have been taken since."""
+
+
+@dataclass(slots=True)
+class AdmissionState:
+    """What the last check of a request that waits has found."""
+
+    pages_needed: int = 0
+    """Free pages that the check found necessary. The request is checked again when so many are free, or when the
+    prefix cache has the page of `missing_hash`."""
+    missing_hash: bytes | None = None
+    """Hash of the first page that the prefix cache lacked."""
+    awaits_prefix: bool = False
+    """Whether the request waits for a running one to publish most of what it would otherwise compute once more."""
+    num_bypassed: int = 0
+    """Later requests that were admitted before it, because it did not fit yet or awaited a prefix."""
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Logprobs of a request's prompt, as far as they are scored."""
+
+    entries: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
+    """One entry per token; a tuple before the first is scored and once all are shown."""
+    numbers: array[float] | None = None
+    """The logprob of each token but the first, for a request whose results are numbers."""
+    are_shown: bool = False
+    """A stream of deltas has had them."""
+
+
 @dataclass(eq=False, slots=True)
 class SampleSequence:
     """One sample of a request: its tokens so far, how many of them are computed, and its pages."""
@@ -124,13 +164,7 @@ class SampleSequence:
     """Leading pages of each group that a window has passed and that were given back."""
 
     # Written by kv_cache/prefix_cache.
-    page_hashes: list[bytes] = field(default_factory=list)
-    """Chained hashes of the first full pages, as far as they were needed."""
-    num_published: int = 0
-    """Full pages already offered to the prefix cache."""
-    passed_pages: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(group, index) → (device page, how often it had been taken), for pages that a window passed before the sequence
-    was known to be sound. They are published then, unless they have been taken since."""
+    prefix: SequencePrefix = field(default_factory=SequencePrefix)
 
     # Written by kv_cache/sample_tree.
     parent: SampleSequence | None = None
@@ -225,15 +259,7 @@ class Request:
     """The key that the scheduling policy gives it; None until the policy was asked."""
     order: tuple[Any, int] = (0, 0)
     """The sort key of requests: the policy's key, then the number of the arrival."""
-    pages_needed: int = 0
-    """Free pages that the last check found necessary. It is checked again when so many are free, or when the prefix
-    cache has the page of `missing_hash`."""
-    missing_hash: bytes | None = None
-    """Hash of the first page that the prefix cache lacked at the last check."""
-    awaits_prefix: bool = False
-    """Whether the request waits for a running one to publish most of what it would otherwise compute once more."""
-    num_bypassed: int = 0
-    """Later requests that were admitted before it, because it did not fit yet or awaited a prefix."""
+    admission: AdmissionState = field(default_factory=AdmissionState)
 
     # Written by kv_cache/page_demand.
     fits_limits: tuple[int, int, int] | None = None
@@ -254,12 +280,7 @@ class Request:
     last_token_time: float | None = None
 
     # Written by text/output_processor.
-    prompt_logprobs: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
-    """Logprobs of the prompt's tokens, as far as they are scored; a tuple before the first and once all are shown."""
-    prompt_scores: array[float] | None = None
-    """The logprob of each token of the prompt but the first, for a request whose results are numbers."""
-    has_emitted_prompt_logprobs: bool = False
-    """A stream of deltas has shown them."""
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
 
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
         params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.

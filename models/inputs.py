@@ -41,9 +41,12 @@ def call_fault(model: Any) -> str | None:
         return None
     try:
         signature.bind(None, None)
+        has_loose_inputs = {"token_ids", "step"} <= signature.parameters.keys()  # With defaults the call binds.
     except TypeError:
-        parameters = signature.parameters.values()
-        got = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
-        wanted = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"
-        return f"{type(model).__name__}.__call__ takes ({got}), wanted {wanted}"
-    return None
+        has_loose_inputs = True
+    if not has_loose_inputs:
+        return None
+    parameters = signature.parameters.values()
+    got = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+    wanted = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"
+    return f"{type(model).__name__}.__call__ takes ({got}), wanted {wanted}"

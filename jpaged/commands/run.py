@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from .resume import FinishedRecords
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..outputs import SampleDelta
     from ..request import Request
     from .summary import SamplingSummary
 
@@ -127,14 +128,10 @@ class Run:
         compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
         first_token_time: float | None = None
         num_done = 0
-        is_stream = self.printer is not None and self.printer.is_stream
+        stream = self.printer.stream if self.printer is not None and self.printer.is_stream else None
         with closing(ProgressReport()) as progress:
             requests = self._requests(engine, chain(_drained(head), rest), sampling)
-            for request, output in engine.run_requests(requests, stream=is_stream, on_error="return"):
-                if is_stream and self.printer is not None:
-                    self.printer.stream(output.outputs[0].text)
-                if not output.finished:
-                    continue
+            for request, output in engine.run_requests(requests, stream=stream, on_error="return"):
                 num_done += 1
                 if (time_s := request.first_token_time) is not None:
                     first_token_time = time_s if first_token_time is None else min(first_token_time, time_s)
@@ -144,7 +141,7 @@ class Run:
                 else:
                     engine.log_failure(request, is_repeat_logged=False)  # The error itself is said below.
                     self.fail(job.id, job.number, _message_with_cause(output.error, request.failure))
-                if not is_stream:
+                if stream is None:
                     progress("requests", num_done, num_done + len(self._job_of) if self._are_all_made else None)
         elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
         return RunTimes(elapsed_s, first_token_time)
@@ -214,7 +211,6 @@ class Printer:
         self._is_ascii = is_json and not _knows_unicode(sys.stdout)
         self._expected: deque[int] = deque()
         self._ready: dict[int, dict[str, Any] | Callable[[], bytes]] = {}
-        self._num_streamed_chars = 0
 
     @property
     def num_waiting(self) -> int:
@@ -230,10 +226,10 @@ class Printer:
         """Note that this line comes next; lines are printed in this order."""
         self._expected.append(number)
 
-    def stream(self, text: str) -> None:
+    def stream(self, deltas: Iterable[SampleDelta]) -> None:
         """Print what is new in the text of the only sample."""
-        print(text[self._num_streamed_chars :], end="", flush=True)
-        self._num_streamed_chars = len(text)
+        for delta in deltas:
+            print(delta.text, end="", flush=True)
 
     def give(self, number: int, record: dict[str, Any] | Callable[[], bytes]) -> None:
         """Print the result of a line, and those that waited for it. A function reads a record as a line of JSON."""

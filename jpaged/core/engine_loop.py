@@ -24,7 +24,7 @@ from ..checks import one_line, refusal
 from ..errors import ConfigError
 from ..intake.request_builder import as_request_ids, fork_source, unfinished_request
 from ..messages import NewRequest
-from ..outputs import RequestOutput, error_output
+from ..outputs import RequestOutput, SampleDelta, error_output
 from ..request import CacheKey, Request, SampleSequence
 from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
@@ -37,6 +37,8 @@ logger = logging.getLogger("jpaged")
 POLL_S = 0.005
 """Seconds after which a thread that waits for a step of another thread looks again whether it may run its own call."""
 Result = TypeVar("Result")
+StreamSink = Callable[[list[SampleDelta]], None]
+"""Takes what a step has given to samples."""
 
 
 class EngineLoop:
@@ -217,13 +219,14 @@ class EngineLoop:
             return outputs
 
     def run_requests(
-        self, requests: Iterable[Request | None] = (), *, stream: bool = False, on_error: str = "raise"
+        self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
     ) -> Iterator[tuple[Request, RequestOutput]]:
-        """Step until no request is left; yield each request with its last output, with `stream` with all outputs.
+        """Step until no request is left; yield each request with its last output.
 
         `requests`, of `make`, are read while fewer than max(1000, 2 × `max_num_seqs`) wait. Those that were read are
         queued in the order of the scheduling policy, as soon as the queue's limits leave room. None among them says
-        that the next one is not there yet: it is asked for again after a step.
+        that the next one is not there yet: it is asked for again after a step. `stream` is called behind each step
+        with what it has given to samples, before the last outputs of this step are yielded.
 
         If all unfinished requests end because steps fail whatever is computed, the exception is raised; with
         `on_error="return"` their outputs are yielded and the other `requests` follow. A request that has failed holds
@@ -237,8 +240,11 @@ class EngineLoop:
                 with self._between_calls("generate"):
                     source.queue(self.queue, is_idle=not self.requests)
                     changed = self._advance_or_fail(on_error)
-                    shown = [request for request in changed if stream or request.state.is_finished]
-                    outputs = [(request, self._output_of(request)) for request in shown]
+                    deltas = [] if stream is None else self._deltas_of(changed)
+                    ended = [request for request in changed if request.state.is_finished]
+                    outputs = [(request, self._output_of(request)) for request in ended]
+                if stream is not None:
+                    stream(deltas)
                 yield from ((request, output) for request, output in outputs if output is not None)
         finally:
             self.call("generate", lambda: self.abort(list(self.requests)))
@@ -397,6 +403,17 @@ class EngineLoop:
             self.core.fail(request, OUTPUT_FAILED, cause=exception)
             self._forget(request)
             return error_output(request.request_id, request.prompt, request.error or OUTPUT_FAILED)
+
+    def _deltas_of(self, requests: list[Request]) -> list[SampleDelta]:
+        """Return what the samples of these requests have got since the last deltas; those that fail end now."""
+        deltas: list[SampleDelta] = []
+        for request in requests:
+            try:
+                deltas += self.outputs.take_deltas(request)
+            except Exception as exception:  # Whatever one request does to its output, the others go on.
+                self.core.fail(request, OUTPUT_FAILED, cause=exception)
+                self._forget(request)
+        return deltas
 
     def _forget(self, request: Request) -> None:
         """Drop a request that has ended: its id is free, and no step returns it any more."""

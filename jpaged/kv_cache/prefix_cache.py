@@ -56,7 +56,7 @@ class PrefixMatch:
 class PrefixCache:
     """The published pages of a store, for one page-table group or several.
 
-    The only writer of `page_hashes`, `num_published` and `passed_pages` of sequences.
+    The only writer of `SampleSequence.prefix`.
     """
 
     def __init__(self, store: PageStore, arithmetic: PageArithmetic, *, is_enabled: bool):
@@ -141,7 +141,7 @@ class PrefixCache:
             tables[host_page.group][host_page.table_index] = self.store.swap_in(host_page.page)
             self.host.drop_ref(host_page.page)
             self.store.counts["host_hit"] += 1
-        sequence.num_published = match.num_pages
+        sequence.prefix.num_published = match.num_pages
         return tables
 
     # Publishing
@@ -152,24 +152,24 @@ class PrefixCache:
         Those tokens are computed, and a token drawn after them was finite: what their pages hold is sound.
         """
         num_full = num_sound // self.block_size
-        if not self.is_enabled or num_full <= sequence.num_published or sequence.request.has_mixed_pages:
+        if not self.is_enabled or num_full <= sequence.prefix.num_published or sequence.request.has_mixed_pages:
             return
         hashes = self._hashes(sequence, num_full)
-        for index in range(sequence.num_published, num_full):
+        for index in range(sequence.prefix.num_published, num_full):
             for group, pages in enumerate(sequence.pages):
                 page = pages[index]
                 if page != NULL_PAGE and page not in self.device.key_of:
                     self.store.publish(page, (group, hashes[index]))
         # Pages that a window gave back before they were known to be sound, if no other sequence has taken them since.
-        for (group, index), (page, num_takes) in sequence.passed_pages.items():
+        for (group, index), (page, num_takes) in sequence.prefix.passed_pages.items():
             if not self.device.is_kept(page, num_takes):
                 continue
             if self.store.publish(page, (group, hashes[index])):
                 self.store.counts["passed_published"] += 1
             else:
                 self.device.forget(page)
-        sequence.passed_pages = {}
-        sequence.num_published = num_full
+        sequence.prefix.passed_pages = {}
+        sequence.prefix.num_published = num_full
 
     def give_back(self, sequence: SampleSequence, group: int, index: int) -> None:
         """Give back a device page that a window has passed.
@@ -178,11 +178,11 @@ class PrefixCache:
         """
         page = sequence.pages[group][index]
         is_sound = self.is_enabled and not sequence.request.has_mixed_pages
-        may_be_published = is_sound and index >= sequence.num_published and page not in self.device.key_of
+        may_be_published = is_sound and index >= sequence.prefix.num_published and page not in self.device.key_of
         self.device.drop_ref(page, keeps_content=may_be_published)
         # Another sequence that has the page may write it, and may offer it itself.
         if may_be_published and page in self.device.cached:
-            sequence.passed_pages[group, index] = page, self.device.num_takes[page]
+            sequence.prefix.passed_pages[group, index] = page, self.device.num_takes[page]
 
     def will_have(self, sequence: SampleSequence, num_pages: int) -> bool:
         """Return whether the cache will have every page that a window needs for a prefix of `num_pages` pages.
@@ -194,29 +194,29 @@ class PrefixCache:
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
             for index in range(first_visible, min(num_pages, sequence.num_passed[group])):
-                passed_page = sequence.passed_pages.get((group, index))
+                passed_page = sequence.prefix.passed_pages.get((group, index))
                 is_kept = passed_page is not None and self.device.is_kept(*passed_page)
-                if not is_kept and not self._is_cached((group, sequence.page_hashes[index])):
+                if not is_kept and not self._is_cached((group, sequence.prefix.hashes[index])):
                     return False
         return True
 
     def inherit(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
         """Let a child that got its parent's pages of so many tokens know their hashes, and which are published."""
         num_full = num_tokens // self.block_size
-        child.num_published = min(parent.num_published, num_full)
-        child.page_hashes = parent.page_hashes[:num_full]
+        child.prefix.num_published = min(parent.prefix.num_published, num_full)
+        child.prefix.hashes = parent.prefix.hashes[:num_full]
 
     def forget_pages(self, sequence: SampleSequence) -> None:
         """Note that a sequence has lost its pages, and what windows have passed. The hashes of its tokens stay."""
-        for page, num_takes in sequence.passed_pages.values():
+        for page, num_takes in sequence.prefix.passed_pages.values():
             if self.device.is_kept(page, num_takes):
                 self.device.forget(page)
-        sequence.passed_pages = {}
-        sequence.num_published = 0
+        sequence.prefix.passed_pages = {}
+        sequence.prefix.num_published = 0
 
     def forget_hashes(self, sequence: SampleSequence) -> None:
         """Note that other pages are to be found for a sequence: it has got other tokens, or there are other weights."""
-        sequence.page_hashes = []
+        sequence.prefix.hashes = []
 
     def discard(self, sequence: SampleSequence) -> None:
         """Unpublish all pages of a sequence whose logits turned out not to be finite; their owners keep them.
@@ -307,8 +307,8 @@ class PrefixCache:
     def _hashes(self, sequence: SampleSequence, num_pages: int) -> list[bytes]:
         """Return the chained hashes of at least the first full pages. The sequence keeps them: tokens never change."""
         key = sequence.request.cache_key
-        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, self.block_size, key)
-        return sequence.page_hashes
+        extend_hashes(sequence.prefix.hashes, sequence.token_ids, num_pages, self.block_size, key)
+        return sequence.prefix.hashes
 
     def _prefix_hashes(self, token_ids: Sequence[int], key: CacheKey) -> list[bytes]:
         hashes: list[bytes] = []

@@ -161,7 +161,7 @@ def _output_tokens(sample: SampleSequence) -> np.ndarray:
 def _scores(request: Request) -> np.ndarray:
     """Return the logprob of each token but the first of a request of the form SCORES; its output is the last one."""
     last = request.sequences[0].token_logprobs if request.given_token is not None else None
-    return np.frombuffer(bytes(request.prompt_scores or b"") + bytes(last or b""), np.float32)
+    return np.frombuffer(bytes(request.prompt_scores.numbers or b"") + bytes(last or b""), np.float32)
 
 
 def _on_device(array: np.ndarray) -> jax.Array:

@@ -4,8 +4,7 @@ Swapped requests come back as soon as they fit, and no waiting one runs before a
 Waiting requests are admitted in order, but one that does not fit yet may be passed by a bounded number of later ones.
 
 Knows queues, slots, numbers of pages, and pins. It only decides: the scheduler carries each decision out before it
-asks for the next. The only writer of `policy_key`, `order`, `pages_needed`, `missing_hash`, `awaits_prefix` and
-`num_bypassed` of requests.
+asks for the next. The only writer of `policy_key`, `order` and `admission` of requests.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Admission:
 
     def requeue(self, request: Request) -> None:
         """Queue a preempted request again, as its state says, in its old place of the order."""
-        request.pages_needed, request.missing_hash = 0, None
+        request.admission.pages_needed, request.admission.missing_hash = 0, None
         if self.holds_newcomers and request.first_scheduled_time is None:
             self.held[request] = None
             return
@@ -178,16 +177,16 @@ class Admission:
                 refused.append(request)
             elif match := self._match_that_fits(request, room):
                 has_admitted = True
-                request.num_bypassed = 0
+                request.admission.num_bypassed = 0
                 yield request, match
                 self._publishing.append(request)
-                for other in skipped + awaiting_prefix:
+                for other in (one.admission for one in skipped + awaiting_prefix):
                     other.num_bypassed += 1
                     other.pages_needed = 0  # It may share some with the newcomer: worth a check in the next step.
                     self.counts["bypass"] += 1
             else:
-                (awaiting_prefix if request.awaits_prefix else skipped).append(request)
-            must_stop = any(other.num_bypassed >= MAX_BYPASSES for other in skipped + awaiting_prefix)
+                (awaiting_prefix if request.admission.awaits_prefix else skipped).append(request)
+            must_stop = any(other.admission.num_bypassed >= MAX_BYPASSES for other in skipped + awaiting_prefix)
             if must_stop or len(skipped) == MAX_SKIPPED or len(awaiting_prefix + refused) == MAX_DELAYED:
                 break
         for request in skipped + awaiting_prefix + refused:
@@ -203,7 +202,7 @@ class Admission:
             yield request, None
         elif match := self._match_that_fits(request, room):
             self.waiting.remove(request)
-            request.num_bypassed = 0
+            request.admission.num_bypassed = 0
             yield request, match
 
     # Whether a request fits
@@ -222,11 +221,11 @@ class Admission:
         if len(request.live) > len(room.free_slots) or any(is_in_flight(s, room.retired_step) for s in request.live):
             return False
         has_room = not room.running or self._has_free_pages(request, room)
-        return has_room or self.prefixes.has_page(request.missing_hash)
+        return has_room or self.prefixes.has_page(request.admission.missing_hash)
 
     def _match_that_fits(self, request: Request, room: StepRoom) -> PrefixMatch | None:
         """Return what the prefix cache has of a waiting request, if there is room for the rest of it now."""
-        request.awaits_prefix = False
+        request.admission.awaits_prefix = False
         if not self._is_worth_checking(request, room):
             return None
         match = self._check_fit(request, room)
@@ -237,12 +236,12 @@ class Admission:
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
         start = match.num_pages * self.arithmetic.block_size
-        request.pages_needed = self.demand.pages_now(request, start) - self.prefixes.num_shared(match)
-        request.missing_hash = match.missing_hash
+        request.admission.pages_needed = self.demand.pages_now(request, start) - self.prefixes.num_shared(match)
+        request.admission.missing_hash = match.missing_hash
         num_pending = first.num_tokens - start
-        may_wait = match.missing_hash is not None and request.num_bypassed < MAX_BYPASSES
+        may_wait = match.missing_hash is not None and request.admission.num_bypassed < MAX_BYPASSES
         if may_wait and self._is_being_computed(first, match, num_pending):
-            request.awaits_prefix = True
+            request.admission.awaits_prefix = True
             return None
         end = scored_end(first, start, room.score_budget)
         is_too_long = end <= start
@@ -256,7 +255,8 @@ class Admission:
         num_next = max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
         num_pages = self.blocks.num_to_swap_in(request.live) + num_next
         # Beside others, each of its sequences may need its next pages before another request gives pages back.
-        request.pages_needed = num_pages + (len(request.live) * self.arithmetic.num_groups if room.running else 0)
+        num_reserved = len(request.live) * self.arithmetic.num_groups if room.running else 0
+        request.admission.pages_needed = num_pages + num_reserved
         return self._has_free_pages(request, room)
 
     def _gave_up_pins(self, room: StepRoom) -> bool:
@@ -272,14 +272,16 @@ class Admission:
     def _has_free_pages(self, request: Request, room: StepRoom) -> bool:
         """Return whether `pages_needed` are free beside those that a newcomer leaves to running requests."""
         num_reserved = int(self.config.watermark * self.blocks.num_usable) if room.running else 0
-        return request.pages_needed + num_reserved <= self.blocks.num_free
+        return request.admission.pages_needed + num_reserved <= self.blocks.num_free
 
     # Prefixes that running requests compute
 
     def _is_publishing(self, request: Request) -> bool:
         """Return whether a running request's prompt has full pages that are not in the prefix cache yet."""
         num_full = request.prompt_len // self.arithmetic.block_size
-        return self.prefixes.is_enabled and not request.has_mixed_pages and request.live[0].num_published < num_full
+        return (
+            self.prefixes.is_enabled and not request.has_mixed_pages and request.live[0].prefix.num_published < num_full
+        )
 
     def _is_being_computed(self, sequence: SampleSequence, match: PrefixMatch, num_pending: int) -> bool:
         """Return whether a running request is about to publish most of what the sequence would compute once more.
@@ -294,9 +296,9 @@ class Admission:
             other, end = request.live[0], request.prompt_len // block_size
             if request.order > sequence.request.order:
                 continue
-            if other.page_hashes[start : min(start + 1, end)] != [match.missing_hash]:
+            if other.prefix.hashes[start : min(start + 1, end)] != [match.missing_hash]:
                 continue
-            pairs = zip(other.page_hashes[start:end], sequence.page_hashes[start:max_pages], strict=False)
+            pairs = zip(other.prefix.hashes[start:end], sequence.prefix.hashes[start:max_pages], strict=False)
             num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             num_left = other.num_tokens - other.num_computed
             is_worth_it = 2 * num_same * block_size >= max(num_pending, num_left)

@@ -59,7 +59,8 @@ class Detokenizer:
         self._first_chars = frozenset(text[0] for text in stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._sent: list[str] = []
+        self.pieces: list[str] = []
+        """What calls of `delta` have returned, without empty ones."""
         self._unsent: list[str] = []
         self._is_finished = False
         prompt_bytes = self._last_bytes(prompt_token_ids)
@@ -71,7 +72,7 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """Return the output so far, up to a stop string, without the bytes of an unfinished character."""
-        return "".join(self._sent) + "".join(self._unsent)
+        return "".join(self.pieces) + "".join(self._unsent)
 
     def append(self, token_ids: Sequence[int]) -> str | None:
         """Add tokens; return the stop string that they complete, None if they complete none.
@@ -127,7 +128,8 @@ class Detokenizer:
         if self._matchers and not (self._is_finished or self._include_stop):
             end -= max(matcher.num_matched for matcher in self._matchers)
         self._unsent = [new[end:]] if end < len(new) else []
-        self._sent.append(new[:end])
+        if end:
+            self.pieces.append(new[:end])
         return new[:end]
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:

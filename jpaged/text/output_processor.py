@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersion
+from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleDelta, WeightVersion
 from ..request import Request, RequestState, SampleSequence
 from ..sampling.sampling_params import RequestOutputKind
 from ..scheduling.beam_search import Beam, BeamSearch
@@ -35,16 +35,19 @@ class SequenceOutput:
     """One entry per output token; empty unless the request asked for logprobs."""
     cumulative_logprob: float = 0.0
     text: str = ""
-    """Certain text of the next output: all of it so far, or for RequestOutputKind.DELTA what no output has had."""
+    """Text of the last output that had all of it; the next one adds new pieces of text to this."""
+    num_text_pieces: int = 0
+    """Pieces of the detokenizer's text that `text` is made of."""
     token_ids: tuple[int, ...] = ()
     """Output tokens of the last output that had all of them; the next one adds its new tokens to these."""
     shown_logprobs: tuple[dict[int, Logprob], ...] = ()
     """Logprobs of `token_ids`."""
-    num_emitted_chars: int = 0
-    """Characters that outputs of RequestOutputKind.DELTA have had."""
-    num_emitted_tokens: int = 0
-    is_end_emitted: bool = False
-    """An output of RequestOutputKind.DELTA has had the finish reason."""
+    num_delta_pieces: int = 0
+    """Pieces of the detokenizer's text that deltas have had."""
+    num_delta_tokens: int = 0
+    """Output tokens that deltas have had."""
+    is_end_in_delta: bool = False
+    """A delta has had the finish reason."""
 
 
 class OutputProcessor:
@@ -87,9 +90,12 @@ class OutputProcessor:
         sequence.stop_reason = None
         old = _output_of(sequence)
         output = self._replay(sequence, old)
-        if output.detokenizer is not None:
-            output.text = output.detokenizer.delta()[old.num_emitted_chars :]
-        output.num_emitted_chars, output.num_emitted_tokens = old.num_emitted_chars, old.num_emitted_tokens
+        output.num_delta_tokens = old.num_delta_tokens
+        if output.detokenizer is not None and old.detokenizer is not None:
+            num_chars = sum(map(len, old.detokenizer.pieces[: old.num_delta_pieces]))
+            text = output.detokenizer.delta()
+            output.detokenizer.pieces[:] = [text[:num_chars], text[num_chars:]]
+            output.num_delta_pieces = 1
 
     def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
         """Build the output of a sequence from its tokens, and from the logprobs that `old` has of them, or of more."""
@@ -127,20 +133,21 @@ class OutputProcessor:
         """Add the logprobs of prompt tokens: `rows` of `scores` belong to the tokens one behind `positions`."""
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
+        prompt = request.prompt_scores
         if request.has_numbers:
-            if request.prompt_scores is None:
-                request.prompt_scores = array("f", bytes(4 * (request.prompt_len - 1)))
+            if prompt.numbers is None:
+                prompt.numbers = array("f", bytes(4 * (request.prompt_len - 1)))
             values = scores.scores.logprobs[rows.start : rows.stop].tolist()
-            request.prompt_scores[positions.start : positions.stop] = array("f", values)
+            prompt.numbers[positions.start : positions.stop] = array("f", values)
             return
-        if isinstance(request.prompt_logprobs, tuple):
-            if request.prompt_logprobs:
+        if isinstance(prompt.entries, tuple):
+            if prompt.entries:
                 return  # They were computed again after a preemption, and an output has had them.
-            request.prompt_logprobs = [None] * request.prompt_len
+            prompt.entries = [None] * request.prompt_len
         for position, row in zip(positions, rows, strict=True):
             token_id = request.prompt_token_ids[position + 1]
             entries = self._entries(token_id, scores.scores, row, request.params.prompt_logprobs)
-            request.prompt_logprobs[position + 1] = entries
+            prompt.entries[position + 1] = entries
 
     def output_of(self, request: Request) -> RequestOutput | None:
         """Return the request's output of now, of its `output_kind`; None if that gives nothing before the end."""
@@ -150,9 +157,11 @@ class OutputProcessor:
         is_delta = kind is RequestOutputKind.DELTA
         if isinstance(request.beams, BeamSearch):
             outputs = self._beams(request, request.beams)
+        elif is_delta:
+            samples = {sequence.index: sequence for sequence in request.sequences}
+            outputs = [_delta_completion(samples[delta.index], delta) for delta in self.take_deltas(request)]
         else:
-            shown = [one for one in request.sequences if not (is_delta and _is_fully_emitted(one))]
-            outputs = [_completion(sequence, is_delta=is_delta) for sequence in shown]
+            outputs = [_completion(sequence) for sequence in request.sequences]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -174,6 +183,36 @@ class OutputProcessor:
             prompt_logprobs=self._prompt_logprobs(request, is_delta=is_delta),
             error=request.error,
         )
+
+    def take_deltas(self, request: Request) -> list[SampleDelta]:
+        """Return what the samples of a request have got since this was called last; a beam search gives nothing."""
+        deltas: list[SampleDelta] = []
+        if request.beams is not None:
+            return deltas
+        has_logprobs = request.params.logprobs is not None and not request.has_numbers
+        for sequence in request.sequences:
+            output, state = _output_of(sequence), sequence.state
+            start = output.num_delta_tokens
+            end = sequence.num_output_tokens
+            if start == end and (output.is_end_in_delta or not state.is_finished):
+                continue
+            output.num_delta_tokens, output.is_end_in_delta = end, state.is_finished
+            text = ""
+            if (detokenizer := output.detokenizer) is not None:
+                detokenizer.delta(finished=state.is_finished)
+                text = "".join(detokenizer.pieces[output.num_delta_pieces :])
+                output.num_delta_pieces = len(detokenizer.pieces)
+            delta = SampleDelta(
+                request.request_id,
+                sequence.index,
+                tuple(sequence.token_ids[start - end :]) if start < end else (),
+                text,
+                tuple(output.logprobs[start:]) if has_logprobs else None,
+                state.finish_reason,
+                sequence.stop_reason,
+            )
+            deltas.append(delta)
+        return deltas
 
     def _beams(self, request: Request, search: BeamSearch) -> list[CompletionOutput]:
         """Return the hypotheses of a search, best first; if it was aborted or failed, its beams as they stood."""
@@ -205,13 +244,14 @@ class OutputProcessor:
 
     def _prompt_logprobs(self, request: Request, *, is_delta: bool) -> tuple[dict[int, Logprob] | None, ...] | None:
         """Return the prompt's logprobs once all are there; of a stream of deltas one output alone has them."""
-        if is_delta and request.has_emitted_prompt_logprobs:
+        scores = request.prompt_scores
+        if is_delta and scores.are_shown:
             return None
         if request.has_numbers or not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
             return None
-        request.has_emitted_prompt_logprobs = True
-        request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # A tuple says that nothing is to come.
-        return request.prompt_logprobs
+        scores.are_shown = True
+        scores.entries = tuple(scores.entries or [None])  # A tuple says that nothing is to come.
+        return scores.entries
 
     def _entries(self, token_id: int, scores: TokenScores, row: int, num_top: int) -> dict[int, Logprob]:
         """Return the logprob of `token_id`, then the `num_top` highest ones of its row; −1 stands for all."""
@@ -243,42 +283,44 @@ def _output_of(sequence: SampleSequence) -> SequenceOutput:
     return sequence.output
 
 
-def _is_fully_emitted(sequence: SampleSequence) -> bool:
-    """Return whether outputs of RequestOutputKind.DELTA have had all tokens of a sequence, and its end if it ended."""
-    output = _output_of(sequence)
-    has_no_new_end = output.is_end_emitted or not sequence.state.is_finished
-    return has_no_new_end and output.num_emitted_tokens == sequence.num_output_tokens
-
-
-def _completion(sequence: SampleSequence, *, is_delta: bool) -> CompletionOutput:
-    """Return the output of one sequence: all of it so far, or what is new and now counts as emitted."""
+def _completion(sequence: SampleSequence) -> CompletionOutput:
+    """Return the output of one sequence: all of it so far."""
     output, request = _output_of(sequence), sequence.request
-    finished = sequence.state.is_finished
+    if (detokenizer := output.detokenizer) is not None:
+        detokenizer.delta(finished=sequence.state.is_finished)
+        if new_pieces := detokenizer.pieces[output.num_text_pieces :]:
+            output.text += "".join(new_pieces)
+            output.num_text_pieces = len(detokenizer.pieces)
+    # The new tokens are added to the last output's tuple: rebuilding it from the array takes several times as long.
+    num_old = len(output.token_ids)
+    output.token_ids += tuple(sequence.token_ids[request.prompt_len + num_old :])
     has_logprobs = request.params.logprobs is not None and not request.has_numbers
-    if output.detokenizer is not None and (piece := output.detokenizer.delta(finished=finished)):
-        output.text += piece
-    start = output.num_emitted_tokens if is_delta else len(output.token_ids)
-    text, token_ids = output.text, tuple(sequence.token_ids[request.prompt_len + start :])
-    logprobs = tuple(output.logprobs[start:]) if has_logprobs else None
-    if is_delta:
-        output.text = ""
-        output.num_emitted_chars += len(text)
-        output.num_emitted_tokens += len(token_ids)
-        output.is_end_emitted = finished
-    else:
-        # The new tokens are added to the last output's tuple: rebuilding it from the array takes several times as long.
-        token_ids = output.token_ids = output.token_ids + token_ids
-        if logprobs is not None:
-            logprobs = output.shown_logprobs = output.shown_logprobs + logprobs
+    if has_logprobs:
+        output.shown_logprobs += tuple(output.logprobs[num_old:])
     return CompletionOutput(
         index=sequence.index,
-        text=text,
-        token_ids=token_ids,
+        text=output.text,
+        token_ids=output.token_ids,
         cumulative_logprob=output.cumulative_logprob if has_logprobs else None,
-        logprobs=logprobs,
-        log_kept_masses=_log_masses(sequence, len(token_ids)),
+        logprobs=output.shown_logprobs if has_logprobs else None,
+        log_kept_masses=_log_masses(sequence, len(output.token_ids)),
         finish_reason=sequence.state.finish_reason,
         stop_reason=sequence.stop_reason,
+        weight_versions=weight_versions(sequence, sequence.num_output_tokens),
+    )
+
+
+def _delta_completion(sequence: SampleSequence, delta: SampleDelta) -> CompletionOutput:
+    """Return the output of one sequence for RequestOutputKind.DELTA: what a delta of it has."""
+    return CompletionOutput(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        cumulative_logprob=_output_of(sequence).cumulative_logprob if delta.logprobs is not None else None,
+        logprobs=delta.logprobs,
+        log_kept_masses=_log_masses(sequence, len(delta.token_ids)),
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
         weight_versions=weight_versions(sequence, sequence.num_output_tokens),
     )
 
@@ -291,6 +333,8 @@ def _log_masses(sequence: SampleSequence, num_last: int) -> tuple[float, ...] | 
 
 def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVersion, ...]:
     """Return which version of the weights drew which of the first `num_tokens` output tokens of a sample."""
+    if len(sequence.weight_versions) == 1:
+        return (WeightVersion(sequence.weight_versions[0][1], 0, num_tokens),) if num_tokens else ()
     starts = [start for start, _ in sequence.weight_versions[1:]]
     spans = zip(sequence.weight_versions, [*starts, num_tokens], strict=True)
     return tuple(

@@ -36,6 +36,7 @@ from jpaged.commands.progress import say
 from jpaged.config.engine_config import EngineConfig
 from jpaged.core.engine_core import EngineCore
 from jpaged.core.step_record import StepRecord
+from jpaged.engine import Engine
 from jpaged.errors import ConfigError
 from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
@@ -69,8 +70,8 @@ VOCAB_SIZE = 32_000
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, detokenize=False)
 NUM_WEIGHTS = 32 * 6 + 3
 """Weight arrays of a model of 32 layers, which each call of a program hands over."""
-DRAWN_TOKEN = 10
-"""The token that every sequence draws; it ends none."""
+DRAWN_TOKEN = 1_000
+"""The token that every sequence draws; it ends none, and is a word in the default model's vocabulary."""
 HASHED_PAGE = 16
 """Tokens per page in the measurement of hashing."""
 
@@ -239,6 +240,50 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
     return {"queued": num_queued, "us_per_request": round(1e6 * seconds / num_ended, 1), "step_us": watch.summary()}
 
 
+def bench_publishing(*, num_running: int, num_steps: int) -> dict[str, dict[str, float]]:
+    """Measure whole steps of an engine in which all sequences decode and the caller takes what is new.
+
+    `deltas` and `outputs` name what the caller takes; `publish_us_per_row` is what a step takes beyond its parts in the
+    host core, for each sequence.
+    """
+    # Times need no weights that mean anything, and a model of one layer is made sooner.
+    model: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 1}, "warmup": "off"}
+    sizes: dict[str, Any] = {"max_num_seqs": num_running, "max_model_len": PROMPT_LEN, "num_decode_steps": 1}
+    params = SamplingParams(max_tokens=num_steps + 40, temperature=0.0, ignore_eos=True)
+    steady = slice(40, num_steps)  # All prompts are computed, and no sequence has ended.
+    found = {}
+    for taken, run in {"deltas": _run_with_deltas, "outputs": _run_with_outputs}.items():
+        with Engine(**model, **sizes, block_size=16, num_blocks=1 + num_running * PROMPT_LEN // 16) as engine:
+            engine.core.runner = runner = instant_runner(engine.core.builder)
+            engine.core.observer = watch = Stopwatch()
+            for index in range(num_running):
+                engine.add_request(str(index), [100 + index] * (100 + index % 16), params)
+            step_us = 1e6 * run(engine)[steady]
+            runner.close()
+        core_us = 1e6 * sum(one.total_s for one in watch.records[steady])
+        quantiles = {f"p{q}": round(float(np.percentile(step_us, q)), 1) for q in (50, 99)}
+        publish_us = (step_us.sum() - core_us) / len(step_us) / num_running
+        found[taken] = {**quantiles, "publish_us_per_row": round(publish_us, 2)}
+    return found
+
+
+def _run_with_outputs(engine: Engine) -> np.ndarray:
+    """Step an engine until no request is left; return the seconds of each step."""
+    times = [time.perf_counter()]
+    while engine.has_unfinished_requests():
+        engine.step()
+        times.append(time.perf_counter())
+    return np.diff(times)
+
+
+def _run_with_deltas(engine: Engine) -> np.ndarray:
+    """Run an engine's requests while deltas are taken; return the seconds of each step."""
+    times = [time.perf_counter()]
+    for _ in engine.run_requests(stream=lambda deltas: times.append(time.perf_counter())):
+        pass
+    return np.diff(times)
+
+
 def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
     """Measure the microseconds to hash a full page of 16 tokens and look it up, as matching a long prompt does."""
     tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
@@ -295,6 +340,7 @@ def main(argv: Sequence[str]) -> int:
     hashing, queues = [], defaultdict(list)
     # First, as in a new process: after 100,000 requests the weight objects are scattered over the heap.
     decode = [bench_decode(**sizes, num_steps=OUTPUT_LEN) for _ in range(args.runs)]
+    publishing = [bench_publishing(num_running=args.running, num_steps=200) for _ in range(args.runs)]
     for run in range(args.runs):
         say(f"run {run + 1} of {args.runs}")
         hashing.append(bench_hashing())
@@ -312,6 +358,7 @@ def main(argv: Sequence[str]) -> int:
         "runs": args.runs,
         "python": platform.python_version(),
         "decode_step": _medians(decode),
+        "step_with_text": _medians(publishing),
         "hash_and_look_up": _medians(hashing),
         "detokenize": bench_detokenizing(tokenizer),
         "us_per_request": per_request,
@@ -336,6 +383,9 @@ def _show(result: dict[str, Any]) -> None:
     say(f"decode step of {result['running']} sequences, µs:")
     for name, values in result["decode_step"].items():
         say(f"  {name:20} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}")
+    for taken, values in result["step_with_text"].items():
+        per_row = values["publish_us_per_row"]
+        say(f"  with {taken:15} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}  publishing {per_row:.2f} a row")
     for size, value in result["us_per_request"].items():
         say(f"{size:>7} queued: {value:.0f} µs a request, {result['growth'][size]:.2f} × the first queue's")
     plain, with_stop = result["detokenize"].values()

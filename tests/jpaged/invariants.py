@@ -95,7 +95,7 @@ def _check_passed_pages(device: PagePool, owners: Sequence[SampleSequence]) -> N
     kept = [
         page
         for sequence in owners
-        for page, num_takes in sequence.passed_pages.values()
+        for page, num_takes in sequence.prefix.passed_pages.values()
         if device.is_kept(page, num_takes)
     ]
     assert len(set(kept)) == len(kept), "a passed page is remembered twice"
@@ -107,7 +107,7 @@ def _check_passed_pages(device: PagePool, owners: Sequence[SampleSequence]) -> N
 
 def _check_table(blocks: BlockManager, sequence: SampleSequence) -> None:
     num_full = sequence.num_computed // blocks.arithmetic.block_size
-    assert sequence.num_published <= num_full, "a page published before it was computed"
+    assert sequence.prefix.num_published <= num_full, "a page published before it was computed"
     for pages, num_passed in zip(sequence.pages, sequence.num_passed, strict=True):
         own = [page for page in pages if page != NULL_PAGE]
         assert len(set(own)) == len(own), "a page twice in one table"
@@ -145,7 +145,7 @@ def _check_sequence(scheduler: Scheduler, sequence: SampleSequence, state: Reque
         assert not sequence.is_last_token_on_device, "a token on the device without a slot"
     if state is RequestState.WAITING or sequence.awaits_parent:
         assert not any(sequence.pages), "pages before they are due"
-        assert sequence.num_computed == sequence.num_published == 0, "a waiting sequence that has kept progress"
+        assert sequence.num_computed == sequence.prefix.num_published == 0, "a waiting sequence that has kept progress"
     if sequence.decode_limit > sequence.num_computed:
         assert sequence.seq_slot, "a sequence decodes without a slot"
         assert sequence.is_last_token_on_device, "a sequence decodes a token that is not there"

@@ -781,7 +781,7 @@ class Host:
     def _check_passed_pages(self, sequence):
         """Check that pages which windows have passed hold what would be found in them if they were published now."""
         size, solo = self.arithmetic.block_size, self.solos[sequence]
-        for (group, index), (page, num_takes) in sequence.passed_pages.items():
+        for (group, index), (page, num_takes) in sequence.prefix.passed_pages.items():
             if self.blocks.device.is_kept(page, num_takes):
                 stored = self.runner.device.keys[page * size : page * size + size]
                 assert stored == solo.keys[group][index * size : index * size + size], "a passed page was written"
@@ -814,13 +814,13 @@ class Host:
         size, solo = self.arithmetic.block_size, self.solos[sequence]
         if not solo.is_pure:
             return  # No page of it may be published, so that a claim of one would be missed.
-        for index in range(self.num_claimed.get(sequence, 0), len(sequence.page_hashes)):
-            page_hash, end = sequence.page_hashes[index], (index + 1) * size
+        for index in range(self.num_claimed.get(sequence, 0), len(sequence.prefix.hashes)):
+            page_hash, end = sequence.prefix.hashes[index], (index + 1) * size
             origin = (solo.extra, tuple(solo.tokens[:end]))
             for group, keys in enumerate(solo.keys):
                 claim = self.claims.setdefault((group, page_hash), (keys[end - size : end], origin))
                 assert claim[1] == origin, "two prefixes with one hash"
-        self.num_claimed[sequence] = len(sequence.page_hashes)
+        self.num_claimed[sequence] = len(sequence.prefix.hashes)
 
     def _follow(self, request):
         """Compare new tokens with those of the solo run."""

@@ -124,7 +124,7 @@ def test_one_sample_that_fails_ends_all_samples_of_its_request_that_have_not_end
     assert engine.stats()["blocks_used"] == 0
 
 
-@pytest.mark.parametrize("method", ["check_stop", "output_of"])
+@pytest.mark.parametrize("method", ["check_stop", "output_of", "take_deltas"])
 def test_an_exception_in_the_output_processor_ends_its_request_alone(engine, alone, monkeypatch, method):
     right = getattr(engine.core.outputs, method)
 
@@ -138,9 +138,12 @@ def test_an_exception_in_the_output_processor_ends_its_request_alone(engine, alo
     for name, fields in NEIGHBOURS.items():
         engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
     engine.add_request("bad", LONG, SamplingParams(temperature=0.0, **PLAIN))
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += [output for output in engine.step() if output.finished]
+    if method == "take_deltas":
+        outputs = [output for _, output in engine.run_requests(stream=lambda deltas: None)]
+    else:
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
     ended = {output.request_id: output for output in outputs}
     assert len(ended) == len(outputs) == len(NEIGHBOURS) + 1
     assert ended["bad"].outputs[0].finish_reason == "error"

@@ -1,12 +1,13 @@
 """Seeds and states of requests, and the one writer of each field."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from jpaged.request import derived_seed
+from jpaged.request import AdmissionState, PromptScores, SequencePrefix, derived_seed
 from jpaged.sampling.sampling_params import SamplingParams
 
 from .host_requests import new_request
@@ -14,6 +15,8 @@ from .host_requests import new_request
 PACKAGE = Path(__file__).parents[2] / "jpaged"
 CREATION = "request"
 MUTATORS = {"append", "clear", "extend", "insert", "pop", "remove", "update"}
+OWNED = {"SequencePrefix": SequencePrefix, "AdmissionState": AdmissionState, "PromptScores": PromptScores}
+"""Types of fields which their writer owns whole."""
 OTHER_OBJECTS = {"self", "output"}
 """Variables that stand for no request and no sequence, in every module."""
 
@@ -52,15 +55,20 @@ def test_negative_seeds_are_twos_complement(seed, bits):
 
 
 def declared_writers():
-    """Return field of Request or SampleSequence → the modules that comments in request.py name as its writer."""
+    """Return field of Request or SampleSequence → the modules that comments in request.py name as its writer.
+
+    The fields of a type that such a field has belong to the same writer.
+    """
     writers, writer = {}, None
     for line in (PACKAGE / "request.py").read_text().splitlines():
         if found := re.fullmatch(r"    # (?:Written by ([\w/]+)|Fixed at creation)\.", line):
             writer = found[1] or CREATION
         elif line.startswith("class "):
             writer = None
-        elif writer and (found := re.match(r"    (\w+): ", line)):
-            writers.setdefault(found[1], set()).add(writer)
+        elif writer and (found := re.match(r"    (\w+): (\w+)", line)):
+            names = dataclasses.fields(OWNED[found[2]]) if found[2] in OWNED else ()
+            for name in (found[1], *(field.name for field in names)):
+                writers.setdefault(name, set()).add(writer)
     return writers
 
 
@@ -81,7 +89,7 @@ def written_attributes(tree):
 
 def test_each_field_of_requests_and_sequences_has_one_writer():
     writers = declared_writers()
-    assert {"token_ids", "pages", "live", "order"} <= writers.keys()
+    assert {"token_ids", "pages", "live", "order", "num_bypassed"} <= writers.keys()
     for path in PACKAGE.rglob("*.py"):
         module = path.relative_to(PACKAGE).with_suffix("").as_posix()
         for name in written_attributes(ast.parse(path.read_text())):

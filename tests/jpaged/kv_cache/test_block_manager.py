@@ -111,13 +111,13 @@ def test_a_child_inherits_hashes_and_published_pages_of_its_parent():
     blocks = manager(num_blocks=20, block_size=2)
     parent, child = start(blocks, [1, 2, 3, 4, 5, 6]), sequence_of([1, 2, 3, 4, 5, 6])
     share(blocks, parent, child, 5)
-    assert (child.num_computed, child.num_published) == (5, 2)
-    assert child.page_hashes == parent.page_hashes[:2]
+    assert (child.num_computed, child.prefix.num_published) == (5, 2)
+    assert child.prefix.hashes == parent.prefix.hashes[:2]
     assert child.pages == [parent.pages[0][:3]]
     other, late = start(blocks, [7, 7, 7, 7], compute=False), sequence_of([7, 7, 7, 7])
     other.num_computed = 4
     share(blocks, other, late, 3)
-    assert late.num_published == 0
+    assert late.prefix.num_published == 0
 
 
 @pytest.mark.parametrize(("has_chunk_in_flight", "deferred"), [(True, [1, 2, 3]), (False, [2, 3])])

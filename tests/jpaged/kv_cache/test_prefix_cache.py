@@ -41,7 +41,7 @@ def test_a_match_names_the_first_missing_page_until_it_is_cached():
     release(blocks, start(blocks, [1, 2, 3, 4]))
     sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 8], num_groups=2)
     match = blocks.prefixes.match(sequence, 8)
-    assert (match.num_pages, match.missing_hash) == (2, sequence.page_hashes[2])
+    assert (match.num_pages, match.missing_hash) == (2, sequence.prefix.hashes[2])
     assert not blocks.prefixes.has_page(match.missing_hash)
     release(blocks, start(blocks, [1, 2, 3, 4, 5, 6]))
     assert blocks.prefixes.has_page(match.missing_hash)
@@ -252,4 +252,4 @@ def test_an_item_and_its_offset_are_hashed_with_the_page_that_it_begins_in():
             data += (1).to_bytes(4, "little") + hashlib.sha256(content).digest()
         digest = hashlib.sha256(digest + data).digest()
         expected.append(digest)
-    assert sequence.page_hashes == expected
+    assert sequence.prefix.hashes == expected

@@ -213,6 +213,11 @@ def test_a_module_of_the_old_signature_is_refused_at_start():
         Engine(Old(), **SIZES)
 
 
+def test_an_old_signature_that_binds_two_arguments_is_a_fault():
+    module = type("Old", (Small,), {"__call__": lambda self, token_ids, cache, step=None: None})()
+    assert "takes (token_ids, cache, step=None), wanted (inputs, cache)" in call_fault(module)
+
+
 def test_the_dense_forward_refuses_the_old_signature_in_the_same_words():
     with pytest.raises(ValueError, match=OLD_SIGNATURE):
         dense_logprobs(Old(), jnp.array([IDS[:4]]))

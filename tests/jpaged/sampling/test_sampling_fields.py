@@ -317,6 +317,24 @@ def test_deltas_joined_give_the_whole_output_and_final_only_comes_once(engine, a
         assert all(one.token_ids for one in deltas[:-1]), "a delta of nothing"
 
 
+def test_a_stream_of_samples_joined_gives_their_last_outputs(engine, alone):
+    names = ["greedy", "n", "logprobs", "min_tokens"]
+    for name in names:
+        engine.add_request(name, PROMPTS[0], SamplingParams(**ASKED[name]))
+    steps = []
+    ended = {output.request_id: output for _, output in engine.run_requests(stream=steps.append)}
+    for name in names:
+        assert tokens_of(ended[name]) == tokens_of(alone[name])
+        for wanted in ended[name].outputs:
+            deltas = [one for step in steps for one in step if (one.request_id, one.index) == (name, wanted.index)]
+            assert len(deltas) > 1
+            assert "".join(one.text for one in deltas) == wanted.text
+            assert sum((one.token_ids for one in deltas), ()) == wanted.token_ids
+            assert (wanted.logprobs or ()) == sum((one.logprobs or () for one in deltas), ())
+            assert [one.finish_reason for one in deltas] == [None] * (len(deltas) - 1) + [wanted.finish_reason]
+            assert all(one.token_ids for one in deltas[:-1]), "a delta of nothing"
+
+
 def test_spaces_between_special_tokens(tmp_path):
     """The tokenizer writes spaces, and the engine draws only special tokens."""
     model = write_tiny_model(tmp_path / "spaced")

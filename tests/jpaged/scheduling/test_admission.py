@@ -169,13 +169,13 @@ def test_eight_requests_may_pass_one_that_does_not_fit_and_the_ninth_waits_behin
     host, large, small = beside_a_large_one(num_large, 9)
     host.step()
     assert [request.state for request in small] == 8 * [RUNNING] + [WAITING]
-    assert [request.num_bypassed for request in large] == num_large * [8]
+    assert [request.admission.num_bypassed for request in large] == num_large * [8]
     assert host.scheduler.counts["bypass"] == num_large * 8
     host.step()
     host.step()
     assert small[-1].state is WAITING, "there has been room for it all the time"
     host.run()
-    assert [request.num_bypassed for request in large] == num_large * [0], "each may be passed as often again"
+    assert [request.admission.num_bypassed for request in large] == num_large * [0], "each may be passed as often again"
 
 
 @pytest.mark.parametrize(("num_large", "state"), [(3, RUNNING), (4, WAITING)])
@@ -348,7 +348,7 @@ def test_a_swapped_decoder_needs_what_windows_see_and_a_page_more_in_each_group_
     host.step()
     host.scheduler.preempt(request)
     host.step()
-    assert (request.num_swaps, request.state, request.pages_needed) == (1, RUNNING, 3 * 3 + 3)
+    assert (request.num_swaps, request.state, request.admission.pages_needed) == (1, RUNNING, 3 * 3 + 3)
     host.run()
 
 

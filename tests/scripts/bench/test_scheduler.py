@@ -23,6 +23,10 @@ def test_the_bench_writes_its_measurements(bench, tmp_path, capsys):
     assert set(result["decode_step"]) == {"schedule", "build", "dispatch", "process", "schedule + process", "sum"}
     for values in result["decode_step"].values():
         assert 0 < values["p50"] <= values["p99"]
+    assert set(result["step_with_text"]) == {"deltas", "outputs"}
+    for values in result["step_with_text"].values():
+        assert 0 < values["p50"] <= values["p99"]
+        assert values["publish_us_per_row"] > 0
     assert set(result["us_per_request"]) == set(result["steps_with_newcomers"]) == {"3", "9"}
     assert result["growth"]["3"] == 1.0
     assert result["hash_and_look_up"]["us_per_page"] > 0
