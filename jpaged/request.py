@@ -122,7 +122,7 @@ class SampleSequence:
     stop_ids: frozenset[int]
     """Tokens that end it."""
 
-    # Written by core/engine_core.
+    # Written by core/step_results.
     token_ids: array[int]
     """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
     garbage collector busy."""
@@ -270,7 +270,7 @@ class Request:
     live: list[SampleSequence] = field(default_factory=list)
     """Samples that have not ended. The first one has no parent among them."""
 
-    # Written by core/engine_core.
+    # Written by core/step_results.
     first_token_time: float | None = None
     failure: Exception | None = None
     """The exception that ended this request. Only the owner of the engine may see its text, which may quote other

@@ -15,44 +15,27 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..checks import one_line
 from ..messages import NewRequest
 from ..request import CacheKey, Request, RequestState, SampleSequence
 from ..sampling.sampling_params import BeamSearchParams
-from ..scheduling.beam_search import BeamSearch, BeamStep
+from ..scheduling.beam_search import BeamSearch
 from ..scheduling.quarantine import FailureVerdict, Quarantine
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_output import SchedulerOutput
 from .step_record import StepObserver, StepRecord, preempted_of, turns_of
+from .step_results import StepInFlight, StepResults
 
 if TYPE_CHECKING:
-    from ..sampling.sampler import SampledRows
-    from ..step.runner import Runner, StepOutputs
+    from ..step.runner import Runner
     from ..step.step_inputs import StepInputBuilder
-    from ..step.step_records import StepInputs, StepRows
     from ..text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")
 
-NOT_FINITE = "the model gave NaN or infinite logits for this request"
-NO_TOKEN_LEFT = f"{NOT_FINITE}, or its rules, such as allowed_token_ids and bad_words, leave no token to draw"
-OUTPUT_FAILED = "internal error while its output was made"
 STEPS_FAILED = "internal error while its steps were computed"
-
-
-class StepInFlight(NamedTuple):
-    """A step that was dispatched and has not retired."""
-
-    work: SchedulerOutput
-    inputs: StepInputs
-    rows: StepRows
-    outputs: StepOutputs
-    record: StepRecord | None = None
-    """What the observer is told of it; None without one."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,15 +60,25 @@ class EngineCore:
     """Tokens that all steps so far have computed."""
     num_padded_tokens: int = 0
     """Tokens that all steps so far had room for: `num_step_tokens` and the padding up to their buckets."""
-    num_generated: int = 0
-    """Output tokens that requests have been given."""
     num_idle_faults: int = 0
     """How often pages or slots were lost that no request had any more; 0 unless there is a defect."""
     _last_retry: tuple[str, int] = ("", 0)
     """The failure that the last warning told of, and `num_generated` at that time."""
 
+    def __post_init__(self) -> None:
+        self.results = StepResults(self.scheduler, self.outputs, self.clock, self.in_flight)
+
+    @property
+    def num_generated(self) -> int:
+        """Return the number of output tokens that requests have been given."""
+        return self.results.num_generated
+
     def make(self, new: NewRequest) -> Request:
-        """Return a request that is not queued; raise InvalidRequestError if it can never fit."""
+        """Return the mutable request of a message, not queued yet.
+
+        Raise InvalidRequestError if the page pool could not hold it even if it ran alone. A `policy_key` in the message
+        says that this was checked when the key was made.
+        """
         params, beams = new.params, None
         if isinstance(params, BeamSearchParams):
             beams = BeamSearch(params, new.stop_ids, new.max_tokens)
@@ -151,9 +144,7 @@ class EngineCore:
 
         The request's caller reads `message` and the type of `cause`, which is kept as `request.failure`.
         """
-        if cause is not None:
-            request.failure, message = cause, f"{message}: {type(cause).__name__}"
-        self.scheduler.fail(request, message)
+        self.results.fail(request, message, cause=cause)
 
     def prepare(self) -> None:
         """Let the scheduler know which request to compute alone, if earlier steps have failed."""
@@ -167,7 +158,10 @@ class EngineCore:
             pass
 
     def dispatch(self) -> SchedulerOutput:
-        """Schedule, build and start one step. An empty one is not started: only a retiring step makes new work."""
+        """Schedule, build and start one step; return what it computes.
+
+        A step without work is not started: the steps in flight must retire first, which frees pages and shows tokens.
+        """
         observer, start_s = self.observer, time.perf_counter()
         work = self.scheduler.schedule()
         scheduled_s = time.perf_counter()
@@ -191,27 +185,31 @@ class EngineCore:
         return work
 
     def retire(self) -> list[SampleSequence]:
-        """Wait for the oldest step in flight, append its tokens, and return the sequences that it sampled for."""
-        work, inputs, rows, outputs, record = self.in_flight[0]
+        """Wait for the oldest step in flight, and append the tokens that it has drawn to their sequences.
+
+        Return the sequences of its sampled rows, in the order of the rows; some of them may have ended before.
+        """
+        step = self.in_flight[0]
         start_s = time.perf_counter()
-        sampled, scores = outputs.read(), outputs.read_scores() if rows.scored else None
+        sampled, scores = step.outputs.read(), step.outputs.read_scores() if step.rows.scored else None
         self.in_flight.popleft()
-        read_s = time.perf_counter()
+        read_s, record = time.perf_counter(), step.record
         if scores is not None:
-            self._append_scores(rows, scores)  # Before they count as delivered: an interrupt may come.
-        self.scheduler.retire(work)
-        if sampled is not None and inputs.decode_lens:
-            self._append_decode_steps(rows.samples, inputs.decode_lens, sampled)
-        elif sampled is not None:
-            count = len(rows.samples)
-            self._append_sampled(rows.samples, sampled.token_ids[:count], sampled.is_finite[:count], sampled)
+            self.results.append_scores(step.rows, scores)  # Before they count as delivered: an interrupt may come.
+        self.scheduler.retire(step.work)
+        if sampled is not None:
+            self.results.append(step.rows.samples, step.inputs.decode_lens, sampled)
         if record is not None and self.observer is not None:
             record.read_s, record.process_s, record.is_retired = read_s - start_s, time.perf_counter() - read_s, True
             self.observer.retired(record)
-        return rows.samples
+        return step.rows.samples
 
     def _record(self, step: StepInFlight, schedule_s: float, build_s: float, built_s: float) -> StepRecord:
-        """Return what an observer is told of a step that was just dispatched; it was built at `built_s`."""
+        """Return what an observer is told of a step that was just dispatched.
+
+        `schedule_s` and `build_s` are the seconds that these took; `built_s` is the reading of `time.perf_counter` when
+        the dispatch began.
+        """
         scheduler = self.scheduler
         return StepRecord(
             number=self.num_steps,
@@ -239,9 +237,10 @@ class EngineCore:
             self.scheduler.retire(work)
 
     def recover(self, error: BaseException) -> None:
-        """Set everything up to compute again what a failed step has lost, and end the requests that make steps fail.
+        """After a step has failed with `error`, let all requests be computed again from the tokens that the host knows.
 
-        Raise `error` if it ends all requests, or is an interrupt such as KeyboardInterrupt.
+        The quarantine decides whether the failure ends the request that ran alone, or all requests. Raise `error` if it
+        ends all, or if it is an interrupt such as KeyboardInterrupt.
         """
         running, isolated = list(self.scheduler.running), self.scheduler.isolated_request
         self._start_anew()
@@ -273,9 +272,7 @@ class EngineCore:
         """Drop all steps in flight and let every live request be computed again from the tokens that the host knows."""
         self.in_flight.clear()
         for request in self.scheduler.unfinished:
-            if isinstance(request.beams, BeamSearch):
-                for sequence in request.live:
-                    sequence.token_ids = request.prompt_token_ids + array("i", request.beams.token_ids_of(sequence))
+            self.results.keep_chosen_tokens(request)
         self.scheduler.restart()
 
     def check_idle(self) -> None:
@@ -300,139 +297,6 @@ class EngineCore:
         if self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
             cause = "this is a defect of jpaged, or an admission gate that never opens"
             raise RuntimeError(f"the scheduler has unfinished requests and no work for them: {cause}")
-
-    def _append_scores(self, step_rows: StepRows, scores: SampledRows) -> None:
-        """Give each request the logprobs of its prompt tokens that the step has scored."""
-        row = 0
-        for request, positions in step_rows.scored:
-            rows = range(row, row := row + len(positions))
-            if request.state.is_finished:
-                continue
-            if not scores.is_finite[rows.start : rows.stop].all():
-                self.fail(request, NOT_FINITE)
-                continue
-            try:
-                self.outputs.append_scores(request, positions, scores, rows)
-            except Exception as exception:  # Whatever one request does to its output, the others go on.
-                self.fail(request, OUTPUT_FAILED, cause=exception)
-
-    def _append_decode_steps(self, samples: list[SampleSequence], lens: list[int], sampled: SampledRows) -> None:
-        """Append the tokens of a step that decoded several times, in their order; none behind a sequence's end.
-
-        `lens` has the most tokens that the step has drawn for each sequence.
-        """
-        for index in range(max(lens)):
-            rows = [row for row, one in enumerate(samples) if index < lens[row] and not one.state.is_finished]
-            live, num_left = [samples[row] for row in rows], [lens[row] - index - 1 for row in rows]
-            now = sampled.at(index, rows)
-            self._append_sampled(live, now.token_ids, now.is_finite, now, num_left)
-
-    def _append_sampled(
-        self,
-        samples: list[SampleSequence],
-        token_ids: Any,
-        is_finite: Any,
-        sampled: SampledRows,
-        num_left: list[int] | None = None,
-    ) -> None:
-        """Append each token to its sequence; process only those that may end it, fill a page or be shown.
-
-        `token_ids` and `is_finite` are numpy arrays with one entry per sequence of `samples`. `num_left` says how many
-        more tokens the step has for each sequence, None for none.
-        """
-        if not is_finite.all():
-            for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
-                if not sequence.state.is_finished:
-                    has_rules = sequence.request.params.has_rules
-                    self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
-        row = 0
-        scores = sampled.scores
-        logprobs = [] if scores is None else scores.logprobs.tolist()
-        log_masses = [] if scores is None or scores.log_kept_masses is None else scores.log_kept_masses.tolist()
-        try:
-            for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
-                known = one.token_ids
-                if one.token_logprobs is not None and not one.state.is_finished:
-                    one.token_logprobs.append(logprobs[row])
-                if one.token_log_masses is not None and not one.state.is_finished:
-                    one.token_log_masses.append(log_masses[row])
-                if len(known) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
-                    known.append(token_id)
-                elif one.state.is_finished:
-                    self.num_generated -= 1  # It ended while this step was in flight, or its logits were not finite.
-                elif one.request.beams is not None:
-                    self._append_beam(one, sampled, row)
-                else:
-                    known.append(token_id)
-                    self._process_token(one, sampled, row)
-        except BaseException:  # An interrupt: the restart that follows draws the tokens from here on again.
-            self.num_generated += row
-            self._roll_back(samples[row], num_left[row] if num_left else 0)
-            raise
-        self.num_generated += len(samples)
-
-    def _roll_back(self, sequence: SampleSequence, num_left: int) -> None:
-        """Remove from a sequence the token at which an interrupt came, with its text and logprobs, if it has them.
-
-        `num_left` is the number of tokens that the interrupted step has for the sequence behind that one.
-        """
-        num_to_come = num_left
-        for step in self.in_flight:
-            samples = step.rows.samples
-            counts = step.inputs.decode_lens or [1] * len(samples)
-            num_to_come += sum(count for one, count in zip(samples, counts, strict=True) if one is sequence)
-        if sequence in sequence.request.live and sequence.request.beams is None:
-            del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
-            for numbers in (sequence.token_logprobs, sequence.token_log_masses):
-                if numbers is not None:
-                    del numbers[sequence.num_output_tokens :]
-            self.outputs.restart(sequence)
-
-    def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
-        """Note the likeliest next tokens of one beam; with those of the request's last beam, choose how all go on."""
-        request, search = sequence.request, sequence.request.beams
-        assert isinstance(search, BeamSearch)
-        assert sampled.scores is not None
-        if request.first_token_time is None:
-            request.first_token_time = self.clock()
-        if request.state is not RequestState.RUNNING:
-            return  # It was preempted while this step was in flight, and computes this row again.
-        try:
-            if search.add_scores(sequence, *sampled.scores.top(row, search.num_top_tokens)):
-                step = search.choose(request.live)
-                if not step.choices:
-                    search.commit(step, ())
-                successors = self._extend_beams(request, step)
-                if step.choices:
-                    search.commit(step, successors)
-        except Exception as exception:  # Whatever one search does, other requests go on.
-            self.fail(request, OUTPUT_FAILED, cause=exception)
-
-    def _extend_beams(self, request: Request, step: BeamStep) -> list[SampleSequence]:
-        """Give a request's samples the tokens of the step's choices; return the sample of each choice."""
-        successors = self.scheduler.branch(request, [parent for parent, _ in step.choices])
-        for successor, (parent, _) in zip(successors, step.choices, strict=True):
-            if successor is not parent:
-                successor.token_ids = parent.token_ids[:]
-        for successor, (_, beam) in zip(successors, step.choices, strict=True):
-            successor.token_ids.append(beam.last_token)
-            self.scheduler.count_chosen_token(successor)
-        return successors
-
-    def _process_token(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
-        """Apply stop rules, text and page bookkeeping to the token that was appended to a sequence last."""
-        request = sequence.request
-        if request.first_token_time is None:
-            request.first_token_time = self.clock()
-        try:
-            end = self.outputs.check_stop(sequence, sampled, row)
-        except Exception as exception:  # Whatever one request does to its output, the others go on.
-            self.fail(request, OUTPUT_FAILED, cause=exception)
-            return
-        if end is not None or len(sequence.token_ids) > sequence.check_at_len:
-            self.scheduler.update_pages(sequence)
-        if end is not None:
-            self.scheduler.finish(sequence, end)
 
 
 def fault_of(failure: BaseException) -> tuple[str, str, int]:

@@ -30,7 +30,8 @@ from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
-from .engine_core import OUTPUT_FAILED, fault_of
+from .engine_core import fault_of
+from .step_results import OUTPUT_FAILED
 
 logger = logging.getLogger("jpaged")
 

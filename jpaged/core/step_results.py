@@ -1,0 +1,217 @@
+"""Gives the results of a step to the requests: tokens to sequences, scores to prompts, choices to beam searches.
+
+Knows sampled rows, stop rules and the scheduler's bookkeeping; not how steps are built or started. Whatever one request
+does to its output, the others go on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..request import Request, RequestState, SampleSequence
+from ..scheduling.beam_search import BeamSearch, BeamStep
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.scheduler_output import SchedulerOutput
+from .step_record import StepRecord
+
+if TYPE_CHECKING:
+    from ..sampling.sampler import SampledRows
+    from ..step.runner import StepOutputs
+    from ..step.step_records import StepInputs, StepRows
+    from ..text.output_processor import OutputProcessor
+
+NOT_FINITE = "the model gave NaN or infinite logits for this request"
+NO_TOKEN_LEFT = f"{NOT_FINITE}, or its rules, such as allowed_token_ids and bad_words, leave no token to draw"
+OUTPUT_FAILED = "internal error while its output was made"
+
+
+class StepInFlight(NamedTuple):
+    """A step that was dispatched and has not retired."""
+
+    work: SchedulerOutput
+    inputs: StepInputs
+    rows: StepRows
+    outputs: StepOutputs
+    record: StepRecord | None = None
+    """What the observer is told of it; None without one."""
+
+
+@dataclass(eq=False, slots=True)
+class StepResults:
+    """The tokens and scores of steps on their way to requests."""
+
+    scheduler: Scheduler
+    outputs: OutputProcessor
+    clock: Callable[[], float]
+    """Gives seconds, by which the times of requests are taken."""
+    in_flight: Collection[StepInFlight]
+    """Steps behind the one whose results are given, as their owner changes them."""
+    num_generated: int = 0
+    """Output tokens that requests have been given."""
+
+    def fail(self, request: Request, message: str, *, cause: Exception | None = None) -> None:
+        """End all samples of a request that have not ended by an error; see `EngineCore.fail`."""
+        if cause is not None:
+            request.failure, message = cause, f"{message}: {type(cause).__name__}"
+        self.scheduler.fail(request, message)
+
+    def keep_chosen_tokens(self, request: Request) -> None:
+        """Leave the samples of a beam search the tokens that the search has chosen, and none of a choice half made."""
+        if isinstance(request.beams, BeamSearch):
+            for sequence in request.live:
+                sequence.token_ids = request.prompt_token_ids + array("i", request.beams.token_ids_of(sequence))
+
+    def append_scores(self, step_rows: StepRows, scores: SampledRows) -> None:
+        """Give each request the logprobs of its prompt tokens that the step has scored."""
+        row = 0
+        for request, positions in step_rows.scored:
+            rows = range(row, row := row + len(positions))
+            if request.state.is_finished:
+                continue
+            if not scores.is_finite[rows.start : rows.stop].all():
+                self.fail(request, NOT_FINITE)
+                continue
+            try:
+                self.outputs.append_scores(request, positions, scores, rows)
+            except Exception as exception:  # Whatever one request does to its output, the others go on.
+                self.fail(request, OUTPUT_FAILED, cause=exception)
+
+    def append(self, samples: list[SampleSequence], decode_lens: list[int], sampled: SampledRows) -> None:
+        """Append the tokens of a step to their sequences, which are in the order of the sampled rows.
+
+        `decode_lens` has the number of tokens that a step of several decodes has drawn for each sequence; it is empty
+        for a step that has drawn one of each. In the former, each sequence gets its first token before any gets its
+        next one, and a sequence that ends at a token gets none of its later ones.
+        """
+        if not decode_lens:
+            count = len(samples)
+            self._append_one_each(samples, sampled.token_ids[:count], sampled.is_finite[:count], sampled)
+            return
+        for index in range(max(decode_lens)):
+            rows = [row for row, one in enumerate(samples) if index < decode_lens[row] and not one.state.is_finished]
+            live, num_left = [samples[row] for row in rows], [decode_lens[row] - index - 1 for row in rows]
+            now = sampled.at(index, rows)
+            self._append_one_each(live, now.token_ids, now.is_finite, now, num_left)
+
+    def _append_one_each(
+        self,
+        samples: list[SampleSequence],
+        token_ids: Any,
+        is_finite: Any,
+        sampled: SampledRows,
+        num_left: list[int] | None = None,
+    ) -> None:
+        """Append one token to each sequence; only those that may end it, fill a page or be shown are processed further.
+
+        `token_ids` and `is_finite` have one entry per sequence of `samples`, as does `num_left`: how many more tokens
+        the step has for it, 0 each if left out. A sequence whose logits were not finite ends with an error.
+        """
+        if not is_finite.all():
+            for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
+                if not sequence.state.is_finished:
+                    has_rules = sequence.request.params.has_rules
+                    self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
+        row = 0
+        scores = sampled.scores
+        logprobs = [] if scores is None else scores.logprobs.tolist()
+        log_masses = [] if scores is None or scores.log_kept_masses is None else scores.log_kept_masses.tolist()
+        try:
+            for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
+                known = one.token_ids
+                if one.token_logprobs is not None and not one.state.is_finished:
+                    one.token_logprobs.append(logprobs[row])
+                if one.token_log_masses is not None and not one.state.is_finished:
+                    one.token_log_masses.append(log_masses[row])
+                if len(known) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
+                    known.append(token_id)
+                elif one.state.is_finished:
+                    self.num_generated -= 1  # It ended while this step was in flight, or its logits were not finite.
+                elif one.request.beams is not None:
+                    self._append_beam(one, sampled, row)
+                else:
+                    known.append(token_id)
+                    self._process_token(one, sampled, row)
+        except BaseException:  # An interrupt: the restart that follows draws the tokens from here on again.
+            self.num_generated += row
+            self._roll_back(samples[row], num_left[row] if num_left else 0)
+            raise
+        self.num_generated += len(samples)
+
+    def _roll_back(self, sequence: SampleSequence, num_left: int) -> None:
+        """Undo the append of one token to a sequence, at whatever point an interrupt has stopped it.
+
+        `num_left` is the number of later tokens that the interrupted step has for the sequence. `num_tokens` counts
+        these and the tokens of steps in flight too, so the tokens in front of the undone one are what is left without
+        them.
+        """
+        num_to_come = num_left
+        for step in self.in_flight:
+            samples = step.rows.samples
+            counts = step.inputs.decode_lens or [1] * len(samples)
+            num_to_come += sum(count for one, count in zip(samples, counts, strict=True) if one is sequence)
+        if sequence in sequence.request.live and sequence.request.beams is None:
+            del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
+            for numbers in (sequence.token_logprobs, sequence.token_log_masses):
+                if numbers is not None:
+                    del numbers[sequence.num_output_tokens :]
+            self.outputs.restart(sequence)
+
+    def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
+        """Give a beam search the likeliest next tokens of one beam: row `row` of `sampled`.
+
+        Once all beams of the request have theirs, the search chooses which go on, by which tokens, and which end.
+        """
+        request, search = sequence.request, sequence.request.beams
+        assert isinstance(search, BeamSearch)
+        assert sampled.scores is not None
+        if request.first_token_time is None:
+            request.first_token_time = self.clock()
+        if request.state is not RequestState.RUNNING:
+            return  # It was preempted while this step was in flight, and computes this row again.
+        try:
+            if search.add_scores(sequence, *sampled.scores.top(row, search.num_top_tokens)):
+                step = search.choose(request.live)
+                if not step.choices:
+                    search.commit(step, ())
+                successors = self._extend_beams(request, step)
+                if step.choices:
+                    search.commit(step, successors)
+        except Exception as exception:  # Whatever one search does, other requests go on.
+            self.fail(request, OUTPUT_FAILED, cause=exception)
+
+    def _extend_beams(self, request: Request, step: BeamStep) -> list[SampleSequence]:
+        """Let the samples of a request stand for the chosen beams, each with its parent's tokens and the chosen one.
+
+        Return the sample of each choice: the parent's own for its first choice, a copy that shares pages for others.
+        """
+        successors = self.scheduler.branch(request, [parent for parent, _ in step.choices])
+        for successor, (parent, _) in zip(successors, step.choices, strict=True):
+            if successor is not parent:
+                successor.token_ids = parent.token_ids[:]
+        for successor, (_, beam) in zip(successors, step.choices, strict=True):
+            successor.token_ids.append(beam.last_token)
+            self.scheduler.count_chosen_token(successor)
+        return successors
+
+    def _process_token(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
+        """Apply stop rules, text and page bookkeeping to the token that was appended to a sequence last.
+
+        `row` is the token's row in `sampled`. If this fails, the request ends with an error and others go on.
+        """
+        request = sequence.request
+        if request.first_token_time is None:
+            request.first_token_time = self.clock()
+        try:
+            end = self.outputs.check_stop(sequence, sampled, row)
+        except Exception as exception:  # Whatever one request does to its output, the others go on.
+            self.fail(request, OUTPUT_FAILED, cause=exception)
+            return
+        if end is not None or len(sequence.token_ids) > sequence.check_at_len:
+            self.scheduler.update_pages(sequence)
+        if end is not None:
+            self.scheduler.finish(sequence, end)
