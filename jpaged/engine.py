@@ -90,7 +90,7 @@ class Engine:
         self.tokenizer = parts.handle.tokenizer
         self.device, self.mesh, self.backend = parts.device, parts.mesh, parts.backend
         self.attention, self.memory = parts.attention, parts.memory
-        self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.plan
+        self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.compile_plan
         self.scheduler, self.blocks = parts.core.scheduler, parts.core.scheduler.blocks
         self.load_s = parts.load_s
         self._loop = EngineLoop(parts)

@@ -47,7 +47,7 @@ class EngineLoop:
 
     def __init__(self, parts: EngineComponents):
         """Start without requests."""
-        self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.plan
+        self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.compile_plan
         self.scheduler, self.outputs = self.core.scheduler, self.core.outputs
         self.requests: dict[str, Request] = {}
         """Requests whose last output has not been returned, by their ids."""

@@ -24,16 +24,16 @@ def num_distinct_tokens(request: Request) -> int:
     return sum(max(0, sequence.num_computed - sequence.fork_len) for sequence in request.live)
 
 
-def samplers_of(sequence: SampleSequence, end: int) -> list[SampleSequence]:
+def samples_drawn_at(sequence: SampleSequence, end: int) -> list[SampleSequence]:
     """Return the samples that draw their next token from the logits of position `end` − 1 of this sequence.
 
     These are the sequence itself, if it has no more tokens, and the samples that wait for its pages and have as many.
     """
-    samplers = [sequence] if sequence.num_tokens == end else []
+    samples = [sequence] if sequence.num_tokens == end else []
     for child in children_of(sequence):
         if child.awaits_parent and child.seq_slot and child.fork_len == end:
-            samplers += samplers_of(child, end)
-    return samplers
+            samples += samples_drawn_at(child, end)
+    return samples
 
 
 def attach(sequence: SampleSequence, parent: SampleSequence, *, awaits_parent: bool) -> None:

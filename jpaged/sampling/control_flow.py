@@ -1,20 +1,20 @@
-"""Two ways to compile what depends on the data: with branches and loops of unknown length, or without any.
+"""Two ways to compile what depends on the data: without branches and loops of unknown length, or with them.
 
-`DynamicControlFlow` skips what no row needs. `StaticControlFlow` computes everything for every row: it is for a device
-whose branch conditions the host has to read, a GPU. Both give the same results up to rounding. An engine chooses one
-when it is built, and the sampler and the decode loop ask it. The classes have no fields, so that two objects of one
-class are equal as static arguments of a compiled function.
+`ControlFlow` computes everything for every row: it is for a device whose branch conditions the host has to read, a GPU.
+`DynamicControlFlow` skips what no row needs. Both give the same results up to rounding. An engine chooses one when it
+is built, and the sampler and the decode loop ask it. The classes have no fields, so that two objects of one class are
+equal as static arguments of a compiled function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from .thresholds import bisect_thresholds, section_thresholds
 from .top_blocks import RowSelection
@@ -22,17 +22,21 @@ from .top_blocks import RowSelection
 T = TypeVar("T")
 
 
-class ControlFlow(Protocol):
-    """How a program treats work that only some data need."""
+@dataclass(frozen=True)
+class ControlFlow:
+    """How a program treats work that only some data need: this class always computes it.
 
-    @property
-    def searches_likely_blocks(self) -> bool:
-        """Whether thresholds are searched in a few likely blocks first, with a branch that reads whole rows."""
-        ...
+    So there is no branch, and no loop whose length depends on data. `DynamicControlFlow` has both instead.
+    """
+
+    searches_likely_blocks = False
+    """Whether thresholds are searched in a few likely blocks first, with a branch that reads whole rows."""
+    highest_thresholds = staticmethod(section_thresholds)
+    """Returns what `bisect_thresholds` does, or thresholds that keep the same weights."""
 
     def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
         """Return `compute()` if it is needed. If it is not, the result may be `default()` or `compute()`."""
-        ...
+        return compute()
 
     def for_row_batches(
         self,
@@ -45,37 +49,28 @@ class ControlFlow(Protocol):
     ) -> T:
         """Apply state = update(rows, state) to batches of rows until each needed row was in one; return the state.
 
-        Rows with near `sort_keys` share a batch. A batch may hold other rows too, and a row may be in two batches, so
-        `update` must write the same for it each time. Keys are from 0 to `num_keys` − 1.
+        Rows with near `sort_keys` share a batch; here all rows are one. A batch may hold rows that are not needed, and
+        a row may be in two batches, so `update` must write the same for it each time. Keys are from 0 to
+        `num_keys` − 1.
         """
-        ...
-
-    def highest_thresholds(
-        self,
-        weights: Float[Array, "R V"],
-        low: Int[Array, " R"],
-        is_limited: Bool[Array, " R"],
-        min_count: Int[Array, " R"],
-        min_mass: Float[Array, " R"],
-    ) -> Int[Array, " R"]:
-        """Return what `bisect_thresholds` does, or thresholds that keep the same weights."""
-        ...
+        return update(slice(None), state)
 
     def repeat_while(
         self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
     ) -> T:
         """Apply state = step(state) while `has_work(state)`, which is at most `max_steps` times; return the state.
 
-        Steps without work may run too: they must change nothing that the caller reads.
+        Here all `max_steps` steps run. Steps without work must change nothing that the caller reads.
         """
-        ...
+        return lax.fori_loop(0, max_steps, lambda _, state: step(state), state)
 
 
 @dataclass(frozen=True)
-class DynamicControlFlow:
+class DynamicControlFlow(ControlFlow):
     """Branches and loops that depend on the data: work that no row needs is skipped."""
 
     searches_likely_blocks = True
+    highest_thresholds = staticmethod(bisect_thresholds)
 
     def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
         """Return `compute()` if it is needed, else `default()`."""
@@ -109,62 +104,11 @@ class DynamicControlFlow:
 
         return lax.fori_loop(0, num_batches, update_batch, state)
 
-    def highest_thresholds(
-        self,
-        weights: Float[Array, "R V"],
-        low: Int[Array, " R"],
-        is_limited: Bool[Array, " R"],
-        min_count: Int[Array, " R"],
-        min_mass: Float[Array, " R"],
-    ) -> Int[Array, " R"]:
-        """Bisect until every limited row is decided."""
-        return bisect_thresholds(weights, low, is_limited, min_count, min_mass)
-
     def repeat_while(
         self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
     ) -> T:
-        """Stop as soon as there is no work. `has_work` must be false after `max_steps` steps."""
+        """Apply `step` until there is no work. `has_work` must be false after `max_steps` steps."""
         return lax.while_loop(has_work, step, state)
 
 
-@dataclass(frozen=True)
-class StaticControlFlow:
-    """No branch, and no loop whose length depends on data: every row is computed as if it needed everything."""
-
-    searches_likely_blocks = False
-
-    def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
-        """Return `compute()`."""
-        return compute()
-
-    def for_row_batches(
-        self,
-        is_needed: Bool[Array, " R"],
-        sort_keys: Int[Array, " R"],
-        update: Callable[[RowSelection, T], T],
-        state: T,
-        *,
-        num_keys: int,
-    ) -> T:
-        """Update all rows as one batch."""
-        return update(slice(None), state)
-
-    def highest_thresholds(
-        self,
-        weights: Float[Array, "R V"],
-        low: Int[Array, " R"],
-        is_limited: Bool[Array, " R"],
-        min_count: Int[Array, " R"],
-        min_mass: Float[Array, " R"],
-    ) -> Int[Array, " R"]:
-        """Search all rows in a fixed number of passes."""
-        return section_thresholds(weights, low, min_count, min_mass)
-
-    def repeat_while(
-        self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
-    ) -> T:
-        """Run all `max_steps` steps."""
-        return lax.fori_loop(0, max_steps, lambda _, state: step(state), state)
-
-
-DYNAMIC, STATIC = DynamicControlFlow(), StaticControlFlow()
+DYNAMIC, STATIC = DynamicControlFlow(), ControlFlow()

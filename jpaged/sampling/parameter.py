@@ -48,8 +48,8 @@ def parameter(
     default: Any,
     rule: Rule,
     flag: Flag | None = None,
-    *,
     column: Column | None = None,
+    *,
     is_rule: bool = False,
     hash: bool | None = None,
 ) -> Any:

@@ -220,17 +220,16 @@ class _Batch:
         If no selected row has rules, `use` reads the model's logits in place, without a copy.
         """
         rules, params = self.rules, self.rows.at(selection)
+        unruled = self.logits._replace(selection=selection)
         if rules is None:
-            return use(self.logits._replace(selection=selection))
+            return use(unruled)
 
         def use_ruled() -> T:
             logits_rV = self.logits.blocks[selection].reshape(len(params.top_k), -1)[:, : self.vocab_size]
             ruled_rV = apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
             return use(block_rows(ruled_rV))
 
-        return self.settings.control_flow.compute_if(
-            jnp.any(params.ruled_slot > 0), use_ruled, lambda: use(self.logits._replace(selection=selection))
-        )
+        return self.settings.control_flow.compute_if(jnp.any(params.ruled_slot > 0), use_ruled, lambda: use(unruled))
 
     def draw(self, logits: BlockRows, selection: RowSelection, is_drawn: Bool[Array, " r"]) -> _DrawnRows:
         """Return a token for each selected row: a draw after truncation, or the likeliest where none is drawn.
@@ -296,13 +295,16 @@ class _Batch:
         return weigh, truncate(logits, weigh, params.limits, is_drawn, self.settings.control_flow)
 
     def _processed(self, logits: BlockRows, selection: RowSelection) -> BlockRows:
-        """Return the logits, at temperature 1, of the distribution that is drawn from: −inf for tokens left out."""
+        """Return the logits of the distribution that the selected rows are drawn from, divided by their temperatures.
+
+        Tokens that truncation leaves out get −inf; `logits` are those after the rules.
+        """
         params = self.rows.at(selection)
         scale = _scale(logits, params)
         weigh, kept = self._truncate(logits, params, jnp.zeros_like(params.is_greedy))
 
         def heights(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
-            """Order tokens as their weights do, also where the weight e^x is 0, below x = −104: this never is."""
+            """Return 1 ÷ (1 − x) of scaled logits x ≤ 0: it ascends with x as eˣ does, but is never rounded to 0."""
             return 1.0 / (1.0 - scale(logits_rn))
 
         is_kept = weigh(logits.values) >= kept.threshold[:, None]

@@ -19,6 +19,7 @@ from ..checks import INT64, CheckedFields, Unfit, boolean, integer, is_number, n
 from ..errors import InvalidRequestError
 from .parameter import Column, Flag, arguments, biases, parameter, some_token_ids, stop_strings, token_ids, words
 
+INT32, FLOAT32, RULE = Column
 GREEDY_TEMPERATURE = 1e-5
 MAX_SAMPLES = 128
 MAX_MIN_TOKENS = 1 << 24
@@ -77,43 +78,33 @@ class SamplingParams(
     )
     """Samples of the prompt, 1 to 128; they share its pages, and each has its own draws."""
     presence_penalty: float = parameter(
-        0.0,
-        number(-2.0, 2.0),
-        Flag("X", "lower the logits of tokens that were generated already, by -2 to 2"),
-        column=Column.RULE,
+        0.0, number(-2.0, 2.0), Flag("X", "lower the logits of tokens that were generated already, by -2 to 2"), RULE
     )
     """Subtracted from the logit of each token that the output holds already."""
     frequency_penalty: float = parameter(
-        0.0, number(-2.0, 2.0), Flag("X", "the same each time that they were generated"), column=Column.RULE
+        0.0, number(-2.0, 2.0), Flag("X", "the same each time that they were generated"), RULE
     )
     """Subtracted from a token's logit once for each time that the output holds it."""
     repetition_penalty: float = parameter(
         1.0,
         number(1e-6, 1e6),  # Beyond that, a logit would leave the range of a float32.
         Flag("X", "divide the logits of tokens of prompt and output by this; 1 is off"),
-        column=Column.RULE,
+        RULE,
     )
     """Divides the logit of each token of the prompt or the output, or multiplies it where it is negative; 1 is off."""
-    temperature: float = parameter(
-        1.0, number(0.0, 2.0), Flag("X", "0 is greedy; default: the model's"), column=Column.FLOAT32
-    )
+    temperature: float = parameter(1.0, number(0.0, 2.0), Flag("X", "0 is greedy; default: the model's"), FLOAT32)
     """Divides the logits, 0 to 2; below 1e-5 the most likely token is taken (greedy)."""
     top_p: float = parameter(
         1.0,
         number(0.0, 1.0, open_min=True),
         Flag("X", "keep the most likely tokens up to this probability, in (0, 1]"),
-        column=Column.FLOAT32,
+        FLOAT32,
     )
     """Keeps the fewest most likely tokens whose probabilities sum up to this share; 1 keeps all."""
-    top_k: int = parameter(
-        0, integer(-1), Flag("N", "keep this many of the most likely tokens; 0 is off"), column=Column.INT32
-    )
+    top_k: int = parameter(0, integer(-1), Flag("N", "keep this many of the most likely tokens; 0 is off"), INT32)
     """Keeps this many of the most likely tokens; 0 and −1 keep all."""
     min_p: float = parameter(
-        0.0,
-        number(0.0, 1.0),
-        Flag("X", "keep tokens at least this likely relative to the likeliest"),
-        column=Column.FLOAT32,
+        0.0, number(0.0, 1.0), Flag("X", "keep tokens at least this likely relative to the likeliest"), FLOAT32
     )
     """Keeps tokens whose probability is at least this share of the likeliest token's; 0 keeps all."""
     seed: int | None = parameter(None, _seed, Flag("N", "fix the random draws of every request"))
@@ -136,10 +127,7 @@ class SamplingParams(
     )
     """Output tokens at most; None: to the end of the context. 16 is vLLM's default."""
     min_tokens: int = parameter(
-        0,
-        integer(0, MAX_MIN_TOKENS),
-        Flag("N", "nothing ends the output before it has so many tokens"),
-        column=Column.RULE,
+        0, integer(0, MAX_MIN_TOKENS), Flag("N", "nothing ends the output before it has so many tokens"), RULE
     )
     """Output tokens before which no end-of-sequence token, stop token id or stop string ends the output."""
     logprobs: int | None = parameter(

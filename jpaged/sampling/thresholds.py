@@ -23,6 +23,21 @@ NUM_PARTS, NUM_CUTS = 8, 10
 """Parts that a range of bits is cut into, and how often, where the number of passes is fixed: 8¹⁰ = 2³⁰ numbers."""
 
 
+class KeptMinimum(NamedTuple):
+    """What the weights that reach a row's threshold must amount to, at least."""
+
+    is_limited: Bool[Array, " R"]
+    """Whether the row's threshold is searched at all; what a search returns for other rows means nothing."""
+    count: Int[Array, " R"]
+    """Number of weights."""
+    mass: Float[Array, " R"]
+    """Sum of the weights."""
+
+    def is_met(self, count: Int[Array, " R"], mass: Float[Array, " R"]) -> Bool[Array, " R"]:
+        """Return whether `count` weights that sum up to `mass` are enough, by row."""
+        return (count >= self.count) & (mass >= self.mass)
+
+
 class _Bounds(NamedTuple):
     """The state of a bisection: the highest threshold that keeps enough lies in [low, high)."""
 
@@ -36,14 +51,8 @@ class _Bounds(NamedTuple):
     """Weights that reach the higher threshold."""
 
 
-def bisect_thresholds(
-    weights: Float[Array, "R V"],
-    low: Int[Array, " R"],
-    is_limited: Bool[Array, " R"],
-    min_count: Int[Array, " R"],
-    min_mass: Float[Array, " R"],
-) -> Int[Array, " R"]:
-    """Return by bisection the highest threshold ≥ `low` of each row that keeps `min_count` weights with sum `min_mass`.
+def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minimum: KeptMinimum) -> Int[Array, " R"]:
+    """Return by bisection the highest threshold ≥ `low` of each limited row that keeps at least `minimum`.
 
     Thresholds are the bits of float32 numbers, as int32; weights are in [0, 1]. The range is halved until at most one
     weight lies between the bounds of every limited row: further passes would not change which weights are kept. What is
@@ -52,12 +61,12 @@ def bisect_thresholds(
 
     def is_open(bounds: _Bounds) -> Bool[Array, ""]:
         has_numbers_between = bounds.high - bounds.low > 1
-        return jnp.any(is_limited & has_numbers_between & (bounds.num_low - bounds.num_high > 1))
+        return jnp.any(minimum.is_limited & has_numbers_between & (bounds.num_low - bounds.num_high > 1))
 
     def halve(bounds: _Bounds) -> _Bounds:
         middle = bounds.low + (bounds.high - bounds.low) // 2
         count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(middle, jnp.float32))
-        is_enough = (count >= min_count) & (mass >= min_mass)
+        is_enough = minimum.is_met(count, mass)
         return _Bounds(
             low=jnp.where(is_enough, middle, bounds.low),
             high=jnp.where(is_enough, bounds.high, middle),
@@ -69,16 +78,12 @@ def bisect_thresholds(
     return lax.while_loop(is_open, halve, _Bounds(low, high, num_low, jnp.zeros_like(low))).low
 
 
-def section_thresholds(
-    weights: Float[Array, "R V"],
-    low: Int[Array, " R"],
-    min_count: Int[Array, " R"],
-    min_mass: Float[Array, " R"],
-) -> Int[Array, " R"]:
-    """Return what `bisect_thresholds` returns, or a threshold that keeps the same weights, in NUM_CUTS passes.
+def section_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minimum: KeptMinimum) -> Int[Array, " R"]:
+    """Return what `bisect_thresholds` returns, or thresholds that keep the same weights, in NUM_CUTS passes.
 
     A section search: each pass cuts the range of bits [low, high) into NUM_PARTS parts, with a threshold at each inner
-    edge, and goes on in the part that holds the answer. The last range holds one number.
+    edge, and goes on in the part that holds the answer. The last range holds one number. Rows that are not limited are
+    searched like the others.
     """
     num_edges = NUM_PARTS - 1
 
@@ -87,7 +92,7 @@ def section_thresholds(
         part_size = (high - low + NUM_PARTS - 1) // NUM_PARTS
         edges = low[:, None] + part_size[:, None] * jnp.arange(1, num_edges + 1)[None]
         counts, masses = kept_counts_and_masses(weights, lax.bitcast_convert_type(edges, jnp.float32))
-        is_enough = (edges < high[:, None]) & (counts >= min_count[:, None]) & (masses >= min_mass[:, None])
+        is_enough = (edges < high[:, None]) & (counts >= minimum.count[:, None]) & (masses >= minimum.mass[:, None])
         # Rounding may let a sum rise where it should not: the first edge that keeps too little ends the range.
         low += part_size * jnp.sum(jnp.cumprod(is_enough.astype(jnp.int32), axis=1), axis=1)
         return low, jnp.minimum(low + part_size, high)
@@ -116,12 +121,13 @@ def kept_count_and_mass(
     """
     is_kept = weights >= threshold[..., None]
     operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
-    count, mass = lax.reduce(
-        operands,
-        (jnp.int32(0), jnp.float32(0)),
-        lambda left, right: (left[0] + right[0], left[1] + right[1]),
-        (weights.ndim - 1,),
-    )
+    return sum_pairs(*operands, axis=weights.ndim - 1)
+
+
+def sum_pairs(counts: Int[Array, "*rows n"], masses: Float[Array, "*rows n"], *, axis: int) -> tuple[Array, Array]:
+    """Return the sums of `counts` and of `masses` along one axis, in a single reduction."""
+    zeros = jnp.int32(0), jnp.float32(0)
+    count, mass = lax.reduce((counts, masses), zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis,))
     return count, mass
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from .control_flow import ControlFlow
+from .thresholds import sum_pairs
 from .top_blocks import BLOCK, BlockRows
 
 
@@ -111,10 +111,6 @@ def _ranks_and_log_totals(
     blocks, and one over the blocks' results: a CPU would take longer for the ranks than for the exponentials, and a
     single running sum over a vocabulary would be off by 1e-6.
     """
-    operands = (
-        (blocks > token_logit[:, :, None]).astype(jnp.int32),
-        jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]),
-    )
-    zeros = jnp.int32(0), jnp.float32(0)
-    num_larger, totals = lax.reduce(operands, zeros, lambda left, right: (left[0] + right[0], left[1] + right[1]), (2,))
+    is_larger = (blocks > token_logit[:, :, None]).astype(jnp.int32)
+    num_larger, totals = sum_pairs(is_larger, jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]), axis=2)
     return 1 + jnp.sum(num_larger, axis=1, dtype=jnp.int32), jnp.log(jnp.sum(totals, axis=1, keepdims=True))

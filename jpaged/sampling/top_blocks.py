@@ -111,10 +111,5 @@ def block_rows(values_RV: Float[Array, "R V"]) -> BlockRows:
     """Cut rows into blocks, and find the blocks' maxima and NaNs in one reduction."""
     blocks = in_blocks(values_RV)
     operands, initial_values = (blocks, blocks != blocks), (jnp.float32(-jnp.inf), jnp.bool_(False))
-    maxima, has_nan = lax.reduce(
-        operands,
-        initial_values,
-        lambda left, right: (jnp.maximum(left[0], right[0]), left[1] | right[1]),
-        (2,),
-    )
+    maxima, has_nan = lax.reduce(operands, initial_values, lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]), (2,))
     return BlockRows(blocks, maxima, has_nan)

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from .control_flow import DYNAMIC, ControlFlow
-from .thresholds import block_masses, kept_count_and_mass, kept_mass
+from .thresholds import KeptMinimum, block_masses, kept_count_and_mass, kept_mass
 from .top_blocks import BLOCK, BlockRows
 
 NUM_LIKELY_BLOCKS = 64
@@ -66,10 +66,10 @@ def truncate(
 
     def limited() -> KeptTokens:
         search = _threshold_search(logits, weigh, control_flow)
-        threshold = search.raise_threshold(limits.min_p, has_top_k, limits.top_k, no_mass)
+        threshold = search.raise_threshold(limits.min_p, KeptMinimum(has_top_k, limits.top_k, no_mass))
         mass = search.kept_mass(threshold, has_top_p)
-        no_count = jnp.zeros_like(limits.top_k)
-        threshold = search.raise_threshold(threshold, has_top_p, no_count, limits.top_p * mass)
+        min_share = KeptMinimum(has_top_p, jnp.zeros_like(limits.top_k), limits.top_p * mass)
+        threshold = search.raise_threshold(threshold, min_share)
         return KeptTokens(threshold, search.block_sums(threshold, is_drawn))
 
     def unlimited() -> KeptTokens:
@@ -84,7 +84,7 @@ def is_in_top_k(
     """Return which tokens have a height among the top k of the selected rows; no height is above 1."""
     no_mass = jnp.zeros(len(top_k), jnp.float32)
     search = _threshold_search(logits, heights, control_flow)
-    threshold = search.raise_threshold(no_mass, _has_top_k(logits, top_k), top_k, no_mass)
+    threshold = search.raise_threshold(no_mass, KeptMinimum(_has_top_k(logits, top_k), top_k, no_mass))
     return heights(logits.values) >= threshold[:, None]
 
 
@@ -106,20 +106,13 @@ class _WholeRowSearch:
     def __init__(self, logits: BlockRows, weigh: RowFunction, control_flow: ControlFlow) -> None:
         self.logits, self.weigh, self.control_flow = logits, weigh, control_flow
 
-    def raise_threshold(
-        self,
-        threshold: Float[Array, " r"],
-        is_limited: Bool[Array, " r"],
-        min_count: Int[Array, " r"],
-        min_mass: Float[Array, " r"],
-    ) -> Float[Array, " r"]:
-        """Return each row's highest threshold that still keeps `min_count` tokens whose weights sum up to `min_mass`.
+    def raise_threshold(self, threshold: Float[Array, " r"], minimum: KeptMinimum) -> Float[Array, " r"]:
+        """Return each row's highest threshold, at least the given one, whose tokens still amount to `minimum`.
 
-        It is at least the given `threshold`. Rows without `is_limited` keep the threshold that they have.
+        Rows that are not limited keep the threshold that they have.
         """
-        threshold_bits = lax.bitcast_convert_type(threshold, jnp.int32)
-        raised_bits = self._raise_bits(threshold_bits, is_limited, min_count, min_mass)
-        return jnp.where(is_limited, lax.bitcast_convert_type(raised_bits, jnp.float32), threshold)
+        raised_bits = self._raise_bits(lax.bitcast_convert_type(threshold, jnp.int32), minimum)
+        return jnp.where(minimum.is_limited, lax.bitcast_convert_type(raised_bits, jnp.float32), threshold)
 
     def kept_mass(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, " r"]:
         """Return the sum of each row's weights that reach its threshold; anything in rows without `is_needed`."""
@@ -129,14 +122,8 @@ class _WholeRowSearch:
         """Return the sums of each block's weights that reach the threshold; anything in rows without `is_needed`."""
         return block_masses(self._weights(), threshold)
 
-    def _raise_bits(
-        self,
-        threshold_bits: Int[Array, " r"],
-        is_limited: Bool[Array, " r"],
-        min_count: Int[Array, " r"],
-        min_mass: Float[Array, " r"],
-    ) -> Int[Array, " r"]:
-        return self.control_flow.highest_thresholds(self._weights(), threshold_bits, is_limited, min_count, min_mass)
+    def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
+        return self.control_flow.highest_thresholds(self._weights(), threshold_bits, minimum)
 
     def _weights(self) -> Float[Array, "r bB"]:
         """Return the weights of whole rows."""
@@ -160,23 +147,19 @@ class _LikelyFirstSearch(_WholeRowSearch):
         """Weights of the tokens in likely blocks, [r, t × B]."""
         self.likely_block_ids = top.block_ids
 
-    def _raise_bits(
-        self,
-        threshold_bits: Int[Array, " r"],
-        is_limited: Bool[Array, " r"],
-        min_count: Int[Array, " r"],
-        min_mass: Float[Array, " r"],
-    ) -> Int[Array, " r"]:
+    def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
         """Search likely blocks from `complete_from` on where their tokens suffice, and whole rows elsewhere."""
-        search, weights = self.control_flow.highest_thresholds, self.likely_weights
-        count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(self.complete_from, jnp.float32))
-        suffices = (count >= min_count) & (mass >= min_mass)
+        search, (is_limited, *_) = self.control_flow.highest_thresholds, minimum
+        complete_from = lax.bitcast_convert_type(self.complete_from, jnp.float32)
+        suffices = minimum.is_met(*kept_count_and_mass(self.likely_weights, complete_from))
         low = jnp.maximum(threshold_bits, self.complete_from)
+        likely_minimum = minimum._replace(is_limited=is_limited & suffices)
+        raised_bits = search(self.likely_weights, low, likely_minimum)
         return self._where_likely_suffice(
             suffices,
             is_limited,
-            search(weights, low, is_limited & suffices, min_count, min_mass),
-            lambda row_weights: search(row_weights, threshold_bits, is_limited & ~suffices, min_count, min_mass),
+            raised_bits,
+            lambda weights: search(weights, threshold_bits, minimum._replace(is_limited=is_limited & ~suffices)),
         )
 
     def kept_mass(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, " r"]:

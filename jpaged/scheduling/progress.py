@@ -31,8 +31,8 @@ def count_step(work: SchedulerOutput) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         sequence.num_computed, sequence.last_chunk_step = end, work.step
         if sequence.request.beams is None:  # The next token of a beam is chosen by the host.
-            for sampler in chunk.samplers:
-                sampler.is_last_token_on_device, sampler.num_tokens = True, end + 1
+            for sample in chunk.samples:
+                sample.is_last_token_on_device, sample.num_tokens = True, end + 1
 
 
 def set_num_tokens(sequence: SampleSequence, num_tokens: int) -> None:

@@ -193,7 +193,7 @@ class Scheduler(Lifecycle):
             return
         if end <= start or not self._make_room(sequence, end):
             return
-        chunk = Chunk(sequence, start, end - start, tuple(sample_tree.samplers_of(sequence, end)))
+        chunk = Chunk(sequence, start, end - start, tuple(sample_tree.samples_drawn_at(sequence, end)))
         self._work.chunks.append(chunk)
         room.token_budget -= chunk.num_tokens
         room.score_budget -= len(chunk.scored)
@@ -334,7 +334,7 @@ class Scheduler(Lifecycle):
         for chunk in work.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
             self.counts["prefill_chunks"] += end < sequence.num_tokens
-            for sampler in chunk.samplers:
-                if sampler is not sequence:
-                    self.share(sequence, sampler, end)
+            for sample in chunk.samples:
+                if sample is not sequence:
+                    self.share(sequence, sample, end)
         progress.count_step(work)

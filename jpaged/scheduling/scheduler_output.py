@@ -18,7 +18,7 @@ class Chunk:
     sequence: SampleSequence
     start: int
     num_tokens: int
-    samplers: tuple[SampleSequence, ...]
+    samples: tuple[SampleSequence, ...]
     """The sequences that draw their next token from the chunk's last position: none if the sequence has more tokens,
     mostly the sequence itself, and those samples of the same prompt that share all of its tokens."""
 
@@ -34,7 +34,7 @@ class Chunk:
         """Yield the same work in chunks of one token."""
         last = self.start + self.num_tokens - 1
         for position in range(self.start, last + 1):
-            yield Chunk(self.sequence, position, 1, self.samplers if position == last else ())
+            yield Chunk(self.sequence, position, 1, self.samples if position == last else ())
 
 
 def scored_end(sequence: SampleSequence, start: int, num_scored: int) -> int:

@@ -173,7 +173,7 @@ def build_engine(
             else:
                 weights = load_weights(programs.weights, handle.decoder, handle.checkpoint, progress=report)
         load_s = time.monotonic() - start
-        runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
+        runner = Runner(weights=weights, compile_plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
             plan.wait()
         preemption = _preemption(config, sizes, builder, runner)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import jax
@@ -47,6 +47,9 @@ SET_RULES_KEY = ("set_rules",)
 COPY_KEY = ("copy",)
 SWAP_OUT_KEY = ("swap_out",)
 SWAP_IN_KEY = ("swap_in",)
+TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
+"""Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
+tiles of 8 rows to tiles of 16."""
 
 
 def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
@@ -61,17 +64,13 @@ def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False
     return _forward_key(bucket, takes_decodes_only)
 
 
-TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
-"""Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
-tiles of 8 rows to tiles of 16."""
-
-
 def layout_key(layout: StepLayout) -> Key:
     """Return the key of the forward program for steps of this layout."""
     return _forward_key(layout.num_tokens, layout.decodes_only)
 
 
 def _forward_key(num_tokens: int, decodes_only: bool) -> tuple[str, int]:
+    """Return the key of the forward program of a token bucket, which takes rows of one token only if `decodes_only`."""
     return ("forward_decodes" if decodes_only else "forward", num_tokens)
 
 
@@ -119,21 +118,19 @@ class Programs:
         options = options or ProgramOptions()
         self.weights = weights
         """Shapes of the weights with their placement."""
-        self._num_changes, self._rules_spec = builder.num_changes, builder.rules_spec
-        self._buckets = buckets = builder.buckets
-        self._layouts = builder.layouts
-        self._num_slots = num_slots = builder.tables.shape[1]
+        self._builder, self._buckets = builder, builder.buckets
+        self._num_slots, buckets = builder.tables.shape[1], builder.buckets
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
-        self._whole = replicated(mesh)
+        self._replicated = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
             page_tables=self._shape(builder.tables.shape, jnp.int32),
-            last_tokens=self._shape((num_slots,), jnp.int32),
+            last_tokens=self._shape((self._num_slots,), jnp.int32),
             hidden=self._shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
         )
         """Shapes of the device state with their placement."""
-        self._rules = rule_shapes(builder.rules_spec, num_slots, self._whole)
+        self._rules = rule_shapes(builder.rules_spec, self._num_slots, self._replicated)
         self.lower: dict[Key, Lower] = {
             TABLES_KEY: self._lower_tables,
             ALLOCATE_KEY: self._lower_allocate,
@@ -152,7 +149,7 @@ class Programs:
 
     def _shape(self, dims: tuple[int, ...], dtype: Any) -> Any:
         """Return the abstract shape of an array of which every device has a whole copy."""
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._whole)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
     def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
         """Lower the forward program for steps of one layout."""
@@ -171,10 +168,9 @@ class Programs:
         """
         mode = self._buckets.modes[0]
         yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
-        decode: Any = next((key for key in self.lower if isinstance(key, tuple) and key[0] == "decode"), None)
-        if decode is not None:
-            _, size, mode = decode
-            yield "decode", *self._decode_program(self._layouts[size, True], mode)
+        decode_keys = (key for key in self.lower if isinstance(key, tuple) and key[0] == "decode")
+        for _, size, mode in islice(decode_keys, 1):
+            yield "decode", *self._decode_program(self._builder.layouts[size, True], mode)
 
     def _decode_program(self, layout: StepLayout, mode: SampleMode) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the decode program of one mode for steps of one layout, and the shapes of its arguments."""
@@ -219,16 +215,19 @@ class Programs:
         return jax.jit(run, donate_argnums=1).lower(*arguments)
 
     def _lower_tables(self) -> jax.stages.Lowered:
-        changes = self._shape((len(CHANGE_FIELDS), self._num_changes), jnp.int32)
+        """Lower the program that applies a padded batch of page-table changes."""
+        changes = self._shape((len(CHANGE_FIELDS), self._builder.num_changes), jnp.int32)
         return jax.jit(update_tables, donate_argnums=0).lower(self.state.page_tables, changes)
 
     def _lower_allocate(self) -> jax.stages.Lowered:
+        """Lower the program that makes a new device state, and logit rules that change nothing."""
         placement = jax.tree.map(lambda leaf: leaf.sharding, (self.state, self._rules))
-        rules = partial(new_rules, self._rules_spec, self._num_slots)
+        rules = partial(new_rules, self._builder.rules_spec, self._num_slots)
         return jax.jit(lambda: (new_state(self.state), rules()), out_shardings=placement).lower()
 
     def _lower_set_rules(self) -> jax.stages.Lowered:
-        row, slot = self._shape((self._rules_spec.width,), jnp.int32), self._shape((), jnp.int32)
+        """Lower the program that writes the packed rules of one state slot."""
+        row, slot = self._shape((self._builder.rules_spec.width,), jnp.int32), self._shape((), jnp.int32)
         return jax.jit(set_rules, donate_argnums=0).lower(self._rules, row, slot)
 
 

@@ -30,23 +30,15 @@ from ..sampling.sampler import SampledRows
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated
-from .compile_plan import CompilePlan
-from .programs import (
-    ALLOCATE_KEY,
-    COPY_KEY,
-    SET_RULES_KEY,
-    SWAP_IN_KEY,
-    SWAP_OUT_KEY,
-    TABLES_KEY,
-    layout_key,
-    sample_key,
-)
+from . import programs
+from .compile_plan import CompilePlan, Key
+from .programs import layout_key, sample_key
 from .step import DeviceState
 from .step_records import StepInputs
 from .weight_store import WeightStore
 
-MAX_STAGED = 4
-"""Most swap batches under way at once; bounds the device memory that pages take on their way."""
+MAX_SWAPS_UNDER_WAY = 4
+"""Batches of swapped pages that are being copied at the same time: each takes device memory for its pages."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +73,27 @@ class StepOutputs:
 class Runner:
     """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
-    def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
+    def __init__(self, *, weights: Weights, compile_plan: CompilePlan, buckets: Buckets, mesh: Mesh):
         self.store = WeightStore(weights)
         self.state: DeviceState
         self.rules: LogitRulesState
-        self.state, self.rules = plan.get(ALLOCATE_KEY)()
+        self.compile_plan = compile_plan
+        self.state, self.rules = self._run(programs.ALLOCATE_KEY)
         self.has_state = True
         """Whether there is a device state, so that steps can run."""
-        self.plan = plan
         self.buckets = buckets
         cache = self.state.cache
         self.page_bytes = cache.layout.page_bytes
         """Bytes of one page in all layers together."""
         self.swap_bytes = 0
         """Bytes moved to and from the host so far."""
-        self._whole = replicated(mesh) if mesh.size > 1 else None
-        self._on_device = tuple(array.sharding for array in cache.pages)
-        self._on_host = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._on_device)
+        self._replicated = replicated(mesh) if mesh.size > 1 else None
+        self._device_shardings = tuple(array.sharding for array in cache.pages)
+        self._host_shardings = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._device_shardings)
         # Host page → its arrays. Memory is pinned when a page is first written. Writing a page again makes new arrays;
         # transfers that still read the old ones keep them alive, so that no transfer has to wait for another.
         self._host_pages: dict[int, Page] = {}
-        self._staged: deque[Any] = deque()
+        self._swaps_under_way: deque[Any] = deque()
         """Arrays of the swap batches that may still be under way, oldest first."""
 
     @property
@@ -112,14 +104,15 @@ class Runner:
     def dispatch(self, step: StepInputs) -> StepOutputs:
         """Start a step: its page moves in order, its page-table changes and logit rules, then its rows.
 
-        Returns before the device is done, unless more than MAX_STAGED batches of pages would be under way.
+        Returns before the device is done, unless more than MAX_SWAPS_UNDER_WAY batches of pages would be under way.
         """
         self._move(step.moves)
         for changes in step.table_updates:
-            tables = self.plan.get(TABLES_KEY)(self.state.page_tables, self._put(changes))
+            tables = self._run(programs.TABLES_KEY, self.state.page_tables, self._put(changes))
             self.state = replace(self.state, page_tables=tables)
         for slot, row in step.rules.items():
-            self.rules = self.plan.get(SET_RULES_KEY)(self.rules, self._put(row), self._put(np.array(slot, np.int32)))
+            slot_array = self._put(np.array(slot, np.int32))
+            self.rules = self._run(programs.SET_RULES_KEY, self.rules, self._put(row), slot_array)
         if step.layout is None:
             return StepOutputs(None)
         if step.decode_lens:
@@ -152,21 +145,25 @@ class Runner:
     def reset(self) -> None:
         """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
         self.drop_state()
-        self.state, self.rules = self.plan.get(ALLOCATE_KEY)()
+        self.state, self.rules = self._run(programs.ALLOCATE_KEY)
         self.has_state = True
 
     def close(self) -> None:
         """Free the pages on the device and the host, the rest of the device state, and the weights."""
-        self.plan.close()
+        self.compile_plan.close()
         self.drop_state()
         self.store.drop()
 
-    def _forward(self, step: StepInputs) -> Any:
-        """Start the forward program of a step and return the columns of its samplers."""
+    def _run(self, key: Key, *arguments: Any) -> Any:
+        """Start the executable of `key` once it is compiled; return its results, which may not be computed yet."""
+        return self.compile_plan.get(key)(*arguments)
+
+    def _forward(self, step: StepInputs) -> jax.Array:
+        """Start the forward program of a step; return the SAMPLE_FIELDS of the rows to sample, [fields, S]."""
         assert step.layout is not None
         assert step.packed is not None
-        run = self.plan.get(layout_key(step.layout))
-        self.state, columns = run(self.store.leaves, self.state, self._put(step.packed))
+        packed = self._put(step.packed)
+        self.state, columns = self._run(layout_key(step.layout), self.store.leaves, self.state, packed)
         return columns
 
     def _decode(self, step: StepInputs) -> SampledRows:
@@ -174,9 +171,9 @@ class Runner:
         assert step.layout is not None
         assert step.packed is not None
         mode = self.buckets.decode_mode_for(step.mode)
-        run = self.plan.get(("decode", step.layout.num_tokens, mode))
+        key = "decode", step.layout.num_tokens, mode
         state = self.state, self.rules if mode is SampleMode.FULL else None
-        (self.state, rules), sampled = run(self.store.leaves, state, self._put(step.packed))
+        (self.state, rules), sampled = self._run(key, self.store.leaves, state, self._put(step.packed))
         self.rules = rules or self.rules
         return sampled
 
@@ -191,9 +188,9 @@ class Runner:
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         """Start the sampler for the hidden states of the last forward program."""
         mode = self.buckets.mode_for(mode)
-        run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
+        key = sample_key(self.buckets, num_rows, mode)
         state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
-        (last_tokens, rules), sampled = run_sample(self.store.logits_leaves, state, self.state.hidden, columns)
+        (last_tokens, rules), sampled = self._run(key, self.store.logits_leaves, state, self.state.hidden, columns)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules
         return sampled
@@ -211,7 +208,7 @@ class Runner:
             match kind:
                 case MoveKind.COPY:
                     lists = self._page_list(sources), self._page_list(destinations)
-                    self._replace_pages(self.plan.get(COPY_KEY)(self._pages, *lists))
+                    self._replace_pages(self._run(programs.COPY_KEY, self._pages, *lists))
                 case MoveKind.SWAP_OUT:
                     self._host_pages.update(zip(destinations, self._swap_out(sources), strict=True))
                 case MoveKind.SWAP_IN:
@@ -224,26 +221,26 @@ class Runner:
         during the transfer.
         """
         self._wait_for_room()
-        staged = self.plan.get(SWAP_OUT_KEY)(self._pages, self._page_list(sources))
-        pages = jax.device_put(list(staged[: len(sources)]), [self._on_host] * len(sources))
-        self._staged.append(pages)
+        staged = self._run(programs.SWAP_OUT_KEY, self._pages, self._page_list(sources))
+        pages = jax.device_put(list(staged[: len(sources)]), [self._host_shardings] * len(sources))
+        self._swaps_under_way.append(pages)
         return pages
 
     def _swap_in(self, pages: list[Page], destinations: list[int]) -> None:
-        """Start copying host pages into the cache."""
+        """Start copying host pages into the cache, to these pages of the device pool."""
         self._wait_for_room()
-        staged = jax.device_put(pages, [self._on_device] * len(pages))
+        staged = jax.device_put(pages, [self._device_shardings] * len(pages))
         staged += staged[-1:] * (MAX_MOVES - len(staged))  # Padding, which goes to the null page.
-        run = self.plan.get(SWAP_IN_KEY)
-        cache_pages, completion = run(self._pages, tuple(staged), self._page_list(destinations))
+        page_list = self._page_list(destinations)
+        cache_pages, completion = self._run(programs.SWAP_IN_KEY, self._pages, tuple(staged), page_list)
         self._replace_pages(cache_pages)
         # The program's second result is ready once the staged pages have been read.
-        self._staged.append(completion)
+        self._swaps_under_way.append(completion)
 
     def _wait_for_room(self) -> None:
-        """Wait for the oldest swap batch if MAX_STAGED batches are under way."""
-        if len(self._staged) == MAX_STAGED:
-            jax.block_until_ready(self._staged.popleft())
+        """Wait for the oldest swap batch if MAX_SWAPS_UNDER_WAY batches are under way."""
+        if len(self._swaps_under_way) == MAX_SWAPS_UNDER_WAY:
+            jax.block_until_ready(self._swaps_under_way.popleft())
 
     def _page_list(self, pages: list[int]) -> np.ndarray | jax.Array:
         """Return MAX_MOVES page numbers for a move program, padded by the null page."""
@@ -255,7 +252,7 @@ class Runner:
         On a mesh it is copied to every device. A single device gets it as it is: the call itself transfers a numpy
         array faster than `device_put` does.
         """
-        return array if self._whole is None else jax.device_put(array, self._whole)
+        return array if self._replicated is None else jax.device_put(array, self._replicated)
 
     @property
     def _pages(self) -> tuple[jax.Array, ...]:
@@ -268,7 +265,7 @@ class Runner:
     def drop_state(self) -> None:
         """Free everything but the weights; `reset` makes it anew. Further calls do nothing."""
         self.has_state = False
-        self._staged.clear()
+        self._swaps_under_way.clear()
         self._host_pages.clear()
         _delete((self.state, self.rules))
 

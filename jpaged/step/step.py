@@ -86,8 +86,8 @@ def new_state(shapes: DeviceState) -> DeviceState:
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:
     """Set the changed page-table entries. Padding sets entry 0 of state slot 0 to the null page, which it is."""
-    group, slot, index, page = changes
-    return tables.at[group, slot, index].set(page)
+    table_group, slot, table_index, page = changes
+    return tables.at[table_group, slot, table_index].set(page)
 
 
 def forward(
@@ -133,8 +133,11 @@ def trial(
 
 
 def _merged(graph: nnx.GraphDef[Any], weights: nnx.State) -> Model:
-    """Return the model, with variables that belong to JAX's present trace."""
-    # Flattening and unflattening makes new variables; `nnx.merge` alone would take those of the state as they are.
+    """Return the model with new variables, which belong to the trace that JAX is in.
+
+    Mapping the identity over the state makes them; `nnx.merge` alone would use the state's variables, which another
+    trace may have made.
+    """
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf, weights))
 
 
@@ -347,7 +350,7 @@ class _DecodeLoop:
         last_tokens = carry.last_tokens.at[jnp.where(is_live, self.slot_of_sample, 0)].set(drawn.token_ids)
         num_done = carry.num_done + 1
         is_live &= self._stays_live(drawn.token_ids, num_done)
-        is_moving = self._rows_of(is_live)
+        is_moving = self._rows_with_samples(is_live)
         return _DecodeCarry(
             cache=cache,
             rules=rules,
@@ -378,14 +381,15 @@ class _DecodeLoop:
     def _sample(
         self, logits_RV: Float[Array, "R V"], params: SamplingRows, rules: LogitRulesState | None
     ) -> SampledRows:
+        """Draw a token for each sample from the logits of its row."""
         return sample_logits(logits_RV, params, self.sampling.mode, self.sampling.settings, rules)
 
     def _stays_live(self, token_ids: Int[Array, " R"], num_done: Int[Array, ""]) -> Bool[Array, " R"]:
-        """Return which samples draw another token, after `num_done` iterations and a last token."""
+        """Return which samples draw another token, once `num_done` iterations are done and have drawn `token_ids`."""
         return (num_done < self.num_tokens) & (token_ids[None] != self.stop_ids).all(axis=0)
 
-    def _rows_of(self, is_live: Bool[Array, " R"]) -> Bool[Array, " R"]:
-        """Return which rows have a live sample."""
+    def _rows_with_samples(self, is_live: Bool[Array, " R"]) -> Bool[Array, " R"]:
+        """Return which rows have a live sample, given which samples are live."""
         num_padded_rows = len(self.slot_of_row)
         has_live_sample = jnp.zeros(num_padded_rows, bool)
         # A sample that is not live gets an index behind all rows, which the scatter drops.

@@ -88,11 +88,11 @@ class _Packed(NamedTuple):
     """A step, and its rows before they were packed."""
 
     inputs: StepInputs
-    rows: StepRows
+    step_rows: StepRows
     vectors: _RowVectors
 
 
-_View = dict[str, np.ndarray]  # Section of a step's buffer → its part of the buffer.
+_View = dict[str, np.ndarray]  # Name of a section (`StepLayout.sections`) → its part of a step's buffer.
 
 
 class StepInputBuilder:
@@ -111,21 +111,19 @@ class StepInputBuilder:
         windows: tuple[int | None, ...] = (None,),
     ):
         """`windows` has an entry for each page-table group: None, full attention, comes first."""
-        num_groups, self.num_full_groups = len(windows), windows.count(None)
-        assert None not in windows[self.num_full_groups :], "groups of full attention come first"
+        self.num_table_groups, self.num_full_attention_groups = len(windows), windows.count(None)
+        assert None not in windows[self.num_full_attention_groups :], "page-table groups of full attention come first"
         self.sizes = sizes
         self.buckets = buckets
         self.backend = backend
         self.rules_spec = rules_spec
         decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
         layout_keys = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
-        self.layouts = {
-            (size, decodes_only): self._layout(size, num_groups, decodes_only) for size, decodes_only in layout_keys
-        }
+        self.layouts = {key: self._layout(*key) for key in layout_keys}
         """(token bucket, whether every row of the step has one token) → layout of the step's buffer."""
         self.num_changes = max(layout.num_changes for layout in self.layouts.values())
         num_slots = sizes.max_num_seqs + 1
-        self.tables = np.zeros((num_groups, num_slots, sizes.max_pages), np.int32)
+        self.tables = np.zeros((self.num_table_groups, num_slots, sizes.max_pages), np.int32)
         """The device's page tables as they are once every step built so far has run. Entries that a window has passed,
         and those behind a sequence's last page, are left from earlier."""
         self.next_positions = np.zeros(num_slots, np.intp)
@@ -141,9 +139,9 @@ class StepInputBuilder:
         """Pack the scheduler's work into one step; return what the device computes, and whose results these are.
 
         Rows with one token come first, longest context first, so that a backend can process rows of similar length
-        together. Sampled rows keep the order of the work: decodes, then the samplers of each chunk. In deterministic
-        engines each token of a chunk is a row of its own, so that it is rounded as if it were decoded, wherever its
-        prompt was cut into chunks.
+        together. Sampled rows keep the order of the work: decodes, then the samples drawn from each chunk. In
+        deterministic engines each token of a chunk is a row of its own, so that it is rounded as if it were decoded,
+        wherever its prompt was cut into chunks.
         """
         rules: dict[int, np.ndarray] = {}
         for sequence in work.new_in_slots:
@@ -154,14 +152,14 @@ class StepInputBuilder:
             self._last_decode = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
-            return StepInputs(work.moves, self._split_changes(changes), rules), NO_ROWS
+            return StepInputs(work.moves, _padded_batches(changes, self.num_changes), rules), NO_ROWS
         is_plain_decode = not (work.chunks or work.decode_lens)
-        if is_plain_decode and self._last_decode is not None and self._last_decode.rows.samples == work.decodes:
+        if is_plain_decode and self._last_decode is not None and self._last_decode.step_rows.samples == work.decodes:
             packed = self._next_decode(self._last_decode, changes, work.moves)
         else:
             packed = self._pack(work, changes, rules)
         self._last_decode = packed if is_plain_decode else None
-        return packed.inputs, packed.rows
+        return packed.inputs, packed.step_rows
 
     def null_prefill(self, num_tokens: int) -> tuple[StepInputs, int]:
         """Build a prefill that fills this token bucket, for measuring; return it and its number of tokens.
@@ -175,9 +173,8 @@ class StepInputBuilder:
         layout = self.layouts[num_tokens, row_len == 1 and self.buckets.has_decodes_apart(num_tokens)]
         num_rows = min(num_tokens // row_len, layout.num_rows)
         zeros = np.zeros(num_rows, np.intp)
-        rows = _RowVectors(
-            zeros, zeros, np.full(num_rows, row_len), np.arange(num_rows), num_rows if row_len == 1 else 0
-        )
+        query_lens, num_decode_rows = np.full(num_rows, row_len), num_rows if row_len == 1 else 0
+        rows = _RowVectors(zeros, zeros, query_lens, np.arange(num_rows), num_decode_rows)
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
         self._fill_rows(view, rows, layout)
@@ -185,7 +182,7 @@ class StepInputBuilder:
         return StepInputs([], (), {}, packed, layout), rows.num_tokens
 
     def _pack(self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]) -> _Packed:
-        """Pack a step with rows."""
+        """Pack a step with rows into a new buffer; `changes` and `rules` are those that the step makes first."""
         if self.sizes.is_deterministic:
             work = replace(work, chunks=[one for chunk in work.chunks for one in chunk.tokens()])
         rows = self._rows(work)
@@ -231,7 +228,7 @@ class StepInputBuilder:
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
         inputs = StepInputs(moves, updates, {}, packed, layout, num_samples=last.num_samples, mode=last.mode)
-        return _Packed(inputs, previous.rows, rows)
+        return _Packed(inputs, previous.step_rows, rows)
 
     def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:
         """Return the key in `layouts` of a step with these rows."""
@@ -240,22 +237,22 @@ class StepInputBuilder:
             return num_tokens, True
         return num_tokens, rows.num_tokens == rows.num_decode_rows and self.buckets.has_decodes_apart(num_tokens)
 
-    def _layout(self, num_tokens: int, num_groups: int, decodes_only: bool) -> StepLayout:
-        """Return the layout of the buffer for this token bucket."""
+    def _layout(self, num_tokens: int, decodes_only: bool) -> StepLayout:
+        """Return the layout of the buffer for this token bucket, and for rows of one token only if `decodes_only`."""
         num_rows = self.buckets.rows_for(num_tokens)
         return StepLayout(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=self.buckets.max_samples,
-            num_groups=num_groups,
+            num_table_groups=self.num_table_groups,
             # Each row may end one page and begin another. Prefix-cache hits, forks and swaps can cause more changes.
-            num_changes=num_groups * (2 * num_rows + num_tokens // self.sizes.block_size),
+            num_changes=self.num_table_groups * (2 * num_rows + num_tokens // self.sizes.block_size),
             plan_len=self.backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only),
             decodes_only=decodes_only,
         )
 
     def _assign_slot(self, sequence: SampleSequence) -> None:
-        """Remember what every step of a sequence needs that has just got its state slot."""
+        """Record the numbers of a sequence that stay the same for as long as it has its state slot."""
         slot, request = sequence.seq_slot, sequence.request
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
@@ -283,20 +280,16 @@ class StepInputBuilder:
     def _change_tables(self, changes: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
         """Apply the changes to the host's page tables; return them as the device gets them, int32 [4, N]."""
         columns = np.array(changes, np.int32).reshape(-1, len(CHANGE_FIELDS)).T
-        group, slot, index, page = columns
-        self.tables[group, slot, index] = page
+        table_group, slot, table_index, page = columns
+        self.tables[table_group, slot, table_index] = page
         return columns
 
-    def _split_changes(self, changes: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Cut the changes into padded batches of the one size that the table-update program takes."""
-        batch_size = self.num_changes
-        batches = [changes[:, start : start + batch_size] for start in range(0, changes.shape[1], batch_size)]
-        return tuple(np.pad(batch, ((0, 0), (0, batch_size - batch.shape[1]))) for batch in batches)
-
     def _rows(self, work: SchedulerOutput) -> _RowVectors:
-        """Order the rows: those of one token first, then chunks, each kind by descending position.
+        """Order the step's rows: those of one token first, then longer chunks, both by descending first position.
 
-        A chunk of one token runs as a decode row; unlike that of a decode, its token is known to the host.
+        A chunk of one token runs as a decode row; unlike that of a decode, its token is known to the host. With
+        decodes at positions 3 and 9 and a chunk of 5 tokens, the decodes become rows 1 and 0 and the chunk row 2:
+        `row_of_work` is [1, 0, 2].
         """
         sequences = work.decodes + [chunk.sequence for chunk in work.chunks]
         slots = np.array([sequence.seq_slot for sequence in sequences], np.intp)
@@ -314,7 +307,7 @@ class StepInputBuilder:
     def _fill_changes(self, view: _View, changes: np.ndarray, layout: StepLayout) -> tuple[np.ndarray, ...]:
         """Write the page-table changes into the buffer; if they are too many, return all of them in batches instead."""
         if changes.shape[1] > layout.num_changes:
-            return self._split_changes(changes)
+            return _padded_batches(changes, self.num_changes)
         view["changes"][:, : changes.shape[1]] = changes
         return ()
 
@@ -339,7 +332,7 @@ class StepInputBuilder:
             query_lens=rows.query_lens,
             context_lens=rows.final_lens,
             num_decode_rows=rows.num_decode_rows,
-            page_tables=self.tables[: self.num_full_groups],
+            page_tables=self.tables[: self.num_full_attention_groups],
             table_rows=rows.seq_slots,
             page_size=self.sizes.block_size,
             padded_tokens=layout.num_tokens,
@@ -369,59 +362,59 @@ class StepInputBuilder:
 
     def _score_rows(
         self, rows: _RowVectors, chunks: list[Chunk]
-    ) -> tuple[list[tuple[Request, range]], list[np.ndarray]]:
-        """Return which prompt tokens are scored, and the sampler rows that score them.
+    ) -> tuple[list[tuple[Request, range]], tuple[np.ndarray, ...]]:
+        """Return which prompt tokens are scored, and the SAMPLE_FIELDS of the sampler rows that score them, in batches.
 
-        A row that scores a token reads the hidden state before it and is forced to that token; it writes state slot 0,
-        which belongs to no sequence. It has a temperature if its request's logprobs are to be tempered.
+        The row of a scored token reads the hidden state of the token before it and has that next token as its forced
+        token. It writes state slot 0, which belongs to no sequence, and has a temperature if its request's logprobs
+        are to be tempered. For a chunk of the positions 4 … 6 that begins at token 10 of the step, with the positions 5
+        and 6 in `scored`, the rows read the tokens 11 and 12 and are forced to the prompt's tokens 6 and 7.
         """
         scored: list[tuple[Request, range]] = []
-        tokens: list[int] = []
-        forced: list[int] = []
-        scores: list[int] = []
-        temperatures: list[float] = []
-        for chunk, offset in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
-            if not (positions := chunk.scored):
-                continue
-            first_token = offset + positions.start - chunk.start
-            tokens.extend(range(first_token, first_token + len(positions)))
-            forced.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
-            request = chunk.sequence.request
-            scores.extend([score_of(request.params.prompt_logprobs)] * len(positions))
-            temperatures.extend([request.params.temperature if request.tempers_scores else 0.0] * len(positions))
-            scored.append((request, positions))
-        pieces = []
-        for start in range(0, len(tokens), size := self.buckets.max_samples):
-            piece, num_rows = np.zeros((len(SAMPLE_FIELDS), size), np.int32), min(size, len(tokens) - start)
-            piece[TOKEN, :num_rows] = tokens[start : start + size]
-            piece[FORCED_TOKEN, :num_rows] = np.add(forced[start : start + size], 1)
-            piece[SCORE, :num_rows] = scores[start : start + size]
-            piece[TEMPERATURE, :num_rows] = np.array(temperatures[start : start + size], np.float32).view(np.int32)
-            piece[TOP_P, :num_rows] = KEEP_ALL
-            pieces.append(piece)
-        return scored, pieces
+        columns_of_chunks: list[np.ndarray] = []
+        for chunk, first_token in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
+            if positions := chunk.scored:
+                request, columns = chunk.sequence.request, np.zeros((len(SAMPLE_FIELDS), len(positions)), np.int32)
+                temperature = request.params.temperature if request.tempers_scores else 0.0
+                columns[TOKEN] = np.arange(positions.start, positions.stop) + (first_token - chunk.start)
+                columns[FORCED_TOKEN] = np.add(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1], 1)
+                columns[SCORE] = score_of(request.params.prompt_logprobs)
+                columns[TEMPERATURE] = np.float32(temperature).view(np.int32)
+                columns[TOP_P] = KEEP_ALL
+                scored.append((request, positions))
+                columns_of_chunks.append(columns)
+        if not scored:
+            return [], ()
+        return scored, _padded_batches(np.concatenate(columns_of_chunks, axis=1), self.buckets.max_samples)
 
     def _fill_samples(
         self, columns: np.ndarray, rows: _RowVectors, work: SchedulerOutput
     ) -> tuple[list[SampleSequence], SampleMode]:
-        """Write the rows that are sampled; return their sequences and the sampling mode.
+        """Write the SAMPLE_FIELDS of the sampled rows; return their sequences and the sampling mode.
 
-        Every sampled sequence decodes in its next step, from the end of the row that it was sampled from.
+        Samples are in the order of the work: each decode, then the samples drawn from each chunk, none, one or several.
+        With one decode in row 0 and chunks in the rows 2 and 1 that 0 and 3 samples are drawn from, `row_of_sample` is
+        [0, 1, 1, 1]. Every sampled sequence decodes in its next step, from the end of the row that it was sampled from.
         """
         num_decodes = len(work.decodes)
-        samplers = [sampler for chunk in work.chunks for sampler in chunk.samplers]
-        num_samples = num_decodes + len(samplers)
-        row_of_sample = rows.row_of_work
+        samples = [*work.decodes, *(sample for chunk in work.chunks for sample in chunk.samples)]
+        num_samples, row_of_sample = len(samples), rows.row_of_work
         if work.chunks:
-            num_samplers = np.ones_like(row_of_sample)
-            num_samplers[num_decodes:] = [len(chunk.samplers) for chunk in work.chunks]
-            row_of_sample = np.repeat(row_of_sample, num_samplers)
+            samples_per_row = np.ones_like(row_of_sample)
+            samples_per_row[num_decodes:] = [len(chunk.samples) for chunk in work.chunks]
+            row_of_sample = np.repeat(row_of_sample, samples_per_row)
         slots = rows.seq_slots[row_of_sample]
-        slots[num_decodes:] = [sampler.seq_slot for sampler in samplers]
+        slots[num_decodes:] = [sample.seq_slot for sample in samples[num_decodes:]]
         self.next_positions[rows.seq_slots] = rows.final_lens
         self.next_positions[slots] = rows.final_lens[row_of_sample]
         columns[TOKEN, :num_samples] = rows.query_ends[row_of_sample] - 1
         columns[SLOT, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[len(STEP_FIELDS) :, :num_samples] = self.sample_rows.take(slots, axis=1)
-        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=0)]
+        return samples, MODES[self.modes[slots].max(initial=0)]
+
+
+def _padded_batches(columns: np.ndarray, batch_size: int) -> tuple[np.ndarray, ...]:
+    """Cut `columns` [fields, N] into arrays [fields, batch_size], the last one padded with zeros; none if N is 0."""
+    batches = [columns[:, start : start + batch_size] for start in range(0, columns.shape[1], batch_size)]
+    return tuple(np.pad(batch, ((0, 0), (0, batch_size - batch.shape[1]))) for batch in batches)

@@ -4,7 +4,7 @@ One buffer, because transfers to a device are slow to start: nine arrays took 30
 the sections through numpy views (step_inputs.py), and the compiled step reads them as slices of the traced array
 (step.py). A layout belongs to one token bucket, and to steps that only decode or to all others. It is a static argument
 of the compiled step, so that every offset is a constant of the program. Floats travel as the bits of a float32. With T
-tokens, R rows, S sampled rows, all padded:
+tokens, R rows, S sampled rows, all padded, and for each page-table group (a set of layers that share page tables):
 
     counts        [4]          COUNT_FIELDS
     samples       [fields, S]  SAMPLE_FIELDS of each sampled row
@@ -34,8 +34,9 @@ from ..sampling.sample_columns import SAMPLE_FIELDS
 TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, SCORE, TEMPERATURE, TOP_P = map(
     SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "score", "temperature", "top_p")
 )
-CHANGE_FIELDS = ("group", "slot", "index", "page")
-"""A page-table change: entry `index` of the table of state slot `slot` in page-table group `group` becomes `page`."""
+CHANGE_FIELDS = ("table_group", "slot", "table_index", "page")
+"""A page-table change: in page-table group `table_group`, entry `table_index` of state slot `slot`'s table becomes
+`page`."""
 COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples")
 """How much of the padded sections is used. `num_decode_rows` counts rows with one token."""
 
@@ -48,7 +49,8 @@ class StepLayout:
     """Tokens of the bucket, padding included; so are the sizes below."""
     num_rows: int
     num_samples: int
-    num_groups: int
+    num_table_groups: int
+    """Page-table groups: sets of layers that share their page tables."""
     num_changes: int
     """Page-table changes that the buffer has room for."""
     plan_len: int
@@ -65,7 +67,7 @@ class StepLayout:
             "changes": (len(CHANGE_FIELDS), self.num_changes),
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
-            "slot_mapping": (self.num_groups, self.num_tokens),
+            "slot_mapping": (self.num_table_groups, self.num_tokens),
             "query_starts": (self.num_rows + 1,),
             "context_lens": (self.num_rows,),
             "seq_slots": (self.num_rows,),

@@ -36,7 +36,7 @@ class StepInputs:
     """Most tokens that each of these rows gets from this step; empty if each gets one."""
     num_scored: int = 0
     """Prompt tokens that are scored."""
-    score_columns: list[np.ndarray] = field(default_factory=list)
+    score_columns: tuple[np.ndarray, ...] = ()
     """SAMPLE_FIELDS of the rows that are scored, int32 [fields, S] each, as many rows as one sampler takes; only the
     last array is padded."""
 

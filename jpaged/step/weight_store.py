@@ -26,7 +26,7 @@ class WeightStore:
     """
 
     def __init__(self, weights: Weights):
-        self._empty, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
+        self._without_state, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
         self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
         self._borrowed: set[Path] = set()
@@ -35,24 +35,24 @@ class WeightStore:
             device.platform == "cpu" for sharding in self._placement for device in sharding.device_set
         )
         self._is_reusable = False
-        """Whether new weights can be made in the memory of these."""
+        """Whether new weights may be made in the memory of the present ones."""
         self.is_ready = False
-        """Whether all weights are where programs take them from."""
+        """Whether all weights are in the memory that programs read."""
         self.leaves: tuple[jax.Array, ...] = ()
         """All weights in order; empty while there are none."""
         self.logits_leaves: tuple[jax.Array, ...] = ()
-        """Those that samplers take."""
+        """The weights that logits are computed from, as sample programs take them."""
         self.put(weights)
 
     @property
     def weights(self) -> Weights:
         """Return the weights as a model, if there are any."""
         assert self.leaves, "the weights were dropped"
-        return replace(self._empty, state=jax.tree.unflatten(self._tree, self.leaves))
+        return replace(self._without_state, state=jax.tree.unflatten(self._tree, self.leaves))
 
     def put(self, weights: Weights) -> None:
-        """Take weights of the same shapes, where there are none."""
-        self._is_reusable = not self._is_on_cpu  # There they may lie in the memory that files were read into.
+        """Store weights of the same shapes as the first ones; the store must be empty."""
+        self._is_reusable = not self._is_on_cpu  # On a CPU they may lie in the memory that files were read into.
         self._take(jax.tree.leaves(weights.state))
 
     def update(
@@ -95,7 +95,7 @@ class WeightStore:
         self._take([made[path] for path in self._paths])
 
     def move(self, memory_kind: str | None) -> None:
-        """Move all weights to the memory of their devices of this kind; None: back to where programs take them from.
+        """Move all weights to this memory kind of their devices; None moves them back to the memory programs read.
 
         If this fails, each weight is in one of the two memories, and another call moves the rest.
         """
@@ -123,6 +123,7 @@ class WeightStore:
         self.leaves = self.logits_leaves = ()
 
     def _take(self, leaves: Iterable[jax.Array]) -> None:
+        """Make these arrays, in the order of `leaves`, the weights that programs take."""
         self.leaves = tuple(leaves)
         self.logits_leaves = tuple(self.weights.split_logits()[0])
         self.is_ready = True

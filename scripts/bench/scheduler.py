@@ -119,7 +119,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     plan = CompilePlan(programs)
     plan.start(programs)
     plan.wait()
-    return Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
+    return Runner(weights=weights, compile_plan=plan, buckets=buckets, mesh=mesh)
 
 
 class Stopwatch:

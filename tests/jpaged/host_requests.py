@@ -29,7 +29,7 @@ def chunks(work):
     """Return (request, sample, first position, tokens, samples that draw) of each chunk of a step."""
     return [
         (chunk.sequence.request.number, chunk.sequence.index, chunk.start, chunk.num_tokens,
-         [sampler.index for sampler in chunk.samplers])
+         [sample.index for sample in chunk.samples])
         for chunk in work.chunks
     ]  # fmt: skip
 

@@ -884,9 +884,9 @@ class Host:
         assert len(set(rows)) == len(rows), "a sequence is scheduled twice"
         is_tight = bool(work.preempted)
         assert not is_tight or {row.request for row in rows} <= running, "a request starts where another is preempted"
-        samplers = [*work.decodes, *(sampler for chunk in work.chunks for sampler in chunk.samplers)]
-        assert len(set(samplers)) == len(samplers), "a sequence draws twice"
-        for sequence in (*rows, *samplers):
+        samples = [*work.decodes, *(sample for chunk in work.chunks for sample in chunk.samples)]
+        assert len(set(samples)) == len(samples), "a sequence draws twice"
+        for sequence in (*rows, *samples):
             assert sequence.state is RequestState.RUNNING, "scheduled without running"
             assert sequence.seq_slot > 0, "scheduled without a slot"
         for chunk in work.chunks:
@@ -949,7 +949,7 @@ class Host:
         size, device = self.arithmetic.block_size, self.blocks.device
         owner_of_slot = {sequence.seq_slot: sequence for sequence in self._running()}
         # The pages of a prompt belong to all sequences that draw from its last position.
-        sharers = {chunk.sequence: set(chunk.samplers) | {chunk.sequence} for chunk in work.chunks}
+        sharers = {chunk.sequence: set(chunk.samples) | {chunk.sequence} for chunk in work.chunks}
         written = {}
         if step.layout is not None:
             view = step.layout.view(step.packed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.kv_cache.sample_tree import reparent_children, samplers_of
+from jpaged.kv_cache.sample_tree import reparent_children, samples_drawn_at
 
 from ..host_requests import new_request
 
@@ -71,11 +71,11 @@ def test_all_samples_that_wait_and_have_as_many_tokens_draw_from_a_row():
     for child in (waits, late, grandchild, other):
         child.awaits_parent, child.seq_slot = True, 1
     late.num_tokens = 5  # It attaches later and goes on by itself.
-    assert samplers_of(first, 3) == [first, waits, grandchild]
-    assert samplers_of(first, 2) == []
+    assert samples_drawn_at(first, 3) == [first, waits, grandchild]
+    assert samples_drawn_at(first, 2) == []
     first.num_tokens = 9
-    assert samplers_of(first, 3) == [waits, grandchild]
+    assert samples_drawn_at(first, 3) == [waits, grandchild]
     waits.awaits_parent = False
-    assert samplers_of(first, 3) == []
+    assert samples_drawn_at(first, 3) == []
     waits.awaits_parent, waits.seq_slot = True, 0
-    assert samplers_of(first, 3) == []
+    assert samples_drawn_at(first, 3) == []

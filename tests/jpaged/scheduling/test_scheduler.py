@@ -138,7 +138,7 @@ def test_samples_share_the_prompt_s_pages_and_copy_the_partly_filled_one():
     host = Host(max_num_batched_tokens=64, enable_prefix_caching=False)
     request = host.add(prompt(10), max_tokens=6, params=samples(4))
     work = host.step()
-    assert [(chunk.num_tokens, len(chunk.samplers)) for chunk in work.chunks] == [(10, 4)]
+    assert [(chunk.num_tokens, len(chunk.samples)) for chunk in work.chunks] == [(10, 4)]
     assert host.blocks.device.num_used == 3
     work = host.step()
     assert [move.kind for move in work.moves] == [MoveKind.COPY] * 3

@@ -29,7 +29,7 @@ class CountingGate:
 def chunks(work):
     """Return (sample, first position, tokens, samples that draw) of each chunk."""
     return [
-        (chunk.sequence.index, chunk.start, chunk.num_tokens, [sampler.index for sampler in chunk.samplers])
+        (chunk.sequence.index, chunk.start, chunk.num_tokens, [sample.index for sample in chunk.samples])
         for chunk in work.chunks
     ]
 

@@ -72,7 +72,7 @@ def test_the_first_token_of_a_known_prompt_waits_for_no_compilation_after_the_st
         model=str(write_tiny_model(tmp_path)), max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128
     )
     with Engine.from_engine_args(config, demands=[Demand(80, 2)], modes=[SampleMode.GREEDY]) as engine:
-        plan = engine.runner.plan
+        plan = engine.runner.compile_plan
         plan.wait()
         num_compiled, waited_s = plan.num_compiled, plan.waited_s
         engine.add_request("a", {"prompt_token_ids": [5] * 80}, PARAMS)

@@ -20,7 +20,7 @@ from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.sharding import device_mesh
 from jpaged.step.compile_plan import CompilePlan
 from jpaged.step.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, ProgramOptions, Programs, move_programs
-from jpaged.step.runner import MAX_STAGED, Runner
+from jpaged.step.runner import MAX_SWAPS_UNDER_WAY, Runner
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
 
@@ -67,7 +67,7 @@ def plan(weights, mesh):
 @pytest.fixture
 def runner(weights, plan, mesh):
     """Give a runner whose pages hold random bits, NaNs among them; no two pages are equal."""
-    runner = Runner(weights=weights, plan=plan, buckets=BUCKETS, mesh=mesh)
+    runner = Runner(weights=weights, compile_plan=plan, buckets=BUCKETS, mesh=mesh)
     fill_pages(runner)
     yield runner
     runner.reset()
@@ -129,7 +129,7 @@ def pinned_arrays():
     return [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
 
 
-@pytest.mark.parametrize("num_pages", [1, MAX_MOVES + 3, MAX_MOVES * (MAX_STAGED + 1)])
+@pytest.mark.parametrize("num_pages", [1, MAX_MOVES + 3, MAX_MOVES * (MAX_SWAPS_UNDER_WAY + 1)])
 def test_pages_swapped_out_and_in_are_equal_bit_for_bit_and_no_other_page_changes(runner, num_pages):
     before = bits(runner)
     host = np.random.default_rng(2).permutation(np.arange(1, NUM_HOST_PAGES + 1)).tolist()[:num_pages]
@@ -240,9 +240,9 @@ def test_host_pages_are_pinned_when_first_written_and_freed_by_reset_and_close(m
     move(own, swap_out(1, 1), swap_out(2, 2))
     assert len(pinned_arrays()) == 2 * num_arrays
     move(own, swap_out(3, 1))
-    for _ in range(MAX_STAGED):  # The old page may live as long as its transfer is under way.
+    for _ in range(MAX_SWAPS_UNDER_WAY):  # The old page may live as long as its transfer is under way.
         move(own, swap_out(3, 1))
-    assert len(pinned_arrays()) <= (2 + MAX_STAGED) * num_arrays
+    assert len(pinned_arrays()) <= (2 + MAX_SWAPS_UNDER_WAY) * num_arrays
     own.reset()
     assert pinned_arrays() == []
     move(own, swap_out(1, 1))
@@ -266,11 +266,11 @@ def test_after_a_failed_step_that_destroyed_the_cache_a_reset_runner_moves_pages
 
 def test_at_most_max_staged_swap_batches_are_under_way(runner):
     """Each batch takes device memory, which a long sequence must not fill."""
-    num_pages = MAX_MOVES * (MAX_STAGED + 1)
+    num_pages = MAX_MOVES * (MAX_SWAPS_UNDER_WAY + 1)
     move(runner, *(swap_out(page, page) for page in range(1, num_pages + 1)))
-    assert len(runner._staged) == MAX_STAGED
+    assert len(runner._swaps_under_way) == MAX_SWAPS_UNDER_WAY
     move(runner, *(swap_in(page, page) for page in range(1, num_pages + 1)))
-    assert len(runner._staged) == MAX_STAGED
+    assert len(runner._swaps_under_way) == MAX_SWAPS_UNDER_WAY
 
 
 @pytest.mark.parametrize("bucket", [1, 64])

@@ -76,8 +76,8 @@ def run(weights, builder, state, *work):
         if one.is_last_token_on_device:
             scheduled.decodes.append(one)
         else:
-            samplers = (one,) if end == len(one.token_ids) else ()
-            scheduled.chunks.append(Chunk(one, one.num_computed, num_tokens, samplers))
+            samples = (one,) if end == len(one.token_ids) else ()
+            scheduled.chunks.append(Chunk(one, one.num_computed, num_tokens, samples))
         if one.num_computed == 0:
             scheduled.new_in_slots.append(one)
         scheduled.table_changes.extend((0, one.seq_slot, entry, page) for entry, page in enumerate(one.pages[0]))

@@ -65,8 +65,8 @@ def running(prompt_len, *, slots=(1,), params=None, number=0):
     return request.sequences
 
 
-def chunk_of(sequence, start, num_tokens, samplers=()):
-    return Chunk(sequence, start, num_tokens, tuple(samplers))
+def chunk_of(sequence, start, num_tokens, samples=()):
+    return Chunk(sequence, start, num_tokens, tuple(samples))
 
 
 def work_of(*, decodes=(), chunks=(), placed=(), changes=(), moves=(), decode_lens=()):
@@ -119,7 +119,7 @@ def samples_named(view, name):
     num_tokens=st.integers(1, 300),
     num_rows=st.integers(1, 40),
     num_samples=st.integers(1, 40),
-    num_groups=st.integers(1, 3),
+    num_table_groups=st.integers(1, 3),
     num_changes=st.integers(1, 100),
     plan_len=st.integers(0, 50),
 )

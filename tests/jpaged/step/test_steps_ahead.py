@@ -167,12 +167,12 @@ def test_an_abort_with_steps_in_flight_changes_no_other_request(tiny: str) -> No
 def test_the_first_token_does_not_wait_for_deferred_executables(tiny: str) -> None:
     """No step that would have to wait for a deferred executable is dispatched ahead."""
     with recorded_engine(tiny) as (engine, recorded):
-        engine.runner.plan.defer([("decode", 8, SampleMode.RANDOM)])
+        engine.runner.compile_plan.defer([("decode", 8, SampleMode.RANDOM)])
         engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
         while not (outputs := engine.step()):
             pass
         assert outputs[0].outputs[0].token_ids
         assert recorded.events == [("dispatch", 0), ("read", 0)]
-        engine.runner.plan.wait()
+        engine.runner.compile_plan.wait()
         while engine.has_unfinished_requests():
             engine.step()

@@ -39,7 +39,7 @@ class Measured:
 def measure(engine: Engine) -> Measured:
     runner = engine.runner
     keys = [("forward", 64), *((name, 8, SampleMode.FULL) for name in ("decode", "sample"))]
-    largest = max(own_bytes(runner.plan.get(key)) for key in keys)
+    largest = max(own_bytes(runner.compile_plan.get(key)) for key in keys)
     return Measured(engine.sizes.memory, largest, runner.page_bytes)
 
 
