@@ -151,7 +151,7 @@ class GpuGate:
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
         launches = backend.launches(*STEPS[cell.step], AttendOptions(scale=1.0), decodes_only=cell.decodes_only)
-        self.planner, self.tiles = backend.planner, [launch.section.tiles for launch in launches]
+        self.planner, self.tiles = backend, [launch.section.tiles for launch in launches]
         program, arguments = two_layers(cell, backend, layout, self.mesh)
         try:
             with self.told(), jax.set_mesh(self.mesh):

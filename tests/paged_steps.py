@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
 from jpaged.pallas_kernels.ragged_paged_attention.interface import (
     NULL_PAGE,
     AttentionMetadata,
@@ -69,7 +70,7 @@ def metadata(
 
 
 def plan_of(
-    backend: Backend,
+    backend: Backend | GpuPlanner,
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     num_tokens: int,
@@ -80,10 +81,28 @@ def plan_of(
     decodes_only: bool = False,
 ) -> np.ndarray:
     """Return the backend's plan of a step padded to `num_tokens` and `num_rows`; without tables, all pages are null."""
+    out = np.zeros(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only), np.int32)
+    rows = rows_to_plan(
+        query_lens, context_lens, num_tokens, num_rows, page_tables, page_size, decodes_only=decodes_only
+    )
+    backend.plan(rows, out)
+    return out
+
+
+def rows_to_plan(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    num_tokens: int,
+    num_rows: int,
+    page_tables: np.ndarray | None = None,
+    page_size: int = 8,
+    *,
+    decodes_only: bool = False,
+) -> PlanRows:
+    """Return what a backend plans a step by, for a step padded to `num_tokens` and `num_rows`."""
     if page_tables is None:
         page_tables = np.full((1, num_rows, 1), NULL_PAGE, np.int32)
-    out = np.zeros(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only), np.int32)
-    rows = PlanRows(
+    return PlanRows(
         query_lens=np.array(query_lens, np.int32),
         context_lens=np.array(context_lens, np.int32),
         num_decode_rows=sum(1 for length in query_lens if length == 1),
@@ -94,8 +113,6 @@ def plan_of(
         padded_rows=num_rows,
         decodes_only=decodes_only,
     )
-    backend.plan(rows, out)
-    return out
 
 
 def nan_cache(

@@ -12,6 +12,7 @@ import pytest
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 
+from ..paged_steps import plan_of
 from . import check_scripts
 from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_item, check_measurements
 
@@ -91,18 +92,17 @@ def test_every_case_is_taken_and_groups_fill_tiles_of_every_size(script: Script)
         backend = gpu.backend_of({})(case)
         heads = {"num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "dtype": case.dtype}
         backend.layout(KVShape(num_layers=1, num_pages=1, page_size=case.page_size, **heads))
-        sizes.add((backend.planner.small_tile_rows, case.num_heads // case.num_kv_heads > 64))
+        sizes.add((backend.small_tile_rows, case.num_heads // case.num_kv_heads > 64))
     assert sizes == {(16, False), (32, False), (64, False), (64, True)}
 
 
 def pieces_of(backend: GpuBackend, case: Any) -> list[np.ndarray]:
     """Return the numbers of pieces of small and of large tiles that each thread block of a KV head gets in the step."""
-    rows, planner, counts = case.rows, backend.planner, []
+    rows, counts = case.rows, []
     room = {"num_tokens": rows.num_tokens, "num_rows": rows.num_rows}
-    plan = np.zeros(planner.plan_len(**room), np.int32)
-    planner.plan(np.array(rows.query_lens), np.array(rows.context_lens), **room, out=plan)
-    for sections in planner.sections(**room):
-        windows = planner.planned_windows
+    plan = plan_of(backend, rows.query_lens, rows.context_lens, **room)
+    for sections in backend.sections(**room):
+        windows = backend.planned_windows
         section = sections[windows.index(case.window) if case.window in windows else 0]
         counts.append(np.diff(plan[section.lists_offset : section.num_merges_offset]))
     return counts

@@ -14,14 +14,14 @@ side. This module asks no device: the constructor takes what the kernels must kn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PlanRows
+from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs
 from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
@@ -34,7 +34,7 @@ from .queries import QueryRows
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 ONE_BYTE_HEAD_SIZES = (64, 128, 256)
-"""Head sizes of pages of one byte a number: rows of the others are no even number of blocks of shared memory."""
+"""Head sizes of pages of one byte a number: rows of other sizes are no even number of blocks of shared memory."""
 AMPERE_PAGE_SIZES_OF_80 = (32, 64)
 """Tokens of a page that Ampere takes at head size 80: 16 rows of five blocks cannot be shared by its four warps."""
 PAGE_SIZES = (16, 32, 64)
@@ -57,31 +57,16 @@ class GpuLayout(KVLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuBackend(Backend):
+class GpuBackend(GpuPlanner, Backend):
     """Attention by Pallas kernels for NVIDIA GPUs, Ampere and later.
 
-    `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
-    gets a section of the plan of its own; a layer with another window takes the section of full attention and skips
-    the keys that its window hides. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory
-    that one thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and
-    an H200's. With `split_kv` False, a row's bits do not depend on the other rows of its step, which costs time where
-    rows are few or of very different length. `min_share` counts granules of 64 keys that a thread block gets before
-    the next one gets any. `num_stages` KV tiles lie in shared memory, of at most `max_tile_kv` keys each. `prefill` is
-    the instruction of large tiles: mma or, on a Hopper and for heads of 64 and 128, wgmma. `interpret`, a
-    `plgpu.InterpretGPUParams`, runs the kernels on any platform, for tests.
+    The fields of `GpuPlanner` count the heads on one chip; the defaults of those that describe the chip are an H100's
+    and an H200's. `capability` is the chip's compute capability. `prefill` is the instruction of large tiles: mma or,
+    on a Hopper and for heads of 64 and 128, wgmma. `interpret`, a `plgpu.InterpretGPUParams`, runs the kernels on any
+    platform, for tests.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    windows: tuple[int | None, ...] = ()
-    num_sms: int = 132
-    block_memory: int = 232448
     capability: tuple[int, int] = HOPPER
-    split_kv: bool = True
-    min_share: int = 6
-    num_stages: int = 2
-    max_tile_kv: int = 64
     prefill: str = "mma"
     interpret: Any = None
 
@@ -94,7 +79,7 @@ class GpuBackend(Backend):
         cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
     ) -> GpuBackend:
         """See `Backend.on`; `shape` holds the heads of one device."""
-        device: Any = devices[0]
+        device = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
         if (major, minor) < MIN_CAPABILITY:
             raise ValueError(
@@ -138,11 +123,6 @@ class GpuBackend(Backend):
                 f"9.0 (Hopper) alone and for head sizes {' and '.join(map(str, wgmma.HEAD_SIZES))}; leave it at mma"
             )
 
-    @property
-    def planner(self) -> GpuPlanner:
-        """Return the planner of this backend's steps, made from the fields of the same names."""
-        return GpuPlanner(**{field.name: getattr(self, field.name) for field in fields(GpuPlanner)})
-
     def layout(self, shape: KVShape) -> GpuLayout:
         """Return the layout of such a cache; ValueError names what these kernels cannot take."""
         # The cache's dtype is auto by default, which is the model's.
@@ -159,56 +139,76 @@ class GpuBackend(Backend):
         self.refuse_unlisted("block_size", shape.page_size, page_sizes, "leave it out or use --attention-backend xla")
         return GpuLayout.of(shape)
 
-    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
-        """Return the int32 numbers of a plan, with room for the classes of tiles of such a step and all windows."""
-        return self.planner.plan_len(num_tokens, num_rows, decodes_only=decodes_only)
-
-    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Cut the rows into tiles and these into pieces of equal length, as `plan` describes."""
-        self.planner.plan(
-            rows.query_lens,
-            rows.context_lens,
-            num_tokens=rows.padded_tokens,
-            num_rows=rows.padded_rows,
-            out=out,
-            decodes_only=rows.decodes_only,
-        )
-
     def launches(
         self, num_tokens: int, num_rows: int, options: AttendOptions, *, decodes_only: bool = False
     ) -> list[Launch]:
-        """Return one launch for each tile class that a step of that size may have."""
-        planner, window, windows = self.planner, options.window, self.planner.planned_windows
-        return [
-            Launch(
-                section=by_window[windows.index(window) if window in windows else 0],
-                group_size=planner.group_size,
-                options=options,
-                tile_kv=planner.tile_kv,
-                num_stages=self.num_stages,
-                reads_ahead=planner.reads_ahead(by_window[0].tiles.tile_rows),
-                num_query_tiles=planner.num_query_tiles(by_window[0].tiles.tile_rows),
-                products=wgmma
-                if self.prefill == "wgmma" and by_window[0].tiles.tile_rows == planner.large_tile_rows
-                else mma,
-                chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
-            )
-            for by_window in planner.sections(num_tokens, num_rows, decodes_only=decodes_only)
-            if by_window[0].tiles.max_tiles
-        ]
+        """Return one launch for each tile class that a step of that size may have.
+
+        A layer whose window has no section of the plan takes that of full attention and skips the keys that its window
+        hides.
+        """
+        windows = self.planned_windows
+        window_index = windows.index(options.window) if options.window in windows else 0
+        launches = []
+        for by_window in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
+            section, tile_rows = by_window[window_index], by_window[0].tiles.tile_rows
+            if section.tiles.max_tiles:
+                launch = Launch(
+                    section=section,
+                    group_size=self.group_size,
+                    options=options,
+                    tile_kv=self.tile_kv,
+                    num_stages=self.num_stages,
+                    reads_ahead=self.reads_ahead(tile_rows),
+                    num_query_tiles=self.num_query_tiles(tile_rows),
+                    products=wgmma if self.prefill == "wgmma" and tile_rows == self.large_tile_rows else mma,
+                    chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
+                )
+                launches.append(launch)
+        return launches
 
     def attend(
         self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `Backend.attend`."""
-        q, k, v, step, options = inputs.q, inputs.k, inputs.v, inputs.step, inputs.options
-        tables, first_page, kv_scales, sinks = inputs.tables, inputs.first_page, inputs.kv_scales, inputs.sinks
+        """See `Backend.attend`: scatter k and v into the pages, then flash attention with split-KV.
+
+        The queries are gathered into a mutable array [K, A, H], aligned by KV head; each launch overwrites those of its
+        tiles by their outputs. A launch whose keys are split leaves partial results, which `merge` combines.
+        """
+        q, k, v, step = inputs.q, inputs.k, inputs.v, inputs.step
+        k_pages, v_pages = pages
+        self._refuse_misfits(inputs, k_pages)
+        if k is not None and v is not None:
+            if inputs.kv_scales is not None:
+                k, v = (quantize(x, scale, k_pages.dtype) for x, scale in zip((k, v), inputs.kv_scales, strict=True))
+            k_pages = write_rows(k_pages, k, inputs.first_page, inputs.slots)
+            v_pages = write_rows(v_pages, v, inputs.first_page, inputs.slots)
+        rows = QueryRows(step, self.num_kv_heads, self.group_size, self.large_tile_rows)
+        queries = jax.new_ref(rows.align(q))
+        k_scales, v_scales = inputs.kv_scales or (None, None)
+        num_rows = step.context_lens.shape[0]
+        for launch in self.launches(q.shape[0], num_rows, inputs.options, decodes_only=step.decodes_only):
+            page_tables, first_page, sinks = inputs.tables.reshape(-1), inputs.first_page[None], None
+            if inputs.sinks is not None:
+                sinks = repeat_sinks(inputs.sinks, self.num_kv_heads, launch.section.tiles.tile_rows)
+            lens_and_plan = step.context_lens, step.query_starts, step.plan
+            arguments = AttentionInputs(
+                queries, k_pages, v_pages, page_tables, *lens_and_plan, first_page, k_scales, v_scales, sinks
+            )
+            partials = ragged_attention(arguments, launch)
+            if partials is not None:
+                merge(queries, partials, step.plan, launch.section, launch.chip)
+        return rows.restore(queries[...]), (k_pages, v_pages)
+
+    def _refuse_misfits(self, inputs: LayerInputs, k_pages: Array) -> None:
+        """Raise ValueError for queries or a plan that the kernels, compiled for this backend's sizes, would misread."""
+        q, step = inputs.q, inputs.step
         if q.dtype != COMPUTE_DTYPE:
             raise ValueError(
                 f"attend: got queries of {q.dtype.name}, the pallas-gpu kernels compute in {np.dtype(COMPUTE_DTYPE)}; "
                 "use --dtype bfloat16 or --attention-backend xla"
             )
-        got = q.shape[1], pages[0].shape[1], q.shape[2]
+        got = q.shape[1], k_pages.shape[1], q.shape[2]
         if got != (self.num_heads, self.num_kv_heads, self.head_size):
             raise ValueError(
                 f"attend: got {got[0]} query heads, {got[1]} KV heads and head size {got[2]}, this pallas-gpu backend "
@@ -224,22 +224,3 @@ class GpuBackend(Backend):
                 f"{num_tokens} tokens in {num_rows} rows{', all of them decoding' * step.decodes_only}; make the plan "
                 "with the backend that attends, for a step of the same kind"
             )
-        k_pages, v_pages = pages
-        if k is not None and v is not None:
-            if kv_scales is not None:
-                k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
-            k_pages = write_rows(k_pages, k, first_page, inputs.slots)
-            v_pages = write_rows(v_pages, v, first_page, inputs.slots)
-        planner = self.planner
-        rows = QueryRows(step, self.num_kv_heads, planner.group_size, planner.large_tile_rows)
-        queries = jax.new_ref(rows.align(q))
-        k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
-        for launch in self.launches(num_tokens, num_rows, options, decodes_only=step.decodes_only):
-            tile_rows = launch.section.tiles.tile_rows
-            numbers = tables.reshape(-1), step.context_lens, step.query_starts, step.plan, first_page[None]
-            head_sinks = None if sinks is None else repeat_sinks(sinks, self.num_kv_heads, tile_rows)
-            arguments = AttentionInputs(queries, k_pages, v_pages, *numbers, k_scales, v_scales, head_sinks)
-            partials = ragged_attention(arguments, launch)
-            if partials is not None:
-                merge(queries, partials, step.plan, launch.section, launch.chip)
-        return rows.restore(queries[...]), (k_pages, v_pages)

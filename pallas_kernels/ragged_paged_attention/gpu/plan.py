@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..interface import PlanRows
 from .partition import partition
 
 ROW_ALIGN = 8
@@ -134,26 +135,27 @@ class PlanSection:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPlanner:
-    """Makes the plans of one backend on one kind of chip."""
+    """The plans of one backend on one kind of chip, and the sizes of tiles that follow from the chip and the heads."""
 
     num_heads: int
     """Query heads on one chip."""
     num_kv_heads: int
     """KV heads on one chip."""
     head_size: int
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     """Windows of layers that get a section of the plan of their own, beside that of full attention."""
-    num_sms: int
+    num_sms: int = 132
     """Streaming multiprocessors of the chip."""
-    block_memory: int
+    block_memory: int = 232448
     """Bytes of shared memory that one thread block may have."""
-    split_kv: bool
-    """Whether keys of a tile may be split. If not, a row's result does not depend on the other rows of its step."""
-    min_share: int
+    split_kv: bool = True
+    """Whether keys of a tile may be split. If not, a row's bits do not depend on the other rows of its step, which
+    costs time where rows are few or of very different length."""
+    min_share: int = 6
     """Granules of `SPLIT_GRANULE` keys that a thread block gets before the next one gets any."""
-    num_stages: int
+    num_stages: int = 2
     """KV tiles in shared memory: one is computed while the others are fetched."""
-    max_tile_kv: int
+    max_tile_kv: int = 64
     """Most keys of a KV tile."""
 
     @property
@@ -214,31 +216,24 @@ class GpuPlanner:
         return (None, *sorted({window for window in self.windows if window is not None}))
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
-        """Return the int32 numbers of the plan of a step padded to that many tokens and rows."""
+        """Return how many int32 values the plan of a step has that is padded to that many tokens and rows."""
         return self.sections(num_tokens, num_rows, decodes_only=decodes_only)[-1][-1].end
 
-    def plan(
-        self,
-        query_lens: np.ndarray,
-        context_lens: np.ndarray,
-        *,
-        num_tokens: int,
-        num_rows: int,
-        out: np.ndarray,
-        decodes_only: bool = False,
-    ) -> None:
-        """Write the plan of these rows into `out`, for a step padded to `num_tokens` and `num_rows`.
+    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
+        """Write the plan of these rows into `out`: tiles of queries, cut into pieces of equal cost (split-KV).
 
-        `decodes_only`: the step's program takes rows with one query only.
+        With 4 query heads per KV head and small tiles of 16, a row of 4 queries (16 query rows) has one small tile, and
+        a row of 5 queries goes into large ones.
         """
-        query_rows, min_query_rows = query_lens * self.group_size, 1
-        for sections in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
+        query_rows, min_query_rows = rows.query_lens * self.group_size, 1
+        for sections in self.sections(rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only):
             tile_rows = sections[0].tiles.tile_rows
             is_in_class = query_rows >= min_query_rows
             if tile_rows < self.large_tile_rows:
                 is_in_class &= query_rows <= tile_rows
                 min_query_rows = tile_rows + 1
-            tiles = _cut_tiles(np.flatnonzero(is_in_class), query_lens, context_lens, self.group_size, tile_rows)
+            rows_of_class = np.flatnonzero(is_in_class)
+            tiles = _cut_tiles(rows_of_class, rows.query_lens, rows.context_lens, self.group_size, tile_rows)
             for section, window in zip(sections, self.planned_windows, strict=True):
                 self._write_section(section, tiles, window, out)
 

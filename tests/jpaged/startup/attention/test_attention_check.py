@@ -34,6 +34,7 @@ from jpaged.startup.attention.check import (
 from jpaged.startup.attention.choice import users_tuned
 from jpaged.startup.user_cache import user_cache
 
+from ....paged_steps import plan_of
 from .test_attention_choice import CPU, MODEL, model_with
 
 SHAPE = AttentionShape(4, 2, 64, kv_dtype="float32")
@@ -183,8 +184,7 @@ def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(head
     }
     planner = GpuPlanner(num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, windows=(), **chip)
     _, num_tokens, works = check_steps(64, 1000, np.random.default_rng(0))
-    plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)
-    planner.plan(works[-1], sum(works), num_tokens=num_tokens, num_rows=8, out=plan)
+    plan = plan_of(planner, works[-1], sum(works), num_tokens, 8)
     (small,) = planner.sections(num_tokens, 8)[0]
     assert plan[small.num_merges_offset] == 1
 

@@ -151,7 +151,7 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
 def test_small_tiles_of_32_rows_in_pieces_that_are_merged(num_heads: int, head_size: int) -> None:
     """The heads of one query fill more than 16 rows and less than a large tile."""
     some = world(16, made_with=CUT, table_len=16, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
-    small, _ = some.shape.backend.planner.sections(some.shape.num_tokens, some.shape.num_rows)
+    small, _ = some.shape.backend.sections(some.shape.num_tokens, some.shape.num_rows)
     assert small[0].tiles.tile_rows == 32
     some.add_rows(2)
     some.step({0: 76, 1: 4})
@@ -194,9 +194,8 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int], *,
         "num_rows": some.shape.num_rows,
         "decodes_only": decodes_only,
     }
-    planner = some.shape.backend.planner
-    plan = np.zeros(planner.plan_len(**room), np.int32)
-    planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
+    planner = some.shape.backend
+    plan = plan_of(planner, query_lens, context_lens, **room)
     sections = planner.sections(**room)
     return sum(int(plan[of_class[0].num_merges_offset]) for of_class in sections)
 
@@ -306,9 +305,9 @@ def test_a_window_with_an_order_of_its_own() -> None:
 def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window: int | None, index: int) -> None:
     some = backend(windows=(40, None, 17))
     launches = some.launches(64, 4, AttendOptions(1.0, window))
-    sections = some.planner.sections(64, 4)
+    sections = some.sections(64, 4)
     assert [launch.section for launch in launches] == [of_class[index] for of_class in sections]
-    assert some.planner.planned_windows == (None, 17, 40)
+    assert some.planned_windows == (None, 17, 40)
 
 
 def test_pages_that_the_window_has_left_may_be_null() -> None:

@@ -27,10 +27,11 @@ from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import (
     PlanSection,
 )
 
+from ....paged_steps import rows_to_plan
+
 
 def planner(num_heads: int = 8, num_kv_heads: int = 2, **options: Any) -> GpuPlanner:
-    defaults = {"head_size": 64, "windows": (), "num_sms": 6, "block_memory": 232448, "split_kv": True, "min_share": 2}
-    defaults |= {"num_stages": 2, "max_tile_kv": 64}
+    defaults = {"head_size": 64, "num_sms": 6, "min_share": 2}
     return GpuPlanner(num_heads=num_heads, num_kv_heads=num_kv_heads, **{**defaults, **options})
 
 
@@ -38,8 +39,7 @@ def plan_of(some: GpuPlanner, query_lens: list[int], context_lens: list[int], *,
     """Plan these rows in a step with room for `spare` more tokens and rows, over numbers that another step has left."""
     num_tokens, num_rows = sum(query_lens) + spare, len(query_lens) + spare
     out = np.full(some.plan_len(num_tokens, num_rows), -7, np.int32)
-    lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
-    some.plan(*lens, num_tokens=num_tokens, num_rows=num_rows, out=out)
+    some.plan(rows_to_plan(query_lens, context_lens, num_tokens=num_tokens, num_rows=num_rows), out)
     return out
 
 
@@ -136,7 +136,7 @@ def test_a_plan_of_decode_rows_alone_has_one_class_of_tiles(heads: tuple[int, in
     sections = some.sections(**room, decodes_only=True)
     assert sections == some.sections(**room)[:1]
     out = np.full(some.plan_len(**room, decodes_only=True), -7, np.int32)
-    some.plan(np.ones(4, np.int32), np.array(contexts, np.int32), **room, out=out, decodes_only=True)
+    some.plan(rows_to_plan([1] * 4, contexts, **room, decodes_only=True), out)
     for window in some.planned_windows:
         for got, length in zip(counts(some, out, window, [1] * 4, contexts, sections), contexts, strict=True):
             assert (got == (np.arange(length) > length - 1 - (window or NO_END))).all()
@@ -267,7 +267,7 @@ def test_plans_of_equal_lengths_are_equal() -> None:
 def test_the_backend_is_made_where_pallas_has_its_instructions_and_names_the_jax_it_needs_elsewhere() -> None:
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}
     if jax.__version_info__ >= (0, 11):
-        assert GpuBackend(**sizes).plan_len(16, 4) == GpuBackend(**sizes).planner.plan_len(16, 4)
+        assert GpuBackend(**sizes).plan_len(16, 4) == GpuPlanner(**sizes).plan_len(16, 4)
     else:
         with pytest.raises(ValueError, match=r"got pallas-gpu with jax .*, its kernels need jax 0\.11 or later"):
             GpuBackend(**sizes)
