@@ -118,10 +118,12 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer's pages are: its page-table group, and its index among the layers of that group."""
+    """Where a layer's pages are: layers with the same page tables form a page-table group."""
 
-    group: int
+    table_group: int
+    """Index of the layer's page-table group."""
     index: int
+    """Index of the layer among the layers of its group."""
 
 
 @dataclass(frozen=True)
@@ -308,8 +310,8 @@ class Backend(ABC):
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """Write k and v into the layer's pages, attend, and return the output and the new pages.
 
-        Inputs fit the cache: `PagedCache.attend`, which says what they mean, has checked them. Traced once for all
-        layers of the same options, whose places are data.
+        Inputs fit the cache: `PagedCache.attend`, which says what they mean, has checked them. One trace serves all
+        layers of the same options: which pages are those of a layer is data.
         """
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:

@@ -77,16 +77,16 @@ class PagedCache:
             return self._attend_on_devices(layer, q, k, v, step, sinks, options)
         place = self.layers[layer]
         inputs = LayerInputs(
-            q,
-            k,
-            v,
-            sinks,
-            None if self.scales is None else self.scales.of_layer(layer),
-            jnp.int32(place.index * self.layout.num_pages),
-            step.slot_mapping[place.group],
-            step.page_tables[place.group],
-            step,
-            options,
+            q=q,
+            k=k,
+            v=v,
+            sinks=sinks,
+            kv_scales=None if self.scales is None else self.scales.of_layer(layer),
+            first_page=jnp.int32(place.index * self.layout.num_pages),
+            slots=step.slot_mapping[place.table_group],
+            tables=step.page_tables[place.table_group],
+            step=step,
+            options=options,
         )
         out, pages = _attend_layer(self.backend, self.layout, self.pages, inputs)
         return out, dataclasses.replace(self, pages=pages)
@@ -105,21 +105,21 @@ class PagedCache:
 
         This is tensor parallelism over heads, by `shard_map`: inside, the cache is one device's part and has no mesh.
         """
-        mesh, layout = self.mesh, self.layout
+        mesh, layout, axis = self.mesh, self.layout, self.mesh_axis
         assert mesh is not None
-        axis = self.mesh_axis
         num_devices = mesh.shape[axis]
         if layout.num_kv_heads % num_devices:
             raise ValueError(
                 f"attend: got {layout.num_kv_heads} KV heads for {num_devices} chips, wanted a multiple: each has some"
             )
         local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // num_devices)
-        replicated, split_by_head = PartitionSpec(), PartitionSpec(None, axis)
+        replicated, by_head = PartitionSpec(), PartitionSpec(None, axis)  # Axis 1 of q, k, v and scales counts heads.
         page_specs = tuple(
             PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes
         )
 
         def attend_on_device(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+            """Attend with the parts of the arguments that lie on one device."""
             cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
             out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
             return out, cache.pages
@@ -127,16 +127,8 @@ class PagedCache:
         out, pages = jax.shard_map(
             attend_on_device,
             mesh=mesh,
-            in_specs=(
-                page_specs,
-                split_by_head,
-                split_by_head,
-                split_by_head,
-                split_by_head,
-                replicated,
-                PartitionSpec(axis),
-            ),
-            out_specs=(split_by_head, page_specs),
+            in_specs=(page_specs, by_head, by_head, by_head, by_head, replicated, PartitionSpec(axis)),
+            out_specs=(by_head, page_specs),
             check_vma=False,  # Kernels do not say how their results vary over the mesh.
         )(self.pages, self.scales, q, k, v, step, sinks)
         return out, dataclasses.replace(self, pages=pages)
@@ -145,7 +137,9 @@ class PagedCache:
         """Raise ValueError for a layer that the cache does not have, and for a window or a cap out of range."""
         window, soft_cap = options.window, options.soft_cap
         if window is not None and window < 1:
-            raise ValueError(f"attend: got a window of {window}, wanted at least 1, the query's own; None sees all")
+            raise ValueError(
+                f"attend: got a window of {window}, wanted at least 1, the query's own; None is without one"
+            )
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")
         if not 0 <= layer < len(self.layers):

@@ -21,8 +21,8 @@ import numpy as np
 
 from .interface import Backend, PlanRows
 
-MAX_GROUPS = 8
-"""Groups of rows with the same first pages that the host looks for in a step, the largest first: each costs it time."""
+MAX_PREFIXES = 8
+"""Sets of rows with the same first pages that the host looks for in a step, the largest first: each costs it time."""
 
 
 class PlanSections(NamedTuple):
@@ -57,7 +57,7 @@ class TilePlanner:
     is_sharing: bool
     """Whether rows with the same first pages are looked for."""
     min_saved_tokens: int
-    """Tokens that a group of rows must be spared reading to become shared tiles."""
+    """Tokens that a set of rows must be spared reading to become shared tiles."""
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return the length of the plan of a step that is padded to that many tokens and rows."""
@@ -69,17 +69,9 @@ class TilePlanner:
         A step of decode rows only has no query tiles.
         """
         offsets = np.cumsum([0, *self._lens(num_tokens, num_rows, decodes_only)]).tolist()
-        num_query_tiles, query_tiles, num_shared_tiles, shared_tiles, members, num_shared_pages = (
-            plan[begin:end] for begin, end in itertools.pairwise(offsets)
-        )
-        return PlanSections(
-            num_query_tiles,
-            query_tiles.reshape(3, -1),
-            num_shared_tiles,
-            shared_tiles.reshape(3, -1),
-            members,
-            num_shared_pages,
-        )
+        sections = PlanSections(*(plan[begin:end] for begin, end in itertools.pairwise(offsets)))
+        query_tiles, shared_tiles = sections.query_tiles.reshape(3, -1), sections.shared_tiles.reshape(3, -1)
+        return sections._replace(query_tiles=query_tiles, shared_tiles=shared_tiles)
 
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
         """Write the plan for these rows into `out`, which holds zeros: the plan of decode rows that share nothing."""
@@ -92,9 +84,9 @@ class TilePlanner:
 
     def _lens(self, num_tokens: int, num_rows: int, decodes_only: bool) -> tuple[int, ...]:
         """Return the lengths of the parts of a plan, in the order of the fields of `PlanSections`."""
-        # Each prefill row may end in a query tile that is not full, and each group in such a shared tile.
+        # Each prefill row may end in a query tile that is not full, and each set of rows in such a shared tile.
         num_query_tiles = 0 if decodes_only else num_tokens // self.tile_q + num_rows
-        num_shared_tiles = MAX_GROUPS + num_rows // min(self.shared_rows, num_rows)
+        num_shared_tiles = MAX_PREFIXES + num_rows // min(self.shared_rows, num_rows)
         return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
 
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
@@ -145,7 +137,7 @@ class SharedPrefix(NamedTuple):
 def shared_prefixes(
     context_lens: np.ndarray, page_tables: np.ndarray, table_rows: np.ndarray, page_size: int
 ) -> Iterator[SharedPrefix]:
-    """Yield sets of rows that begin with the same pages, at most `MAX_GROUPS` searches, the largest set first.
+    """Yield sets of rows that begin with the same pages, at most `MAX_PREFIXES` searches, the largest set first.
 
     No row is in two sets, and a row's last page is never shared. All page-table groups must have the same pages. Rows
     with the same first page are compared page by page with the longest of them; of all numbers of common pages, the one
@@ -158,7 +150,7 @@ def shared_prefixes(
     rows = rows[np.argsort(page_tables[0, table_rows[rows], 0], kind="stable")]
     ends_of_sets = np.flatnonzero(np.diff(page_tables[0, table_rows[rows], 0]))
     candidates = [candidate for candidate in np.split(rows, ends_of_sets + 1) if len(candidate) > 1]
-    for _ in range(MAX_GROUPS):
+    for _ in range(MAX_PREFIXES):
         if not candidates:
             return
         candidate = candidates.pop(int(np.argmax([len(each) for each in candidates])))

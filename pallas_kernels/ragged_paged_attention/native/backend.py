@@ -106,7 +106,10 @@ class NativeBackend(TiledBackend):
     def attend(
         self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `Backend.attend`. There are no `kv_scales`: `layout` refuses pages that need them."""
+        """See `Backend.attend`: one native call writes k and v, a second one attends all tiles of the plan.
+
+        There are no `kv_scales`: `layout` refuses pages that need them.
+        """
         q, sinks, step = inputs.q, inputs.sinks, inputs.step
         keys, values = pages
         layer = NativePages(keys, values, inputs.first_page, inputs.options)
@@ -114,19 +117,19 @@ class NativeBackend(TiledBackend):
             keys, values = write_pages(layer, inputs.k, inputs.v, inputs.slots)
             layer = replace(layer, keys=keys, values=values)
         num_tokens, num_heads, head_size = q.shape
-        num_rows, grouped = len(step.context_lens), (layout.num_kv_heads, num_heads // layout.num_kv_heads)
+        num_rows, heads = len(step.context_lens), (layout.num_kv_heads, num_heads // layout.num_kv_heads)
         plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         if inputs.options.window is not None:
-            # The rows of a tile attend to all of its pages, which a window may have left.
+            # The rows of a shared tile attend to all of its pages, some of which a row's window may have left.
             plan = plan.without_shared_tiles()
         out = attend_tiles(
             layer,
-            q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size),
+            q.astype(jnp.float32).reshape(num_tokens, *heads, head_size),
             inputs.tables,
             step.positions,
             plan,
             step.num_decode_rows,
             max_tokens=max(self.tile_q, min(self.shared_rows, num_rows)),
-            sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
+            sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(heads),
         )
         return out.reshape(q.shape).astype(q.dtype), (layer.keys, layer.values)

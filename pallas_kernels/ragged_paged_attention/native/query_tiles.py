@@ -31,7 +31,7 @@ class TiledQueries(Queries):
         return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
 
     def num_allocated_queries(self) -> tuple[int, int]:
-        """See `Queries.room`: rows are taken by the tile, and so beyond the last query."""
+        """See `Queries.num_allocated_queries`: whole tiles are computed, with rows beyond the last query."""
         return (self.shape.num_queries + TILE,) * 2
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:

@@ -11,7 +11,7 @@ outputs take the memory of the queries. This module asks no device: `TpuBackend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +128,13 @@ class TpuBackend(Backend):
         cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
     ) -> TpuBackend:
         """See `Backend.on`; `shape` holds the heads of one device."""
-        kind = devices[0].device_kind
-        if kind not in TPU_CHIPS:
+        device_kind = devices[0].device_kind
+        if device_kind not in TPU_CHIPS:
             raise ValueError(
                 f"attention_backend: got pallas-tpu, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
-                f"{kind}; use --attention-backend xla"
+                f"{device_kind}; use --attention-backend xla"
             )
-        return cls.for_heads(TPU_CHIPS[kind], shape.num_heads, shape.head_size, tuned)
+        return cls.for_heads(TPU_CHIPS[device_kind], shape.num_heads, shape.head_size, tuned)
 
     def describe(self) -> str:
         """See `Backend.describe`: chips that nothing was tuned for have the sizes of the nearest one."""
@@ -178,9 +178,9 @@ class TpuBackend(Backend):
         return sizes_of(self.chip, shape, self.tuned)
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
-        """Return the int32 numbers of a plan: the number of query tiles, and four values per tile; 0 without tiles.
+        """Return how many int32 values a plan has: the number of query tiles, then four for each tile that may be.
 
-        Each prefill row may begin and end with a tile that is not full.
+        Each prefill row may begin and end with a tile that is not full. Steps of decode rows only need no plan.
         """
         return 0 if decodes_only else PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
@@ -206,24 +206,28 @@ class TpuBackend(Backend):
     def attend(
         self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `Backend.attend`."""
-        q, k, v = inputs.q, inputs.k, inputs.v
-        (kv_pages,) = pages
-        num_heads = q.shape[1]
-        sizes = self.sizes_for(num_heads, layout, q.dtype)
+        """See `Backend.attend`: three kernels, the last of which attends to what the first two have written.
+
+        `write_prefill` writes the keys and values of prefill rows. `decode_attention` writes those of decode rows and
+        attends, `prefill_attention` attends; each replaces the queries of its rows by their outputs and leaves the
+        others. A step of decode rows only runs the second kernel alone.
+        """
+        (kv_pages,), q_dtype, has_prefill = pages, inputs.q.dtype, not inputs.step.decodes_only
+        sizes = self.sizes_for(inputs.q.shape[1], layout, q_dtype)
         call = CallOptions(CHIPS[self.chip].vmem_bytes, self.interpret, self.check_bounds)
-        if k is not None and v is not None:
+        if inputs.k is not None and inputs.v is not None:
+            k, v = inputs.k, inputs.v
             if inputs.kv_scales is None:
                 k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
             else:  # q's dtype holds one-byte numbers exactly; kernels transpose numbers of two or four bytes.
-                k, v = (
-                    quantize(x, scales, kv_pages.dtype).astype(q.dtype)
-                    for x, scales in zip((k, v), inputs.kv_scales, strict=True)
-                )
-            if not inputs.step.decodes_only:
-                kv_pages = write_prefill(k, v, kv_pages, inputs, call, tile_q=self.tile_q)
-        out, kv_pages = decode_attention(q, k, v, kv_pages, inputs, call, sizes=sizes.decode)
-        if not inputs.step.decodes_only:
+                k_scales, v_scales = inputs.kv_scales
+                k = quantize(k, k_scales, kv_pages.dtype).astype(q_dtype)
+                v = quantize(v, v_scales, kv_pages.dtype).astype(q_dtype)
+            inputs = replace(inputs, k=k, v=v)
+            if has_prefill:
+                kv_pages = write_prefill(kv_pages, inputs, call, tile_q=self.tile_q)
+        out, kv_pages = decode_attention(kv_pages, inputs, call, sizes=sizes.decode)
+        if has_prefill:
             tile_sizes = {"tile_q": self.tile_q, "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
-            out = prefill_attention(out, kv_pages, inputs, call, **tile_sizes)
+            out = prefill_attention(kv_pages, replace(inputs, q=out), call, **tile_sizes)
         return out, (kv_pages,)

@@ -73,22 +73,16 @@ def heads_per_product(num_kv_heads: int, group_size: int, max_rows: int) -> int:
 
 
 def decode_attention(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"] | None,
-    v: Float[Array, "T K H"] | None,
-    pages: Float[Array, "C K S Z L"],
-    layer: LayerInputs,
-    call: CallOptions,
-    *,
-    sizes: DecodeSizes,
+    pages: Float[Array, "C K S Z L"], layer: LayerInputs, call: CallOptions, *, sizes: DecodeSizes
 ) -> tuple[Float[Array, "T N H"], Float[Array, "C K S Z L"]]:
     """Attend the queries of the step's R decode rows, tokens 0 … R − 1, to their rows' tokens, the last one new.
 
     One kernel call over blocks of rows: grouped-query attention with an online softmax, KV tiles double-buffered, see
-    the module. `k` and `v` are the new keys and values (for pages of one byte a number: such numbers, in more bytes);
-    without them nothing is written, because the pages hold them already. L is 128. Return `q` with outputs in the
-    place of those queries, and the written pages; both arguments are donated.
+    the module. `layer.k` and `layer.v` are the new keys and values (for pages of one byte a number: such numbers, in
+    more bytes); without them nothing is written, because the pages hold them already. L is 128. Return `layer.q` with
+    outputs in the place of those queries, and the written pages; both arrays are donated.
     """
+    q, k, v = layer.q, layer.k, layer.v
     num_tokens, num_heads, head_size = q.shape
     _, num_kv_heads, num_lane_rows, _, _ = pages.shape
     group_size, width = num_heads // num_kv_heads, HeadLanes(head_size).width

@@ -298,14 +298,15 @@ class DecodeKernel:
             wait = functools.partial(self.copies.wait, span.end - span.begin, semaphore)
             pl.when(span.end > span.begin)(wait)  # What a wait for no bytes does is not documented.
 
-    def _attend_tails(self, group_index: Scalar) -> None:
-        """Attend the `tail_rows` rows of one group to their tails, in masked sub-tiles of `sizes.tail` tokens.
+    def _attend_tails(self, iteration: Scalar) -> None:
+        """Attend the next `tail_rows` rows of the block to their tails, in masked sub-tiles of `sizes.tail` tokens.
 
-        The rows go through the same sub-tiles in step, so that their instructions overlap: from the first sub-tile that
-        any of them attends to, to the last one. A row attends to nothing in a sub-tile that only another one needs.
+        With 2 rows at a time, iteration 1 takes the rows 2 and 3 of the block. They go through the same sub-tiles in
+        step, so that their instructions overlap: from the first sub-tile that any of them attends to, to the last one.
+        A row attends to nothing in a sub-tile that only another one needs.
         """
         sub_tokens = self.sizes.tail
-        rows_in_block = [group_index * self.tail_rows + index for index in range(self.tail_rows)]
+        rows_in_block = [iteration * self.tail_rows + index for index in range(self.tail_rows)]
         rows = [self._row_scalars(self.block * self.block_rows + index) for index in rows_in_block]
         tail_positions = [row.last_tile * self.tile_tokens for row in rows]
         end_offsets = [row.context_len - position for row, position in zip(rows, tail_positions, strict=True)]

@@ -133,9 +133,9 @@ def prefill_buffers(
     """Return shape and dtype of each VMEM buffer, for tiles of `tile_q` queries and `tile_kv` keys and values.
 
     `dtype` is that of queries and outputs, `kv_dtype` that of the pages. Copies of queries and of keys and values are
-    double-buffered: the first axis, 2, selects the buffer. `queries` and the
-    softmax state hold a tile by chunks of heads, each row a (head, query) pair; the running maximum and sum repeat
-    their number on all lanes. `head_rows` is room for sorting heads, as words of 32 bits.
+    double-buffered: the first axis, 2, selects the buffer. `queries` and the softmax state hold a tile by chunks of
+    heads, each row a (head, query) pair; the running maximum and sum repeat their number on all lanes. `head_rows` is
+    room for sorting heads, as words of 32 bits.
     """
     lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
     num_chunks, rows = num_heads // chunk, chunk * tile_q
@@ -159,21 +159,14 @@ def prefill_vmem_bytes(buffers: Buffers, sub_kv: int, *, spare_bytes: int = SPAR
 
 
 def prefill_attention(
-    q: Float[Array, "T N H"],
-    pages: Float[Array, "C K S Z L"],
-    layer: LayerInputs,
-    call: CallOptions,
-    *,
-    tile_kv: int,
-    sub_kv: int,
-    tile_q: int,
+    pages: Float[Array, "C K S Z L"], layer: LayerInputs, call: CallOptions, *, tile_kv: int, sub_kv: int, tile_q: int
 ) -> Float[Array, "T N H"]:
-    """Attend the queries of prefill rows causally to their rows' pages, and return `q` with outputs in their place.
+    """Attend the queries of prefill rows causally to their rows' pages; return `layer.q` with outputs in their place.
 
-    All other tokens keep what `q` holds, which is donated. `tile_kv` counts keys, a multiple of the page size and of
-    `sub_kv`; `tile_q` is the largest number of queries of a tile; L is 128.
+    All other tokens keep what `layer.q` holds, which is donated. `tile_kv` counts keys, a multiple of the page size and
+    of `sub_kv`; `tile_q` is the largest number of queries of a tile; L is 128.
     """
-    _, num_heads, head_size = q.shape
+    q, (_, num_heads, head_size) = layer.q, layer.q.shape
     sinks = None if layer.sinks is None else layer.sinks.astype(jnp.float32) * LOG2_E
     scales = None if layer.kv_scales is None else jnp.stack(layer.kv_scales).astype(jnp.float32)
     inputs = PrefillInputs(sinks, scales, q, pages)

@@ -69,19 +69,16 @@ class WriteScratch(NamedTuple):
 
 
 def write_prefill(
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    pages: Float[Array, "C K S Z L"],
-    layer: LayerInputs,
-    call: CallOptions,
-    *,
-    tile_q: int,
+    pages: Float[Array, "C K S Z L"], layer: LayerInputs, call: CallOptions, *, tile_q: int
 ) -> Float[Array, "C K S Z L"]:
-    """Write the keys and values of the prefill tokens into the pages, which are donated, and return the pages.
+    """Write the layer's new keys and values of prefill tokens into the pages, which are donated, and return the pages.
 
-    For pages of one byte a number, `k` and `v` hold such numbers exactly, in two or four bytes each. `tile_q` is the
-    largest number of tokens of a tile; L is 128.
+    For pages of one byte a number, `layer.k` and `layer.v` hold such numbers exactly, in two or four bytes each.
+    `tile_q` is the largest number of tokens of a tile; L is 128. One kernel call, a grid step per tile.
     """
+    k, v = layer.k, layer.v
+    assert k is not None
+    assert v is not None
     _, num_kv_heads, head_size = k.shape
     _, _, num_lane_rows, page_size, _ = pages.shape
     lanes, block = HeadLanes(head_size), math.gcd(page_size, MAX_BLOCK_TOKENS)
@@ -175,9 +172,8 @@ def _write_tile(
         # Slots of a partial block that belong to other tokens keep what their page holds.
         @pl.when((block_position < first_position) | (block_position + block > end_position))
         def _() -> None:
-            page_read = pltpu.make_async_copy(
-                page_slots(block_index), scratch.blocks.at[block_buffer], scratch.read_sem
-            )
+            old_slots, target = page_slots(block_index), scratch.blocks.at[block_buffer]
+            page_read = pltpu.make_async_copy(old_slots, target, scratch.read_sem)
             page_read.start()
             page_read.wait()
 
@@ -191,12 +187,11 @@ def _write_tile(
             for head, (key, value) in enumerate(zip(keys, values, strict=True)):
                 for lane_row, new_row in lanes.row_pairs(key, value, first_lane):
                     old_rows = scratch.blocks[block_buffer, head, lane_row]
-                    scratch.blocks[block_buffer, head, lane_row] = jnp.where(
-                        is_new, new_row.astype(old_rows.dtype), old_rows
-                    )
+                    new_rows = jnp.where(is_new, new_row.astype(old_rows.dtype), old_rows)
+                    scratch.blocks[block_buffer, head, lane_row] = new_rows
         write_copy(block_index, block_buffer).start()
 
-    # The loop has waited for all copies but the last two.
+    # The loop has waited for all copies but the last two. An equal copy can be waited for: its semaphore counts bytes.
     pl.when(end_block - first_block >= 2)(
         lambda: write_copy(end_block - 2, lax.rem(end_block - 2 - first_block, 2)).wait()
     )

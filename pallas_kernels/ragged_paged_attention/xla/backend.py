@@ -137,33 +137,38 @@ class XlaBackend(TiledBackend):
     def attend(
         self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `Backend.attend`. There are no `kv_scales`: `layout` refuses pages that need them."""
+        """See `Backend.attend`: write k and v, attend the decode rows, then the query tiles of the other rows.
+
+        A decode row's softmax state is merged from up to three: the sinks alone, the pages that it shares with other
+        rows (cascade attention), and its other pages (split-KV). There are no `kv_scales`: `layout` refuses pages that
+        need them.
+        """
         (keys, values), step, tables = pages, inputs.step, inputs.tables
         layer = XlaPages(keys, values, inputs.first_page, inputs.options)
         if inputs.k is not None and inputs.v is not None:
             layer = layer.write(inputs.k, inputs.v, inputs.slots)
         num_tokens, num_heads, head_size = inputs.q.shape
         num_rows, sizes = step.context_lens.shape[0], self.sizes
-        grouped = layout.num_kv_heads, num_heads // layout.num_kv_heads
-        q_TKGH = inputs.q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
-        sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(grouped)
+        heads = layout.num_kv_heads, num_heads // layout.num_kv_heads
+        q_TKGH = inputs.q.astype(jnp.float32).reshape(num_tokens, *heads, head_size)
+        sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(heads)
         plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         tiles = PrefillTiles(layer, pages_per_tile=max(1, sizes.prefill_keys // layer.page_size))
         q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
-        before = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
-        lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
-        num_skipped = jnp.zeros_like(lens)
+        state = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
+        decode_lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
+        num_shared_pages = jnp.zeros_like(decode_lens)
         if self.share_prefixes and inputs.options.window is None:
             tile_rows = min(sizes.shared_rows, num_rows)
-            before = attend_shared(tiles, q_RKGH, tables, plan, tile_rows, before or Softmax.start(q_RKGH, None))
-            num_skipped = plan.num_shared_pages
-        decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, lens, num_skipped)
-        if before is not None:
-            decoded = decoded.merge(before)
-        # The output has room for what the last query tile computes past the end.
+            state = attend_shared(tiles, q_RKGH, tables, plan, tile_rows, state or Softmax.start(q_RKGH, None))
+            num_shared_pages = plan.num_shared_pages
+        decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, decode_lens, num_shared_pages)
+        if state is not None:
+            decoded = decoded.merge(state)
+        # The output is longer by a query tile, since the last tile also stores outputs behind the last token.
         tile_q = min(sizes.queries, num_tokens)
-        room = max(num_tokens, num_rows) + tile_q
-        out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:]), jnp.float32), decoded.result(), 0, 0)
+        zeros = jnp.zeros((max(num_tokens, num_rows) + tile_q, *q_TKGH.shape[1:]), jnp.float32)
+        out = lax.dynamic_update_slice_in_dim(zeros, decoded.result(), 0, 0)
         if not step.decodes_only:
             out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q, in_one_loop=sizes.has_few_loops)
         return out[:num_tokens].reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)

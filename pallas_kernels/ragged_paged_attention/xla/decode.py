@@ -1,6 +1,6 @@
 """Rows with one query each, in plain XLA: each row's pages are cut into KV splits, taken some splits at a time.
 
-    row 0, 7 pages   split 0  ■ ■ ■ ◧      ■ page whose slots are all seen     ◧ the row's last page
+    row 0, 7 pages   split 0  ■ ■ ■ ◧      ■ page whose slots are all visible  ◧ the row's last page
                      split 1  ■ ■ ■ ·      · nothing left: the null page, which stays in the processor's cache
     row 1, 3 pages   split 2  ■ ■ ◧ ·
     row 2, 2 pages   split 3  ■ ◧ · ·      ─▶ iterations of one batch of splits
@@ -88,16 +88,16 @@ class KVSplits:
         def attend_batch(batch: Array, states: Softmax) -> Softmax:
             splits = batch * width + jnp.arange(width)
             row_of_split = jnp.sum(split_ends[None] <= splits[:, None], axis=1, dtype=jnp.int32)
-            of_row = SplitRows(*split_rows_table[row_of_split].T)
+            split_rows = SplitRows(*split_rows_table[row_of_split].T)
             queries = q[jnp.minimum(row_of_split, num_rows - 1)] * self.pages.options.scale
-            first_indices = of_row.page_offsets + splits
+            first_indices = split_rows.page_offsets + splits
 
             def attend_pages(iteration: Array, state: Softmax) -> Softmax:
-                page_indices = first_indices + iteration * of_row.num_splits
+                page_indices = first_indices + iteration * split_rows.num_splits
                 pages = tables.at[row_of_split, page_indices].get(mode="clip")
-                return self._attend_page(queries, pages, page_indices, of_row.lens, state)
+                return self._attend_page(queries, pages, page_indices, split_rows.lens, state)
 
-            state = lax.fori_loop(0, jnp.max(of_row.num_iterations), attend_pages, Softmax.start(queries, None))
+            state = lax.fori_loop(0, jnp.max(split_rows.num_iterations), attend_pages, Softmax.start(queries, None))
             return jax.tree.map(
                 lambda old, new: lax.dynamic_update_slice_in_dim(old, new, batch * width, 0), states, state
             )

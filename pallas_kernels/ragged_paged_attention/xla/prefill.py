@@ -2,13 +2,15 @@
 
                  pages of the row ─▶
 tile of queries  ■ ■ ■ ■ ◧            one tile of pages per iteration: k [K, S, H], v [K, S, H]
-  [K, M, H]      ■ seen by all        M = G × tile_q queries of one KV head in one product
+  [K, M, H]      ■ visible to all     M = G × tile_q queries of one KV head in one product
                  ◧ causal edge        iterations from the window's start to the last query's page
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,21 @@ from .pages import XlaPages, as_float32
 from .softmax import Softmax
 
 
+class QueryTile(NamedTuple):
+    """M queries per KV head that attend to the pages of one row together."""
+
+    queries: Float[Array, "K M H"]
+    table: Int[Array, " P"]
+    """The page table that names the row's pages."""
+    positions: Int[Array, " M"]
+    """Position of each query in its row; the smallest comes first."""
+    end: Int[Array, ""]
+    """Position behind the last key that any of the queries attends to."""
+
+
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Attention of a tile of queries, `pages_per_tile` pages of its row per iteration."""
+    """Attention of tiles of queries, `pages_per_tile` pages of a tile's row per iteration."""
 
     pages: XlaPages
     pages_per_tile: int
@@ -38,52 +52,38 @@ class PrefillTiles:
         window = self.pages.options.window
         return jnp.zeros_like(first_position) if window is None else jnp.maximum(first_position - window + 1, 0)
 
-    def attend(
-        self,
-        q: Float[Array, "K M H"],
-        table: Int[Array, " P"],
-        positions: Int[Array, " M"],
-        end: Int[Array, ""],
-        state: Softmax,
-    ) -> Softmax:
-        """Attend queries at `positions`, the smallest of which comes first, to the first `end` tokens of a row."""
-        first_tile, end_tile = self.first_key(positions[0]) // self.tile_kv, (end + self.tile_kv - 1) // self.tile_kv
-        q, table = q * self.pages.options.scale, self.page_indices(table)
-        return lax.fori_loop(
-            first_tile, end_tile, lambda tile, state: self.attend_tile(q, table, positions, end, tile, state), state
-        )
+    def attend(self, tile: QueryTile, state: Softmax) -> Softmax:
+        """Return the softmax state of a tile's queries, [1, K, M], after all keys that they attend to."""
+        first_kv_tile = self.first_key(tile.positions[0]) // self.tile_kv
+        end_kv_tile = (tile.end + self.tile_kv - 1) // self.tile_kv
+        queries = tile.queries * self.pages.options.scale
+        scaled_tile = tile._replace(queries=queries, table=self.page_indices(tile.table))
+        return lax.fori_loop(first_kv_tile, end_kv_tile, partial(self.attend_kv_tile, scaled_tile), state)
 
     def page_indices(self, tables: Int[Array, "*rows P"]) -> Int[Array, "*rows P2"]:
         """Return the pages of rows among those of all layers, padded to whole tiles of pages."""
         padding = [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % self.pages_per_tile)]
         return jnp.pad(tables, padding) + self.pages.first_page
 
-    def attend_tile(
-        self,
-        q: Float[Array, "K M H"],
-        table: Int[Array, " P2"],
-        positions: Int[Array, " M"],
-        end: Int[Array, ""],
-        tile: Int[Array, ""],
-        state: Softmax,
-    ) -> Softmax:
-        """Return the online-softmax state after KV tile `tile`; `q` is scaled, `table` comes from `page_indices`."""
-        window, first_key = self.pages.options.window, self.first_key(positions[0])
-        pages = lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile)
+    def attend_kv_tile(self, tile: QueryTile, kv_tile: Int[Array, ""], state: Softmax) -> Softmax:
+        """Return the softmax state after the keys of KV tile `kv_tile` of the row: one step of the online softmax.
+
+        The tile's queries are scaled, and its `table` holds pages among those of all layers, as `page_indices` returns.
+        """
+        window, first_key, positions = self.pages.options.window, self.first_key(tile.positions[0]), tile.positions
+        pages = lax.dynamic_slice_in_dim(tile.table, kv_tile * self.pages_per_tile, self.pages_per_tile)
         k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
-        key_positions = tile * self.tile_kv + jnp.arange(self.tile_kv)
+        key_positions = kv_tile * self.tile_kv + jnp.arange(self.tile_kv)
         # No query attends to the other slots: they are past the row's end, or in pages that the window has left.
-        is_visible_to_any = (key_positions < end) & (key_positions >= first_key)
+        is_visible_to_any = (key_positions < tile.end) & (key_positions >= first_key)
         is_visible = (key_positions[None] <= positions[:, None]) & is_visible_to_any[None]
         if window is not None:
             is_visible &= key_positions[None] > positions[:, None] - window
-        scores = jnp.where(is_visible[None], self.pages.scores(q, k), -jnp.inf)
+        scores = jnp.where(is_visible[None], self.pages.scores(tile.queries, k), -jnp.inf)
         # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
         v = jnp.where(is_visible_to_any[None, :, None], v, 0.0)
-        return state.add(
-            scores[None],
-            lambda weights: jnp.einsum("kms,ksh->kmh", weights[0], v, preferred_element_type=jnp.float32)[None],
-        )
+        weigh_values = partial(jnp.einsum, "kms,ksh->kmh", preferred_element_type=jnp.float32)
+        return state.add(scores[None], lambda weights: weigh_values(weights[0], v)[None])
 
 
 def _joined(pages: Float[Array, "p K Z H"]) -> Float[Array, "K S H"]:
@@ -119,19 +119,20 @@ def prefill(
     end_positions = first_positions + lens
     positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], end_positions[:, None] - 1)
 
-    def query_tile_inputs(q_tile: Array) -> tuple[Array, Array, Array, Array]:
-        queries = by_head(lax.dynamic_slice_in_dim(padded_q, first_tokens[q_tile], tile_q))
-        return queries, tables[tile_rows[q_tile]], jnp.tile(positions[q_tile], group_size), end_positions[q_tile]
+    def query_tile(index: Array) -> QueryTile:
+        queries = by_head(lax.dynamic_slice_in_dim(padded_q, first_tokens[index], tile_q))
+        table, query_positions = tables[tile_rows[index]], jnp.tile(positions[index], group_size)
+        return QueryTile(queries, table, query_positions, end_positions[index])
 
     def start_state(queries: Array) -> Softmax:
         return Softmax.start(queries[None], None if sinks is None else jnp.repeat(sinks, tile_q, axis=1))
 
-    def store_outputs(q_tile: Array, state: Softmax, out: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group_size), first_tokens[q_tile], 0)
+    def store_outputs(index: Array, state: Softmax, out: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group_size), first_tokens[index], 0)
 
-    def attend_query_tile(q_tile: Array, out: Array) -> Array:
-        tile_inputs = query_tile_inputs(q_tile)
-        return store_outputs(q_tile, tiles.attend(*tile_inputs, start_state(tile_inputs[0])), out)
+    def attend_query_tile(index: Array, out: Array) -> Array:
+        tile = query_tile(index)
+        return store_outputs(index, tiles.attend(tile, start_state(tile.queries)), out)
 
     if not in_one_loop:
         return lax.fori_loop(0, plan.num_query_tiles[0], attend_query_tile, out)
@@ -139,28 +140,28 @@ def prefill(
     # One loop over all KV tiles of all query tiles; every iteration stores the outputs so far, the last one's remain.
     # With 3 and 2 KV tiles, `iteration_ends` is [3, 5], and iteration 3 is KV tile 3 − 5 + 2 = 0 of query tile 1.
     padded_q, tables = padded_q * tiles.pages.options.scale, tiles.page_indices(tables)
-    first_tiles = tiles.first_key(first_positions) // tiles.tile_kv
-    num_kv_tiles = (end_positions + tiles.tile_kv - 1) // tiles.tile_kv - first_tiles
+    first_kv_tiles = tiles.first_key(first_positions) // tiles.tile_kv
+    num_kv_tiles = (end_positions + tiles.tile_kv - 1) // tiles.tile_kv - first_kv_tiles
     iteration_ends = jnp.cumsum(jnp.where(jnp.arange(len(num_kv_tiles)) < plan.num_query_tiles[0], num_kv_tiles, 0))
 
     def attend_kv_tile(iteration: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
         state, out = carry
-        q_tile = jnp.sum(iteration_ends <= iteration, dtype=jnp.int32)
-        kv_tile = iteration - iteration_ends[q_tile] + num_kv_tiles[q_tile]
-        tile_inputs = query_tile_inputs(q_tile)
-        state = jax.tree.map(lambda new, old: jnp.where(kv_tile == 0, new, old), start_state(tile_inputs[0]), state)
-        state = tiles.attend_tile(*tile_inputs, first_tiles[q_tile] + kv_tile, state)
-        return state, store_outputs(q_tile, state, out)
+        index = jnp.sum(iteration_ends <= iteration, dtype=jnp.int32)
+        kv_tile = iteration - iteration_ends[index] + num_kv_tiles[index]
+        tile = query_tile(index)
+        state = jax.tree.map(lambda new, old: jnp.where(kv_tile == 0, new, old), start_state(tile.queries), state)
+        state = tiles.attend_kv_tile(tile, first_kv_tiles[index] + kv_tile, state)
+        return state, store_outputs(index, state, out)
 
     empty_state = start_state(by_head(padded_q[:tile_q]))
     return lax.fori_loop(0, iteration_ends[-1], attend_kv_tile, (empty_state, out))[1]
 
 
 def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:
-    """Put all queries of a KV head side by side: M = G × t."""
+    """Put all queries of a KV head side by side, M = G × t: query g × t + i is query head g of token i."""
     return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 def by_row(x: Float[Array, "K M *rest"], group_size: int) -> Float[Array, "t K G *rest"]:
-    """Undo `by_head`."""
+    """Put queries [K, G × t] back into the order of tokens, [t, K, G]; undoes `by_head`. `group_size` is G."""
     return jnp.moveaxis(x.reshape(x.shape[0], group_size, -1, *x.shape[2:]), 2, 0)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..tile_plan import PlanSections
-from .prefill import PrefillTiles, by_head, by_row
+from .prefill import PrefillTiles, QueryTile, by_head, by_row
 from .softmax import Softmax
 
 
@@ -29,7 +29,8 @@ def attend_shared(
     """Return `state`, one of each row, after the rows of each shared tile have attended to the tile's pages together.
 
     The queries of a tile's rows, at most `tile_rows`, stand side by side as if they were one row's, so that the pages
-    are read once (cascade attention). A tile of fewer rows computes states for the rest, too, which are dropped.
+    are read once (cascade attention). A tile of fewer rows also computes states for the rows after it in
+    `plan.members`, and drops them.
     """
     page_size, (num_rows, _, group_size, _) = tiles.pages.page_size, q.shape
     padded_members = jnp.pad(plan.members, (0, tile_rows))  # A slice of the last tile must not be moved to fit.
@@ -41,7 +42,8 @@ def attend_shared(
         end_position = num_pages * page_size
         # Every query's position is past the shared pages, so no causal mask is needed.
         positions = jnp.full((group_size * tile_rows,), end_position)
-        new_state = tiles.attend(by_head(q[members]), tables[members[0]], positions, end_position, old_state)
+        tile = QueryTile(by_head(q[members]), tables[members[0]], positions, end_position)
+        new_state = tiles.attend(tile, old_state)
         target_rows = jnp.where(jnp.arange(tile_rows) < num_members, members, num_rows)
         return jax.tree.map(
             lambda old, new: old.at[target_rows].set(by_row(new[0], group_size), mode="drop"), state, new_state

@@ -56,7 +56,7 @@ class World:
 
     def __init__(self, shape: Shape, *, num_pages: int = 64, seed: int = 0):
         self.shape, self.rng = shape, np.random.default_rng(seed)
-        self.num_groups = 1 + max(place.group for place in shape.layers)
+        self.num_groups = 1 + max(place.table_group for place in shape.layers)
         sizes = shape.num_group_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.head_size, shape.dtype
         self.layout = shape.backend.layout(KVShape(*sizes))
         self.scales = self._scales() if jnp.dtype(shape.dtype).itemsize == 1 else None
@@ -182,8 +182,8 @@ class World:
         page_size, num_pages = self.layout.page_size, self.layout.num_pages
         is_written = np.zeros((self.layout.num_layers * num_pages, page_size), bool)
         for place in self.shape.layers:
-            pages = slots[place.group] // page_size + place.index * num_pages
-            is_written[pages, slots[place.group] % page_size] = True
+            pages = slots[place.table_group] // page_size + place.index * num_pages
+            is_written[pages, slots[place.table_group] % page_size] = True
         for old, new, slot_axis in zip(before, self.cache.pages, self.shape.slot_axes, strict=True):
             old_slots, new_slots = (slots_of(x, slot_axis, page_size) for x in (old, new))
             assert np.array_equal(old_slots[~is_written], new_slots[~is_written])

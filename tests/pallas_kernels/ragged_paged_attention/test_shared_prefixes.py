@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tile_plan import MAX_GROUPS, shared_prefixes
+from jpaged.pallas_kernels.ragged_paged_attention.tile_plan import MAX_PREFIXES, shared_prefixes
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
 
 from ...paged_steps import plan_of
@@ -167,7 +167,7 @@ def test_the_plan_names_tiles_rows_and_pages_seen_and_only_what_pays() -> None:
 def test_no_number_of_families_overflows_the_plan() -> None:
     tables = np.repeat(np.arange(1, 33, dtype=np.int32), 2)[None, :, None] * np.ones((1, 1, 4), np.int32)
     plan = plan_of(SHARING, [1] * 64, [30] * 64, 64, 64, tables)
-    assert SHARING.planner.sections(plan, 64, 64).num_shared_tiles == [MAX_GROUPS]
+    assert SHARING.planner.sections(plan, 64, 64).num_shared_tiles == [MAX_PREFIXES]
 
 
 def test_without_sharing_nothing_is_looked_for() -> None:
