@@ -18,7 +18,7 @@ from functools import cache
 from llvmlite import ir
 
 from .llvm import I8, I16, I64, Code, declare, host_has, host_has_avx512, register
-from .xla_call import Buffer, handler
+from .xla_call import Buffer, Work, handler
 
 TILE = 16
 """Rows of a tile; also the columns of a tile of sums, and the pairs of K in a row of A."""
@@ -145,12 +145,12 @@ def tile_handler() -> str:
     cache, then the rows that are left, in two tiles or one: 75 rows are 2 × 32, then 11 rows in one tile of 11.
     """
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         x, panels = args
         build, num_panels, pairs = code.build, panels.size(0), panels.size(1)
         words = build.mul(build.mul(num_panels, I64(PANEL)), pairs)
         values = [x.data, panels.data, rets[0].data, pairs, rets[0].size(1), x.size(0)]
-        return values, num_panels, build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS))
+        return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS)))
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         x, panels, out, pairs, width, num_rows = arguments

@@ -43,35 +43,45 @@ class Code:
     def __init__(self, function: ir.Function) -> None:
         self.build = ir.IRBuilder(function.append_basic_block("entry"))
 
-    def allocate(self, kind: ir.Type, count: int) -> ir.Value:
+    def allocate(self, element_type: ir.Type, count: int) -> ir.Value:
         """Allocate `count` elements on the stack, once per call of the function, aligned to a cache line."""
         with self.build.goto_entry_block():
-            place = self.build.alloca(kind, size=count)
-            place.align = CACHE_LINE
-            return self.build.bitcast(place, POINTER)
+            address = self.build.alloca(element_type, size=count)
+            address.align = CACHE_LINE
+            return self.build.bitcast(address, POINTER)
 
-    def at(self, base: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
-        """Return the address of the element at `offset`."""
+    def at(self, base: ir.Value, offset: ir.Value | int, element_type: ir.Type) -> ir.Value:
+        """Return the address of the element at `offset`, as a pointer to its type."""
         offset = I64(offset) if isinstance(offset, int) else offset
-        address = self.build.gep(base, [self.build.mul(offset, I64(SIZES[kind]))])
-        return self.build.bitcast(address, kind.as_pointer())
+        address = self.build.gep(base, [self.build.mul(offset, I64(SIZES[element_type]))])
+        return self.build.bitcast(address, element_type.as_pointer())
 
-    def load(self, base: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
-        return self.build.load(self.at(base, offset, kind))
+    def load(self, base: ir.Value, offset: ir.Value | int, element_type: ir.Type) -> ir.Value:
+        """Load the element at `offset`."""
+        return self.build.load(self.at(base, offset, element_type))
 
     def load_index(self, base: ir.Value, offset: ir.Value | int) -> ir.Value:
         """Load an int32 and sign-extend it to int64."""
         return self.build.sext(self.load(base, offset, I32), I64)
 
     def store(self, value: ir.Value, base: ir.Value, offset: ir.Value | int) -> None:
+        """Store the element at `offset`."""
         self.build.store(value, self.at(base, offset, value.type))
 
-    def load_vector(self, base: ir.Value, offset: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
-        """Load a vector of `lanes` elements of `kind`, aligned to one element."""
-        address = self.build.bitcast(self.at(base, offset, kind), ir.VectorType(kind, lanes).as_pointer())
-        return self.build.load(address, align=SIZES[kind])
+    def load_vector(self, base: ir.Value, offset: ir.Value, element_type: ir.Type, lanes: int) -> ir.Value:
+        """Load a vector of `lanes` elements from `offset` on, aligned to one element."""
+        vector_pointer = ir.VectorType(element_type, lanes).as_pointer()
+        address = self.build.bitcast(self.at(base, offset, element_type), vector_pointer)
+        return self.build.load(address, align=SIZES[element_type])
+
+    def load_vectors(
+        self, base: ir.Value, offsets: Iterable[ir.Value], element_type: ir.Type, lanes: int
+    ) -> list[ir.Value]:
+        """Load a vector from each offset on. A generator may emit each offset, just before its vector is loaded."""
+        return [self.load_vector(base, offset, element_type, lanes) for offset in offsets]
 
     def store_vector(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:
+        """Store a vector from the element at `offset` on, aligned to one element."""
         address = self.build.bitcast(self.at(base, offset, vector.type.element), vector.type.as_pointer())
         self.build.store(vector, address, align=SIZES[vector.type.element])
 
@@ -94,21 +104,22 @@ class Code:
             rounded = build.trunc(build.lshr(rounded_bits, sixteen), bits16_type)
         self.store_vector(rounded, base, offset)
 
-    def prefetch(self, base: ir.Value, offset: ir.Value, kind: ir.Type, count: int) -> None:
+    def prefetch(self, base: ir.Value, offset: ir.Value, element_type: ir.Type, count: int) -> None:
         """Emit prefetches of `count` elements into the level-2 cache: the working set already fills level 1.
 
         An unmapped address does not fault, so a caller may prefetch beyond the end.
         """
-        start = self.build.bitcast(self.at(base, offset, kind), POINTER)
+        start = self.build.bitcast(self.at(base, offset, element_type), POINTER)
         function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
         read_into_level_2 = I32(0), I32(2), I32(1)
-        for num_bytes in range(0, count * SIZES[kind], CACHE_LINE):
+        for num_bytes in range(0, count * SIZES[element_type], CACHE_LINE):
             self.build.call(function, [self.build.gep(start, [I64(num_bytes)]), *read_into_level_2])
 
     def broadcast(self, value: ir.Value, lanes: int) -> ir.Value:
-        nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-        first = self.build.insert_element(nothing, value, I32(0))
-        return self.build.shuffle_vector(first, nothing, constant(ir.VectorType(I32, lanes), 0))
+        """Return a vector that holds `value` in all lanes."""
+        undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+        in_first_lane = self.build.insert_element(undefined, value, I32(0))
+        return self.build.shuffle_vector(in_first_lane, undefined, constant(ir.VectorType(I32, lanes), 0))
 
     def loop(
         self,
@@ -152,6 +163,7 @@ class Code:
         return self.build.select(self.build.icmp_signed("<", a, b), a, b)
 
     def max(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the larger of two int64."""
         return self.build.select(self.build.icmp_signed(">", a, b), a, b)
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -201,11 +213,11 @@ class Code:
                 sums.append(self.add_words(factor_in_lanes, vector, total, has_avx512_bf16=has_avx512_bf16))
         return sums
 
-    def _half(self, pairs: ir.Value, which: int) -> ir.Value:
-        """Return the lower (0) or upper (1) bfloat16 of each pair as float32."""
-        kind, build = pairs.type, self.build
-        bits = build.and_(pairs, constant(kind, -1 << 16)) if which else build.shl(pairs, constant(kind, 16))
-        return build.bitcast(bits, ir.VectorType(F32, kind.count))
+    def _half(self, pairs: ir.Value, half: int) -> ir.Value:
+        """Return the lower (0) or upper (1) bfloat16 of each pair as float32, whose upper 16 bits are a bfloat16's."""
+        word_type, build = pairs.type, self.build
+        bits = build.and_(pairs, constant(word_type, -1 << 16)) if half else build.shl(pairs, constant(word_type, 16))
+        return build.bitcast(bits, ir.VectorType(F32, word_type.count))
 
     def exp(self, x: ir.Value) -> ir.Value:
         """Return e to the x for x ≤ 0, within 2 units in the last place; never 0.
@@ -225,9 +237,8 @@ class Code:
         series = constant(vector_type, EXP_TERMS[0])
         for term in EXP_TERMS[1:]:
             series = self.add_product(series, remainder, constant(vector_type, term))
-        series = self.add_product(
-            series, build.fmul(remainder, remainder), build.fadd(remainder, constant(vector_type, 1.0))
-        )
+        square, linear = build.fmul(remainder, remainder), build.fadd(remainder, constant(vector_type, 1.0))
+        series = self.add_product(series, square, linear)
         bits_type = ir.VectorType(I32, vector_type.count)
         exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
@@ -259,9 +270,9 @@ class _Bfloat16(ir.Type):
 BFLOAT16 = _Bfloat16()
 
 
-def constant(kind: ir.Type, value: float) -> ir.Constant:
-    """Return a constant of `kind`; a vector has `value` in all lanes."""
-    return ir.Constant(kind, [value] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
+def constant(type_: ir.Type, value: float) -> ir.Constant:
+    """Return a constant of a type; a vector has `value` in all lanes."""
+    return ir.Constant(type_, [value] * type_.count if isinstance(type_, ir.VectorType) else value)
 
 
 def declare(module: ir.Module, name: str, result: ir.Type, *args: ir.Type) -> ir.Function:
@@ -284,6 +295,7 @@ def lanes_for(size: int) -> int:
 
 @cache
 def _features() -> Any:
+    """Return llvmlite's map from the LLVM name of each processor feature to whether this processor has it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.get_host_cpu_features()
@@ -297,14 +309,6 @@ def host_has(feature: str) -> bool:
 def processor() -> str:
     """Return the name and features of the processor: compiled code is kept for these."""
     return f"{llvm.get_host_cpu_name()} {_features().flatten()}"
-
-
-def _machine() -> llvm.TargetMachine:
-    """Return a new target machine: each execution engine takes over its own and frees it."""
-    features = _features().flatten()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3
-    )
 
 
 _lock = Lock()
@@ -321,7 +325,9 @@ def register(module: ir.Module) -> str:
     with _lock:
         if module.name in _engines:
             return module.name
-        source, machine = str(module), _machine()
+        source, target = str(module), llvm.Target.from_default_triple()
+        cpu, features = llvm.get_host_cpu_name(), _features().flatten()
+        machine = target.create_target_machine(cpu=cpu, features=features, opt=3)  # The engine below frees it.
         kept_code = _KeptCode(source)
         parsed = llvm.parse_assembly(source)
         parsed.verify()

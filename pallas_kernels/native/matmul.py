@@ -24,7 +24,7 @@ from llvmlite import ir
 
 from .amx import DEPTH, MAX_SERIAL_WORDS, PANEL, has_amx_unit, tile_handler
 from .llvm import F32, I32, I64, Code, constant, host_has, host_has_avx512, register
-from .xla_call import Buffer, handler
+from .xla_call import Buffer, Work, handler
 
 VECTORS = 2
 """Vectors of sums per row of x that stay in registers."""
@@ -145,14 +145,14 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
     # Type of one word of x and of a panel.
     word_type = I32 if is_bf16_packed else F32
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         x, panels = args
         build, num_rows, num_panels, depth = code.build, x.size(0), panels.size(0), panels.size(1)
         num_groups = build.sdiv(build.add(num_rows, I64(max_rows - 1)), I64(max_rows))
         num_larger_groups = build.sub(num_rows, build.mul(num_groups, I64(rows_per_group)))
         words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
         values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger_groups, num_groups]
-        return values, num_panels, build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS))
+        return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS)))
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         x, panels, out, depth, width, num_larger_groups, num_groups = arguments
@@ -176,20 +176,16 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
 
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 word_offset = add(add(panel_offset, mul(k, I64(PANEL))), I64(first_column))
-                words = [
-                    code.load_vector(panels, add(word_offset, I64(v * lanes)), word_type, lanes) for v in range(VECTORS)
-                ]
+                offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
+                words = code.load_vectors(panels, offsets, word_type, lanes)
                 code.prefetch(panels, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
                 factors = (code.load(x, add(start, k), word_type) for start in starts)
                 return code.add_outer(factors, words, sums, has_avx512_bf16=has_avx512_bf16)
 
-            old_sums = [
-                build.select(has_partial_sums, code.load_vector(out, offset, F32, lanes), zeros)
-                for offset in sum_offsets
-            ]
-            for sum_offset, total in zip(
-                sum_offsets, code.loop(begin, end, add_products, carried=old_sums), strict=True
-            ):
+            stored = (code.load_vector(out, offset, F32, lanes) for offset in sum_offsets)
+            old_sums = [build.select(has_partial_sums, vector, zeros) for vector in stored]
+            new_sums = code.loop(begin, end, add_products, carried=old_sums)
+            for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
                 code.store_vector(total, out, sum_offset)
 
         def multiply_block(index: ir.Value) -> None:
@@ -207,9 +203,8 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
             rows_of_larger_groups = mul(num_larger_groups, I64(rows_per_group + 1))
             if rows_per_group < max_rows:
                 code.loop(0, num_larger_groups, multiply_groups(rows_per_group + 1, I64(0)))
-            code.loop(
-                0, build.sub(num_groups, num_larger_groups), multiply_groups(rows_per_group, rows_of_larger_groups)
-            )
+            num_smaller_groups = build.sub(num_groups, num_larger_groups)
+            code.loop(0, num_smaller_groups, multiply_groups(rows_per_group, rows_of_larger_groups))
 
         code.loop(0, num_blocks, multiply_block)
 

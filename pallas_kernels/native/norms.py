@@ -6,6 +6,7 @@ it gets beside other rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import cache
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 from llvmlite import ir
 
 from .llvm import F32, I64, Code, constant, declare, lanes_for, register
-from .xla_call import Buffer, handler
+from .xla_call import Buffer, Work, handler
 
 NUM_ACCUMULATORS = 4
 """Independent partial sums per row at most, a vector each; a single one would stall on FMA latency."""
@@ -38,7 +39,10 @@ def layer_norm(
 
 
 def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
-    """Check what native code would misread, and call it."""
+    """Normalise rows by a weight, and also centre them if `vectors` are a weight and a bias, [D] each.
+
+    Raises ValueError for shapes and dtypes that native code would misread. `name` is for the message.
+    """
     for vector in vectors:
         if x_TD.dtype != jnp.float32 or vector.dtype != jnp.float32:
             raise ValueError(f"{name}: got rows of {x_TD.dtype} and a weight of {vector.dtype}, wanted float32")
@@ -59,12 +63,12 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
     num_accumulators = next(count for count in range(NUM_ACCUMULATORS, 0, -1) if size % (count * lanes) == 0)
     vector_type = ir.VectorType(F32, lanes)
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         build, (x, *vectors) = code.build, args
         num_rows = x.size(0)
         num_units = build.sdiv(build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
         is_large = build.icmp_signed(">=", build.mul(num_rows, I64(size)), I64(MIN_PARALLEL_ELEMENTS))
-        return [x.data, rets[0].data, num_rows, *(partial_sum.data for partial_sum in vectors)], num_units, is_large
+        return Work([x.data, rets[0].data, num_rows, *(vector.data for vector in vectors)], num_units, is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         x, out, num_rows, weight, *bias = arguments
@@ -77,17 +81,12 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
             def add_vectors(element: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 first_offset = build.add(start, element)
                 offsets = [build.add(first_offset, I64(index * lanes)) for index in range(num_accumulators)]
-                return [
-                    add_vector(code.load_vector(x, offset, F32, lanes), accumulator)
-                    for offset, accumulator in zip(offsets, sums, strict=True)
-                ]
+                vectors = (code.load_vector(x, offset, F32, lanes) for offset in offsets)
+                return [add_vector(vector, accumulator) for vector, accumulator in zip(vectors, sums, strict=True)]
 
             zeros = [constant(vector_type, 0.0)] * num_accumulators
-            sum_of_vectors, *partial_sums = code.loop(
-                0, size, add_vectors, step=num_accumulators * lanes, carried=zeros
-            )
-            for partial_sum in partial_sums:
-                sum_of_vectors = build.fadd(sum_of_vectors, partial_sum)
+            partial_sums = code.loop(0, size, add_vectors, step=num_accumulators * lanes, carried=zeros)
+            sum_of_vectors = functools.reduce(build.fadd, partial_sums)
             return build.fdiv(code.reduce(sum_of_vectors, build.fadd), constant(F32, float(size)))
 
         def normalize_row(row: ir.Value) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from llvmlite import ir
 from . import ffi
 from .llvm import I32, I64, POINTER, Code, declare, register
 
-# Words of a job's block: units taken, units done, holders left; then the number of units and the body's values.
-TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
+TAKEN, DONE, HOLDERS, NUM_UNITS, VALUES = 0, 1, 2, 3, 4
+"""Words of a job in memory: units taken and units done so far, threads that still hold the job, units; then the values
+that units are computed from."""
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
 MIN_LARGE_PAGE_BYTES = 256 << 20
 """Bytes from which on large system pages are asked for: the first touch of each makes the system zero 2 MB."""
@@ -32,22 +33,35 @@ MIN_LARGE_PAGE_BYTES = 256 << 20
 class Buffer:
     """An argument or a result of a handler: its data and its dimensions."""
 
-    def __init__(self, code: Code, of: ir.Value, index: int) -> None:
-        self._code, self._buffer = code, code.load(of, index, POINTER)
+    def __init__(self, code: Code, buffers: ir.Value, index: int) -> None:
+        """`buffers` is the address of XLA's list of arguments or of results."""
+        self._code, self._buffer = code, code.load(buffers, index, POINTER)
 
     @property
     def data(self) -> ir.Value:
+        """Return the address of the first element."""
         return self._code.load(self._buffer, ffi.BUFFER_DATA, POINTER)
 
     def size(self, dimension: int) -> ir.Value:
+        """Return one dimension of the array, an int64."""
         return self._code.load(self._code.load(self._buffer, ffi.BUFFER_DIMS, POINTER), dimension, I64)
 
 
-Prepare = Callable[[Code, list[Buffer], list[Buffer]], tuple[list[ir.Value], ir.Value, ir.Value]]
-"""(code, arguments, results) → the values that `body` is given, addresses and int64; the number of units; whether
-the work is worth waking other threads."""
+class Work(NamedTuple):
+    """What a call has to compute, as its buffers say: units that threads share."""
+
+    values: list[ir.Value]
+    """Addresses and int64 numbers that each unit is computed from."""
+    num_units: ir.Value
+    """int64."""
+    is_large: ir.Value
+    """i1: whether the work is worth waking other threads."""
+
+
+Prepare = Callable[[Code, list[Buffer], list[Buffer]], Work]
+"""(code, arguments, results) → the call's work; runs once, on the calling thread."""
 Body = Callable[[Code, list[ir.Value], ir.Value], None]
-"""(code, values, unit): computes one unit, on any thread."""
+"""(code, `Work.values`, unit): computes one unit, on any thread."""
 
 
 def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Body) -> ir.Module:
@@ -63,13 +77,12 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     build, frame = code.build, function.args[0]
     _answer_metadata(code, frame)
     args, rets = (code.load(frame, frame_offset, POINTER) for frame_offset in (ffi.FRAME_ARGS, ffi.FRAME_RETS))
-    values, num_units, is_large = prepare(
-        code, [Buffer(code, args, i) for i in range(num_args)], [Buffer(code, rets, i) for i in range(num_rets)]
-    )
+    arguments = [Buffer(code, args, index) for index in range(num_args)]
+    results = [Buffer(code, rets, index) for index in range(num_rets)]
+    values, num_units, is_large = prepare(code, arguments, results)
     # A helper may begin after the caller has left, so the job belongs to neither: its last holder frees it.
-    value_types = [value.type for value in values]
-    work = _work(module, value_types, body)
-    job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + 1 + len(values)))])
+    work = _work(module, [value.type for value in values], body)
+    job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + len(values)))])
     for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
         code.store(value, job, offset)
     with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
@@ -102,13 +115,16 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
 
 
 def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Function:
-    """Emit the function work(job), which takes units until none is left."""
+    """Emit the function work(job), which takes units of a job until none is left, and computes each by `body`.
+
+    A unit is taken by an atomic addition to the job's counter, which gives every thread another one.
+    """
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
     work.linkage = "internal"
     code = Code(work)
     build, job = code.build, work.args[0]
-    num_units = code.load(job, VALUES, I64)
-    values = [code.load(job, VALUES + 1 + offset, value_type) for offset, value_type in enumerate(value_types)]
+    num_units = code.load(job, NUM_UNITS, I64)
+    values = [code.load(job, VALUES + offset, value_type) for offset, value_type in enumerate(value_types)]
     take_block, unit_block, end = (build.append_basic_block(name) for name in ("head", "unit", "end"))
     entry = build.block
     build.position_at_end(take_block)
@@ -138,7 +154,7 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
     helper_code.build.call(work, [helper.args[0]])
     _leave(helper_code, helper.args[0])
     helper_code.build.ret_void()
-    api, context = (code.load(frame, at, POINTER) for at in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
+    api, context = (code.load(frame, field, POINTER) for field in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
     num_threads = code.allocate(I64, 1)
     code.store(I64(1), num_threads, 0)
     _destroy(code, api, _call(code, api, ffi.NUM_THREADS, context, num_threads))
@@ -165,11 +181,12 @@ def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
 
 
 def _is_not_null(code: Code, pointer: ir.Value) -> ir.Value:
+    """Return, as an i1, whether an address is not null."""
     return code.build.icmp_unsigned("!=", code.build.ptrtoint(pointer, I64), I64(0))
 
 
 def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
-    """Emit the release of an error, if there is one: without helpers the caller does all units."""
+    """Emit the release of an error of XLA's, if there is one; it is ignored: the caller computes all units then."""
     with code.build.if_then(_is_not_null(code, error)):
         _call(code, api, ffi.DESTROY_ERROR, error)
 
@@ -197,7 +214,7 @@ def _uninitialized(rank: int, item_size: int) -> str:
     `prepare` has no units of work: it only asks Linux to back a large result with large pages.
     """
 
-    def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> Work:
         build, num_bytes = code.build, I64(item_size)
         for dimension in range(rank):
             num_bytes = build.mul(num_bytes, rets[0].size(dimension))
@@ -209,6 +226,6 @@ def _uninitialized(rank: int, item_size: int) -> str:
             with build.if_then(build.icmp_signed(">=", num_bytes, I64(MIN_LARGE_PAGE_BYTES))):
                 # A system without large pages returns an error, which is ignored.
                 build.call(madvise, [build.inttoptr(first_page, POINTER), num_page_bytes, I32(MADVISE_HUGEPAGE)])
-        return [], I64(0), ir.Constant(ir.IntType(1), 0)
+        return Work([], num_units=I64(0), is_large=ir.Constant(ir.IntType(1), 0))
 
     return register(handler(f"jpaged_uninitialized_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))

@@ -24,6 +24,8 @@ from jaxtyping import Array, Float, Int
 from ..layer_ops import XLA_OPS, LayerOps
 from .kv_scales import LayerScales
 
+Pages = tuple[Array, ...]
+"""The arrays of a cache, of the shapes that its `KVLayout` lists: pages of all layers."""
 NULL_PAGE = 0
 """Page that no sequence owns. Padding tokens write its slot 0; what it holds (NaN in the tests) is never used."""
 
@@ -305,9 +307,7 @@ class Backend(ABC):
         """Write the order of work for these rows into `out`: zeros, int32, `plan_len` long. Pure numpy, on the host."""
 
     @abstractmethod
-    def attend(
-        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
-    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """Write k and v into the layer's pages, attend, and return the output and the new pages.
 
         Inputs fit the cache: `PagedCache.attend`, which says what they mean, has checked them. One trace serves all

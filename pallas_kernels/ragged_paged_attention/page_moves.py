@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from .interface import KVLayout
+from .interface import KVLayout, Pages
 
 MAX_MOVES = 8
 """Pages that one call moves. They take as much memory beside the cache: 64 MiB for a model of 8e9 parameters in
@@ -25,9 +25,7 @@ Page = tuple[Array, ...]
 """One page outside of the cache: the shapes of `KVLayout.shapes`, each with `num_layers` entries."""
 
 
-def copy_pages(
-    pages: tuple[Array, ...], sources: Int[Array, " N"], destinations: Int[Array, " N"], *, layout: KVLayout
-) -> tuple[Array, ...]:
+def copy_pages(pages: Pages, sources: Int[Array, " N"], destinations: Int[Array, " N"], *, layout: KVLayout) -> Pages:
     """Copy pages within the cache, in the order given. Padding copies the null page to itself.
 
     Return the new arrays; `pages`, to be donated, are overwritten. The copy needs memory for one page.
@@ -38,19 +36,19 @@ def copy_pages(
     return pages
 
 
-def take_pages(pages: tuple[Array, ...], sources: Int[Array, " N"], *, layout: KVLayout) -> tuple[Page, ...]:
+def take_pages(pages: Pages, sources: Int[Array, " N"], *, layout: KVLayout) -> tuple[Page, ...]:
     """Return the N pages as arrays of their own, which later writes to the cache do not change."""
     return tuple(tuple(array[_entries(source, layout)] for array in pages) for source in sources)
 
 
 def put_pages(
-    pages: tuple[Array, ...], taken: tuple[Page, ...], destinations: Int[Array, " N"], *, layout: KVLayout
-) -> tuple[tuple[Array, ...], Int[Array, ""]]:
+    pages: Pages, taken: tuple[Page, ...], destinations: Int[Array, " N"], *, layout: KVLayout
+) -> tuple[Pages, Int[Array, ""]]:
     """Write N pages, which came from `take_pages`, into the arrays of the cache, `pages`, which the caller must donate.
 
-    Padding entries have the null page as destination, and any content. Returns the new arrays and a scalar without
-    meaning: a caller can wait for it, but not for the arrays, whose memory the next step takes. All outputs of a jitted
-    program are ready together.
+    Padding entries have the null page as destination, and any content. Returns the new arrays, and a scalar that only
+    serves to wait for the program: all outputs of a program are ready together, and a caller cannot wait for the
+    arrays, whose memory the next step takes.
     """
     for page, destination in zip(taken, destinations, strict=True):
         target_entries = _entries(destination, layout)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .interface import AttendOptions, AttentionMetadata, Backend, KVLayout, LayerInputs, LayerPlace
+from .interface import AttendOptions, AttentionMetadata, Backend, KVLayout, LayerInputs, LayerPlace, Pages
 from .kv_scales import KVScales, is_quantized
 
 
@@ -31,7 +31,7 @@ class AttentionCache(Protocol):
 class PagedCache:
     """Keys and values of every sequence, in pages. A pytree whose arrays are donated to each step."""
 
-    pages: tuple[Array, ...]
+    pages: Pages
     layout: KVLayout = field(metadata={"static": True})
     layers: tuple[LayerPlace, ...] = field(metadata={"static": True})
     backend: Backend = field(metadata={"static": True})
@@ -186,7 +186,7 @@ class PagedCache:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _attend_layer(
-    backend: Backend, layout: KVLayout, pages: tuple[Array, ...], inputs: LayerInputs
-) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    backend: Backend, layout: KVLayout, pages: Pages, inputs: LayerInputs
+) -> tuple[Float[Array, "T N H"], Pages]:
     """Call the backend in a function of its own, which JAX traces once and not once a layer."""
     return backend.attend(pages, layout, inputs)

@@ -71,16 +71,17 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
     kv_tiles = smem_tile((launch.num_stages, tile_kv, head_size), dtype, chip)
     bf16_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
-    copies_per_stage = 2 * max(tile_kv // inputs.k_pages.shape[2], 1)
+    copies_per_stage, copies_per_query_tile = (
+        2 * max(tile_kv // inputs.k_pages.shape[2], 1),
+        tiles.tile_rows // ROW_ALIGN,
+    )
+    kv_barriers = plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
+    q_barriers = plgpu.Barrier(num_arrivals=copies_per_query_tile, num_barriers=launch.num_query_tiles)
     scratch = AttentionScratch(
         k_tiles=kv_tiles,
         k_wide=bf16_tile,
-        kv_barriers=plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
-        if chip.has_tma
-        else None,
-        q_barriers=plgpu.Barrier(num_arrivals=tiles.tile_rows // ROW_ALIGN, num_barriers=launch.num_query_tiles)
-        if chip.has_tma
-        else None,
+        kv_barriers=kv_barriers if chip.has_tma else None,
+        q_barriers=q_barriers if chip.has_tma else None,
         q_tiles=smem_tile((launch.num_query_tiles, tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         v_tiles=kv_tiles,
         v_wide=bf16_tile,

@@ -6,7 +6,8 @@ Letters: A aligned query rows (see `queries`) · M query rows of a tile · T key
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from ..interface import AttendOptions
 from .memory_ops import Chip, Ref, Scalar
@@ -30,7 +31,7 @@ class Launch:
     """Whether the next piece's row and lengths are read while a piece is computed."""
     num_query_tiles: int
     """Tiles of queries in shared memory: with two, the next piece's queries are fetched ahead as well."""
-    products: Any
+    products: ModuleType
     """The module `mma` or `wgmma`, whose functions compute the products."""
     chip: Chip
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs
+from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, Pages
 from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
@@ -75,9 +75,7 @@ class GpuBackend(GpuPlanner, Backend):
     kv_dtypes = ("bfloat16", "int8", "float8_e4m3fn")
 
     @classmethod
-    def on(
-        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
-    ) -> GpuBackend:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
         """See `Backend.on`; `shape` holds the heads of one device."""
         device = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
@@ -167,9 +165,7 @@ class GpuBackend(GpuPlanner, Backend):
                 launches.append(launch)
         return launches
 
-    def attend(
-        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
-    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """See `Backend.attend`: scatter k and v into the pages, then flash attention with split-KV.
 
         The queries are gathered into a mutable array [K, A, H], aligned by KV head; each launch overwrites those of its

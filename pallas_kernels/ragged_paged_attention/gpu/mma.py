@@ -42,17 +42,15 @@ def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), acc_layout(tile_rows))
     for first_lane in range(0, head_size, Q_LANES):
         lanes = slice(first_lane, min(first_lane + Q_LANES, head_size))
-        q, k = q_tile.at[:, lanes], k_tile.at[:, lanes].T
-        acc = _multiply_add(acc, q, k, chip)
+        acc = _multiply_add(acc, q_tile.at[:, lanes], k_tile.at[:, lanes].T, chip)
     return acc
 
 
 def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Array:
-    """Return acc + P · V, [M, H] in float32."""
+    """Return acc + P · V, [M, H] in float32: weights P [M, T], values V [T, H], `KEYS` keys to a product."""
     for first_key in range(0, v_tile.shape[0], KEYS):
-        acc = _multiply_add(
-            acc, weights.at[:, first_key : first_key + KEYS], v_tile.at[first_key : first_key + KEYS], chip
-        )
+        keys = slice(first_key, first_key + KEYS)
+        acc = _multiply_add(acc, weights.at[:, keys], v_tile.at[keys], chip)
     return acc
 
 

@@ -96,18 +96,13 @@ class _EqualShares:
         """
         split_borders = self.is_inside.nonzero()[0]
         if len(split_borders) > max_splits:
-            split_borders = np.sort(
-                split_borders[np.argsort(-np.abs(self.distance[split_borders]), kind="stable")[:max_splits]]
-            )
+            farthest = np.argsort(-np.abs(self.distance[split_borders]), kind="stable")[:max_splits]
+            split_borders = np.sort(split_borders[farthest])
         list_starts = np.full(num_lists - 1, self.num_tiles)
         list_starts[: len(self.nearest_tile)] = self.nearest_tile
         list_starts[split_borders] = self.num_tiles + 1 + np.arange(len(split_borders))
         list_edges = np.empty(len(self.borders) + 2, np.int64)
         list_edges[0], list_edges[1:-1], list_edges[-1] = 0, self.borders + self.distance, self.total
         list_edges[1:-1][split_borders] = self.borders[split_borders]
-        return Partition(
-            int(np.max(list_edges[1:] - list_edges[:-1])),
-            self.tile[split_borders],
-            self.granule[split_borders],
-            list_starts,
-        )
+        max_cost = int(np.max(list_edges[1:] - list_edges[:-1]))
+        return Partition(max_cost, self.tile[split_borders], self.granule[split_borders], list_starts)

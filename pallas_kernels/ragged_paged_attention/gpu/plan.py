@@ -182,28 +182,22 @@ class GpuPlanner:
         """Return the number of keys of a KV tile."""
         return min(64 if self.head_size <= 128 else 32, self.max_tile_kv)
 
-    def blocks_per_sm(self, tile_rows: int) -> int:
-        """Return the thread blocks of one query tile each that a multiprocessor holds at the same time."""
-        return self._blocks_per_sm(tile_rows, num_query_tiles=1)
-
     def reads_ahead(self, tile_rows: int) -> bool:
         """Return whether a thread block reads the next piece's row while it computes one: if registers have room."""
         return tile_rows > 16 or self.head_size not in FULL_REGISTERS
 
     def num_query_tiles(self, tile_rows: int) -> int:
         """Return the tiles of queries that a thread block has: two, unless the second one costs a block its place."""
-        has_memory = self._blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
+        has_memory = self.blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
         return 2 if has_memory and self.reads_ahead(tile_rows) else 1
 
-    def _blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int) -> int:
+    def blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int = 1) -> int:
         """Return the thread blocks that registers (2 or 3) and shared memory of a multiprocessor hold, at least 1."""
         # One-byte pages take half of this and a tile in two bytes.
         kv_bytes = self.num_stages * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
-        blocks_by_memory = (self.block_memory + RESERVED_BYTES) // (
-            kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES
-        )
-        return max(min(3 if tile_rows == 16 else 2, blocks_by_memory), 1)
+        bytes_per_block = kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES
+        return max(min(3 if tile_rows == 16 else 2, (self.block_memory + RESERVED_BYTES) // bytes_per_block), 1)
 
     @property
     def partial_bytes(self) -> int:

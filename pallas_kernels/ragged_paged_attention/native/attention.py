@@ -26,7 +26,7 @@ from llvmlite import ir
 
 from ...native.amx import has_amx_unit
 from ...native.llvm import F32, I64, Code, constant, host_has, host_has_avx512, register
-from ...native.xla_call import Buffer, handler
+from ...native.xla_call import Buffer, Work, handler
 from ..tile_plan import PlanSections
 from .pages import NativePages, as_words
 from .queries import Queries, Shape
@@ -78,7 +78,7 @@ def attend_tiles(
 
 
 class TileArguments(NamedTuple):
-    """Values that `prepare` hands to `body`: addresses of arrays, then int64 numbers."""
+    """Values that `prepare` hands to `body`: addresses of the arguments' and the result's data, then int64 numbers."""
 
     queries: ir.Value
     """[T, K, G, key words] scaled queries."""
@@ -119,7 +119,7 @@ def _attend_handler(shape: Shape) -> str:
     """
     num_kv_heads, group_size, page_size = shape.num_kv_heads, shape.group_size, shape.page_size
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         build, out = code.build, rets[0]
         q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *shared_rows, sinks = args
         members, num_shared_pages = shared_rows
@@ -135,17 +135,9 @@ def _attend_handler(shape: Shape) -> str:
         keys_of_query_tiles = build.mul(num_query_tiles, I64(MAX_SERIAL_ELEMENTS))
         (num_keys,) = code.loop(0, num_decode_rows, add_position, carried=[keys_of_query_tiles])
         is_large = build.icmp_signed(">", num_keys, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
+        tile_arrays = query_tiles, shared_tiles, members, num_shared_pages
         arguments = TileArguments(
-            queries=q.data,
-            keys=keys.data,
-            values=values.data,
-            tables=tables.data,
-            positions=positions.data,
-            query_tiles=query_tiles.data,
-            shared_tiles=shared_tiles.data,
-            members=members.data,
-            num_shared_pages=num_shared_pages.data,
-            sinks=sinks.data,
+            *(buffer.data for buffer in (q, keys, values, tables, positions, *tile_arrays, sinks)),
             table_len=tables.size(1),
             max_query_tiles=query_tiles.size(1),
             max_shared_tiles=shared_tiles.size(1),
@@ -154,7 +146,7 @@ def _attend_handler(shape: Shape) -> str:
             out=out.data,
             first_page=code.load_index(first_page.data, 0),
         )
-        return list(arguments), build.mul(num_tiles, I64(num_kv_heads)), is_large
+        return Work(list(arguments), num_units=build.mul(num_tiles, I64(num_kv_heads)), is_large=is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         given = TileArguments(*arguments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import llvmlite
@@ -20,7 +20,7 @@ from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
-from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs
+from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages
 from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
 from .pages import PACKED_BF16, NativePages, pages_shapes, write_pages
@@ -66,9 +66,7 @@ class NativeBackend(TiledBackend):
         return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def on(
-        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
-    ) -> NativeBackend:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
         """See `Backend.on`."""
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
@@ -103,9 +101,7 @@ class NativeBackend(TiledBackend):
         """See `Backend.with_shared_prefixes`."""
         return replace(self, share_prefixes=True)
 
-    def attend(
-        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
-    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """See `Backend.attend`: one native call writes k and v, a second one attends all tiles of the plan.
 
         There are no `kv_scales`: `layout` refuses pages that need them.

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from ...native.llvm import F32, I16, I32, I64, Code, register
-from ...native.xla_call import Buffer, handler
+from ...native.xla_call import Buffer, Work, handler
 from ..layer_pages import LayerPages
 
 PACKED_BF16 = jnp.uint32
@@ -47,7 +47,7 @@ class NativePages(LayerPages):
         return self.keys.shape[3]
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
-        """Raise ValueError for arrays of another shape or dtype: native code does not look at either."""
+        """Raise ValueError if an array has not the shape and dtype of such pages, which native code does not check."""
         sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
         dtype = PACKED_BF16 if self.is_bf16_packed else jnp.float32
         wanted = [(shape, dtype) for shape in pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)]
@@ -104,14 +104,14 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         build, num_tokens = code.build, args[4].size(0)
         has_small_units = build.icmp_signed("<=", num_tokens, I64(MAX_TOKENS_OF_SMALL_UNITS))
         tokens_per_unit = build.select(has_small_units, I64(FEW_TOKENS), I64(MANY_TOKENS))
         num_units = build.sdiv(build.add(num_tokens, build.sub(tokens_per_unit, I64(1))), tokens_per_unit)
         is_large = build.icmp_signed(">", num_tokens, I64(MAX_SERIAL_ELEMENTS // token_values))
         data = [buffer.data for buffer in (*rets, *args[2:5])]
-        return [*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], num_units, is_large
+        return Work([*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], num_units, is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         keys, values, k, v, slots, first_page, num_tokens, tokens_per_unit = arguments

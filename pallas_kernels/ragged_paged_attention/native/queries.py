@@ -10,6 +10,7 @@ float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -86,7 +87,7 @@ class Queries:
         self.tokens_together = max(1, queries_at_once // shape.group_size)
         num_chunks = -(-shape.group_size // queries_at_once)
         bounds = [shape.group_size * chunk // num_chunks for chunk in range(num_chunks + 1)]
-        self.head_chunks = [range(*bounds[chunk : chunk + 2]) for chunk in range(num_chunks)]
+        self.head_chunks = [range(begin, end) for begin, end in pairwise(bounds)]
         """Ranges of a token's query heads that are multiplied together."""
         num_queries, num_score_rows = self.num_allocated_queries()
         self.queries = code.allocate(self.word, num_queries * shape.key_words)
@@ -116,6 +117,7 @@ class Queries:
         self.code.store(self.code.build.add(self.code.load_index(positions, token), I64(1)), self.lens, i)
 
     def row(self, i: ir.Value) -> ir.Value:
+        """Return the row of the step that token i of the tile belongs to."""
         return self.code.load(self.rows, i, I64)
 
     def num_pages(self, i: ir.Value) -> ir.Value:
@@ -124,6 +126,7 @@ class Queries:
         return build.sdiv(build.add(self.code.load(self.lens, i, I64), I64(page_size - 1)), I64(page_size))
 
     def first_page(self, i: ir.Value) -> ir.Value:
+        """Return the index in its row's page table of the first page that token i attends to."""
         return self.code.build.sdiv(self._first_visible(i), I64(self.shape.page_size))
 
     def _first_visible(self, i: ir.Value) -> ir.Value:
@@ -167,10 +170,8 @@ class Queries:
             code.store(code.load(q, build.add(source, element), self.word), self.queries, build.add(target, element))
 
         code.loop(0, shape.group_size * shape.key_words, copy_word)
-        first_sum, zeros = (
-            build.mul(first_query, I64(shape.head_size)),
-            constant(ir.VectorType(F32, self.head_lanes), 0.0),
-        )
+        zeros = constant(ir.VectorType(F32, self.head_lanes), 0.0)
+        first_sum = build.mul(first_query, I64(shape.head_size))
 
         def clear_sums(element: ir.Value) -> None:
             code.store_vector(zeros, self.value_sums, build.add(first_sum, element))
@@ -209,15 +210,14 @@ class Queries:
         prefetched.
         """
         code, build = self.code, self.code.build
-        tokens_together, first_single = self.tokens_together, first
-        if tokens_together > 1:
-            first_single = build.sub(last, build.srem(build.sub(last, first), I64(tokens_together)))
-            code.loop(
-                first,
-                first_single,
-                lambda i: self._attend_tokens(i, tokens_together, page, None, first_slot),
-                step=tokens_together,
-            )
+        num_together, first_single = self.tokens_together, first
+
+        def attend_together(i: ir.Value) -> None:
+            self._attend_tokens(i, num_together, page, None, first_slot)
+
+        if num_together > 1:
+            first_single = build.sub(last, build.srem(build.sub(last, first), I64(num_together)))
+            code.loop(first, first_single, attend_together, step=num_together)
         code.loop(first_single, last, lambda i: self._attend_tokens(i, 1, page, next_page, first_slot))
 
     def _attend_tokens(
@@ -236,57 +236,54 @@ class Queries:
         for token_begin, token_end in zip(begins[1:], ends[1:], strict=True):
             begin, end = code.min(begin, token_begin), code.max(end, token_end)
         first_query = build.mul(i, I64(shape.group_size))
+        # Queries that are multiplied together, counted from `first_query`: head h of token t is query t × G + h.
+        query_chunks = [
+            [token * shape.group_size + head for token in range(num_tokens) for head in heads]
+            for heads in self.head_chunks
+        ]
         with build.if_then(build.icmp_signed("<", begin, end)):
-            for head_chunk in self.head_chunks:
-                prefetches_values = next_page is not None and head_chunk is self.head_chunks[0]
-                self._compute_scores(first_query, num_tokens, head_chunk, page, prefetches_values)
+            for index, queries in enumerate(query_chunks):
+                self._compute_scores(first_query, queries, page, index == 0 and next_page is not None)
 
             def update_query(query_index: ir.Value) -> None:
                 self.update_softmax(build.add(first_query, query_index), query_index, first_slot, I64(shape.page_size))
 
             code.loop(0, num_tokens * shape.group_size, update_query)
-            for head_chunk in self.head_chunks:
-                page_to_prefetch = next_page if head_chunk is self.head_chunks[0] else None
-                self._add_weighted_values(
-                    first_query, num_tokens, head_chunk, page, page_to_prefetch, SlotRange(begin, end)
-                )
+            for index, queries in enumerate(query_chunks):
+                page_to_prefetch = next_page if index == 0 else None
+                self._add_weighted_values(first_query, queries, page, page_to_prefetch, SlotRange(begin, end))
 
     def _compute_scores(
-        self, first_query: ir.Value, num_tokens: int, head_chunk: range, page: ir.Value, prefetches_values: bool
+        self, first_query: ir.Value, queries: list[int], page: ir.Value, prefetches_values: bool
     ) -> None:
         """Compute scores[query, z] = q · k[:, z] for all slots z of a page, as a matrix product with sums in registers.
 
-        One iteration takes `slot_span` slots of all queries of `head_chunk`; the loop over words of the head carries
-        their sums. Query (token, head) of the tokens computed together has the row token × G + head of the scores.
+        `queries` are counted from `first_query`, and are rows of the scores. One iteration takes `slot_span` slots of
+        all of them; the loop over the words of a head (one float32 or two bfloat16 each) carries their sums.
         """
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words
         page_keys = mul(page, I64(key_words * page_size))
         page_values = mul(page, I64(shape.value_words * shape.head_size))
         zeros = constant(ir.VectorType(F32, self.slot_lanes), 0.0)
-        score_rows = [
-            token * shape.group_size + head_in_group for token in range(num_tokens) for head_in_group in head_chunk
-        ]
-        queries = [mul(add(first_query, I64(score_row)), I64(key_words)) for score_row in score_rows]
+        query_words = [mul(add(first_query, I64(query)), I64(key_words)) for query in queries]
         vectors = range(0, self.slot_span, self.slot_lanes)
 
         def some_slots(slot: ir.Value) -> None:
             def word_of_head(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
                 offset = add(mul(word, I64(page_size)), slot)
                 address = add(page_keys, offset)
-                k = [
-                    code.load_vector(self.keys, add(address, I64(vector)), self.word, self.slot_lanes)
-                    for vector in vectors
-                ]
+                addresses = (add(address, I64(vector)) for vector in vectors)
+                k = code.load_vectors(self.keys, addresses, self.word, self.slot_lanes)
                 if prefetches_values:
                     code.prefetch(self.values, add(page_values, offset), self.word, self.slot_span)
-                factors = (code.load(self.queries, add(query, word), self.word) for query in queries)
+                factors = (code.load(self.queries, add(first_word, word), self.word) for first_word in query_words)
                 return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
 
             scores = code.loop(0, key_words, word_of_head, carried=[zeros] * (len(queries) * len(vectors)))
-            for index, score_row in enumerate(score_rows):
-                for vector, score in zip(vectors, scores[index * len(vectors) :], strict=False):
-                    code.store_vector(score, self.scores, add(I64(score_row * page_size + vector), slot))
+            targets = [query * page_size + vector for query in queries for vector in vectors]
+            for target, score in zip(targets, scores, strict=True):
+                code.store_vector(score, self.scores, add(I64(target), slot))
 
         code.loop(0, page_size, some_slots, step=self.slot_span)
 
@@ -351,43 +348,32 @@ class Queries:
 
             def rescale(lane: ir.Value) -> None:
                 element = add(first_sum, lane)
-                code.store_vector(
-                    build.fmul(code.load_vector(self.value_sums, element, F32, head_lanes), decay),
-                    self.value_sums,
-                    element,
-                )
+                rescaled = build.fmul(code.load_vector(self.value_sums, element, F32, head_lanes), decay)
+                code.store_vector(rescaled, self.value_sums, element)
 
             code.loop(0, shape.head_size, rescale, step=head_lanes)
         code.store(build.fadd(code.load(self.weight_sums, query, F32), page_sum), self.weight_sums, query)
 
     def _add_weighted_values(
-        self,
-        first_query: ir.Value,
-        num_tokens: int,
-        head_chunk: range,
-        page: ir.Value,
-        next_page: ir.Value | None,
-        slots: SlotRange,
+        self, first_query: ir.Value, queries: list[int], page: ir.Value, next_page: ir.Value | None, slots: SlotRange
     ) -> None:
         """Add Σ_z weights[query, z] · v[z] over the page's `slots` to the value sums, as a matrix product.
 
-        One iteration takes `head_span` lanes of all queries of `head_chunk`, with their sums in registers. Words of
-        bfloat16 hold the slots 2z and 2z + 1; of the last word only the lower half counts if `slots` ends at an odd
-        one, since the upper half may be unwritten. With `next_page`, its keys are prefetched.
+        `queries` are counted from `first_query`, and are rows of the weights. One iteration takes `head_span` lanes of
+        all of them, with their sums in registers. Words of bfloat16 hold the slots 2z and 2z + 1; of the last word only
+        the lower half counts if `slots` ends at an odd one, since the upper half may be unwritten. With `next_page`,
+        its keys are prefetched.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         (begin_slot, end_slot), head_size = slots, shape.head_size
         page_values = mul(page, I64(shape.value_words * head_size))
-        weight_rows = [
-            token * shape.group_size + head_in_group for token in range(num_tokens) for head_in_group in head_chunk
-        ]
         vectors = range(0, self.head_span, self.head_lanes)
         next_keys = None if next_page is None else mul(next_page, I64(shape.key_words * shape.page_size))
 
         def add_lanes(lane: ir.Value) -> None:
             sum_addresses = [
-                add(mul(add(first_query, I64(weight_row)), I64(head_size)), add(lane, I64(vector)))
-                for weight_row in weight_rows
+                add(mul(add(first_query, I64(query)), I64(head_size)), add(lane, I64(vector)))
+                for query in queries
                 for vector in vectors
             ]
 
@@ -395,24 +381,20 @@ class Queries:
                 def word_of_page(word: ir.Value, *partial_sums: ir.Value) -> list[ir.Value]:
                     offset = add(mul(word, I64(head_size)), lane)
                     row = add(page_values, offset)
-                    v = [
-                        code.load_vector(self.values, add(row, I64(vector)), self.word, self.head_lanes)
-                        for vector in vectors
-                    ]
+                    addresses = (add(row, I64(vector)) for vector in vectors)
+                    v = code.load_vectors(self.values, addresses, self.word, self.head_lanes)
                     if is_half_word:
                         v = [build.and_(vector, constant(vector.type, 0xFFFF)) for vector in v]
                     if next_keys is not None:
                         code.prefetch(self.keys, add(next_keys, offset), self.word, self.head_span)
-                    starts = (add(I64(weight_row * shape.value_words), word) for weight_row in weight_rows)
-                    factors = (code.load(self.weights, start, self.word) for start in starts)
+                    addresses = (add(I64(query * shape.value_words), word) for query in queries)
+                    factors = (code.load(self.weights, address, self.word) for address in addresses)
                     return code.add_outer(factors, v, partial_sums, has_avx512_bf16=self._fills_avx512(self.head_lanes))
 
-                old_sums = [
-                    code.load_vector(self.value_sums, weight_row, F32, self.head_lanes) for weight_row in sum_addresses
-                ]
+                old_sums = code.load_vectors(self.value_sums, sum_addresses, F32, self.head_lanes)
                 new_sums = code.loop(first_word, end_word, word_of_page, carried=old_sums)
-                for weight_row, value in zip(sum_addresses, new_sums, strict=True):
-                    code.store_vector(value, self.value_sums, weight_row)
+                for address, new_sum in zip(sum_addresses, new_sums, strict=True):
+                    code.store_vector(new_sum, self.value_sums, address)
 
             if not shape.is_bf16_packed:
                 sum_words(begin_slot, end_slot)
@@ -441,7 +423,6 @@ def _capped(code: Code, score: ir.Value, cap: float) -> ir.Value:
     magnitude = build.select(is_negative, build.fneg(score), score)
     exponential = code.exp(build.fmul(magnitude, constant(vector_type, -2.0 / cap)))
     one = constant(vector_type, 1.0)
-    capped = build.fmul(
-        constant(vector_type, cap), build.fdiv(build.fsub(one, exponential), build.fadd(one, exponential))
-    )
+    tanh = build.fdiv(build.fsub(one, exponential), build.fadd(one, exponential))
+    capped = build.fmul(constant(vector_type, cap), tanh)
     return build.select(is_negative, build.fneg(capped), capped)

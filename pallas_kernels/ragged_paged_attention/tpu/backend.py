@@ -13,12 +13,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
+from ..interface import (
+    AttentionShape,
+    Backend,
+    CheckGuard,
+    KVLayout,
+    KVShape,
+    LayerInputs,
+    Pages,
+    PageTableLimit,
+    PlanRows,
+)
 from ..kv_scales import QUANTIZED_DTYPES, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL
@@ -124,9 +134,7 @@ class TpuBackend(Backend):
         return read_tuned(path)
 
     @classmethod
-    def on(
-        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
-    ) -> TpuBackend:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
         """See `Backend.on`; `shape` holds the heads of one device."""
         device_kind = devices[0].device_kind
         if device_kind not in TPU_CHIPS:
@@ -203,9 +211,7 @@ class TpuBackend(Backend):
                 num_tiles, first_token, position = num_tiles + 1, first_token + length, position + length
         out[0] = num_tiles
 
-    def attend(
-        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
-    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """See `Backend.attend`: three kernels, the last of which attends to what the first two have written.
 
         `write_prefill` writes the keys and values of prefill rows. `decode_attention` writes those of decode rows and

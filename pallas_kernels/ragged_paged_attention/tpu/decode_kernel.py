@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import lax
@@ -51,28 +52,28 @@ MAX_MASKED_KEYS = 256
 """Keys of a full tile in one product of a layer with a window; with more, the masks make the compiler spill."""
 
 
+@dataclass(eq=False)
 class DecodeKernel:
     """One grid step over `block_rows` rows, whose scores come from `num_products` products per sub-tile."""
 
-    def __init__(
-        self,
-        scalars: DecodeScalars,
-        inputs: DecodeInputs,
-        outputs: DecodeOutputs,
-        scratch: DecodeScratch,
-        sizes: DecodeSizes,
-        table_len: int,
-        options: AttendOptions,
-    ):
-        """Take the references of one grid step; `table_len` counts the entries of one row's page table."""
-        self.scalars, self.inputs, self.outputs, self.scratch, self.sizes = scalars, inputs, outputs, scratch, sizes
+    scalars: DecodeScalars
+    inputs: DecodeInputs
+    outputs: DecodeOutputs
+    scratch: DecodeScratch
+    sizes: DecodeSizes
+    table_len: int
+    """Entries of one row's page table."""
+    options: AttendOptions
+
+    def __post_init__(self) -> None:
+        scalars, inputs, outputs, scratch, options = self.scalars, self.inputs, self.outputs, self.scratch, self.options
         self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
         _, self.block_rows, self.num_kv_heads, _, self.tile_tokens, _ = scratch.tail_tiles.shape
         self.num_buffers = scratch.full_tiles.shape[0]
         _, self.num_products, self.product_rows, _ = scratch.diagonal_q.shape
         self.lanes, self.heads_per_product = HeadLanes(inputs.q.shape[2]), self.num_kv_heads // self.num_products
         first_page = scalars.first_page_and_count[0]
-        self.copies = PageCopies(outputs.pages, scalars.page_tables, table_len, first_page, self.tile_tokens)
+        self.copies = PageCopies(outputs.pages, scalars.page_tables, self.table_len, first_page, self.tile_tokens)
         self.full_sub_tokens = self.sizes.full if self.window is None else math.gcd(self.sizes.full, MAX_MASKED_KEYS)
         self.block, self.num_rows = pl.program_id(0), scalars.first_page_and_count[1]
         self.last_row = jnp.maximum(self.num_rows - 1, 0)  # A call without rows has a grid step, too.

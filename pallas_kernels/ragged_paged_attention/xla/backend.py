@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..interface import AttentionShape, KVLayout, KVShape, LayerInputs
+from ..interface import AttentionShape, KVLayout, KVShape, LayerInputs, Pages
 from ..tile_plan import TiledBackend, TilePlanner
 from .decode import KVSplits
 from .pages import XlaPages
@@ -119,9 +119,7 @@ class XlaBackend(TiledBackend):
         return TilePlanner(self.sizes.queries, self.sizes.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def on(
-        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
-    ) -> XlaBackend:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
         """See `Backend.on`: plain XLA takes every model, and some dtypes of pages."""
         return cls(platform=devices[0].platform)
 
@@ -134,9 +132,7 @@ class XlaBackend(TiledBackend):
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name == "bfloat16")
 
-    def attend(
-        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
-    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """See `Backend.attend`: write k and v, attend the decode rows, then the query tiles of the other rows.
 
         A decode row's softmax state is merged from up to three: the sinks alone, the pages that it shares with other
