@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 Bounds = tuple[int, int]
@@ -29,11 +30,11 @@ class LayerOps:
     stores_tied_table_as_matrix = False
     """Whether an embedding table that also makes the logits is stored as the matrix W [hidden, vocabulary]."""
 
-    def stream_dtype(self, dtype: Any) -> Any:
+    def stream_dtype(self, dtype: DTypeLike) -> Any:
         """Return the dtype of the hidden states of a model whose weights are `dtype`."""
         return jnp.dtype(dtype)
 
-    def matrix_shape(self, num_in: int, num_out: int, dtype: Any) -> tuple[int, ...]:
+    def matrix_shape(self, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
         """Return the shape of the array that stores a matrix W [num_in, num_out]."""
         return num_in, num_out
 
@@ -79,7 +80,7 @@ class LayerOps:
         gain, offset = (_along_rows(vector.astype(jnp.float32), x) for vector in (weight, bias))
         return (normed * gain + offset).astype(x.dtype)
 
-    def uninitialized(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def uninitialized(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return an array whose elements may hold anything. XLA fills it with zeros on a CPU."""
         return lax.empty(shape, dtype)
 

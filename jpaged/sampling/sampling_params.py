@@ -180,6 +180,7 @@ class SamplingParams(
     """Arguments of the engine's `logits_processors`, by name."""
 
     def __post_init__(self) -> None:
+        """Check each field by its rule, then those that depend on another one. Raises InvalidRequestError."""
         self._check_fields()
         if self.n > 1 and self.is_greedy:
             allowed = f"1 at temperature {self.temperature:g}, where all samples are equal"

@@ -10,6 +10,7 @@ Letters: R rows, V vocabulary, n weights, B tokens of a block, b blocks of a row
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -81,7 +82,10 @@ def truncate(
 def is_in_top_k(
     logits: BlockRows, heights: RowFunction, top_k: Int[Array, " r"], control_flow: ControlFlow = DYNAMIC
 ) -> Bool[Array, "r bB"]:
-    """Return which tokens have a height among the top k of the selected rows; no height is above 1."""
+    """Return which tokens are among the `top_k` of their row, ranked by `heights`; rows without a limit keep all.
+
+    `heights` turns logits [r, n] into numbers in (0, 1] that ascend with them. Tokens that tie with the k-th are kept.
+    """
     no_mass = jnp.zeros(len(top_k), jnp.float32)
     search = _threshold_search(logits, heights, control_flow)
     threshold = search.raise_threshold(no_mass, KeptMinimum(_has_top_k(logits, top_k), top_k, no_mass))
@@ -138,6 +142,7 @@ class _LikelyFirstSearch(_WholeRowSearch):
     """
 
     def __init__(self, logits: BlockRows, weigh: RowFunction, control_flow: ControlFlow) -> None:
+        """Weigh the tokens of each row's likely blocks, and find the weight that no token elsewhere reaches."""
         super().__init__(logits, weigh, control_flow)
         top = logits.top_blocks(NUM_LIKELY_BLOCKS)
         largest_unlikely = weigh(top.largest_outside[:, None])[:, 0]
@@ -155,19 +160,17 @@ class _LikelyFirstSearch(_WholeRowSearch):
         low = jnp.maximum(threshold_bits, self.complete_from)
         likely_minimum = minimum._replace(is_limited=is_limited & suffices)
         raised_bits = search(self.likely_weights, low, likely_minimum)
-        return self._where_likely_suffice(
-            suffices,
-            is_limited,
-            raised_bits,
-            lambda weights: search(weights, threshold_bits, minimum._replace(is_limited=is_limited & ~suffices)),
-        )
+
+        def search_whole_rows(weights: Float[Array, "r bB"]) -> Int[Array, " r"]:
+            return search(weights, threshold_bits, minimum._replace(is_limited=is_limited & ~suffices))
+
+        return self._where_likely_suffice(suffices, is_limited, raised_bits, search_whole_rows)
 
     def kept_mass(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, " r"]:
-        suffices = self._are_all_likely(threshold)
-        likely_mass = kept_mass(self.likely_weights, threshold)
-        return self._where_likely_suffice(
-            suffices, is_needed, likely_mass, lambda weights: kept_mass(weights, threshold)
-        )
+        """Return each row's kept mass, from its likely blocks if all tokens that reach the threshold lie there."""
+        suffices, likely_mass = self._are_all_likely(threshold), kept_mass(self.likely_weights, threshold)
+        from_whole_rows = partial(kept_mass, threshold=threshold)
+        return self._where_likely_suffice(suffices, is_needed, likely_mass, from_whole_rows)
 
     def block_sums(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, "r b"]:
         """Scatter the sums of the likely blocks to their indices in the row; the other blocks' sums are 0."""
@@ -176,10 +179,8 @@ class _LikelyFirstSearch(_WholeRowSearch):
         likely_blocks = zeros_rb.at[jnp.arange(len(block_ids))[:, None], block_ids]
         likely_sums = block_masses(self.likely_weights, threshold)
         from_likely_blocks = likely_blocks.set(likely_sums, mode="promise_in_bounds", unique_indices=True)
-        suffices = self._are_all_likely(threshold)[:, None]
-        return self._where_likely_suffice(
-            suffices, is_needed[:, None], from_likely_blocks, lambda weights: block_masses(weights, threshold)
-        )
+        suffices, from_whole_rows = self._are_all_likely(threshold)[:, None], partial(block_masses, threshold=threshold)
+        return self._where_likely_suffice(suffices, is_needed[:, None], from_likely_blocks, from_whole_rows)
 
     def _are_all_likely(self, threshold: Float[Array, " r"]) -> Bool[Array, " r"]:
         """Return whether all tokens of a row that reach its threshold lie in likely blocks."""

@@ -184,6 +184,7 @@ class CompilePlan:
         self._futures.clear()
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
+        """Lower and compile the program of `key`, on a thread of the plan; log an error as well as raise it."""
         try:
             with without_x64():
                 compiled = (self.programs.get(key) or self._occasional[key])().compile()

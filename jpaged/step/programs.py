@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
@@ -37,7 +38,7 @@ from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
-from .step import DecodeSampling, DeviceState, decode, forward, new_state, sample_rows, update_tables
+from .step import DecodeSampling, DeviceState, SamplingState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
 from .step_layout import CHANGE_FIELDS, StepLayout
 
@@ -50,6 +51,10 @@ SWAP_IN_KEY = ("swap_in",)
 TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
 """Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
 tiles of 8 rows to tiles of 16."""
+Leaves = tuple[jax.Array, ...]
+"""Weights as a flat tuple, in the order in which JAX flattens their tree."""
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+"""The function of a program, and the abstract shapes of its arguments."""
 
 
 def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
@@ -147,7 +152,7 @@ class Programs:
             for size in buckets.sample_sizes(mode):
                 self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
 
-    def _shape(self, dims: tuple[int, ...], dtype: Any) -> Any:
+    def _shape(self, dims: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
@@ -155,7 +160,7 @@ class Programs:
         """Lower the forward program for steps of one layout."""
         leaves, tree = jax.tree.flatten(self.weights.state)
 
-        def run(leaves: tuple[Any, ...], state: DeviceState, packed: Any) -> Any:
+        def run(leaves: Leaves, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
             return forward(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
         run.__name__ = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
@@ -172,12 +177,12 @@ class Programs:
         for _, size, mode in islice(decode_keys, 1):
             yield "decode", *self._decode_program(self._builder.layouts[size, True], mode)
 
-    def _decode_program(self, layout: StepLayout, mode: SampleMode) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _decode_program(self, layout: StepLayout, mode: SampleMode) -> Program:
         """Return the decode program of one mode for steps of one layout, and the shapes of its arguments."""
         leaves, tree = jax.tree.flatten(self.weights.state)
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
 
-        def run(leaves: tuple[Any, ...], state: Any, packed: Any) -> Any:
+        def run(leaves: Leaves, state: tuple[DeviceState, LogitRulesState | None], packed: jax.Array) -> Any:
             weights, (device_state, rules) = jax.tree.unflatten(tree, leaves), state
             return decode(self.weights.graph, weights, device_state, rules, packed, layout, sampling)
 
@@ -195,11 +200,11 @@ class Programs:
         """Return the shapes of the logit rules for a program of that mode; None if it reads none."""
         return self._rules if mode is SampleMode.FULL else None
 
-    def _sample_program(self, num_rows: int, mode: SampleMode) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _sample_program(self, num_rows: int, mode: SampleMode) -> Program:
         """Return the sampler of this many rows, and the shapes of its arguments."""
         leaves, unflatten = self.weights.split_logits()
 
-        def run(leaves: tuple[Any, ...], state: Any, hidden: Any, columns: Any) -> Any:
+        def run(leaves: Leaves, state: SamplingState, hidden: jax.Array, columns: jax.Array) -> Any:
             weights, settings = unflatten(leaves), self._options.settings
             columns = columns[:, :num_rows]
             return sample_rows(self.weights.graph, weights, state, hidden, columns, mode, settings, self._mesh)
@@ -255,7 +260,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     return programs
 
 
-def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
+def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the abstract shapes of the cache's arrays, placed by the layout's logical axes."""
     return tuple(
         jax.ShapeDtypeStruct(shape, layout.stored_dtype, sharding=sharding_of(mesh, axes))

@@ -74,6 +74,7 @@ class Runner:
     """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
     def __init__(self, *, weights: Weights, compile_plan: CompilePlan, buckets: Buckets, mesh: Mesh):
+        """Take weights that are on their devices, and run `compile_plan`'s program that makes the device state."""
         self.store = WeightStore(weights)
         self.state: DeviceState
         self.rules: LogitRulesState

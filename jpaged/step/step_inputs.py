@@ -312,7 +312,7 @@ class StepInputBuilder:
         return ()
 
     def _fill_rows(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
-        """Write what is one number per row, the plan, and the positions."""
+        """Write query starts, context lengths and state slots, one number per row each, then plan and positions."""
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
@@ -342,7 +342,11 @@ class StepInputBuilder:
         self.backend.plan(plan_rows, view["plan"])
 
     def _fill_positions(self, view: _View, rows: _RowVectors) -> None:
-        """Write each token's position in its sequence, and the KV slot where its key and value go."""
+        """Write each token's position in its sequence, and in each page-table group the KV slot for its key and value.
+
+        A KV slot is page × block_size + offset: with 16 slots a page, position 35 of a row whose page table begins with
+        the pages 4, 9 and 7 has slot 7 × 16 + 3.
+        """
         num_tokens, block_size = rows.num_tokens, self.sizes.block_size
         slots, positions = rows.seq_slots, rows.starts
         if num_tokens > len(slots):

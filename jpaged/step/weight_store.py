@@ -26,6 +26,7 @@ class WeightStore:
     """
 
     def __init__(self, weights: Weights):
+        """Take weights that are on their devices, in the memory that programs read."""
         self._without_state, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
         self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
@@ -60,17 +61,19 @@ class WeightStore:
     ) -> None:
         """Replace all weights by those of a checked tree, one by one, and wait until they are there.
 
-        `program` gives the programs of `live` by key. No step may be in flight. Beside the tree and the weights, memory
-        holds MAX_PENDING weights at most. If this fails, all weights are gone.
+        `program(key)` returns the compiled program of `live` with that key. With `copy`, no new weight is one of the
+        tree's own arrays. No step may be in flight. Beside the tree and the weights, memory holds MAX_PENDING weights
+        at most. If this fails, all weights are gone.
         """
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
-        is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, checked[0].arrays.values()))
+        tree, _ = checked
+        is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, tree.arrays.values()))
         self.is_ready = False
         self.leaves = self.logits_leaves = ()
         self._borrowed = set()
 
         def take(path: Path) -> jax.Array | None:
-            """Return the old array of a weight if the new one may be made in its memory; else free it if it is ours."""
+            """Return a weight's old array if the new one may take its memory; else free the array if we own it."""
             leaf = old.pop(path, None)
             # An array may be the caller's, and a tree may hold weights of this engine that were given to the caller.
             if leaf is None or leaf.is_deleted() or path in borrowed or tree_buffers & _buffers(leaf):

@@ -100,38 +100,45 @@ class MatrixUnit:
         self._call("tilerelease")
 
     def clear_sums(self, num_tiles: int) -> None:
-        """Set the sums to zero."""
-        for numbers in SUMS[:num_tiles]:
-            for number in numbers:
-                self._call("tilezero", I8(number))
+        """Set the sums of the first `num_tiles` tiles of rows (1 or 2) to zero."""
+        for register_pair in SUMS[:num_tiles]:
+            for tile_register in register_pair:
+                self._call("tilezero", I8(tile_register))
 
     def load_sums(self, c: Matrix, num_tiles: int) -> None:
         """Load the sums from C."""
         self._each_sum("tileloadd64", c, num_tiles)
 
     def store_sums(self, c: Matrix, num_tiles: int) -> None:
+        """Store the sums to C."""
         self._each_sum("tilestored64", c, num_tiles)
 
     def multiply(self, a: Matrix, b: Matrix, num_tiles: int, begin: ir.Value | int, end: ir.Value | int) -> None:
-        """Add A · B to the sums, over pairs of K from `begin` to `end`, a multiple of 16, for 16 or 32 rows of A."""
+        """Add A · B to the sums, over the pairs `begin` … `end` − 1 of K, for one or two tiles of 16 rows of A.
+
+        `end` − `begin` is a multiple of 16. Each step multiplies 16 pairs: tile i of A by both tiles of B, 16 columns
+        each, into the sums (i, 0) and (i, 1).
+        """
         code = self._code
 
         def step(k: ir.Value) -> None:
-            for j, tile in enumerate(COLUMNS):
-                self._call("tileloadd64", I8(tile), b.at(code, k, TILE_BYTES * j), b.stride)
-            for i in range(num_tiles):
-                self._call("tileloadd64", I8(ROWS[i]), a.at(code, TILE * i, code.build.mul(k, I64(4))), a.stride)
-                for j, tile in enumerate(COLUMNS):
-                    self._call("tdpbf16ps", I8(SUMS[i][j]), I8(ROWS[i]), I8(tile))
+            for j, b_register in enumerate(COLUMNS):
+                self._call("tileloadd64", I8(b_register), b.at(code, k, TILE_BYTES * j), b.stride)
+            for i, a_register in enumerate(ROWS[:num_tiles]):
+                self._call("tileloadd64", I8(a_register), a.at(code, TILE * i, code.build.mul(k, I64(4))), a.stride)
+                for sum_register, b_register in zip(SUMS[i], COLUMNS, strict=True):
+                    self._call("tdpbf16ps", I8(sum_register), I8(a_register), I8(b_register))
 
         code.loop(begin, end, step, step=TILE)
 
     def _each_sum(self, name: str, c: Matrix, num_tiles: int) -> None:
-        for i, numbers in enumerate(SUMS[:num_tiles]):
-            for j, number in enumerate(numbers):
-                self._call(name, I8(number), c.at(self._code, TILE * i, TILE_BYTES * j), c.stride)
+        """Emit the instruction `name` for each register of sums, with the address of its tile in C."""
+        for i, register_pair in enumerate(SUMS[:num_tiles]):
+            for j, tile_register in enumerate(register_pair):
+                self._call(name, I8(tile_register), c.at(self._code, TILE * i, TILE_BYTES * j), c.stride)
 
     def _call(self, name: str, *args: ir.Value) -> None:
+        """Emit an instruction of the matrix unit by the name of its LLVM intrinsic."""
         build = self._code.build
         function = declare(build.module, f"llvm.x86.{name}", ir.VoidType(), *(arg.type for arg in args))
         build.call(function, args)

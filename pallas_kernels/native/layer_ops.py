@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..layer_ops import Bounds, LayerOps, RowWriter
@@ -23,11 +24,11 @@ class NativeOps(LayerOps):
 
     stores_tied_table_as_matrix = True
 
-    def stream_dtype(self, dtype: Any) -> Any:
+    def stream_dtype(self, dtype: DTypeLike) -> Any:
         """Return float32: products and norms return it, and XLA:CPU computes bfloat16 by way of float32 anyway."""
         return jnp.dtype(jnp.float32)
 
-    def matrix_shape(self, num_in: int, num_out: int, dtype: Any) -> tuple[int, ...]:
+    def matrix_shape(self, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
         return panels_shape(num_in, num_out, dtype)
 
     def matrix_rows(
@@ -55,7 +56,7 @@ class NativeOps(LayerOps):
         vectors = weight.astype(jnp.float32), bias.astype(jnp.float32)
         return layer_norm(_rows(x), *vectors, eps).reshape(x.shape).astype(x.dtype)
 
-    def uninitialized(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def uninitialized(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return uninitialized(shape, dtype)
 
 

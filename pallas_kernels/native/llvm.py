@@ -347,8 +347,11 @@ class _KeptCode:
     """Object code of a module for this processor, in a file that begins with its checksum."""
 
     def __init__(self, text: str) -> None:
-        made_by = llvmlite.__version__, processor(), text
-        name = hashlib.sha256("\0".join(made_by).encode()).hexdigest()
+        """Look for the object code of a module's `text` in JAX's compilation cache.
+
+        The file's name is a hash of all that the code depends on: LLVM, the processor and the text.
+        """
+        name = hashlib.sha256("\0".join((llvmlite.__version__, processor(), text)).encode()).hexdigest()
         directory = jax.config.values.get("jax_compilation_cache_dir")
         self._path = Path(directory, f"native_{name}.o") if directory else None
         self.code: bytes | None = None

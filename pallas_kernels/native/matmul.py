@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ffi import ffi_call
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
@@ -34,7 +34,7 @@ PREFETCH_WORDS = 32 * PANEL
 """Words of a panel by which prefetches run ahead: hardware prefetchers do not reach as far."""
 
 
-def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
+def panels_shape(depth: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
     """Return the shape of a weight [K, N] in panels. Columns and pairs beyond N and K are zeros."""
     panels = -(-num_out // PANEL)
     if jnp.dtype(dtype) == jnp.bfloat16:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import llvmlite.binding as llvm
+from jax.typing import DTypeLike
 from llvmlite import ir
 
 from . import ffi
@@ -171,13 +172,16 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
 
 
 def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
-    """Emit a call of a function of the interface with the address of its arguments; return its error, or null."""
-    block = code.allocate(I64, 2 + len(args))
+    """Emit a call of function `index` of XLA's interface, and return the address of its error, or null.
+
+    The function takes one address: of a structure that holds its own size in bytes, no extension, and then `args`.
+    """
+    structure = code.allocate(I64, 2 + len(args))
     for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
-        code.store(word, block, offset)
+        code.store(word, structure, offset)
     function_type = ir.FunctionType(POINTER, [POINTER]).as_pointer()
     entry = code.build.bitcast(code.load(api, ffi.API_FUNCTIONS + index, POINTER), function_type)
-    return code.build.call(entry, [block])
+    return code.build.call(entry, [structure])
 
 
 def _is_not_null(code: Code, pointer: ir.Value) -> ir.Value:
@@ -199,7 +203,7 @@ def _leave(code: Code, job: ir.Value) -> None:
         build.call(declare(build.module, "free", ir.VoidType(), POINTER), [job])
 
 
-def uninitialized(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def uninitialized(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Return an array of untouched memory, where XLA:CPU would write zeros.
 
     A large one lies in large system pages, where there are any: they cost a processor fewer address translations.

@@ -7,10 +7,10 @@ head, in an array, so that other scales do not need another program.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
@@ -32,12 +32,12 @@ class KVScales:
 LayerScales = tuple[Float[Array, " K"], Float[Array, " K"]]
 
 
-def is_quantized(dtype: Any) -> bool:
+def is_quantized(dtype: DTypeLike) -> bool:
     """Return whether pages of this dtype need scales."""
     return jnp.dtype(dtype).name in QUANTIZED_DTYPES
 
 
-def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: Any) -> Array:
+def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLike) -> Array:
     """Round x / scale to the nearest numbers of `dtype`, clipped to its largest; NaN stays NaN in float8."""
     scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):

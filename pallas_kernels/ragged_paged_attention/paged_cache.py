@@ -71,7 +71,7 @@ class PagedCache:
         """
         options = AttendOptions(scale, window, soft_cap)
         self._refuse_options(layer, options)
-        self._refuse_misfits(q, {"k": k, "v": v}, sinks)
+        self._refuse_misfits(q, k, v, sinks)
         self._refuse_scales()
         if self.mesh is not None:
             return self._attend_on_devices(layer, q, k, v, step, sinks, options)
@@ -145,9 +145,9 @@ class PagedCache:
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
 
-    def _refuse_misfits(self, q: Array, new: dict[str, Array | None], sinks: Array | None) -> None:
+    def _refuse_misfits(self, q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> None:
         """Raise ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory."""
-        if (new["k"] is None) is not (new["v"] is None):
+        if (k is None) is not (v is None):
             raise ValueError(
                 "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; values "
                 "that lie in the keys (MLA, v = None) are not supported"
@@ -159,7 +159,7 @@ class PagedCache:
                 f"attend: got queries {list(q.shape)}, wanted [tokens, heads, {layout.head_size}] with a multiple of "
                 f"{layout.num_kv_heads} heads: the cache is of {wanted}"
             )
-        for name, x in new.items():
+        for name, x in (("k", k), ("v", v)):
             if x is not None and x.shape != (q.shape[0], layout.num_kv_heads, layout.head_size):
                 raise ValueError(
                     f"attend: got {name} {list(x.shape)}, wanted one of {wanted} for each of {q.shape[0]} tokens"

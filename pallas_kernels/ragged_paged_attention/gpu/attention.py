@@ -59,6 +59,10 @@ from .memory_ops import (
 )
 from .plan import PIECE_FIELDS, REDUCTION_BYTES, ROW_ALIGN, Piece
 
+LoopState = tuple[Array, Array, Array, tuple[Scalar, ...]]
+"""State of the loop over KV tiles: the online softmax (acc [M, H], running maximum [M], running sum [M]), and the pages
+of the KV tile that is fetched next."""
+
 
 def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None:
     """Compute attention of one tile class by flash attention with split-KV: all pieces of `launch.section`.
@@ -289,7 +293,7 @@ def _compute_piece(
             is_visible = (key_position >= first_visible_key) & (key_position <= last_visible_key)
             v_tile[...] = jnp.where(is_visible, values, jnp.zeros_like(values))
 
-    def attend(tile_index: Scalar, carry: Any) -> Any:
+    def attend(tile_index: Scalar, carry: LoopState) -> LoopState:
         """Fetch the KV tile `num_stages` − 1 ahead, wait for this one, and add it to the online-softmax state."""
         acc, running_max, running_sum, pages = carry
         fence_before_copy(chip)

@@ -76,7 +76,11 @@ class GpuBackend(GpuPlanner, Backend):
 
     @classmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
-        """See `Backend.on`; `shape` holds the heads of one device."""
+        """Return the backend for these GPUs of one kind: its kernels are compiled for their compute capability.
+
+        `shape` holds the heads of one GPU. With `deterministic`, keys are not split (split-KV), since the splits of a
+        row depend on the other rows. ValueError for a GPU older than Ampere.
+        """
         device = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
         if (major, minor) < MIN_CAPABILITY:
@@ -96,6 +100,7 @@ class GpuBackend(GpuPlanner, Backend):
         )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a JAX without `mma` and for fields that the kernels do not take; the text names each."""
         if not hasattr(plgpu, "mma"):
             raise ValueError(
                 f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
@@ -106,11 +111,10 @@ class GpuBackend(GpuPlanner, Backend):
                 f"num_heads: got {self.num_heads} with {self.num_kv_heads} KV heads, the pallas-gpu backend takes a "
                 "multiple of at least one"
             )
-        smallest = {"num_sms": self.num_sms, "block_memory": self.block_memory, "min_share": self.min_share}
         self.refuse_unlisted("num_stages", self.num_stages, NUM_STAGES, "leave it at 2")
         self.refuse_unlisted("max_tile_kv", self.max_tile_kv, MAX_TILE_KV, "leave it at 64")
-        smallest["windows"] = min((window for window in self.windows if window is not None), default=1)
-        for name, got in smallest.items():
+        fields = [("num_sms", self.num_sms), ("block_memory", self.block_memory), ("min_share", self.min_share)]
+        for name, got in fields + [("windows", window) for window in self.windows if window is not None]:
             if got < 1:
                 raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
         has_wgmma = self.capability[0] == HOPPER[0] and self.head_size in wgmma.HEAD_SIZES
@@ -122,7 +126,7 @@ class GpuBackend(GpuPlanner, Backend):
             )
 
     def layout(self, shape: KVShape) -> GpuLayout:
-        """Return the layout of such a cache; ValueError names what these kernels cannot take."""
+        """Return the layout of a cache of these sizes; ValueError names what these kernels cannot take."""
         # The cache's dtype is auto by default, which is the model's.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
+from jax.typing import DTypeLike
 
 from .plan import ROW_ALIGN
 
@@ -44,7 +45,7 @@ class Chip:
     """`plgpu.InterpretGPUParams` to run the kernel step by step in tests, else None."""
 
 
-def smem_tile(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None = None) -> Any:
+def smem_tile(shape: tuple[int, ...], dtype: DTypeLike, chip: Chip, lanes: int | None = None) -> Any:
     """Return the type of a tile [rows, lanes] in shared memory that products read without bank conflicts.
 
     `lanes` is the width of a product's operand where it is narrower than the tile. A row's bytes lie in blocks of 128,

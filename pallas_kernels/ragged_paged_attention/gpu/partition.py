@@ -75,6 +75,11 @@ class _EqualShares:
     def __init__(
         self, begin: np.ndarray, end: np.ndarray, cost: np.ndarray, ends: np.ndarray, num_shares: int, share: int
     ):
+        """Find the tile that each border lies in, the granule there, and the nearest end of a tile.
+
+        The shares of three tiles of cost 4, 8 and 4 with `share` 8 meet at cost 8: in the middle of tile 1, at distance
+        −4 from its begin.
+        """
         self.num_tiles, self.total = len(begin), ends[-1]
         self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)
         self.tile = np.minimum(ends.searchsorted(self.borders, side="right"), self.num_tiles - 1)

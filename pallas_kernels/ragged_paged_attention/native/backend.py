@@ -67,7 +67,11 @@ class NativeBackend(TiledBackend):
 
     @classmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
-        """See `Backend.on`."""
+        """Return the backend for one CPU device; BackendUnavailableError if this machine cannot run native code.
+
+        That needs a little-endian processor of 64 bits, the interface of jaxlib that the code was written for, and an
+        LLVM that knows the processor.
+        """
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
         if sys.byteorder != "little" or sys.maxsize < 1 << 32:
@@ -89,7 +93,7 @@ class NativeBackend(TiledBackend):
         return cpu_features()
 
     def layout(self, shape: KVShape) -> NativeLayout:
-        """Return the layout of a cache of that many pages; ValueError names a dtype that is not taken."""
+        """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         return NativeLayout.of(shape)
 

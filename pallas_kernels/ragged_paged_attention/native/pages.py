@@ -82,14 +82,18 @@ def as_words(x: Float[Array, "*rows H"], *, is_bf16_packed: bool) -> Float[Array
 def write_pages(
     pages: NativePages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
 ) -> tuple[Array, Array]:
-    """Write k and v into `slots` of the layer, in place; return all keys and values."""
+    """Write k and v into `slots` of the layer by native code; return the keys and values of all layers.
+
+    The results take the memory of the arguments `pages.keys` and `pages.values`, so that nothing is copied.
+    """
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
-    stored = jnp.dtype(jnp.bfloat16) if pages.is_bf16_packed else pages.keys.dtype
+    stored_dtype = jnp.dtype(jnp.bfloat16) if pages.is_bf16_packed else pages.keys.dtype
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
     name = _write_handler(pages.is_bf16_packed, num_kv_heads, head_size, pages.page_size)
     call = ffi_call(name, shapes, input_output_aliases={0: 0, 1: 1})
-    keys, values = call(pages.keys, pages.values, k.astype(stored), v.astype(stored), slots, pages.first_page[None])
+    new_kv = k.astype(stored_dtype), v.astype(stored_dtype)
+    keys, values = call(pages.keys, pages.values, *new_kv, slots, pages.first_page[None])
     return keys, values
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..interface import (
@@ -119,6 +120,7 @@ class TpuBackend(Backend):
     check_guard = CheckGuard.WATCHDOG
 
     def __post_init__(self) -> None:
+        """Raise ValueError for tiles of queries and chips that the kernels do not take."""
         if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):
             raise ValueError(
                 f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKEN_UNROLL} on"
@@ -135,7 +137,10 @@ class TpuBackend(Backend):
 
     @classmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
-        """See `Backend.on`; `shape` holds the heads of one device."""
+        """Return the backend for these TPUs of one kind; `shape` holds the heads of one device.
+
+        `tuned` are entries of a user's table of tile sizes. ValueError for a chip that the kernels have no sizes for.
+        """
         device_kind = devices[0].device_kind
         if device_kind not in TPU_CHIPS:
             raise ValueError(
@@ -159,7 +164,10 @@ class TpuBackend(Backend):
         return cls(chip, tile_q=tile_q_of(chip, num_heads, head_size), tuned=tuned)
 
     def layout(self, shape: KVShape) -> TpuLayout:
-        """Return the layout of such a cache; ValueError names what these kernels cannot take."""
+        """Return the layout of a cache of these sizes; ValueError names what these kernels cannot take.
+
+        A page has at least the slots that one DMA can address, and a KV tile of whole pages must fit into VMEM.
+        """
         page_size = shape.page_size
         if shape.num_kv_heads < 1:
             raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, allowed: an integer ≥ 1")
@@ -175,7 +183,7 @@ class TpuBackend(Backend):
         refuse_large_pages(self.chip, layout)
         return layout
 
-    def sizes_for(self, num_heads: int, layout: KVLayout, dtype: Any) -> TpuSizes:
+    def sizes_for(self, num_heads: int, layout: KVLayout, dtype: DTypeLike) -> TpuSizes:
         """Return the sizes of the KV tiles for that many query heads of `dtype` over pages of `layout`."""
         if self.sizes is not None:
             return self.sizes

@@ -66,6 +66,7 @@ class DecodeKernel:
     options: AttendOptions
 
     def __post_init__(self) -> None:
+        """Derive the sizes of the block from the shapes of its references, and read the step's scalars."""
         scalars, inputs, outputs, scratch, options = self.scalars, self.inputs, self.outputs, self.scratch, self.options
         self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
         _, self.block_rows, self.num_kv_heads, _, self.tile_tokens, _ = scratch.tail_tiles.shape

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from .lanes import LANES, Ref, Scalar, from_int32, to_int32
 
@@ -29,7 +30,7 @@ TOKEN_UNROLL = 16
 """Tokens copied by one iteration of an unrolled loop; the number of tokens must be a multiple of it."""
 
 
-def rows_shape(num_tokens: int, num_heads: int, dtype: Any) -> tuple[int, int]:
+def rows_shape(num_tokens: int, num_heads: int, dtype: DTypeLike) -> tuple[int, int]:
     """Return the shape of the int32 scratch array `rows` for one group of 128 lanes."""
     return -(-num_tokens * _pitch(num_heads, dtype) // 8) * 8, LANES
 
@@ -50,7 +51,9 @@ def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
     _for_each_token(tokens, rows, copy)
 
 
-def heads_from_rows(rows: Ref, first_token: Scalar, num_tokens: int, num_heads: int, dtype: Any) -> Iterator[jax.Array]:
+def heads_from_rows(
+    rows: Ref, first_token: Scalar, num_tokens: int, num_heads: int, dtype: DTypeLike
+) -> Iterator[jax.Array]:
     """Load each head in turn, [num_tokens, 128] from token `first_token` on, out of the scratch `rows`.
 
     Four-byte numbers: row token · pitch + head is one head of one token, so a head is one strided load. Two-byte
@@ -113,7 +116,7 @@ def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None])
             do(block_tokens, block_rows, token)
 
 
-def _rows_of_token(token: int, num_heads: int, dtype: Any) -> Any:
+def _rows_of_token(token: int, num_heads: int, dtype: DTypeLike) -> Any:
     return pl.ds(token * _pitch(num_heads, dtype), _rows_per_token(num_heads, dtype))
 
 
@@ -125,11 +128,11 @@ def _swap_halves(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (a & LOW_HALF) | (b << 16), lax.shift_right_logical(a, 16) | (b & HIGH_HALF)
 
 
-def _rows_per_token(num_heads: int, dtype: Any) -> int:
+def _rows_per_token(num_heads: int, dtype: DTypeLike) -> int:
     """Return the int32 rows that hold all heads of one token."""
     return -(-num_heads * jnp.dtype(dtype).itemsize // 4)
 
 
-def _pitch(num_heads: int, dtype: Any) -> int:
+def _pitch(num_heads: int, dtype: DTypeLike) -> int:
     """Return the distance in rows from one token to the next: odd, and at least the rows of a token."""
     return _rows_per_token(num_heads, dtype) | 1

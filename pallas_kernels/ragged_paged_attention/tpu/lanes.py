@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 LANES = 128
 MASK_VALUE = -1e30
@@ -142,7 +143,7 @@ def concat_lanes(parts: list[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def compute_dtype(dtype: Any, kv_dtype: Any) -> Any:
+def compute_dtype(dtype: DTypeLike, kv_dtype: DTypeLike) -> Any:
     """Return the dtype in which queries of `dtype` are multiplied with keys of `kv_dtype`: the wider of the two."""
     return max(jnp.dtype(dtype), jnp.dtype(kv_dtype), key=lambda each: each.itemsize)
 
@@ -178,7 +179,7 @@ def to_int32(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32) if x.dtype.itemsize == 4 else pltpu.bitcast(x, jnp.int32)
 
 
-def from_int32(bits: jax.Array, dtype: Any) -> jax.Array:
+def from_int32(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Undo `to_int32` for numbers of `dtype`."""
     return lax.bitcast_convert_type(bits, dtype) if dtype.itemsize == 4 else pltpu.bitcast(bits, dtype)
 

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..interface import AttendOptions, LayerInputs
@@ -128,7 +129,7 @@ Buffers = dict[str, VmemBuffer]
 
 
 def prefill_buffers(
-    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile_kv: int, dtype: Any, kv_dtype: Any
+    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile_kv: int, dtype: DTypeLike, kv_dtype: Any
 ) -> Buffers:
     """Return shape and dtype of each VMEM buffer, for tiles of `tile_q` queries and `tile_kv` keys and values.
 
@@ -380,7 +381,7 @@ def _attend_query_tile(
     pl.when(q_tile + 1 == num_q_tiles)(lambda: out_copy(q_tile).wait())
 
 
-def padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     """Return the bytes of an array in VMEM, whose tiles are 128 lanes wide and 32 bytes of numbers high."""
     itemsize = jnp.dtype(dtype).itemsize
     rows = 32 // itemsize

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .decode import decode_vmem_bytes
 from .decode_refs import DecodeSizes
@@ -215,7 +216,7 @@ def tile_q_of(chip: str, num_heads: int, head_size: int) -> int:
     return max(min(fitting, 256), CHIPS[chip].min_tile_q)
 
 
-def write_slots_of(chip: str, dtype: Any) -> int:
+def write_slots_of(chip: str, dtype: DTypeLike) -> int:
     """Return the consecutive slots of a page that one DMA can address: the rows of a tile of this chip's memory."""
     itemsize = jnp.dtype(dtype).itemsize
     if chip == "v7x" or itemsize == 1:

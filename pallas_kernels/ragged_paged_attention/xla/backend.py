@@ -128,7 +128,7 @@ class XlaBackend(TiledBackend):
         return replace(self, share_prefixes=True)
 
     def layout(self, shape: KVShape) -> XlaLayout:
-        """Layout of a cache of that many pages; ValueError names a dtype that is not taken."""
+        """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name == "bfloat16")
 
