@@ -151,10 +151,11 @@ class KVShape:
 
 
 @dataclass(frozen=True)
-class KVLayout(KVShape, ABC):
+class KVLayout(KVShape):
     """A KV cache as a backend lays it out: an object that is handed around, never a convention.
 
-    Page p of layer index i is entry i × num_pages + p of each array.
+    Page p of layer index i is entry i × num_pages + p of each array. This class lays keys and values out as an array
+    each, [L × C, K, Z, H]; subclasses do it in other ways.
     """
 
     @classmethod
@@ -163,9 +164,9 @@ class KVLayout(KVShape, ABC):
         return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **added_fields)
 
     @property
-    @abstractmethod
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shape of each array of the cache."""
+        return ((self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size),) * 2
 
     @property
     def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:

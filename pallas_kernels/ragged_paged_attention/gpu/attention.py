@@ -75,10 +75,8 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
     kv_tiles = smem_tile((launch.num_stages, tile_kv, head_size), dtype, chip)
     bf16_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
-    copies_per_stage, copies_per_query_tile = (
-        2 * max(tile_kv // inputs.k_pages.shape[2], 1),
-        tiles.tile_rows // ROW_ALIGN,
-    )
+    copies_per_stage = 2 * max(tile_kv // inputs.k_pages.shape[2], 1)
+    copies_per_query_tile = tiles.tile_rows // ROW_ALIGN
     kv_barriers = plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
     q_barriers = plgpu.Barrier(num_arrivals=copies_per_query_tile, num_barriers=launch.num_query_tiles)
     scratch = AttentionScratch(

@@ -45,17 +45,6 @@ MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
 """Compute capabilities: the first that the kernels run on, Ampere, and Hopper's."""
 
 
-@dataclass(frozen=True)
-class GpuLayout(KVLayout):
-    """Keys and values, [L × C, K, Z, H] each."""
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the keys and of the values."""
-        shape = (self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size)
-        return shape, shape
-
-
 @dataclass(frozen=True, kw_only=True)
 class GpuBackend(GpuPlanner, Backend):
     """Attention by Pallas kernels for NVIDIA GPUs, Ampere and later.
@@ -125,7 +114,7 @@ class GpuBackend(GpuPlanner, Backend):
                 f"9.0 (Hopper) alone and for head sizes {' and '.join(map(str, wgmma.HEAD_SIZES))}; leave it at mma"
             )
 
-    def layout(self, shape: KVShape) -> GpuLayout:
+    def layout(self, shape: KVShape) -> KVLayout:
         """Return the layout of a cache of these sizes; ValueError names what these kernels cannot take."""
         # The cache's dtype is auto by default, which is the model's.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
@@ -139,7 +128,7 @@ class GpuBackend(GpuPlanner, Backend):
         is_narrow = shape.head_size == 80 and self.capability < HOPPER
         page_sizes = AMPERE_PAGE_SIZES_OF_80 if is_narrow else PAGE_SIZES
         self.refuse_unlisted("block_size", shape.page_size, page_sizes, "leave it out or use --attention-backend xla")
-        return GpuLayout.of(shape)
+        return KVLayout.of(shape)
 
     def launches(
         self, num_tokens: int, num_rows: int, options: AttendOptions, *, decodes_only: bool = False

@@ -19,17 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ..interface import (
-    AttentionShape,
-    Backend,
-    CheckGuard,
-    KVLayout,
-    KVShape,
-    LayerInputs,
-    Pages,
-    PageTableLimit,
-    PlanRows,
-)
+from ..interface import AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
 from ..kv_scales import QUANTIZED_DTYPES, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL
@@ -219,7 +209,9 @@ class TpuBackend(Backend):
                 num_tiles, first_token, position = num_tiles + 1, first_token + length, position + length
         out[0] = num_tiles
 
-    def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
+    def attend(
+        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
+    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `Backend.attend`: three kernels, the last of which attends to what the first two have written.
 
         `write_prefill` writes the keys and values of prefill rows. `decode_attention` writes those of decode rows and

@@ -71,7 +71,7 @@ GPU_TILES = replace(DEVICE_TILES, has_few_loops=True)
 
 @dataclass(frozen=True)
 class XlaLayout(KVLayout):
-    """Keys and values [L × C, K, Z, H].
+    """Keys and values [L × C, K, Z, H], as `KVLayout` lays them out.
 
     `is_bits`: bfloat16 is stored as its bits in uint16, because XLA:CPU would convert whole arrays of bfloat16 to
     float32 before it reads a page of them.
@@ -81,13 +81,8 @@ class XlaLayout(KVLayout):
 
     @property
     def stored_dtype(self) -> Any:
-        """Dtype of the arrays."""
+        """Return the dtype of the arrays."""
         return np.dtype(np.uint16) if self.is_bits else self.dtype
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the keys and of the values."""
-        return ((self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size),) * 2
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ class XlaBackend(TiledBackend):
 
     @property
     def sizes(self) -> Tiles:
-        """The tiles in use."""
+        """Return the tiles in use: those given, else those of the platform."""
         return self.tiles or {"cpu": CPU_TILES, "gpu": GPU_TILES}.get(self.platform, DEVICE_TILES)
 
     @property
