@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,10 @@ class LogitRulesSpec:
         stop_ids: Collection[int],
         bad_words: Sequence[Sequence[int]],
     ) -> np.ndarray:
-        """Pack the rules of a sequence with this prompt and output so far: all fields in a row, int32 [width].
+        """Pack the rules of a sequence with this prompt and output so far: all fields of `widths`, int32 [width].
 
-        `stop_ids` are the tokens that end it; `bad_words` are token ids of words, at most MAX_BAD_TOKENS together.
+        `stop_ids` are the tokens that end the sequence; `bad_words` are the token ids of words that it must not hold,
+        at most MAX_BAD_TOKENS together. The words' matches go on from the end of the output.
         """
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
         tokens[np.asarray(prompt, np.intp)] |= IN_PROMPT
@@ -123,21 +125,22 @@ def _pack_words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
     return words
 
 
-def may_come_next(words: Any, xp: Any) -> Any:
-    """Return at which entries of `words` the next token would start or go on with a bad word.
+def may_come_next(words: Any, xp: ModuleType) -> Any:
+    """Return, as bools [..., B], at which entries of `words` the next token would start or continue a bad word.
 
-    These are the first token of each word, and the one behind each matched token. `xp` is numpy or jax.numpy; the last
-    axis of `words`, and of the bools that are returned, holds the entries.
+    These are the first token of each word, and the one behind each matched token. `words` is int32 [..., B], as
+    `_pack_words` lays it out, an array of `xp`, which is numpy or jax.numpy.
     """
     is_behind_matched = xp.roll(words, 1, axis=-1) & IS_MATCHED != 0
     return (words & IS_FIRST != 0) | is_behind_matched
 
 
-def advance_matches(words: Any, token_id: Any, xp: Any) -> Any:
-    """Return `words` with the IS_MATCHED bits that they have after one more token of the output.
+def advance_matches(words: Any, token_id: Any, xp: ModuleType) -> Any:
+    """Return `words`, int32 [..., B], with the IS_MATCHED bits that they have after one more token of the output.
 
-    This is the Shift-And algorithm, over all words at once. `xp` is numpy or jax.numpy; `token_id` broadcasts against
-    `words`.
+    This is the Shift-And algorithm, over all words at once: with the words [7, 8] and [7, 9] and token 7 drawn, the
+    entries 0 and 2 are matched, and a token 9 then matches entry 3 alone. `words` is an array of `xp`, which is numpy
+    or jax.numpy; `token_id` broadcasts against it.
     """
     is_matched = may_come_next(words, xp) & (words & ID_MASK == token_id)
     return xp.where(is_matched, words | IS_MATCHED, words & ~IS_MATCHED)

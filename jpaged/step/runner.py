@@ -187,7 +187,10 @@ class Runner:
             num_left -= num_rows
 
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
-        """Start the sampler for the hidden states of the last forward program."""
+        """Start the sampler for the hidden states of the last forward program; return its results.
+
+        `columns` are the SAMPLE_FIELDS of `num_rows` rows, and of padding behind them.
+        """
         mode = self.buckets.mode_for(mode)
         key = sample_key(self.buckets, num_rows, mode)
         state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None

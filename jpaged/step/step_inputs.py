@@ -110,7 +110,10 @@ class StepInputBuilder:
         rules_spec: LogitRulesSpec,
         windows: tuple[int | None, ...] = (None,),
     ):
-        """`windows` has an entry for each page-table group: None, full attention, comes first."""
+        """Take the limits of steps, their padded sizes, and the backend whose plans they carry.
+
+        `windows` has an entry for each page-table group: None, full attention, comes first.
+        """
         self.num_table_groups, self.num_full_attention_groups = len(windows), windows.count(None)
         assert None not in windows[self.num_full_attention_groups :], "page-table groups of full attention come first"
         self.sizes = sizes
@@ -184,12 +187,12 @@ class StepInputBuilder:
     def _pack(self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]) -> _Packed:
         """Pack a step with rows into a new buffer; `changes` and `rules` are those that the step makes first."""
         if self.sizes.is_deterministic:
-            work = replace(work, chunks=[one for chunk in work.chunks for one in chunk.tokens()])
+            work = replace(work, chunks=[token for chunk in work.chunks for token in chunk.tokens()])
         rows = self._rows(work)
         layout = self.layouts[self._layout_key(rows)]
         packed = np.zeros(layout.size, np.int32)  # As fast as cleaning a used buffer would be.
         view = layout.view(packed)
-        updates = self._fill_changes(view, changes, layout)
+        table_updates = self._fill_changes(view, changes, layout)
         self._fill_rows(view, rows, layout)
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
@@ -197,7 +200,7 @@ class StepInputBuilder:
         scored, score_columns = self._score_rows(rows, work.chunks)
         inputs = StepInputs(
             moves=work.moves,
-            table_updates=updates,
+            table_updates=table_updates,
             rules=rules,
             packed=packed,
             layout=layout,

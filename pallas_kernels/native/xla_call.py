@@ -102,7 +102,11 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
 
 
 def _answer_metadata(code: Code, frame: ir.Value) -> None:
-    """Emit the answer to XLA, which asks a handler for its interface version before it computes anything."""
+    """Emit the answer to XLA, which asks a handler for its interface version before it computes anything.
+
+    Such a call frame has an extension of type 1, metadata, whose fields are filled in. Offsets in `ffi` count words of
+    8 bytes; a number of 32 bits lies at twice the offset of its word, or one behind.
+    """
     build = code.build
     extension = code.load(frame, ffi.FRAME_EXTENSION, POINTER)
     with build.if_then(_is_not_null(code, extension)):

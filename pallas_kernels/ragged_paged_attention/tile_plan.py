@@ -153,20 +153,20 @@ def shared_prefixes(
     for _ in range(MAX_PREFIXES):
         if not candidates:
             return
-        candidate = candidates.pop(int(np.argmax([len(each) for each in candidates])))
+        candidate = candidates.pop(int(np.argmax([len(rows) for rows in candidates])))
         longest_row = candidate[np.argmax(num_full_pages[candidate])]
         max_pages = num_full_pages[longest_row]
         candidate_tables = page_tables[:, table_rows[candidate], :max_pages]
         longest_table = page_tables[:, table_rows[longest_row], None, :max_pages]
         is_other_page = (candidate_tables != longest_table).any(axis=0)
-        num_common = np.where(is_other_page.any(axis=1), is_other_page.argmax(axis=1), max_pages)
-        num_common = np.minimum(num_common, num_full_pages[candidate])
+        common_pages = np.where(is_other_page.any(axis=1), is_other_page.argmax(axis=1), max_pages)
+        common_pages = np.minimum(common_pages, num_full_pages[candidate])
         # With the rows in descending order of common pages, taking the first n + 1 rows saves n × num_pages[n] reads.
-        num_pages = np.sort(num_common)[::-1]
+        num_pages = np.sort(common_pages)[::-1]
         shared_pages = num_pages[(np.arange(len(candidate)) * num_pages).argmax()]
         if shared_pages:
-            yield SharedPrefix(candidate[num_common >= shared_pages], int(shared_pages))
-        other_rows = candidate[num_common < shared_pages]
+            yield SharedPrefix(candidate[common_pages >= shared_pages], int(shared_pages))
+        other_rows = candidate[common_pages < shared_pages]
         if shared_pages and len(other_rows) > 1:
             candidates.append(other_rows)
 

@@ -238,6 +238,7 @@ class GpuPlanner:
         """
         if tile_rows < self.large_tile_rows:
             return min(num_tokens, num_rows)
+        # The fewest queries of a row that has large tiles: one more than fit a small tile.
         min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group_size + 1
         return num_tokens * self.group_size // tile_rows + min(num_tokens // min_queries, num_rows)
 

@@ -130,7 +130,11 @@ class TiledQueries(Queries):
             body(single_tile_row, 1)
 
     def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
-        """Copy the values of slots `begin` … `end` of a page to `edge`, then zeros."""
+        """Copy the values of a page's slots `begin` … `end` − 1 to `edge`, and zeros for the rest of its 32 slots.
+
+        Two slots share a row of words. With `begin` 64 and `end` 69, rows 0 and 1 of `edge` are copied whole, of row 2
+        the lower halves (slot 68), and rows 3 … 15 are zeros.
+        """
         code, build, lanes = self.code, self.code.build, self.head_lanes
         head_size = I64(self.shape.head_size)
         first_pair, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
