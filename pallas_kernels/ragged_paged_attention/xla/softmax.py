@@ -28,7 +28,7 @@ class Softmax:
 
     @classmethod
     def start(cls, queries: Float[Array, "r K M H"], sinks: Float[Array, "K M"] | None) -> Softmax:
-        """Return the state before any key, for queries of this shape; a sink counts as a key of weight 1 and value 0."""
+        """Return the state before any key, for queries of this shape. A sink is a key of weight 1 and value 0."""
         shape = queries.shape[:3]
         values = jnp.zeros(queries.shape, jnp.float32)
         if sinks is None:
