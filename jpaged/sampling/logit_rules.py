@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,11 +52,8 @@ class LogitRulesState:
 def rule_shapes(spec: LogitRulesSpec, num_slots: int, sharding: jax.sharding.Sharding | None = None) -> LogitRulesState:
     """Return abstract arrays for `num_slots` slots, the null slot included."""
     dtypes = {"tokens": jnp.int32, "bias": jnp.float32, "words": jnp.int32, "values": jnp.float32}
-    shapes: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct((num_slots, width), dtypes[name], sharding=sharding)
-        for name, width in spec.widths.items()
-    }
-    return LogitRulesState(**shapes)
+    shape_of: Any = partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return LogitRulesState(**{name: shape_of((num_slots, width), dtypes[name]) for name, width in spec.widths.items()})
 
 
 def new_rules(spec: LogitRulesSpec, num_slots: int) -> LogitRulesState:

@@ -9,8 +9,10 @@ Letters: R rows, V weights of a row, n thresholds.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -67,12 +69,9 @@ def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minim
         middle = bounds.low + (bounds.high - bounds.low) // 2
         count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(middle, jnp.float32))
         is_enough = minimum.is_met(count, mass)
-        return _Bounds(
-            low=jnp.where(is_enough, middle, bounds.low),
-            high=jnp.where(is_enough, bounds.high, middle),
-            num_low=jnp.where(is_enough, count, bounds.num_low),
-            num_high=jnp.where(is_enough, bounds.num_high, count),
-        )
+        raised = bounds._replace(low=middle, num_low=count)
+        lowered = bounds._replace(high=middle, num_high=count)
+        return jax.tree.map(partial(jnp.where, is_enough), raised, lowered)
 
     high, num_low = jnp.full_like(low, BITS_OF_ONE + 1), jnp.full_like(low, weights.shape[1])
     return lax.while_loop(is_open, halve, _Bounds(low, high, num_low, jnp.zeros_like(low))).low

@@ -121,8 +121,8 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
     if is_bf16_packed and has_amx_unit():
         name = tile_handler()
     else:
-        num_groups = -(-num_rows // _max_rows_together(has_avx512))
-        name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_avx512, num_rows // num_groups)
+        num_batches = -(-num_rows // _max_rows_together(has_avx512))
+        name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_avx512, num_rows // num_batches)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
     return out[:, :num_out]
 
@@ -133,12 +133,12 @@ def _max_rows_together(has_avx512: bool) -> int:
 
 
 @cache
-def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows_per_group: int) -> str:
-    """Return the name of the custom call x [R, K] · panels → float32 [R, N], for groups of this many rows or one more.
+def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows_per_batch: int) -> str:
+    """Return the name of the custom call x [R, K] · panels → float32 [R, N], for batches of this many rows or one more.
 
-    A unit is one panel of 32 columns. The depth K is cut into blocks that stay in the level-2 cache, and each group of
+    A unit is one panel of 32 columns. The depth K is cut into blocks that stay in the level-2 cache, and each batch of
     rows keeps its sums in registers during a block. The caller divides R evenly: 25 rows with AVX-512 (at most 12 at
-    once) are 3 groups of `rows_per_group` 8, of which one is larger and has 9 rows.
+    once) are 3 batches of `rows_per_batch` 8, of which one is larger and has 9 rows.
     """
     lanes, max_rows = 16 if has_avx512 else 8, _max_rows_together(has_avx512)
     zeros = constant(ir.VectorType(F32, lanes), 0.0)
@@ -148,14 +148,14 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         x, panels = args
         build, num_rows, num_panels, depth = code.build, x.size(0), panels.size(0), panels.size(1)
-        num_groups = build.sdiv(build.add(num_rows, I64(max_rows - 1)), I64(max_rows))
-        num_larger_groups = build.sub(num_rows, build.mul(num_groups, I64(rows_per_group)))
+        num_batches = build.sdiv(build.add(num_rows, I64(max_rows - 1)), I64(max_rows))
+        num_larger_batches = build.sub(num_rows, build.mul(num_batches, I64(rows_per_batch)))
         words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
-        values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger_groups, num_groups]
+        values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger_batches, num_batches]
         return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS)))
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        x, panels, out, depth, width, num_larger_groups, num_groups = arguments
+        x, panels, out, depth, width, num_larger_batches, num_batches = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         panel_offset = mul(mul(unit, depth), I64(PANEL))
         num_blocks = build.sdiv(add(depth, I64(MAX_WORDS_PER_BLOCK - 1)), I64(MAX_WORDS_PER_BLOCK))
@@ -192,22 +192,24 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
             begin = mul(index, block_depth)
             end = code.min(add(begin, block_depth), depth)
 
-            def multiply_groups(num_rows_together: int, rows_before: ir.Value) -> Callable[[ir.Value], None]:
-                def multiply_group(index: ir.Value) -> None:
+            def multiply_batches(num_rows_together: int, rows_before: ir.Value) -> Callable[[ir.Value], None]:
+                """Return the loop body that multiplies batch `index` of this many rows, behind `rows_before` others."""
+
+                def multiply_batch(index: ir.Value) -> None:
                     for first_column in range(0, PANEL, VECTORS * lanes):
                         first_row = add(rows_before, mul(index, I64(num_rows_together)))
                         multiply_rows(first_row, num_rows_together, first_column, begin, end)
 
-                return multiply_group
+                return multiply_batch
 
-            rows_of_larger_groups = mul(num_larger_groups, I64(rows_per_group + 1))
-            if rows_per_group < max_rows:
-                code.loop(0, num_larger_groups, multiply_groups(rows_per_group + 1, I64(0)))
-            num_smaller_groups = build.sub(num_groups, num_larger_groups)
-            code.loop(0, num_smaller_groups, multiply_groups(rows_per_group, rows_of_larger_groups))
+            rows_of_larger_batches = mul(num_larger_batches, I64(rows_per_batch + 1))
+            if rows_per_batch < max_rows:
+                code.loop(0, num_larger_batches, multiply_batches(rows_per_batch + 1, I64(0)))
+            num_smaller_batches = build.sub(num_batches, num_larger_batches)
+            code.loop(0, num_smaller_batches, multiply_batches(rows_per_batch, rows_of_larger_batches))
 
         code.loop(0, num_blocks, multiply_block)
 
-    sizes = is_bf16_packed, has_avx512_bf16, lanes, rows_per_group
+    sizes = is_bf16_packed, has_avx512_bf16, lanes, rows_per_batch
     name = "_".join(["jpaged_product", *(str(int(size)) for size in sizes)])
     return register(handler(name, 2, 1, prepare, body))

@@ -156,10 +156,10 @@ class Queries:
         code, build, shape = self.code, self.code.build, self.shape
         first_query = build.mul(i, I64(shape.group_size))
 
-        def start_query(head_in_group: ir.Value) -> None:
-            query, initial_max = build.add(first_query, head_in_group), constant(F32, INITIAL_MAX)
+        def start_query(query_head: ir.Value) -> None:
+            query, initial_max = build.add(first_query, query_head), constant(F32, INITIAL_MAX)
             if shape.has_sinks:
-                initial_max = code.load(sinks, build.add(build.mul(head, I64(shape.group_size)), head_in_group), F32)
+                initial_max = code.load(sinks, build.add(build.mul(head, I64(shape.group_size)), query_head), F32)
             code.store(initial_max, self.running_max, query)
             code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.weight_sums, query)
 
@@ -183,14 +183,14 @@ class Queries:
         code, build, group_size, head_size = self.code, self.code.build, self.shape.group_size, self.shape.head_size
         first_query, out_query = build.mul(i, I64(group_size)), self.first_query_of_token(i, head)
 
-        def finish_query(head_in_group: ir.Value) -> None:
-            weight_sum = code.load(self.weight_sums, build.add(first_query, head_in_group), F32)
+        def finish_query(query_head: ir.Value) -> None:
+            weight_sum = code.load(self.weight_sums, build.add(first_query, query_head), F32)
             is_empty = build.fcmp_ordered("==", weight_sum, constant(F32, 0.0))
             weight_sum = code.broadcast(build.select(is_empty, constant(F32, 1.0), weight_sum), self.head_lanes)
 
             def divide_lanes(lane: ir.Value) -> None:
                 source, target = (
-                    build.add(build.mul(build.add(query, head_in_group), I64(head_size)), lane)
+                    build.add(build.mul(build.add(query, query_head), I64(head_size)), lane)
                     for query in (first_query, out_query)
                 )
                 values = code.load_vector(self.value_sums, source, F32, self.head_lanes)

@@ -5,7 +5,7 @@
       token 1:  h0 h1 h2 h3 …         ⇄            head 1:  t0 t1 t2 t3 …
 
 A model's arrays are ordered by token; pages and prefill's products need them by head. Both directions go through a
-scratch array `rows`, int32 [T · pitch, 128] in VMEM, one group of 128 lanes at a time: row `token · pitch + head` holds
+scratch array `rows`, int32 [T · pitch, 128] in VMEM, 128 lanes at a time: row `token · pitch + head` holds
 one head of one token, so that all tokens of one head are one strided load or store. The pitch is odd because rows at an
 even distance lie in the same memory bank and would be loaded one by one. Two-byte numbers share an int32 row, two heads
 to a row: the low half holds the even head, the high half the odd one, and they are sorted with the next token's row.
@@ -31,7 +31,7 @@ TOKEN_UNROLL = 16
 
 
 def rows_shape(num_tokens: int, num_heads: int, dtype: DTypeLike) -> tuple[int, int]:
-    """Return the shape of the int32 scratch array `rows` for one group of 128 lanes."""
+    """Return the shape of the int32 scratch array `rows` for 128 lanes of all heads."""
     return -(-num_tokens * _pitch(num_heads, dtype) // 8) * 8, LANES
 
 

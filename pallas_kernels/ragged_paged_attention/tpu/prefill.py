@@ -117,15 +117,8 @@ def heads_per_chunk(group_size: int, tile_q: int) -> int:
     return max(divisors, default=1)
 
 
-class VmemBuffer(NamedTuple):
-    """Shape and dtype of a scratch array in VMEM."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-Buffers = dict[str, VmemBuffer]
-"""Field of `PrefillScratch` → its buffer, for those in VMEM."""
+Buffers = dict[str, jax.ShapeDtypeStruct]
+"""Field of `PrefillScratch` → shape and dtype of its array, for those in VMEM."""
 
 
 def prefill_buffers(
@@ -141,21 +134,21 @@ def prefill_buffers(
     lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
     num_chunks, rows = num_heads // chunk, chunk * tile_q
     return {
-        "q_tiles": VmemBuffer((2, tile_q, num_heads, head_size), dtype),
-        "out_tile": VmemBuffer((tile_q, num_heads, head_size), dtype),
-        "queries": VmemBuffer((num_chunks, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
-        "kv_tiles": VmemBuffer((2, num_kv_heads, lanes.num_rows, tile_kv, LANES), kv_dtype),
-        "running_max": VmemBuffer((num_chunks, rows, LANES), jnp.float32),
-        "running_sum": VmemBuffer((num_chunks, rows, LANES), jnp.float32),
-        "acc": VmemBuffer((num_chunks, rows, lanes.width), jnp.float32),
-        "head_rows": VmemBuffer(rows_shape(tile_q, num_heads, dtype), jnp.int32),
+        "q_tiles": jax.ShapeDtypeStruct((2, tile_q, num_heads, head_size), dtype),
+        "out_tile": jax.ShapeDtypeStruct((tile_q, num_heads, head_size), dtype),
+        "queries": jax.ShapeDtypeStruct((num_chunks, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
+        "kv_tiles": jax.ShapeDtypeStruct((2, num_kv_heads, lanes.num_rows, tile_kv, LANES), kv_dtype),
+        "running_max": jax.ShapeDtypeStruct((num_chunks, rows, LANES), jnp.float32),
+        "running_sum": jax.ShapeDtypeStruct((num_chunks, rows, LANES), jnp.float32),
+        "acc": jax.ShapeDtypeStruct((num_chunks, rows, lanes.width), jnp.float32),
+        "head_rows": jax.ShapeDtypeStruct(rows_shape(tile_q, num_heads, dtype), jnp.int32),
     }
 
 
 def prefill_vmem_bytes(buffers: Buffers, sub_kv: int, *, spare_bytes: int = SPARE_VMEM_BYTES) -> int:
     """Return the bytes of VMEM that prefill may need: buffers, three float32 arrays of scores, and the spare bytes."""
     score_rows = buffers["queries"].shape[1]
-    buffer_bytes = sum(padded_bytes(*buffer) for buffer in buffers.values())
+    buffer_bytes = sum(padded_bytes(buffer) for buffer in buffers.values())
     return spare_bytes + buffer_bytes + 3 * 4 * score_rows * sub_kv
 
 
@@ -174,7 +167,7 @@ def prefill_attention(
     in_specs = PrefillInputs._make((*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), IN_HBM, IN_HBM))
     buffers = prefill_buffers(tile_q, num_heads, pages.shape[1], head_size, tile_kv, q.dtype, pages.dtype)
     scratch = PrefillScratch(
-        **{name: pltpu.VMEM(*buffer) for name, buffer in buffers.items()},
+        **{name: pltpu.VMEM(buffer.shape, buffer.dtype) for name, buffer in buffers.items()},
         q_sems=pltpu.SemaphoreType.DMA((2,)),
         out_sem=pltpu.SemaphoreType.DMA(()),
         kv_sems=pltpu.SemaphoreType.DMA((2,)),
@@ -381,8 +374,8 @@ def _attend_query_tile(
     pl.when(q_tile + 1 == num_q_tiles)(lambda: out_copy(q_tile).wait())
 
 
-def padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+def padded_bytes(buffer: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of an array in VMEM, whose tiles are 128 lanes wide and 32 bytes of numbers high."""
-    itemsize = jnp.dtype(dtype).itemsize
+    shape, itemsize = buffer.shape, buffer.dtype.itemsize
     rows = 32 // itemsize
     return itemsize * math.prod((*shape[:-2], -(-shape[-2] // rows) * rows, -(-shape[-1] // LANES) * LANES))
