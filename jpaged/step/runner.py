@@ -200,7 +200,7 @@ class Runner:
         return sampled
 
     def _move(self, moves: list[PageMove]) -> None:
-        """Dispatch the page moves in their order; consecutive moves of one kind form a batch.
+        """Dispatch the page moves in their order; consecutive moves of one `MoveKind` form a batch.
 
         Sources and destinations are page numbers of the device pool, of the host pool on the host side of a swap.
         """

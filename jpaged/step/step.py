@@ -95,7 +95,8 @@ def forward(
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
     """Compute every token of the step; return the new state and the buffer's SAMPLE_FIELDS, for the sampler.
 
-    `graph` and `weights` are the two halves of the model (`nnx.merge`). `state` is donated.
+    `graph` and `weights` are the two halves of the model (`nnx.merge`); `packed` is a step's buffer, which `layout`
+    cuts into sections. `state` is donated: its pages take the new keys and values, its `hidden` the hidden states.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
@@ -119,7 +120,9 @@ def trial(
     tables: Int[Array, "groups slots P"],
     packed: Int[Array, " n"],
 ) -> Float[Array, "T D"]:
-    """Return the hidden states of a step: to trace a model without running it.
+    """Return the hidden states of a step without a device state, to trace a model without running it.
+
+    `layers` are the attention layers that the model's config announces, `tables` the page tables of all state slots.
 
     Raises ValueError for a model that does not attend as `layers` say, or that returns something other than the cache
     of its last `attend`.

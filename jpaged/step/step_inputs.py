@@ -224,13 +224,13 @@ class StepInputBuilder:
         view, num_rows = layout.view(packed), len(rows.seq_slots)
         view["changes"][:] = 0
         view["plan"][:] = 0
-        updates = self._fill_changes(view, changes, layout)
+        table_updates = self._fill_changes(view, changes, layout)
         view["context_lens"][:num_rows] += 1
         self._fill_plan(view, rows, layout)
         self._fill_positions(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
-        inputs = StepInputs(moves, updates, {}, packed, layout, num_samples=last.num_samples, mode=last.mode)
+        inputs = StepInputs(moves, table_updates, {}, packed, layout, num_samples=last.num_samples, mode=last.mode)
         return _Packed(inputs, previous.step_rows, rows)
 
     def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:

@@ -82,7 +82,11 @@ class MatrixUnit:
         self._config = code.allocate(I8, CONFIG_BYTES)
 
     def configure(self, first_rows: ir.Value | int = TILE, other_rows: ir.Value | int = TILE) -> None:
-        """Load the configuration of the eight tiles: rows of the first and second tiles of A and C; B has 16."""
+        """Load the configuration of the eight tile registers: how many rows each has, of 64 bytes.
+
+        `first_rows` counts the rows of the first tile of A and of its two tiles of sums, `other_rows` those of the
+        second tile. Tiles of B have 16.
+        """
         code = self._code
         row_counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
         for word in range(CONFIG_BYTES // 8):

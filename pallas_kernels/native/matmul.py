@@ -104,8 +104,11 @@ def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> 
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
-    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, num_out] is in panels."""
-    # Native code reads what it is given as what it was made for.
+    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, num_out] is in panels.
+
+    A row's bits do not depend on the other rows. ValueError for other dtypes, and for panels of another W.
+    """
+    # Native code checks neither dtype nor shape, and would read other memory.
     if x.dtype != panels.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
             f"product: got rows of {x.dtype} and a weight of {panels.dtype}, wanted both float32 or both bfloat16"

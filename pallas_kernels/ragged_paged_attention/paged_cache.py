@@ -138,7 +138,7 @@ class PagedCache:
         window, soft_cap = options.window, options.soft_cap
         if window is not None and window < 1:
             raise ValueError(
-                f"attend: got a window of {window}, wanted at least 1, the query's own; None is without one"
+                f"attend: got a window of {window}, wanted at least 1, the query's own; None for no window"
             )
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")

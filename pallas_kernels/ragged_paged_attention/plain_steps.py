@@ -15,12 +15,12 @@ from .interface import NULL_PAGE, AttentionMetadata, Backend, PlanRows
 
 
 def random_tables(
-    context_lens: Sequence[int], page_size: int, rng: np.random.Generator, *, first: int = NULL_PAGE + 1
+    context_lens: Sequence[int], page_size: int, rng: np.random.Generator, *, first_page: int = NULL_PAGE + 1
 ) -> np.ndarray:
-    """Return page tables [rows, P] of rows that share no page: pages from `first` on, shuffled, then null pages."""
-    lens = -(-np.asarray(context_lens) // page_size)
-    tables = np.full((len(lens), lens.max()), NULL_PAGE, np.int32)
-    tables[np.arange(lens.max()) < lens[:, None]] = first + rng.permutation(lens.sum())
+    """Return page tables [rows, P] of rows that share no page: shuffled pages from `first_page` on, then null pages."""
+    num_pages = -(-np.asarray(context_lens) // page_size)
+    tables = np.full((len(num_pages), num_pages.max()), NULL_PAGE, np.int32)
+    tables[np.arange(num_pages.max()) < num_pages[:, None]] = first_page + rng.permutation(num_pages.sum())
     return tables
 
 
@@ -40,7 +40,7 @@ def step_of_rows(
     `tables` are the page numbers of each row [rows, P], in one page-table group. `decodes_only`: the step is for a
     program that takes rows with one query only.
     """
-    lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
+    lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)  # Tokens in the step, and in all.
     num_given_rows, num_queries, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))
     if (lens[:num_decode_rows] != 1).any():
         raise ValueError(f"query_lens: got {list(query_lens)}, rows with one query come first")

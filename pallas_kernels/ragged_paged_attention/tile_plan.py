@@ -74,7 +74,7 @@ class TilePlanner:
         return sections._replace(query_tiles=query_tiles, shared_tiles=shared_tiles)
 
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Write the plan for these rows into `out`, which holds zeros: the plan of decode rows that share nothing."""
+        """Write the plan for these rows into `out`: int32 zeros, the plan of decode rows that share nothing."""
         if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
             return
         sections = self.sections(out, rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only)
@@ -90,7 +90,11 @@ class TilePlanner:
         return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
 
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
-        """Cut the rows behind the decode rows, each of which has one token, into tiles of at most `tile_q` tokens."""
+        """Cut the rows behind the decode rows, each of which has one token, into tiles of at most `tile_q` tokens.
+
+        With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles (row, first token, length) are
+        (1, 1, 16), (1, 17, 4) and (2, 21, 3).
+        """
         num_tiles, begin = 0, rows.num_decode_rows
         tile_rows, first_tokens, lens = out.query_tiles
         for row in range(rows.num_decode_rows, len(rows.query_lens)):

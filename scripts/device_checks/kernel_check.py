@@ -209,7 +209,7 @@ class Bench:
         """Return page tables [rows, P] with pages in random order; 0 is the null page."""
         page_numbers = min(math.prod(shape) for shape in self.layout(case, 1).shapes)
         first = 1 + -(-case.num_numbers // page_numbers)
-        return random_tables(context_lens, case.page_size, self.rng, first=first)
+        return random_tables(context_lens, case.page_size, self.rng, first_page=first)
 
     def layout(self, case: Case, num_pages: int) -> KVLayout:
         """Return the layout of the case's cache with `num_pages` pages a layer."""

@@ -284,6 +284,7 @@ class GpuPlanner:
         pieces.begin[:], pieces.end[:] = 0, NO_END
         pieces.begin[split_piece] = pieces.end[split_piece - 1] = split_granules * SPLIT_GRANULE
         list_begins = out[section.lists_offset : section.num_merges_offset]
+        # The first piece of each tile, the end, and the piece of each split: what `list_starts` counts.
         first_pieces = np.concatenate([first_piece, [num_pieces], split_piece])
         list_begins[0], list_begins[1:-1], list_begins[-1] = 0, first_pieces[list_starts], num_pieces
         merged_tiles = splits_of_tile.nonzero()[0]

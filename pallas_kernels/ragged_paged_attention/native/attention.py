@@ -137,7 +137,7 @@ def _attend_handler(shape: Shape) -> str:
         is_large = build.icmp_signed(">", num_keys, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
         tile_arrays = query_tiles, shared_tiles, members, num_shared_pages
         arguments = TileArguments(
-            *(buffer.data for buffer in (q, keys, values, tables, positions, *tile_arrays, sinks)),
+            *[buffer.data for buffer in (q, keys, values, tables, positions, *tile_arrays, sinks)],
             table_len=tables.size(1),
             max_query_tiles=query_tiles.size(1),
             max_shared_tiles=shared_tiles.size(1),

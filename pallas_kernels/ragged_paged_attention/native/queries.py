@@ -76,7 +76,10 @@ class Queries:
     """Computes by vectors of a page's slots (scores) and of a head's lanes (sums); a subclass uses the matrix unit."""
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
-        """`keys` and `values` are the addresses of the keys and values of all layers."""
+        """Allocate a tile's queries, scores, weights, sums and softmax state on the stack of the unit's thread.
+
+        `keys` and `values` are the addresses of the keys and values of all layers.
+        """
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
         self.word = I32 if shape.is_bf16_packed else F32
@@ -96,6 +99,7 @@ class Queries:
         """Scores, and in float32 also the weights that replace them."""
         self.weights = code.allocate(I32, num_score_rows * shape.value_words) if shape.is_bf16_packed else self.scores
         if shape.page_size % 2 and shape.is_bf16_packed:
+            # The upper half of a query's last word of weights is never written, and is multiplied as well.
             code.loop(0, num_score_rows * shape.value_words, lambda word: code.store(I32(0), self.weights, word))
         self.running_max, self.weight_sums = (code.allocate(F32, shape.num_queries) for _ in range(2))
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
@@ -201,24 +205,24 @@ class Queries:
         code.loop(0, group_size, finish_query)
 
     def attend_page(
-        self, first: ir.Value, last: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
+        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
     ) -> None:
-        """Let tokens `first` … `last` − 1 attend to `page`, an index among the pages of all layers and KV heads.
+        """Let the tile's tokens `begin_token` … `end_token` − 1 attend to a page, counted over all layers and KV heads.
 
         `first_slot` is the position of the page's first slot, `next_page` the page to prefetch. As many tokens are
         computed together as have their sums in registers; the rest of them one by one, which is also where pages are
-        prefetched.
+        prefetched: of 5 tokens, 2 together, the tokens 0 to 3 in pairs and token 4 alone.
         """
         code, build = self.code, self.code.build
-        num_together, first_single = self.tokens_together, first
+        num_together, single_token = self.tokens_together, begin_token
 
         def attend_together(i: ir.Value) -> None:
             self._attend_tokens(i, num_together, page, None, first_slot)
 
         if num_together > 1:
-            first_single = build.sub(last, build.srem(build.sub(last, first), I64(num_together)))
-            code.loop(first, first_single, attend_together, step=num_together)
-        code.loop(first_single, last, lambda i: self._attend_tokens(i, 1, page, next_page, first_slot))
+            single_token = build.sub(end_token, build.srem(build.sub(end_token, begin_token), I64(num_together)))
+            code.loop(begin_token, single_token, attend_together, step=num_together)
+        code.loop(single_token, end_token, lambda i: self._attend_tokens(i, 1, page, next_page, first_slot))
 
     def _attend_tokens(
         self, i: ir.Value, num_tokens: int, page: ir.Value, next_page: ir.Value | None, first_slot: ir.Value

@@ -47,9 +47,9 @@ class TiledQueries(Queries):
         self.matrix_unit.release()
 
     def attend_page(
-        self, first: ir.Value, last: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
+        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
     ) -> None:
-        """Add one page's keys and values to the softmax state of the tile's tokens `first` to `last` − 1.
+        """Add one page's keys and values to the softmax state of the tile's tokens `begin_token` … `end_token` − 1.
 
         All of these tokens' queries, [queries, H], go through the matrix unit: scores = Q · K, one online-softmax step
         for each query, sums += weights · V. Values are multiplied in blocks of 32 slots. The last block may hold slots
@@ -61,10 +61,10 @@ class TiledQueries(Queries):
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         # Positions ascend in a tile, except in a shared one, whose tokens attend to whole pages.
-        begin_slot, _ = self.visible_slots(first, first_slot)
-        _, end_slot = self.visible_slots(build.sub(last, I64(1)), first_slot)
-        first_query = mul(first, I64(shape.group_size))
-        num_queries = mul(build.sub(last, first), I64(shape.group_size))
+        begin_slot, _ = self.visible_slots(begin_token, first_slot)
+        _, end_slot = self.visible_slots(build.sub(end_token, I64(1)), first_slot)
+        first_query = mul(begin_token, I64(shape.group_size))
+        num_queries = mul(build.sub(end_token, begin_token), I64(shape.group_size))
         begin_block = mul(build.sdiv(begin_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
         edge_slot = mul(build.sdiv(end_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
         has_edge = build.icmp_signed("<", edge_slot, end_slot)

@@ -216,7 +216,7 @@ class DecodeKernel:
             self.copies.wait(span.end - span.begin, semaphore)
 
     def _fetch_full_tile(self, buffer: Scalar) -> None:
-        """Start the copies of the full tile that `next_fetch` names into a buffer; of none if that is in row R."""
+        """Start the copies of the full tile (row, index) that `next_fetch` names to a buffer; none if the row is R."""
         row_index, tile_index = self.scratch.next_fetch[0], self.scratch.next_fetch[1]
         row, has_tile = self._row_scalars(jnp.minimum(row_index, self.last_row)), row_index < self.num_rows
         target, semaphore = self.scratch.full_tiles.at[buffer], self.scratch.full_sems.at[buffer]

@@ -38,14 +38,15 @@ def rows_shape(num_tokens: int, num_heads: int, dtype: DTypeLike) -> tuple[int, 
 def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
     """Copy the 128 lanes from `lane` on of `tokens` [T, N, H], two or four bytes a number, into the scratch `rows`.
 
-    Lanes from H on are filled with zeros.
+    Lanes from H on are filled with zeros. Row token · pitch + n of `rows`, of 32 bits a lane, holds head n of a token,
+    or of two-byte numbers heads 2n and 2n + 1; an odd number of heads is filled up with zeros.
     """
     _, num_heads, head_size = tokens.shape
     width = min(LANES, head_size - lane)
-    odd_head = num_heads % 2 if tokens.dtype.itemsize == 2 else 0
+    num_padding_heads = num_heads % 2 if tokens.dtype.itemsize == 2 else 0
 
     def copy(block_tokens: Ref, block_rows: Ref, token: int) -> None:
-        heads = jnp.pad(block_tokens[token, :, pl.ds(lane, width)], ((0, odd_head), (0, LANES - width)))
+        heads = jnp.pad(block_tokens[token, :, pl.ds(lane, width)], ((0, num_padding_heads), (0, LANES - width)))
         block_rows[_rows_of_token(token, num_heads, tokens.dtype)] = to_int32(heads)
 
     _for_each_token(tokens, rows, copy)

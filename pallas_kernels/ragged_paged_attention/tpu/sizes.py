@@ -169,7 +169,10 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
 
 
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
-    """Return KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers. Sizes are tokens.
+    """Return KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
+
+    All sizes are tokens but for `max_rows` (rows of scores): `tile` those of a KV tile, `full` and `tail` those of one
+    product over a full tile and over a row's last tile.
 
     `in_float32` says that products are computed in float32 although the pages hold narrower numbers. Every size is
     rounded down so that sub-tiles divide the tile and pages do, too. Example: 8 KV heads of 128 in bfloat16 take 4 KiB

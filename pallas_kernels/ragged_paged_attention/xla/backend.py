@@ -52,7 +52,10 @@ class Tiles:
     in each iteration of such a loop to read whether to go on."""
 
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
-        """Return how the pages of that many rows are cut: few rows into more splits, which are shorter."""
+        """Return how the pages of that many decode rows are cut into KV splits: of few rows into more and shorter ones.
+
+        With `kv_splits` 256, 4 rows have up to 64 splits each, and 256 rows or more have one each.
+        """
         page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
         batch_size = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
         return KVSplits(

@@ -44,6 +44,6 @@ def test_rows_out_of_order_are_refused():
 
 
 def test_tables_in_random_order_share_no_page():
-    tables = random_tables([9, 1, 4], 4, np.random.default_rng(0), first=5)
+    tables = random_tables([9, 1, 4], 4, np.random.default_rng(0), first_page=5)
     assert (tables == NULL_PAGE).tolist() == [[False, False, False], [False, True, True], [False, True, True]]
     assert sorted(tables[tables != NULL_PAGE].tolist()) == [5, 6, 7, 8, 9]
