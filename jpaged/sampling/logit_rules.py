@@ -63,7 +63,10 @@ def new_rules(spec: LogitRulesSpec, num_slots: int) -> LogitRulesState:
 
 
 def set_rules(rules: LogitRulesState, packed: Int[Array, " n"], slot: Int[Array, ""]) -> LogitRulesState:
-    """Write the packed rules of a slot's new sequence: all fields of `LogitRulesSpec.row`, one after the other."""
+    """Return the rules with those of a slot's new sequence: `packed` is the int32 row that `LogitRulesSpec.row` made.
+
+    The row holds the slot's entries of all fields, one field after the other, floats as their bits.
+    """
     offset = 0
     leaves = {}
     for name, leaf in vars(rules).items():

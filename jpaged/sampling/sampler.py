@@ -271,7 +271,7 @@ class _Batch:
             control_flow=self.settings.control_flow,
         )
         if self.settings.logprobs_mode == "processed_logprobs":
-            ones = jnp.ones_like(params.temperature)
+            ones = jnp.ones_like(params.temperature)  # Processed logits have been divided by the temperature.
             return self.with_rules(
                 selection, lambda logits: score_rows(self._processed(logits, selection), token_ids, ones)
             )

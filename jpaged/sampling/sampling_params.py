@@ -254,7 +254,10 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
         return self.beam_width + num_end_ids
 
     def as_samples(self, num_top_tokens: int) -> SamplingParams:
-        """Return the parameters of the request whose samples are the running beams."""
+        """Return the parameters of a request that computes a beam search: its samples are the running beams.
+
+        Each step scores the `num_top_tokens` most likely next tokens of each beam; the search chooses among them.
+        """
         return SamplingParams(
             n=self.beam_width,
             max_tokens=self.max_tokens,

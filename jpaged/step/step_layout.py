@@ -60,7 +60,7 @@ class StepLayout:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return name → (offset, shape), both in int32 values."""
+        """Return the name of each section → its offset in the buffer and its shape, both in int32 values."""
         shapes: dict[str, tuple[int, ...]] = {
             "counts": (len(COUNT_FIELDS),),
             "samples": (len(SAMPLE_FIELDS), self.num_samples),
