@@ -295,7 +295,7 @@ def lanes_for(size: int) -> int:
 
 @cache
 def _features() -> Any:
-    """Return llvmlite's map from the LLVM name of each processor feature to whether this processor has it."""
+    """Register LLVM's code generator for this processor; return which of LLVM's feature names the processor has."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.get_host_cpu_features()
@@ -325,8 +325,8 @@ def register(module: ir.Module) -> str:
     with _lock:
         if module.name in _engines:
             return module.name
-        source, target = str(module), llvm.Target.from_default_triple()
-        cpu, features = llvm.get_host_cpu_name(), _features().flatten()
+        source, features = str(module), _features().flatten()  # `_features` also registers LLVM's targets.
+        target, cpu = llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
         machine = target.create_target_machine(cpu=cpu, features=features, opt=3)  # The engine below frees it.
         kept_code = _KeptCode(source)
         parsed = llvm.parse_assembly(source)

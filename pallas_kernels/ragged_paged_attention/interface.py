@@ -26,6 +26,8 @@ from .kv_scales import LayerScales
 
 Pages = tuple[Array, ...]
 """The arrays of a cache, of the shapes that its `KVLayout` lists: pages of all layers."""
+Tuned = tuple[Any, ...]
+"""Entries of a tuned table, as `Backend.read_tuned` of the backend has returned them."""
 NULL_PAGE = 0
 """Page that no sequence owns. Padding tokens write its slot 0; what it holds (NaN in the tests) is never used."""
 
@@ -260,7 +262,7 @@ class Backend(ABC):
     """Name of the file in the user's cache with the sizes that `jpaged tune` found; None where nothing is tuned."""
 
     @classmethod
-    def read_tuned(cls, path: Path) -> tuple[Any, ...]:
+    def read_tuned(cls, path: Path) -> Tuned:
         """Return the entries of a tuned table. ValueError names the file and the entry that cannot be used."""
         raise NotImplementedError(f"nothing is tuned for the {cls.name} backend")
 
@@ -275,7 +277,7 @@ class Backend(ABC):
 
     @classmethod
     def for_devices(
-        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
+        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: Tuned = ()
     ) -> Self:
         """Return the backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 
@@ -289,7 +291,7 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> Self:
         """Return the backend for these devices; arguments and errors are those of `for_devices`, which checks pages."""
 
     @abstractmethod

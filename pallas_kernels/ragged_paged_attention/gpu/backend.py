@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, Pages
+from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
@@ -64,7 +64,7 @@ class GpuBackend(GpuPlanner, Backend):
     kv_dtypes = ("bfloat16", "int8", "float8_e4m3fn")
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> GpuBackend:
         """Return the backend for these GPUs of one kind: its kernels are compiled for their compute capability.
 
         `shape` holds the heads of one GPU. With `deterministic`, keys are not split (split-KV), since the splits of a

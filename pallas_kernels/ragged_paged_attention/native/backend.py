@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import llvmlite
@@ -20,7 +20,7 @@ from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
-from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages
+from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
 from .pages import PACKED_BF16, NativePages, pages_shapes, write_pages
@@ -66,7 +66,7 @@ class NativeBackend(TiledBackend):
         return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> NativeBackend:
         """Return the backend for one CPU device; BackendUnavailableError if this machine cannot run native code.
 
         That needs a little-endian processor of 64 bits, the interface of jaxlib that the code was written for, and an

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -126,7 +126,9 @@ class TpuBackend(Backend):
         return read_tuned(path)
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(
+        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
+    ) -> TpuBackend:
         """Return the backend for these TPUs of one kind; `shape` holds the heads of one device.
 
         `tuned` are entries of a user's table of tile sizes. ValueError for a chip that the kernels have no sizes for.

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..interface import AttentionShape, KVLayout, KVShape, LayerInputs, Pages
+from ..interface import AttentionShape, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..tile_plan import TiledBackend, TilePlanner
 from .decode import KVSplits
 from .pages import XlaPages
@@ -117,7 +117,7 @@ class XlaBackend(TiledBackend):
         return TilePlanner(self.sizes.queries, self.sizes.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> XlaBackend:
         """See `Backend.on`: plain XLA takes every model, and some dtypes of pages."""
         return cls(platform=devices[0].platform)
 

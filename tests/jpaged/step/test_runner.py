@@ -234,7 +234,7 @@ def test_swap_programs_exist_only_with_host_pages(weights, mesh, plan):
 
 def test_host_pages_are_pinned_when_first_written_and_freed_by_reset_and_close(mesh):
     weights = random_weights(MODEL, BACKEND)
-    own = Runner(weights=weights, plan=new_plan(weights, mesh), buckets=BUCKETS, mesh=mesh)
+    own = Runner(weights=weights, compile_plan=new_plan(weights, mesh), buckets=BUCKETS, mesh=mesh)
     assert pinned_arrays() == []
     num_arrays = len(LAYOUT.shapes)
     move(own, swap_out(1, 1), swap_out(2, 2))
