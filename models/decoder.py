@@ -167,8 +167,8 @@ class Decoder(nnx.Module):
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Keys of the transformers class that change nothing that is computed here, such as dropout."""
     tensor_names: ClassVar[Mapping[str, str]] = {}
-    """Module, or part of a fused one, → what checkpoints call it; {i} stands for the layer, and `.weight` and `.bias`
-    follow on both sides."""
+    """Module, or part of a fused one, → what checkpoints call it; {i} stands for the layer, {e} for an expert, and
+    `.weight` and `.bias` follow on both sides."""
     base: ClassVar[str] = "model."
     """Beginning of the names of all tensors but the head's."""
     other_bases: ClassVar[tuple[str, ...]] = ()

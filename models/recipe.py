@@ -29,7 +29,7 @@ class Source:
     """Where a checkpoint keeps the weight and the bias of one module, or of one part of a fused module."""
 
     name: str
-    """Name of the checkpoint's module; {i} stands for the layer."""
+    """Name of the checkpoint's module; {i} stands for the layer, {e} for an expert."""
     blocks: tuple[Bounds, ...] | None = None
     """Ranges of the tensor's rows [out] that make up the rows of the part, in order; None for all rows."""
     is_transposed: bool = False
@@ -72,9 +72,9 @@ def make_recipes(
 ) -> Recipes:
     """Return the recipes of the weights in `state`, an nnx state of arrays or shapes.
 
-    `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer. `stored_name` turns a
-    tensor's name into the one that a checkpoint has for it. The rows of each part of a weight are cut into pieces that
-    lie in one block of the tensor, one run of rows and one device's shard.
+    `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer and {e} for an expert.
+    `stored_name` turns a tensor's name into the one that a checkpoint has for it. The rows of each part of a weight are
+    cut into pieces that lie in one block of the tensor, one run of rows and one device's shard.
     """
     pieces: dict[Path, tuple[Piece, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -91,10 +91,10 @@ def make_recipes(
         for part, part_rows in parts:
             row_runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, part_rows),)
             module = path[:-1] if part is None else (*path[:-2], part)
-            source, layer = _source(sources, module)
-            tensor = stored_name(f"{source.name.format(i=layer)}.{path[-1]}")
-            stacked_name = stored_name(f"{source.name.replace('{i}.', '')}.{path[-1]}")
-            stacked[tensor] = StackedName(stacked_name, layer)
+            source, numbers = _source(sources, module)
+            tensor = stored_name(f"{source.name.format(**numbers)}.{path[-1]}")
+            stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{path[-1]}")
+            stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
             blocks = source.blocks or ((0, _true_size(row_runs)),)
             is_transposed = source.is_transposed and bool(widths)
             # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
@@ -113,10 +113,26 @@ def make_recipes(
     return Recipes(pieces, shapes, stacked)
 
 
-def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, int | None]:
-    """Return the source of a module, and its layer's number, if it is in one."""
-    layer = next((part for part in module if isinstance(part, int)), None)
-    return sources[".".join("{i}" if isinstance(part, int) else part for part in module)], layer
+def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, dict[str, int]]:
+    """Return the source of a module, and the numbers in its path under the names that the template has for them."""
+    for template, source in sources.items():
+        if (numbers := numbers_in(template, module)) is not None:
+            return source, numbers
+    raise KeyError(module)
+
+
+def numbers_in(template: str, module: Path) -> dict[str, int] | None:
+    """Return the layer and the expert in a module's path, as "i" and "e"; None if it is not of this template.
+
+    Example: "layers.{i}.experts.{e}.up_proj" and ("layers", 3, "experts", 7, "up_proj") give {"i": 3, "e": 7}.
+    """
+    names, numbers = template.split("."), dict[str, int]()
+    for name, part in zip(names, module, strict=False):
+        if isinstance(part, int) and name in ("{i}", "{e}"):
+            numbers[name[1:-1]] = part
+        elif name != part:
+            return None
+    return numbers if len(names) == len(module) else None
 
 
 def _true_size(runs: Iterable[Run]) -> int:

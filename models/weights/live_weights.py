@@ -186,13 +186,12 @@ class LiveWeights:
         """
         lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
-            num_layers = self._num_layers if layout is TreeLayout.STACKED else 0
             for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
                 is_own = layout is TreeLayout.OWN
                 key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
                 tensor_sharding = recipe.sharding if is_own else self._whole
-                num_stacked = num_layers if is_stacked else None
+                num_stacked = self._num_layers if is_stacked else None
                 lowered[key] = partial(
                     self._lower, recipe, dtype, tensor_sharding, num_stacked, is_in_place=is_in_place
                 )
@@ -204,8 +203,9 @@ class LiveWeights:
 
     @property
     def _num_layers(self) -> int:
-        """Return the number of layers, whose numbers stand in the paths of their weights."""
-        return 1 + max((part for path in self._leaves for part in path if isinstance(part, int)), default=-1)
+        """Return the L of arrays [L, …]; only a model with a config is read from such."""
+        assert self.abstract.config is not None
+        return self.abstract.config.num_layers
 
     def _lower(
         self,
