@@ -120,12 +120,14 @@ class DecoderLayer(nnx.Module):
     norm: ClassVar[Any] = RMSNorm
     """Class of all norms, also of that behind the last layer: (size, eps=…, make=…, axis=…)."""
     mlp_class: ClassVar[Any] = GatedMLP
-    norm_names: ClassVar[tuple[str, ...]] = ("attention_norm", "mlp_norm")
-    """Names of the layer's norms of the stream or of a block's output."""
+    norms_in_front: ClassVar[Mapping[str, str]] = {"attention": "attention_norm", "mlp": "mlp_norm"}
+    """Block → name of the norm of what it reads; a block without one reads the stream as it is."""
+    norms_behind: ClassVar[Mapping[str, str]] = {}
+    """Block → name of the norm of what it gives, before that is added to the stream."""
 
     def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
         """`index` counts the layers of the model from 0, for subclasses whose layers differ."""
-        for name in self.norm_names:
+        for name in (*self.norms_in_front.values(), *self.norms_behind.values()):
             setattr(self, name, self.new_norm(config, make))
         self.attention = Attention(config, norm=self.norm, make=make)
         self.mlp = self.mlp_class(config, make=make)
@@ -139,15 +141,21 @@ class DecoderLayer(nnx.Module):
     @jax.jit
     def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None, inputs: ModelInputs) -> QKV:
         """Return the layer's queries, keys and values."""
-        return self.attention.project(self.attention_norm(x_TD), rotation)
+        return self.attention.project(self._normed(self.norms_in_front, "attention", x_TD), rotation)
 
     @jax.jit
     def after(
         self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
     ) -> Float[Array, "T D"]:
         """Return the stream after the layer; `out_TNH` is what attention gave."""
-        x_TD = self.add(x_TD, self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
-        return self.add(x_TD, self.mlp(self.mlp_norm(x_TD)))
+        attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
+        x_TD = self.add(x_TD, self._normed(self.norms_behind, "attention", attended_TD))
+        y_TD = self.mlp(self._normed(self.norms_in_front, "mlp", x_TD))
+        return self.add(x_TD, self._normed(self.norms_behind, "mlp", y_TD))
+
+    def _normed(self, norms: Mapping[str, str], block: str, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return what a block reads or gives, after its norm if there is one."""
+        return getattr(self, norms[block])(x_TD) if block in norms else x_TD
 
     def add(self, x_TD: Float[Array, "T D"], y_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the stream with a block's output added, multiplied as the config says."""

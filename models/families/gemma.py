@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Array, Float
 
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
@@ -17,9 +15,8 @@ from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_siz
 from ..config.rope import context_len, read_rope, read_ropes_by_type, rope_fields
 from ..decoder import Decoder, DecoderLayer
 from ..fields import Fields
-from ..inputs import ModelInputs
 from ..layers import RMSNormPlusOne, WeightMaker
-from .llama import TENSOR_NAMES
+from .llama import TENSOR_NAMES, read_biases
 from .qwen3 import QK_NORM_NAMES
 from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 
@@ -28,15 +25,7 @@ class SandwichLayer(DecoderLayer):
     """A layer with a norm in front of and behind attention, and in front of and behind the MLP."""
 
     norm = RMSNormPlusOne
-    norm_names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-
-    @jax.jit
-    def after(
-        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
-    ) -> Float[Array, "T D"]:
-        """Return the stream after the layer; `out_TNH` is what attention gave."""
-        x_TD = x_TD + self.attention_out_norm(self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
-        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
+    norms_behind = {"attention": "attention_out_norm", "mlp": "mlp_out_norm"}
 
 
 class Gemma2(Decoder):
@@ -106,14 +95,12 @@ class Gemma3(Gemma2):
 
 def _read_common(fields: Fields) -> dict[str, Any]:
     """Return the fields of the config that both versions read alike."""
-    has_bias = fields.boolean("attention_bias", False)
     return {
         **read_sizes(fields),
+        **read_biases(fields),
         "norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),
         "activation": fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         "max_context_len": fields.integer("max_position_embeddings"),
-        "qkv_bias": has_bias,
-        "out_bias": has_bias,
         "attention_scale": fields.number("query_pre_attn_scalar", above=0) ** -0.5,
         "logits_soft_cap": _soft_cap(fields, "final_logit_softcapping"),
     }

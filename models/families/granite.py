@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..decoder import Decoder
 from ..fields import Fields
-from .llama import TENSOR_NAMES, read_llama
+from .llama import TENSOR_NAMES, read_biases, read_llama
 
 
 class Granite(Decoder):
@@ -16,12 +16,9 @@ class Granite(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        has_bias = fields.boolean("attention_bias", False)
         return read_llama(
             fields,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            mlp_bias=fields.boolean("mlp_bias", False),
+            **read_biases(fields, has_mlp_key=True),
             attention_scale=fields.number("attention_multiplier", 1.0),
             embedding_multiplier=fields.number("embedding_multiplier", 1.0),
             residual_multiplier=fields.number("residual_multiplier", 1.0),

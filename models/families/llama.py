@@ -49,6 +49,13 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **own: Any) ->
     return DecoderConfig(**{**found, **own})
 
 
+def read_biases(fields: Fields, *, has_mlp_key: bool = False) -> dict[str, Any]:
+    """Return the biases of `DecoderConfig`, for families whose files may have attention_bias, and mlp_bias too."""
+    has_bias = fields.boolean("attention_bias", False)
+    mlp_bias = has_mlp_key and fields.boolean("mlp_bias", False)
+    return {"qkv_bias": has_bias, "out_bias": has_bias, "mlp_bias": mlp_bias}
+
+
 class Llama(Decoder):
     """Llama."""
 
@@ -58,6 +65,4 @@ class Llama(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        has_bias = fields.boolean("attention_bias", False)
-        mlp_bias = fields.boolean("mlp_bias", False)
-        return read_llama(fields, qkv_bias=has_bias, out_bias=has_bias, mlp_bias=mlp_bias)
+        return read_llama(fields, **read_biases(fields, has_mlp_key=True))

@@ -5,18 +5,13 @@ Sources: OLMo team 2024, arXiv:2501.00656; OLMo 3: OLMo team 2025, arXiv:2512.13
 
 from __future__ import annotations
 
-import jax
-from jaxtyping import Array, Float
-
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_ropes_by_type
-from ..decoder import QKV, Decoder, DecoderLayer
+from ..decoder import Decoder, DecoderLayer
 from ..fields import Fields
-from ..inputs import ModelInputs
 from ..layers import RMSNormFloat32
-from ..rope import Rotation
-from .llama import TENSOR_NAMES, read_llama
+from .llama import TENSOR_NAMES, read_biases, read_llama
 from .qwen3 import QK_NORM_NAMES
 
 
@@ -24,19 +19,8 @@ class PostNormLayer(DecoderLayer):
     """A layer that norms what attention and MLP give, and not what they get."""
 
     norm = RMSNormFloat32
-
-    @jax.jit
-    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None, inputs: ModelInputs) -> QKV:
-        """Return the layer's queries, keys and values."""
-        return self.attention.project(x_TD, rotation)
-
-    @jax.jit
-    def after(
-        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
-    ) -> Float[Array, "T D"]:
-        """Return the stream after the layer; `out_TNH` is what attention gave."""
-        x_TD = x_TD + self.attention_norm(self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
-        return x_TD + self.mlp_norm(self.mlp(x_TD))
+    norms_in_front = {}
+    norms_behind = DecoderLayer.norms_in_front
 
 
 class Olmo2(Decoder):
@@ -53,8 +37,7 @@ class Olmo2(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        has_bias = fields.boolean("attention_bias", False)
-        return read_llama(fields, qkv_bias=has_bias, out_bias=has_bias, qk_norm="all")
+        return read_llama(fields, **read_biases(fields), qk_norm="all")
 
 
 class Olmo3(Olmo2):
@@ -65,7 +48,7 @@ class Olmo3(Olmo2):
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
         default = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(num_layers_of(fields))]
-        layer_types, has_bias = read_layer_types(fields, default), fields.boolean("attention_bias", False)
+        layer_types = read_layer_types(fields, default)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
         thetas = {FULL: ("rope_theta", 500_000.0), SLIDING: (None, 500_000.0)}
         ropes = read_ropes_by_type(fields, layer_types, head_size=head_size, thetas=thetas)
@@ -74,7 +57,6 @@ class Olmo3(Olmo2):
             rope=next((rope for rope, kind in zip(ropes, layer_types, strict=True) if kind == FULL), ropes[0]),
             ropes=ropes,
             windows=windows_by_type(fields, layer_types, fields.integer("sliding_window")),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
+            **read_biases(fields),
             qk_norm="all",
         )

@@ -29,5 +29,4 @@ class Qwen2(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        windows = read_qwen_windows(fields)
-        return read_llama(fields, qkv_bias=True, windows=windows)
+        return read_llama(fields, qkv_bias=True, windows=read_qwen_windows(fields))

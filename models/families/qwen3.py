@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..decoder import Decoder
 from ..fields import Fields
-from .llama import TENSOR_NAMES, read_llama
+from .llama import TENSOR_NAMES, read_biases, read_llama
 from .qwen2 import Qwen2, read_qwen_windows
 
 QK_NORM_NAMES = {
@@ -22,5 +22,4 @@ class Qwen3(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        has_bias, windows = fields.boolean("attention_bias", False), read_qwen_windows(fields)
-        return read_llama(fields, qkv_bias=has_bias, out_bias=has_bias, windows=windows, qk_norm="head")
+        return read_llama(fields, **read_biases(fields), windows=read_qwen_windows(fields), qk_norm="head")

@@ -10,7 +10,7 @@ from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer
 from ..config.rope import read_rope, rope_fields
 from ..decoder import Decoder
 from ..fields import Fields
-from .llama import TENSOR_NAMES, read_llama
+from .llama import TENSOR_NAMES, read_biases, read_llama
 
 
 class SmolLM3(Decoder):
@@ -25,7 +25,7 @@ class SmolLM3(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        num_layers, has_bias = num_layers_of(fields), fields.boolean("attention_bias", False)
+        num_layers = num_layers_of(fields)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
         rope = read_rope(fields, rope_fields(fields, theta=2_000_000.0), head_size=head_size)
         interval = fields.integer("no_rope_layer_interval", 4)
@@ -41,7 +41,5 @@ class SmolLM3(Decoder):
             rope=rope,
             ropes=tuple(rope if has_rope[layer] else None for layer in range(num_layers)),
             windows=windows_by_type(fields, read_layer_types(fields, default), window),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            mlp_bias=fields.boolean("mlp_bias", False),
+            **read_biases(fields, has_mlp_key=True),
         )
