@@ -6,6 +6,7 @@ And what every format's writer takes: tensors by the same names, which are made 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ import numpy as np
 WHOLE = slice(None)
 DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that tensors are read and written in."""
+COMPARED_VALUES = 1 << 20
+"""Values of each of two matrices that are compared at once."""
 
 
 class Checkpoint(Protocol):
@@ -25,15 +28,12 @@ class Checkpoint(Protocol):
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors, including those that no model uses."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
-        ...
 
     def dtype(self, name: str) -> str:
         """Return the dtype, of DTYPES, that `read` gives; raise ModelLoadError for a tensor stored as anything else."""
-        ...
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis and `columns` of the second (both without a step) of a vector or a matrix.
@@ -41,11 +41,9 @@ class Checkpoint(Protocol):
         In the dtype that the format stores, float32 for numbers that are stored quantized. The array may be a
         read-only view of the file.
         """
-        ...
 
     def files(self) -> list[Path]:
         """Return the files that tensors are read from, and the folders all files of which are such."""
-        ...
 
 
 class Subtree:
@@ -84,6 +82,29 @@ class UnsavedTensor:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     make: Callable[[], np.ndarray]
+
+
+def are_equal(
+    checkpoint: Checkpoint,
+    first: str,
+    second: str,
+    comparable: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+) -> bool:
+    """Return whether two matrices of one shape are equal, block by block.
+
+    `comparable` takes a block of each and returns what is compared of them.
+    """
+    num_rows, width = checkpoint.shape(first)
+    rows_per_block = max(1, COMPARED_VALUES // max(1, width))
+    # Each thread reads one matrix: orbax keeps for a thread what it has decoded of one.
+    with ThreadPoolExecutor(1) as first_reader, ThreadPoolExecutor(1) as second_reader:
+        for row in range(0, num_rows, rows_per_block):
+            rows = slice(row, row + rows_per_block)
+            first_read = first_reader.submit(checkpoint.read, first, rows)
+            second_read = second_reader.submit(checkpoint.read, second, rows)
+            if not np.array_equal(*comparable(first_read.result(), second_read.result())):
+                return False
+    return True
 
 
 def bounds_of(part: slice, size: int) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from ..errors import ModelLoadError
 from .checkpoint import DTYPES, WHOLE, block_of
 
 MAX_DEPTH = 64
+PARAMS = Path("params")
+"""What stands for a tree in errors: the option that gives it."""
 
 
 class TreeCheckpoint:
@@ -25,14 +27,9 @@ class TreeCheckpoint:
     hold others.
     """
 
-    def __init__(self, tree: Mapping[str, Any], path: Path = Path("params")):
-        """`path` stands for the tree in errors."""
-        self.path = path
-        self._leaves: dict[str, Any] = {}
-        for name, leaf in flat_leaves(tree, path):
-            if name in self._leaves:
-                raise ModelLoadError(f"{path}: two leaves have the name {name!r}; leave one of them out")
-            self._leaves[name] = leaf
+    def __init__(self, tree: Mapping[str, Any]):
+        self.path = PARAMS
+        self._leaves = named_leaves(tree)
 
     def names(self) -> Collection[str]:
         """Return the names of all leaves."""
@@ -57,38 +54,48 @@ class TreeCheckpoint:
         return np.asarray(array)[axes]  # A view.
 
     def _array(self, name: str) -> np.ndarray | jax.Array:
-        return _checked(name, self._leaves[name], self.path)
+        leaf = self._leaves[name]
+        if not isinstance(leaf, np.ndarray | jax.Array):
+            raise ModelLoadError(f"{PARAMS}: {name} is a {type(leaf).__name__}, wanted an array of numpy or JAX")
+        if leaf.dtype.name not in DTYPES or not leaf.dtype.isnative:
+            raise ModelLoadError(f"{PARAMS}: {name} is {leaf.dtype}, wanted one of {', '.join(DTYPES)}: cast it")
+        if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
+            fault = "was deleted or donated" if leaf.is_deleted() else "lies in part on devices of other processes"
+            raise ModelLoadError(f"{PARAMS}: {name} {fault}, wanted an array that this process can read")
+        return leaf
 
     def files(self) -> list[Path]:
         """Return none: the arrays are in memory."""
         return []
 
 
-def flat_leaves(tree: Any, path: Path = Path("params"), prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each leaf of a nested tree; a variable of nnx is its array. `path` is for errors.
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a nested tree by their names, keys and indices joined by dots; an nnx variable is its array.
 
-    Raises ModelLoadError for a tree that is too deep.
+    Raises ModelLoadError for two leaves of one name, for a tree that is too deep, and for one that is no mapping.
     """
+    if not isinstance(tree, Mapping):
+        raise ModelLoadError(f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested mapping of names to arrays")
+    found: dict[str, Any] = {}
+    for name, leaf in _flat_leaves(tree):
+        if name in found:
+            raise ModelLoadError(f"{PARAMS}: two leaves have the name {name!r}; leave one of them out")
+        found[name] = leaf
+    return found
+
+
+def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each leaf of a nested tree, in order."""
     if depth > MAX_DEPTH:
-        raise ModelLoadError(f"{path}: {prefix[:60]}… is nested deeper than {MAX_DEPTH} levels: give a tree of arrays")
+        fault = f"{prefix[:60]}… is nested deeper than {MAX_DEPTH} levels"
+        raise ModelLoadError(f"{PARAMS}: {fault}: give a tree of arrays")
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         name = f"{prefix}{'.'.join(map(str, key)) if isinstance(key, tuple) else key}"
         if isinstance(value, Mapping | list | tuple):
-            yield from flat_leaves(value, path, f"{name}.", depth + 1)
+            yield from _flat_leaves(value, f"{name}.", depth + 1)
         else:
             yield name, value.get_value() if isinstance(value, nnx.Variable) else value
-
-
-def _checked(name: str, leaf: Any, path: Path) -> np.ndarray | jax.Array:
-    if not isinstance(leaf, np.ndarray | jax.Array):
-        raise ModelLoadError(f"{path}: {name} is a {type(leaf).__name__}, wanted an array of numpy or JAX")
-    if leaf.dtype.name not in DTYPES or not leaf.dtype.isnative:
-        raise ModelLoadError(f"{path}: {name} is {leaf.dtype}, wanted one of {', '.join(DTYPES)}: cast it")
-    if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
-        fault = "was deleted or donated" if leaf.is_deleted() else "lies in part on devices of other processes"
-        raise ModelLoadError(f"{path}: {name} {fault}, wanted an array that this process can read")
-    return leaf
 
 
 @partial(jax.jit, static_argnums=2)

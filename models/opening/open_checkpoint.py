@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from ..config.decoder import DecoderConfig
 from ..families.table import model_class
 from ..fields import Fields, read_json_object
-from ..formats.checkpoint import Checkpoint, Subtree
+from ..formats.checkpoint import Checkpoint, Subtree, are_equal
 from ..formats.files import CONFIG_FILE
 from ..formats.gguf import read_gguf
 from ..formats.orbax_checkpoint import OrbaxCheckpoint
@@ -24,9 +23,6 @@ from ..weights.subtree import model_prefixes
 from .gguf_checkpoint import GGUFCheckpoint
 from .gguf_config import config_from_gguf
 from .reading import config_from_hf
-
-COMPARED_VALUES = 1 << 20
-"""Values of each of two matrices that are compared at once."""
 
 
 def open_checkpoint(
@@ -92,22 +88,14 @@ def _have_equal_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
     shape = checkpoint.shape(first)
     if checkpoint.shape(second) != shape:
         return False
-    if len(shape) != 2:
-        return True  # `check_tensors` refuses the shape.
-    num_rows = max(1, COMPARED_VALUES // max(1, shape[1]))
-    # Each thread reads one matrix: orbax keeps for a thread what it has decoded of one.
-    with ThreadPoolExecutor(1) as first_reader, ThreadPoolExecutor(1) as second_reader:
-        for row in range(0, shape[0], num_rows):
-            rows = slice(row, row + num_rows)
-            first_read = first_reader.submit(checkpoint.read, first, rows)
-            second_read = second_reader.submit(checkpoint.read, second, rows)
-            first_block, second_block = first_read.result(), second_read.result()
-            if first_block.dtype != second_block.dtype:
-                first_block, second_block = first_block.astype(np.float32), second_block.astype(np.float32)
-            bits = f"u{first_block.itemsize}"  # Numbers of 16 bits are slow to compare.
-            if not np.array_equal(first_block.view(bits), second_block.view(bits)):
-                return False
-    return True
+    return len(shape) != 2 or are_equal(checkpoint, first, second, _bits)  # `check_tensors` refuses another shape.
+
+
+def _bits(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers as integers of their bits; those of 16 bits are slow to compare as they are."""
+    if first.dtype != second.dtype:
+        first, second = first.astype(np.float32), second.astype(np.float32)
+    return first.view(f"u{first.itemsize}"), second.view(f"u{second.itemsize}")
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:

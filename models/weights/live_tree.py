@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ModelLoadError
-from ..formats.checkpoint import DTYPES
-from ..formats.tree_checkpoint import TreeCheckpoint, flat_leaves, is_on_host
+from ..formats.checkpoint import DTYPES, are_equal
+from ..formats.tree_checkpoint import TreeCheckpoint, is_on_host
 
-COMPARED_VALUES = 1 << 20
-"""Values of each of two matrices that are compared at once on the host."""
 MAX_NAMED = 50
 """Faults of one kind that an error names; the rest is counted."""
 
@@ -63,18 +61,6 @@ class CheckedTree:
 
     layout: TreeLayout
     arrays: Mapping[str, np.ndarray | jax.Array]
-
-
-def named_arrays(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a nested tree by their names: keys and indices joined by dots. Raises ModelLoadError."""
-    if not isinstance(tree, Mapping):
-        raise ModelLoadError(f"params: got {type(tree).__name__}, wanted a flat or nested mapping of names to arrays")
-    found: dict[str, Any] = {}
-    for name, leaf in flat_leaves(tree):
-        if name in found:
-            raise ModelLoadError(f"params: two leaves have the name {name!r}; leave one of them out")
-        found[name] = leaf
-    return found
 
 
 def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
@@ -143,13 +129,7 @@ def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
     if isinstance(first, jax.Array) and isinstance(second, jax.Array) and first.sharding == second.sharding:
         return bool(_equal_on_device(first, second, jnp.dtype(dtype)))
     tree = TreeCheckpoint({"first": first, "second": second})
-    num_rows, width = first.shape
-    rows_per_block = max(1, COMPARED_VALUES // max(1, width))
-    for row in range(0, num_rows, rows_per_block):
-        rows = slice(row, row + rows_per_block)
-        if not np.array_equal(tree.read("first", rows).astype(dtype), tree.read("second", rows).astype(dtype)):
-            return False
-    return True
+    return are_equal(tree, "first", "second", lambda *blocks: (blocks[0].astype(dtype), blocks[1].astype(dtype)))
 
 
 @partial(jax.jit, static_argnums=2)

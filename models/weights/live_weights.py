@@ -26,8 +26,9 @@ from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
+from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Bounds, Path, Piece, make_recipes
-from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree, named_arrays
+from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes
 
@@ -104,7 +105,7 @@ class LiveWeights:
 
         Raises ModelLoadError, which lists every fault.
         """
-        arrays = self._own_part(named_arrays(tree))
+        arrays = self._own_part(named_leaves(tree))
         # Checkpoint layouts come first: `max` takes one of them, and errors tell its names, if no other fits better.
         origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread, twin = self._unread(arrays), self._twin(arrays)

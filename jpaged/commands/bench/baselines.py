@@ -73,7 +73,6 @@ class Baseline(Protocol):
 
     def run(self, workload: Workload) -> float:
         """Compute the workload once; return the seconds it took."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ class Source(Protocol):
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
         """Return the costs of `kind`, decode or prefill, at each of these sizes, or why they cannot be had."""
-        ...
 
 
 class Bundles:

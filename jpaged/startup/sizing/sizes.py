@@ -102,20 +102,16 @@ class MemoryCosts(Protocol):
 
     def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
         """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
-        ...
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Return the bytes of one page on a chip, in all layers of the largest page-table group together."""
-        ...
 
     def weights_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights on a chip."""
-        ...
 
     @property
     def num_chips(self) -> int:
         """Return the number of devices that the model is spread over."""
-        ...
 
 
 @dataclass(frozen=True)
