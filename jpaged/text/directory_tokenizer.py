@@ -52,17 +52,9 @@ class _Rules:
 
 _LLAMA_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _GPT2_TOKENS = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+_BERT_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 _RULES = {
-    "BertTokenizer": _Rules(
-        {
-            "unk_token": "[UNK]",
-            "sep_token": "[SEP]",
-            "pad_token": "[PAD]",
-            "cls_token": "[CLS]",
-            "mask_token": "[MASK]",
-        },
-        has_bert_options=True,
-    ),
+    "BertTokenizer": _Rules(_BERT_TOKENS, has_bert_options=True),
     "BloomTokenizer": _Rules({**_LLAMA_TOKENS, "pad_token": "<pad>"}, nests_prefix_space=True),
     "CodeLlamaTokenizer": _Rules(
         _LLAMA_TOKENS,
@@ -146,11 +138,6 @@ def apply_options(
     return special_tokens
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """Return the object in the tokenizer_config.json of a directory; an empty one without the file."""
-    return _read_if_there(path / OPTIONS_FILE)
-
-
 def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
     """Return the chat template of a directory; None if it has none that is the default.
 
@@ -163,7 +150,7 @@ def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelLoadError(f"{file}: cannot be read ({one_line(error)}); fetch it again") from error
-    for name, data in ((OPTIONS_FILE, options), ("chat_template.json", _read_if_there(path / "chat_template.json"))):
+    for name, data in ((OPTIONS_FILE, options), ("chat_template.json", read_if_there(path / "chat_template.json"))):
         template = data.get("chat_template")
         if isinstance(template, list):
             template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -177,7 +164,7 @@ def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
+def read_if_there(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, which may begin with a byte-order mark; an empty one without the file."""
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -192,7 +179,7 @@ def _class_name(path: Path, options: Mapping[str, Any]) -> str:
     """Return the name of the tokenizer's class without `Fast`; "" if no file tells it."""
     name = options.get("tokenizer_class")
     if name is None:
-        config = _read_if_there(path / CONFIG_FILE)
+        config = read_if_there(path / CONFIG_FILE)
         name = config.get("tokenizer_class")
         if name is None:
             model_type = config.get("model_type")
@@ -240,13 +227,13 @@ def _declarations(
     named = dict(options)
     if options.get("added_tokens_decoder") is not None:
         return named, {int(index): _token(value) for index, value in options["added_tokens_decoder"].items()}
-    named |= _read_if_there(path / "special_tokens_map.json")
+    named |= read_if_there(path / "special_tokens_map.json")
     if extra := options.get("additional_special_tokens"):
         named["additional_special_tokens"] = [*extra, *(named.get("additional_special_tokens") or ())]
     special_texts = {_content(value) for value in _special_values(named)}
     declared = {
         index: AddedToken(text, normalized=text not in special_texts, special=text in special_texts)
-        for text, index in _read_if_there(path / "added_tokens.json").items()
+        for text, index in read_if_there(path / "added_tokens.json").items()
     }
     return named, declared | backend.get_added_tokens_decoder()
 
@@ -309,8 +296,13 @@ def _convert_prefix_space(backend: tokenizers.Tokenizer, *, adds_space: bool, is
         backend.normalizer = None
         scheme = "first" if adds_space else "never"
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
+    backend.decoder = sentence_piece_decoder(adds_space=adds_space)
+
+
+def sentence_piece_decoder(*, adds_space: bool) -> decoders.Sequence:
+    """Return the decoder of a SentencePiece model, which drops the space that the tokenizer `adds_space` put first."""
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
 
 
 def _apply_bert_options(backend: tokenizers.Tokenizer, fields: Fields) -> None:
@@ -337,8 +329,11 @@ def _apply_bos_and_eos(
     adds_bos = adds_bos and "add_bos_token" not in fields.data  # An option that is null counts as false.
     first = special_tokens.get("bos_token") if fields.boolean("add_bos_token", adds_bos) else None
     last = special_tokens.get("eos_token") if fields.boolean("add_eos_token", False) else None
-    ends = [token for token in (first, last) if token is not None]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([first] if first else []), "$A", *([last] if last else [])],
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)],
-    )
+    backend.post_processor = text_between(backend, first, last)
+
+
+def text_between(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
+    """Return the step that puts these tokens before and after a text; None for no token."""
+    before, after = ([token] if token else [] for token in (first, last))
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+    return processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)

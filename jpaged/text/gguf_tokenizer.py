@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ..checks import shorten
 from ..errors import ModelLoadError
 from ..models.fields import Fields
+from .directory_tokenizer import sentence_piece_decoder, text_between
 
 KEY = "tokenizer.ggml."
 OTHER_SOURCE = "use the model's Hugging Face directory instead"
@@ -137,12 +138,8 @@ def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokeniz
     last = names.get("eos_token") if fields.boolean(KEY + "add_eos_token", False) else None
     if model == "bert":
         first, last = names.get("cls_token"), names.get("sep_token")
-    ends = [token for token in (first, last) if token is not None]
-    if ends:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*([first] if first else []), "$A", *([last] if last else [])],
-            special_tokens=[(token, vocabulary.ids[token]) for token in dict.fromkeys(ends)],
-        )
+    if first or last:
+        backend.post_processor = text_between(backend, first, last)
     return backend, names
 
 
@@ -228,33 +225,28 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a SentencePiece tokenizer (Llama 2, Gemma 2 and 3) as BPE: its scores become an order of merges."""
-    add_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
-    strip = [decoders.Strip(" ", 1, 0)] if add_space else []
-    backend = _byte_fallback_bpe(vocabulary, _merges_from_scores(vocabulary), *strip)
+    adds_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
+    backend = _byte_fallback_bpe(vocabulary, _merges_from_scores(vocabulary), adds_space=adds_space)
     to_bar = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_bar]) if add_space else to_bar
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_bar]) if adds_space else to_bar
     return backend, True
 
 
 def _gemma4(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return Gemma 4's tokenizer: BPE with merges of its own over text whose spaces are ▁."""
-    backend = _byte_fallback_bpe(vocabulary, vocabulary.merges())
+    backend = _byte_fallback_bpe(vocabulary, vocabulary.merges(), adds_space=False)
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     return backend, True
 
 
-def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *last_steps: Any) -> Tokenizer:
-    """Return a BPE tokenizer that writes a character without a token as the tokens of its UTF-8 bytes.
-
-    `last_steps` are decoders that follow those which make text of bytes.
-    """
+def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, adds_space: bool) -> Tokenizer:
+    """Return a BPE tokenizer that writes a character without a token as the tokens of its UTF-8 bytes."""
     unknown = vocabulary.special_names.get("unk_token")
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
     backend = Tokenizer(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    text_of_bytes = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
-    backend.decoder = decoders.Sequence([*text_of_bytes, *last_steps])
+    backend.decoder = sentence_piece_decoder(adds_space=adds_space)
     return backend
 
 

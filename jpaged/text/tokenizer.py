@@ -25,10 +25,11 @@ from ..models.formats.gguf import GGUFFile, read_gguf
 from .chat_template import render_chat_template
 from .directory_tokenizer import (
     FETCH_AGAIN,
+    OPTIONS_FILE,
     TOKENIZER_FILE,
     apply_options,
     read_chat_template,
-    read_options,
+    read_if_there,
     read_tokenizer_json,
 )
 from .gguf_tokenizer import build_gguf_backend
@@ -211,7 +212,7 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
 
 def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
     """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template."""
-    options = read_options(path)
+    options = read_if_there(path / OPTIONS_FILE)
     has_file = (path / TOKENIZER_FILE).is_file()
     backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
     special_tokens = apply_options(backend, path, options, is_converted=not has_file)

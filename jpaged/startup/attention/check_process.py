@@ -27,6 +27,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 import jax
+import msgspec
 
 from ...checks import one_line
 from ...config.engine_config import EngineConfig
@@ -84,17 +85,6 @@ class CheckRequest:
         """Return the request for a class of backends; `others` are the other fields."""
         return cls(f"{backend.__module__}:{backend.__qualname__}", **others)
 
-    @classmethod
-    def from_json(cls, text: str) -> CheckRequest:
-        """Read what `to_json` has written."""
-        fields = json.loads(text)
-        windows = tuple(fields["shape"].pop("windows"))
-        return cls(**{**fields, "shape": AttentionShape(**fields["shape"], windows=windows)})
-
-    def to_json(self) -> str:
-        """Return the request as JSON."""
-        return json.dumps(asdict(self))
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -127,7 +117,7 @@ def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str 
         return result.failure
     try:
         make_private(path.parent)
-        path.write_text(json.dumps({"failure": result.failure, "request": request.to_json()}))
+        path.write_bytes(msgspec.json.encode({"failure": result.failure, "request": request}))
     except OSError as problem:
         logger.warning(EACH_START, problem)
         return result.failure
@@ -153,7 +143,7 @@ def _result_path(request: CheckRequest) -> Path | None:
         versions = sorted(each for each in versions if each[0].startswith(("jax", "nvidia")))
         visible = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS")}
         python = sys.version_info[:2]
-        return result_file([request.to_json(), sorted(set(driver)), visible, versions, python, source_digest()])
+        return result_file([asdict(request), sorted(set(driver)), visible, versions, python, source_digest()])
     except (OSError, RuntimeError) as problem:
         logger.warning(EACH_START, problem)
         return None
@@ -178,19 +168,13 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
 
         try:
             environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": _import_path()}
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=answer,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": answer, "stderr": errors}
+            child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         except OSError as problem:
             return CheckResult(f"its check cannot be started: {problem}", is_lasting=False)
         is_late = False
         try:
-            child.communicate(request.to_json().encode(), timeout=limit_s)
+            child.communicate(msgspec.json.encode(request), timeout=limit_s)
         except subprocess.TimeoutExpired:
             is_late = True
             _end(child)
@@ -200,7 +184,7 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
         # An answer counts also if the child then crashes or hangs on its way out.
         answers = [line.removeprefix(RESULT) for line in lines(answer) if line.startswith(RESULT)]
         if answers and answers[-1].endswith("}"):
-            return CheckResult(**json.loads(answers[-1]))
+            return msgspec.json.decode(answers[-1], type=CheckResult)
         if is_late:
             failure = f"its check in a subprocess gave no answer within {limit_s:g} s"
             return CheckResult(failure, is_lasting=DEVICE_IS_OPEN in lines(answer))
@@ -230,8 +214,8 @@ def main(limit_s: float) -> int:
     """Answer the request on stdin by one line on stdout, RESULT and JSON."""
     # If the parent is gone, SIGALRM ends this process, also while native code hangs.
     signal.alarm(math.ceil(limit_s) + KILL_WAIT_S)
-    result = _compare(CheckRequest.from_json(sys.stdin.read()))
-    print(f"\n{RESULT}{json.dumps(asdict(result))}", flush=True)
+    result = _compare(msgspec.json.decode(sys.stdin.read(), type=CheckRequest))
+    print(f"\n{RESULT}{msgspec.json.encode(result).decode()}", flush=True)
     return 0
 
 

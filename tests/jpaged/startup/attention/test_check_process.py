@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jpaged import Engine
@@ -40,7 +41,7 @@ def request_of(backend: Any) -> CheckRequest:
 
 def test_a_request_arrives_as_it_was_sent() -> None:
     request = request_of(broken_kernels.Right)
-    assert CheckRequest.from_json(request.to_json()) == request
+    assert msgspec.json.decode(msgspec.json.encode(request), type=CheckRequest) == request
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_odd_folders_and_output_do_not_disturb_the_check(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_a_child_whose_parent_is_gone_ends_by_itself() -> None:
-    request = request_of(broken_kernels.Hangs).to_json()
+    request = msgspec.json.encode(request_of(broken_kernels.Hangs)).decode()
     command = [sys.executable, "-P", "-m", check_process.__name__, "4"]
     run = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True, timeout=60, env={
         **os.environ, "PYTHONPATH": str(ROOT)
