@@ -1,8 +1,8 @@
 """One pool of pages, on the device or on the host: which are free, how often each is referenced, what each holds.
 
-A page is free, referenced, deferred (given back, but a step in flight may still write it), or withdrawn. A free page
-may still hold a published prefix, by which it is found until the page is taken for something else, or one that may yet
-be published. Page 0 is the null page: it is never taken and never published. Knows page numbers and keys; no sequence,
+A page is free, referenced, or deferred (given back, but a step in flight may still write it). A free page may still
+hold a published prefix, by which it is found until the page is taken for something else, or one that may yet be
+published. Page 0 is the null page: it is never taken and never published. Knows page numbers and keys; no sequence,
 no token.
 """
 
@@ -23,15 +23,13 @@ class PagePool:
         """Make a pool of free pages. `max_cached` caps the free pages that keep a published prefix."""
         self.num_pages = num_pages
         self.max_cached = max_cached
-        self.num_withdrawn = 0
-        """Pages that are to be kept out of use; those in use are withdrawn once they are given back."""
         self.retired_step = 0
         self.peak_used = 0
         """The largest number of pages that were referenced at the same time."""
         self.clear()
 
     def clear(self) -> None:
-        """Make every page free and empty, as for new memory. Withdrawn pages stay withdrawn."""
+        """Make every page free and empty, as for new memory."""
         self.ref_counts = [0] * self.num_pages
         self.num_takes = [0] * self.num_pages
         """How often each page was taken: what it held before the last time is lost."""
@@ -45,13 +43,11 @@ class PagePool:
         """Page → the last step in flight that may write it, where its owner may give it back before that retires."""
         self.page_of: dict[PageKey, int] = {}
         self.key_of: dict[int, PageKey] = {}
-        self.withdrawn: set[int] = set()
-        self._withdraw()
 
     @property
     def num_usable(self) -> int:
-        """Return the number of pages that sequences can own: neither the null page nor withdrawn ones."""
-        return max(0, self.num_pages - 1 - self.num_withdrawn)
+        """Return the number of pages that sequences can own: all but the null page."""
+        return self.num_pages - 1
 
     @property
     def num_free(self) -> int:
@@ -59,7 +55,7 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - 1 - self.num_free - len(self.deferred) - len(self.withdrawn)
+        return self.num_pages - 1 - self.num_free - len(self.deferred)
 
     def take(self) -> tuple[int, PageKey | None]:
         """Return a free page, now referenced once, and the key of what it held, which can be found no more.
@@ -139,13 +135,6 @@ class PagePool:
             self._make_free(page)
         self.pending_writers = {page: last_step for page, last_step in self.pending_writers.items() if last_step > step}
 
-    def withdraw(self, num_pages: int) -> None:
-        """Make the pool smaller by `num_pages` pages, larger if negative: free pages now, others once they are free."""
-        self.num_withdrawn += num_pages
-        while len(self.withdrawn) > self.num_withdrawn:
-            self._make_free(self.withdrawn.pop())
-        self._withdraw()
-
     def _pop(self) -> tuple[int, PageKey | None]:
         """Remove the next free page and return it with its key, if it has one: an empty page, else the least recently
         used prefix."""
@@ -156,10 +145,6 @@ class PagePool:
         self.forget(page)
         return page, key
 
-    def _withdraw(self) -> None:
-        while len(self.withdrawn) < self.num_withdrawn and self.num_free:
-            self.withdrawn.add(self._pop()[0])
-
     def _make_free(self, page: int, *, keeps_content: bool = False) -> None:
         if keeps_content or page in self.key_of:
             self.cached[page] = None
@@ -167,4 +152,3 @@ class PagePool:
                 self.forget(next(iter(self.cached)))
         else:
             self.free.append(page)
-        self._withdraw()

@@ -23,6 +23,8 @@ from allpairspy import AllPairs
 
 from jpaged import Engine, RequestOutput, RequestOutputKind, SamplingParams
 
+from .shrinking_pool import withdraw
+
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "num_requests": (1, 2, 7, 64),
     "neighbours": ("alike", "mixed", "kin"),
@@ -368,9 +370,9 @@ def _pages_kept_away(engine: Engine, requests: Sequence[Spec], share: float) -> 
     num_shared = len(ends) - len({prompt[:end] for prompt, end in ends}) if engine.config.enable_prefix_caching else 0
     room = max(max(needs), math.ceil(share * (sum(needs) - num_shared)))
     num_away = pool.num_usable - room
-    pool.withdraw(num_away)
+    withdraw(pool, num_away)
     yield
-    pool.withdraw(-num_away)
+    withdraw(pool, -num_away)
 
 
 def all_cases() -> Iterator[Case]:

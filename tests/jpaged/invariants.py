@@ -14,6 +14,8 @@ from jpaged.kv_cache.page_pool import NULL_PAGE, PagePool
 from jpaged.request import Request, RequestState, SampleSequence
 from jpaged.scheduling.scheduler import Scheduler
 
+from .shrinking_pool import ShrinkingPool, withdrawn_pages
+
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Check queues, slots and pages."""
@@ -78,16 +80,18 @@ def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[SampleSeq
     counts[NULL_PAGE] = 0
     assert counts == pool.ref_counts, "reference counts differ from page tables and pins"
     deferred = [page for _, page in pool.deferred]
-    unowned = [*pool.free, *pool.cached, *deferred, *pool.withdrawn]
+    withdrawn = withdrawn_pages(pool)
+    unowned = [*pool.free, *pool.cached, *deferred, *withdrawn]
     assert len(set(unowned)) == len(unowned), "a page is free twice"
     assert set(unowned) == {page for page in range(1, pool.num_pages) if counts[page] == 0}, "free ≠ unreferenced"
     assert {page: key for key, page in pool.page_of.items()} == pool.key_of, "a page under another's hash"
     assert NULL_PAGE not in pool.key_of, "the null page is published"
-    assert not any(page in pool.key_of for page in (*pool.free, *deferred, *pool.withdrawn)), "a prefix is lost"
+    assert not any(page in pool.key_of for page in (*pool.free, *deferred, *withdrawn)), "a prefix is lost"
     assert pool.max_cached is None or len(pool.cached) <= pool.max_cached, "too many cached pages"
     assert all(step > pool.retired_step for step, _ in pool.deferred), "a page is deferred for ever"
-    assert len(pool.withdrawn) <= pool.num_withdrawn, "more pages were withdrawn than asked"
-    assert len(pool.withdrawn) == pool.num_withdrawn or not pool.num_free, "free pages that were to be withdrawn"
+    if isinstance(pool, ShrinkingPool):
+        assert len(withdrawn) <= pool.num_withdrawn, "more pages were withdrawn than asked"
+        assert len(withdrawn) == pool.num_withdrawn or not pool.num_free, "free pages that were to be withdrawn"
 
 
 def _check_passed_pages(device: PagePool, owners: Sequence[SampleSequence]) -> None:

@@ -19,6 +19,7 @@ from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from jpaged.scheduling.request_queue import POLICIES, QueueLimits
 
+from .shrinking_pool import withdraw
 from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host, Interrupt
 
 MAX_STEPS = 5000
@@ -393,7 +394,7 @@ class Life:
             if num_spare <= 0:
                 return
             change = self.rng.randint(1, num_spare)
-        pool.withdraw(change)
+        withdraw(pool, change)
         self.num_withdrawn[name] += change
         self._happen("shrink" if change > 0 else "expand", name, change)
         self.host.check()
@@ -422,8 +423,8 @@ class Life:
         host.check_end()
         while self.pins:
             blocks.prefixes.unpin(*self.pins.pop())
-        blocks.device.withdraw(-self.num_withdrawn["device"])
-        blocks.host.withdraw(-self.num_withdrawn["host"])
+        withdraw(blocks.device, -self.num_withdrawn["device"])
+        withdraw(blocks.host, -self.num_withdrawn["host"])
         blocks.prefixes.reset()
         host.check()
         for pool in (blocks.device, blocks.host):

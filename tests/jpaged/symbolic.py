@@ -37,6 +37,7 @@ from jpaged.step.step_sizes import StepSizes
 from jpaged.text.output_processor import OutputProcessor, weight_versions
 
 from .invariants import check_scheduler
+from .shrinking_pool import withdrawn_pages
 
 VOCAB = 1 << 30
 """It is so large that two different histories never draw the same token by chance."""
@@ -803,7 +804,7 @@ class Host:
         assert host.num_used == 0, "host pages are left behind"
         for pool in (device, host):
             assert not pool.deferred, "a page is deferred for ever"
-            assert pool.num_free + len(pool.withdrawn) + pool.num_used == pool.num_pages - 1
+            assert pool.num_free + len(withdrawn_pages(pool)) + pool.num_used == pool.num_pages - 1
         assert len(self.scheduler.free_slots) == self.scheduler.config.max_num_seqs, "slots are left behind"
 
     def _running(self):

@@ -31,25 +31,17 @@ def cached(pool, *numbers):
     return pages
 
 
-def test_a_pool_counts_what_is_used_free_and_withdrawn():
+def test_a_pool_counts_what_is_used_and_free():
     pool = PagePool(6)
     assert (pool.num_usable, pool.num_free, pool.num_used) == (5, 5, 0)
     pages = [pool.take()[0] for _ in range(3)]
     pool.add_ref(pages[0])
     assert (pool.num_free, pool.num_used, pool.peak_used) == (2, 3, 3)
-    pool.withdraw(3)
-    assert (pool.num_usable, pool.num_free, pool.num_used, len(pool.withdrawn)) == (2, 0, 3, 2)
     pool.drop_ref(pages[0])
-    assert (pool.num_free, len(pool.withdrawn)) == (0, 2)
+    assert (pool.num_free, pool.num_used) == (2, 3)
     pool.drop_ref(pages[0])
-    assert (pool.num_free, len(pool.withdrawn)) == (0, 3), "it is withdrawn as soon as it is free"
     pool.drop_ref(pages[1])
-    assert (pool.num_free, len(pool.withdrawn)) == (1, 3)
-    pool.withdraw(-2)
-    assert (pool.num_usable, pool.num_free, pool.num_used, len(pool.withdrawn)) == (4, 3, 1, 1)
-    pool.withdraw(9)
-    assert pool.num_usable == 0
-    assert pool.peak_used == 3
+    assert (pool.num_usable, pool.num_free, pool.num_used, pool.peak_used) == (5, 4, 1, 3)
 
 
 def test_empty_pages_are_taken_first_then_the_prefix_used_least_recently():
@@ -59,13 +51,6 @@ def test_empty_pages_are_taken_first_then_the_prefix_used_least_recently():
     assert [prefix for _, prefix in taken] == [None, None, None, key(1), key(2)]
     assert [page for page, _ in taken[3:]] == pages
     assert pool.page_of == pool.key_of == {}
-
-
-def test_the_prefix_of_a_withdrawn_page_is_found_no_more():
-    pool = PagePool(4)
-    cached(pool, 1, 2, 3)
-    pool.withdraw(1)
-    assert set(pool.page_of) == {key(2), key(3)}
 
 
 def test_of_two_pages_with_one_prefix_the_first_stays_the_one_that_is_found():

@@ -8,6 +8,7 @@ from jpaged.kv_cache.prefix_hash import root_hash
 from jpaged.request import CacheKey
 
 from ..invariants import check_pages
+from ..shrinking_pool import withdraw
 from .test_block_manager import KEY, adopt, found, manager, release, sequence_of, start
 
 
@@ -146,7 +147,7 @@ LOSSES = {
     "they were taken": take_free_pages,
     "they are in use": lambda blocks: [blocks.store.take() for _ in range(blocks.device.num_free)],
     "the cache was reset": lambda blocks: blocks.prefixes.reset(),
-    "the pool has become smaller": lambda blocks: blocks.device.withdraw(blocks.device.num_free),
+    "the pool has become smaller": lambda blocks: withdraw(blocks.device, blocks.device.num_free),
 }
 
 

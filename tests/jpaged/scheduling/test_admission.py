@@ -9,6 +9,7 @@ from jpaged.scheduling.preemption import PreemptionPolicy
 from jpaged.scheduling.request_queue import POLICIES, QueueLimits
 
 from ..host_requests import SWAP, prompt, samples
+from ..shrinking_pool import withdraw
 from ..simulation import AdapterGate
 from ..symbolic import POISON_TOKEN, Host
 
@@ -22,7 +23,7 @@ def chunks(work):
 def leave_free(host, num_pages):
     """Give the pool the size at which this many pages are free."""
     device = host.blocks.device
-    device.withdraw(device.num_free - num_pages)
+    withdraw(device, device.num_free - num_pages)
     assert device.num_free == num_pages
 
 
@@ -395,7 +396,7 @@ def two_swapped(lengths, num_usable):
     others = [host.add(prompt(length, 100 * index), max_tokens=2) for index, length in enumerate(lengths, 1)]
     for _ in range(2):
         assert chunks(host.step()) == list(zip(others, [4, 3], strict=True))
-    host.blocks.device.withdraw(host.blocks.device.num_usable - num_usable)
+    withdraw(host.blocks.device, host.blocks.device.num_usable - num_usable)
     assert [each.request for each in host.step().preempted] == [others[1], others[0]]  # The first wants a third page.
     return host, first, others
 
@@ -603,8 +604,8 @@ def test_no_request_waits_for_a_prefix_of_which_a_window_has_passed_pages_that_w
         host.step()
     if is_taken:
         num_pages = host.blocks.num_free
-        host.blocks.device.withdraw(num_pages)
-        host.blocks.device.withdraw(-num_pages)
+        withdraw(host.blocks.device, num_pages)
+        withdraw(host.blocks.device, -num_pages)
     request = host.add(prompt(40) + prompt(24, 400), max_tokens=2)
     host.step()
     assert request.state is (RUNNING if is_taken else WAITING)

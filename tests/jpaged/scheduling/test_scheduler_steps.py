@@ -8,6 +8,7 @@ from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapC
 from jpaged.scheduling.request_queue import POLICIES
 
 from ..host_requests import SWAP, chunks, decodes, preempted, prompt, samples
+from ..shrinking_pool import withdraw
 from ..symbolic import Host
 
 
@@ -179,7 +180,7 @@ def test_what_an_ignored_request_would_have_computed_is_left_to_a_newcomer(num_e
     host.step()
     host.step()
     num_left = host.blocks.device.num_used + 1  # For the third page of the first one.
-    host.blocks.device.withdraw(10 - num_left)
+    withdraw(host.blocks.device, 10 - num_left)
     late = host.add(prompt(4, 700), max_tokens=2)
     work = host.step()
     assert (work.ignored, work.preempted, large.state) == ([large], [], RequestState.FINISHED_IGNORED)
@@ -491,7 +492,7 @@ def test_a_sample_whose_parent_has_ended_starts_with_cached_pages_if_there_is_ro
     assert [chunk[2:4] for chunk in chunks(host.step())] == [(8, 4), (0, 4)]
     host.fork(request.sequences[0])
     host.abort_sequence(request.sequences[0])
-    host.blocks.device.withdraw(host.blocks.device.num_free - num_free)
+    withdraw(host.blocks.device, host.blocks.device.num_free - num_free)
     work = host.step()
     assert preempted(work) == [(last.number, "recompute")]  # For the pages that are to be computed.
     assert chunks(work) == [(request.number, 1, start, 4, [])]
@@ -525,14 +526,14 @@ def test_a_parent_decodes_on_in_a_copy_of_the_partly_filled_page_that_a_sample_s
     host.dispatch()
     host.abort(other)
     num_taken = 0 if has_room else host.blocks.device.num_free
-    host.blocks.device.withdraw(num_taken)
+    withdraw(host.blocks.device, num_taken)
     shared = request.sequences[0].pages[0][1]
     work = host.dispatch()
     assert decodes(work) == [(1, 0)] * has_room
     assert chunks(work) == [(1, 1, 5, 1, [1])] * has_room
     assert [(move.kind, move.source) for move in work.moves] == [(MoveKind.COPY, shared)] * has_room
     assert child.pages[0][1] == shared
-    host.blocks.device.withdraw(-num_taken)
+    withdraw(host.blocks.device, -num_taken)
     while host.core.in_flight:
         host.retire()
     host.run()
