@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from jpaged import Engine, SamplingParams
+from jpaged.core.step_record import StepRecord
 from jpaged.sampling.sampling_params import SampleMode
 from jpaged.scheduling.buckets import make_buckets
 from jpaged.step import step_sizes
@@ -29,40 +30,27 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Recorded:
-    """The calls of an engine's runner."""
+class Recorder:
+    """Observes the steps of an engine."""
 
-    events: list[tuple[str, int]]
-    """("dispatch" or "read", number of the step), in order."""
-    steps: list[StepInputs]
+    events: list[tuple[str, int]] = field(default_factory=list)
+    """("dispatch" or "retire", number of the step from 1), in order."""
+    steps: list[StepInputs] = field(default_factory=list)
 
+    def dispatched(self, record: StepRecord) -> None:
+        self.events.append(("dispatch", record.number))
+        self.steps.append(record.inputs)
 
-@dataclass(frozen=True)
-class RecordedOutputs:
-    """Results of a step that record when they are read."""
-
-    outputs: StepOutputs
-    number: int
-    events: list[tuple[str, int]]
-
-    def read(self) -> Any:
-        self.events.append(("read", self.number))
-        return self.outputs.read()
+    def retired(self, record: StepRecord) -> None:
+        self.events.append(("retire", record.number))
 
 
 @contextmanager
-def recorded_engine(model: str, **options: Any) -> Iterator[tuple[Engine, Recorded]]:
-    """Yield an engine, and a record of its dispatches and reads."""
+def recorded_engine(model: str, **options: Any) -> Iterator[tuple[Engine, Recorder]]:
+    """Yield an engine, and a record of its steps."""
     with Engine(model, **SIZES | options) as engine:
-        recorded, dispatch = Recorded([], []), engine.runner.dispatch
-
-        def record_and_dispatch(step: StepInputs) -> Any:
-            recorded.events.append(("dispatch", len(recorded.steps)))
-            recorded.steps.append(step)
-            return RecordedOutputs(dispatch(step), len(recorded.steps) - 1, recorded.events)
-
-        engine.runner.dispatch = record_and_dispatch  # type: ignore[method-assign, assignment]
-        yield engine, recorded
+        engine.core.observer = recorder = Recorder()
+        yield engine, recorder
 
 
 def tokens(outputs: list[Any]) -> list[tuple[int, ...]]:
@@ -86,17 +74,17 @@ def test_every_mode_gives_the_same_tokens(tiny: str) -> None:
 def test_a_step_is_dispatched_before_the_previous_one_is_read(tiny: str) -> None:
     with recorded_engine(tiny, num_decode_steps=4) as (engine, recorded):
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-        events, last = recorded.events, len(recorded.steps) - 1
-        for number in range(last):
-            assert events.index(("dispatch", number + 1)) < events.index(("read", number))
-        assert [number for kind, number in events if kind == "read"] == list(range(last + 1))
+        events, last = recorded.events, len(recorded.steps)
+        for number in range(1, last):
+            assert events.index(("dispatch", number + 1)) < events.index(("retire", number))
+        assert [number for kind, number in events if kind == "retire"] == list(range(1, last + 1))
 
 
 def test_without_async_scheduling_each_step_is_read_before_the_next_is_dispatched(tiny: str) -> None:
     with recorded_engine(tiny, async_scheduling=False) as (engine, recorded):
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-        steps = range(len(recorded.steps))
-        assert recorded.events == [(kind, number) for number in steps for kind in ("dispatch", "read")]
+        numbers = range(1, len(recorded.steps) + 1)
+        assert recorded.events == [(kind, number) for number in numbers for kind in ("dispatch", "retire")]
 
 
 @pytest.mark.parametrize(("num_decode_steps", "num_dispatches"), [(2, 24), ("auto", 3)])
@@ -172,7 +160,7 @@ def test_the_first_token_does_not_wait_for_deferred_executables(tiny: str) -> No
         while not (outputs := engine.step()):
             pass
         assert outputs[0].outputs[0].token_ids
-        assert recorded.events == [("dispatch", 0), ("read", 0)]
+        assert recorded.events == [("dispatch", 1), ("retire", 1)]
         engine.runner.compile_plan.wait()
         while engine.has_unfinished_requests():
             engine.step()
