@@ -150,11 +150,7 @@ def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
 
 def _spec_fault(spec: ModelSpec) -> str | None:
     """Return what is wrong with a caller's spec; None if nothing is."""
-    sizes: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "max_context_len": spec.max_context_len,
-    }
+    sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_context_len")}
     for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):
         names = "num_heads", "num_kv_heads", "head_size"
         sizes |= {f"layers[{index}].{field}": getattr(layer, field, None) for field in names}

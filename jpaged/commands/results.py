@@ -156,7 +156,8 @@ class ResultFile:
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Write lines to a temporary file and rename it to the path; file permissions stay."""
-        mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o666 & ~_umask()
+        assert self._descriptor is not None, "start comes before finish"
+        mode = os.fstat(self._descriptor).st_mode & 0o777
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -191,10 +192,3 @@ def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
         str(token_id): msgspec.structs.asdict(entry) | {"logprob": max(entry.logprob, MIN_LOGPROB)}
         for token_id, entry in entries.items()
     }
-
-
-def _umask() -> int:
-    """Return the process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -6,7 +6,7 @@ Every fault of a model that can be found before its weights are read is found he
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -109,16 +109,12 @@ def open_model(config: EngineConfig) -> ModelHandle:
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
-    ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
+    end_ids = _end_ids((*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())), tokenizer, model_config.spec)
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
-    # No step gives an id that the model has no row for.
-    end_ids = frozenset(token_id for token_id in ids if token_id < model_config.vocab_size)
     return ModelHandle(source, model_config, checkpoint, None, tokenizer, defaults, end_ids)
 
 
@@ -134,12 +130,16 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
             raise refusal(name, shown(got), allowed, "leave it out", error=ConfigError)
     model, arrays = open_own_model(module)
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
-    ids = set(model.spec.eos_token_ids)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.vocab_size, config.tokenizer)
-        ids |= set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    end_ids = frozenset(token_id for token_id in ids if token_id < model.vocab_size)
+    end_ids = _end_ids(model.spec.eos_token_ids, tokenizer, model.spec)
     return ModelHandle(None, model, None, arrays if config.params is None else config.params, tokenizer, {}, end_ids)
+
+
+def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: ModelSpec) -> frozenset[int]:
+    """Return those of a model's token ids, and the tokenizer's, that end a reply and that a step can give."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return frozenset(one for one in (*token_ids, own) if one is not None and one < model.vocab_size)
 
 
 def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | None:
@@ -183,17 +183,13 @@ def _check_vocabulary(tokenizer: Tokenizer, num_rows: int, path: object) -> None
     So are tokens beyond it that begin or end sequences. Others are no fault: Gemma 3 has one for images in models of
     text alone. Prompts that hold one are refused.
     """
-    if tokenizer.base_vocab_size > num_rows:
-        raise ModelLoadError(
-            f"{path}: the tokenizer has {tokenizer.base_vocab_size} ids, the model's embedding {num_rows} rows; "
-            "tokenizer and weights belong to different models"
-        )
+    faults = [f"the tokenizer has {tokenizer.base_vocab_size} ids"] * (tokenizer.base_vocab_size > num_rows)
     for name, token_id in ("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id):
         if token_id is not None and token_id >= num_rows:
-            raise ModelLoadError(
-                f"{path}: the tokenizer's {name} has the id {token_id}, the model's embedding {num_rows} rows; "
-                "tokenizer and weights belong to different models"
-            )
+            faults.append(f"the tokenizer's {name} has the id {token_id}")
+    if faults:
+        reason = f"the model's embedding {num_rows} rows; tokenizer and weights belong to different models"
+        raise ModelLoadError(f"{path}: {faults[0]}, {reason}")
     if tokenizer.vocab_size > num_rows:
         logger.info(
             "tokenizer: the model has no rows for its added tokens from id %s to %s; prompts with one are refused",

@@ -194,15 +194,16 @@ def _missing_weights(directory: Path) -> str:
     """Return what a directory without readable safetensors holds instead, and the way out."""
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     wanted = f"wanted {SINGLE_FILE} or {INDEX_FILE}"
-    for name in names:
-        if name.endswith(".gguf"):
-            return f"holds no safetensors, {wanted}; there is a GGUF file, give that: {directory / name}"
-    for name in names:
-        if name.endswith(PICKLED_SUFFIXES):
-            return f"holds pickled weights only ({name}), which may run code and are never read; {wanted}: convert it"
-    for name in names:
-        if name.endswith(".safetensors"):
-            return f"holds {name} but {wanted}: fetch what is missing, or rename it if it is the whole model"
+    gguf, pickled, other = (
+        next((name for name in names if name.endswith(suffixes)), None)
+        for suffixes in (".gguf", PICKLED_SUFFIXES, ".safetensors")
+    )
+    if gguf:
+        return f"holds no safetensors, {wanted}; there is a GGUF file, give that: {directory / gguf}"
+    if pickled:
+        return f"holds pickled weights only ({pickled}), which may run code and are never read; {wanted}: convert it"
+    if other:
+        return f"holds {other} but {wanted}: fetch what is missing, or rename it if it is the whole model"
     return f"holds no weights, {wanted}: fetch it again"
 
 

@@ -29,7 +29,6 @@ from ...checks import one_line
 from ...models.config.spec import ModelSpec
 from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ...pallas_kernels.ragged_paged_attention.interface import (
-    AttentionMetadata,
     AttentionShape,
     Backend,
     CheckGuard,
@@ -161,6 +160,8 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
     worst, head_size = 0.0, shape.head_size
     soft_cap = CHECK_SOFT_CAP if shape.has_soft_cap else None
     for window in dict.fromkeys(shape.windows or (None,)):
+        options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
+        attend = jax.jit(functools.partial(PagedCache.attend, **options), static_argnums=1)
         rng = np.random.default_rng(0)
         layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
         context_len = backend.check_context_len(shape.num_heads, layout, dtype)
@@ -187,8 +188,7 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
                     decodes_only=is_decode,
                 )
                 with jax.default_device(device):
-                    options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
-                    out, caches[index] = _attend(cache, *inputs, step, **options)
+                    out, caches[index] = attend(cache, 1, *inputs, step)
                 outs.append(np.asarray(out[: work.sum()], np.float32))
             worst = max(worst, _largest_difference(*outs))
     return worst
@@ -245,21 +245,6 @@ def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[n
         np.array(work) for work in ([*short_lens, first_chunk], [0, 0, 0, 0, long - first_chunk], [1] * 5, [1] * 5)
     ]
     return random_tables(np.sum(works, axis=0).tolist(), block_size, rng), int(num_tokens), works
-
-
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
-def _attend(
-    cache: PagedCache,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    step: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> tuple[jax.Array, PagedCache]:
-    return cache.attend(1, q, k, v, step, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
