@@ -54,15 +54,13 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     model: str = _option(
         DEFAULT_MODEL,
         "a directory of safetensors or of orbax, a .gguf file, org/name[@revision], or the built-in smollm2-135m",
-        text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
+        rules.MODEL,
     )
     revision: str | None = _option(
         None, "revision of a model from the hub", text("a branch, a tag or a commit of a model from the hub")
     )
     tokenizer: str | None = _option(
-        None,
-        "tokenizer instead of the model's own: a directory, a .gguf file, or org/name[@revision]",
-        text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
+        None, "tokenizer instead of the model's own: a directory, a .gguf file, or org/name[@revision]", rules.MODEL
     )
     skip_tokenizer_init: bool = _option(
         False, "load no tokenizer: requests give token ids and set detokenize to false", boolean
@@ -81,11 +79,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     """Merged into the nested objects of config.json, before the model is read. A key that the model's family does not
     know is refused."""
     params: Mapping[str, Any] | None = field(
-        default=None,
-        hash=False,
-        compare=False,
-        repr=False,
-        metadata={"rule": rules.params_tree, "help": PARAMS_HELP},
+        default=None, hash=False, compare=False, repr=False, metadata={"rule": rules.params_tree, "help": PARAMS_HELP}
     )
     """The engine copies the arrays, and keeps none of them."""
     dtype: str = _option(
@@ -102,9 +96,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         "auto", f"{', '.join(DEVICES)}; auto never leaves a visible accelerator for the CPU", one_of(*DEVICES)
     )
     tensor_parallel_size: int | None = _option(
-        None,
-        "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip",
-        integer(1, MAX_DEVICES),
+        None, "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip", integer(1, MAX_DEVICES)
     )
     """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
     mesh: Any = field(default=None, metadata={"rule": rules.tensor_mesh, "help": MESH_HELP})
@@ -114,9 +106,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         1, "copies of the model; 1, since more are not available in this version", rules.only_one
     )
     pipeline_parallel_size: int = _option(
-        1,
-        "stages of layers on devices of their own; 1, since more are not available in this version",
-        rules.only_one,
+        1, "stages of layers on devices of their own; 1, since more are not available in this version", rules.only_one
     )
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}", one_of("auto", *BACKEND_NAMES))
     """A backend that is named must pass its check at start; one that auto chooses is replaced by xla if it fails."""
@@ -184,9 +174,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     max_num_seqs: int | None = _option(None, "sequences per step; default 256, on a CPU 64", integer(1, MAX_STEP_SEQS))
     scheduling_policy: str | Callable[[Any], Any] = _option(
-        "fcfs",
-        "which request goes first: fcfs, or priority (the lower value, then the earlier arrival)",
-        rules.policy,
+        "fcfs", "which request goes first: fcfs, or priority (the lower value, then the earlier arrival)", rules.policy
     )
     """In Python this may also be a key function, which takes a request and returns what requests are sorted by."""
     scheduling_delay_factor: float = _option(

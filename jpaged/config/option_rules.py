@@ -17,6 +17,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LIMITS = ("waiting_requests", "waiting_tokens")
 """Keys of `limits`."""
 MAX_JSON_DEPTH = 16
+MODEL = checks.text("a directory, a .gguf file, org/name[@revision] or a built-in name")
 COUNT = integer(0, INT64[1])
 SIZE = integer(1, INT64[1])
 

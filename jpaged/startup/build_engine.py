@@ -180,12 +180,7 @@ def build_engine(
         scheduler = _scheduler(config, sizes, builder, preemption, engine.num_decode_steps)
         outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids)
         core = EngineCore(
-            scheduler=scheduler,
-            builder=builder,
-            runner=runner,
-            outputs=outputs,
-            clock=time.monotonic,
-            seed=config.seed,
+            scheduler=scheduler, builder=builder, runner=runner, outputs=outputs, clock=time.monotonic, seed=config.seed
         )
     except BaseException:
         plan.close()

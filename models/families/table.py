@@ -45,10 +45,7 @@ FAMILIES = (
     Family("GPT2LMHeadModel", "gpt2", "gpt2.GPT2"),
     Family("GPTNeoXForCausalLM", "gpt_neox", "gpt_neox.GPTNeoX"),
 )
-LANGUAGE_MODELS = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-}
+LANGUAGE_MODELS = {"Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral"}
 """Class of a model with images → model type of its language model, which is what is served of it. Its config is the
 object `text_config` of config.json, where another model type may stand."""
 LANGUAGE_MODEL_BASES = ("language_model.model.", "model.language_model.")

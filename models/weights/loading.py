@@ -208,11 +208,7 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
 
 
 def _read_weight(
-    checkpoint: Checkpoint,
-    pieces: tuple[Piece, ...],
-    bounds: list[Bounds],
-    out: np.ndarray,
-    metadata: dict[str, Any],
+    checkpoint: Checkpoint, pieces: tuple[Piece, ...], bounds: list[Bounds], out: np.ndarray, metadata: dict[str, Any]
 ) -> None:
     """Fill `out` with the slice `bounds` of one weight, from the pieces that the weight is made of.
 
