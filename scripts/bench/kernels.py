@@ -76,6 +76,12 @@ SHARED = {
 PREFILLS = {"512 at 0": Workload(1, 512, 4, 512), "512 at 2000": Workload(1, 2512, 4, 512)}
 
 
+def kv_bytes(workload: Workload, dtype: str) -> int:
+    """Return the bytes of the keys and values of all rows in one layer."""
+    num_values = sum(workload.context_lens) * 2 * workload.num_kv_heads * workload.head_size
+    return num_values * jnp.dtype(dtype).itemsize
+
+
 def full_gather(workload: Workload, page_size: int, kind: str) -> Program:
     """Return a program that copies, for every row, all pages that its table has room for, to [R, P × Z, heads, H].
 
@@ -162,7 +168,7 @@ def bench(backend: Backend, *, page_size: int, dtype: str, num_runs: int) -> dic
 
     for name, workload in DECODES.items():
         measured = timed("decode", name, {"paged": paged(backend, workload, page_size, dtype)})
-        kv_bytes_per_s = workload.kv_bytes * jnp.dtype(dtype).itemsize / 4 / median(measured["paged"].times_s)
+        kv_bytes_per_s = kv_bytes(workload, dtype) / median(measured["paged"].times_s)
         temp_bytes = _temp_bytes(measured["paged"])
         twice_bytes = _temp_bytes(paged(backend, workload, page_size, dtype, num_copies=2))
         cache_bytes = sum(page.nbytes for page in measured["paged"].state[0].pages)

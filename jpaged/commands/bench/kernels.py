@@ -55,11 +55,6 @@ class Workload:
         return np.linspace(self.context_len, shortest, self.num_rows).astype(int).tolist()
 
     @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of the keys and values of all rows in one layer, in float32."""
-        return sum(self.context_lens) * 2 * self.num_kv_heads * self.head_size * 4
-
-    @property
     def scale(self) -> float:
         """Return the factor of the scores."""
         return self.head_size**-0.5

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -130,9 +129,9 @@ def test_what_cannot_run_here_is_refused_by_name(kernels, argv, message, capsys)
     assert "\n" not in error
 
 
-def test_a_workload_counts_keys_and_values_of_its_rows():
+def test_a_workload_counts_keys_and_values_of_its_rows(kernels):
     # 3 rows × 50 tokens × keys and values × 3 heads × 64 × 4 bytes.
-    assert SMALL.kv_bytes == 3 * 50 * 2 * 3 * 64 * jnp.dtype("float32").itemsize
+    assert kernels.kv_bytes(SMALL, "float32") == 3 * 50 * 2 * 3 * 64 * 4
     assert RAGGED.context_lens == [70, 48, 26, 5]
-    assert RAGGED.kv_bytes == (70 + 48 + 26 + 5) * 2 * 3 * 64 * jnp.dtype("float32").itemsize
-    assert OTHER_HEADS.kv_bytes == 3 * 50 * 2 * 1 * 32 * jnp.dtype("float32").itemsize
+    assert kernels.kv_bytes(RAGGED, "float32") == (70 + 48 + 26 + 5) * 2 * 3 * 64 * 4
+    assert kernels.kv_bytes(OTHER_HEADS, "bfloat16") == 3 * 50 * 2 * 1 * 32 * 2
