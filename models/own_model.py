@@ -42,22 +42,14 @@ class OwnModel:
     state: Any
     longrope: None = None
 
-    @property
-    def vocab_size(self) -> int:
-        return self.spec.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.spec.hidden_size
-
     def shares(self, num_shards: int) -> Shares:
         """Return how the heads are shared out over so many devices: nothing is padded."""
         layer = self.spec.layers[0]
-        return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.vocab_size)
+        return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.spec.vocab_size)
 
     def spec_on_chip(self, num_shards: int) -> ModelSpec:
         """Return the spec with the heads of one of so many devices. Raises ModelLoadError where they do not divide."""
-        counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.vocab_size]}
+        counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.spec.vocab_size]}
         for what, numbers in counts.items():
             if odd := [number for number in numbers if number % num_shards]:
                 fault = f"{odd[0]} {what} cannot be spread over {num_shards} devices"

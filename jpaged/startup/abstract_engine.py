@@ -111,7 +111,9 @@ class AbstractEngine:
         weights = self.weights(sizes.dtype)
         if isinstance(self.model, OwnModel):
             weights = replace(weights, stream_dtype=self._checked_stream_dtype(weights, cache, builder))
-        programs = Programs(weights, cache, self.mesh, builder, hidden_size=self.model.hidden_size, options=options)
+        programs = Programs(
+            weights, cache, self.mesh, builder, hidden_size=self.model.spec.hidden_size, options=options
+        )
         if isinstance(self.model, OwnModel):
             for name, run, arguments in programs.programs_to_trace():
                 self._traced(f"its {name} program", partial(jax.eval_shape, run), *arguments)

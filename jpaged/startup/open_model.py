@@ -131,7 +131,7 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
     model, arrays = open_own_model(module)
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
     if tokenizer is not None:
-        _check_vocabulary(tokenizer, model.vocab_size, config.tokenizer)
+        _check_vocabulary(tokenizer, model.spec.vocab_size, config.tokenizer)
     end_ids = _end_ids(model.spec.eos_token_ids, tokenizer, model.spec)
     return ModelHandle(None, model, None, arrays if config.params is None else config.params, tokenizer, {}, end_ids)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from ... import pallas_kernels
@@ -48,6 +49,7 @@ MAX_ERROR = 2e-2
 places."""
 WATCHDOG_S = 120.0
 """Seconds after which a comparison on a TPU counts as hanging: it takes a few, with the compilation of all kernels."""
+EACH_START = "the check of %s is made at each start: %s"
 CHECK_TOKENS, CHECK_ROWS = 64, 8
 CHECK_SOFT_CAP = 2.0
 """For models that have one: it bounds scores of the size of 1, where a larger one would change nothing."""
@@ -67,17 +69,17 @@ def find_failure(
     """
     if not backend.needs_check or backend.check_guard is CheckGuard.CHILD:
         return None
-    where, each_start = f"on {device.device_kind}", "the check of %s is made at each start: %s"
-    mark: Path | None
+    where = f"on {device.device_kind}"
+    mark: Path | None = None
     try:
         key = check_key(backend, model, dtype, kv_dtype, block_size, device)
         try:
-            mark = result_file(key)
-            if mark.exists():
+            path = result_file(key)
+            if path.exists():
                 return None
+            mark = path
         except (OSError, RuntimeError) as problem:
-            mark = None
-            logger.warning(each_start, backend.name, problem)
+            logger.warning(EACH_START, backend.name, problem)
         with _watchdog(backend):
             error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
@@ -88,17 +90,24 @@ def find_failure(
         return difference
     logger.info("%s agrees with xla %s to %.2g", backend.name, where, error)
     if mark is not None:
-        try:
-            make_private(mark.parent)
-            mark.write_text(json.dumps({"checked": key, "error": error}))
-        except OSError as problem:
-            logger.warning(each_start, backend.name, problem)
+        keep_result(mark, {"checked": key, "error": error}, backend.name)
     return None
 
 
 def result_file(key: Any) -> Path:
     """Return the file that remembers the comparison of this key, of JSON values; RuntimeError if it has no place."""
     return user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+
+
+def keep_result(path: Path, result: Any, name: str) -> bool:
+    """Write a result to the file that remembers it; return whether that was possible. `name` is for the warning."""
+    try:
+        make_private(path.parent)
+        path.write_bytes(msgspec.json.encode(result))
+    except OSError as problem:
+        logger.warning(EACH_START, name, problem)
+        return False
+    return True
 
 
 def too_different(error: float, device: jax.Device) -> str | None:

@@ -41,8 +41,7 @@ from ...pallas_kernels.ragged_paged_attention.interface import (
 from ...pallas_kernels.ragged_paged_attention.names import BACKENDS
 from ...sharding import select_devices, visible_accelerators
 from ..sizing.sizes import chosen_dtypes
-from ..user_cache import make_private
-from .check import kernel_error, result_file, source_digest, too_different
+from .check import EACH_START, keep_result, kernel_error, result_file, source_digest, too_different
 from .choice import attention_shape, load_backend
 
 logger = logging.getLogger("jpaged")
@@ -63,7 +62,6 @@ OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "out of memory")
 """Texts in errors of a device whose memory others use."""
 LESS_MEMORY = "start the engine before other work on the GPU, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for that"
 """The way out where other work holds that memory."""
-EACH_START = "the check of a backend is made at each start: %s"
 
 
 @dataclass(frozen=True)
@@ -115,13 +113,8 @@ def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str 
         logger.info("%s agrees with xla, by its check in a subprocess", request.backend)
     if path is None or not result.is_lasting:
         return result.failure
-    try:
-        make_private(path.parent)
-        path.write_bytes(msgspec.json.encode({"failure": result.failure, "request": request}))
-    except OSError as problem:
-        logger.warning(EACH_START, problem)
-        return result.failure
-    return _with_hint(result.failure, path)
+    is_kept = keep_result(path, {"failure": result.failure, "request": request}, "a backend")
+    return _with_hint(result.failure, path) if is_kept else result.failure
 
 
 def _with_hint(failure: str | None, path: Path) -> str | None:
@@ -137,7 +130,7 @@ def _result_path(request: CheckRequest) -> Path | None:
     try:
         driver = [line for line in _driver_lines() if line.startswith(DRIVER_FIELDS)]
         if request.device != "cpu" and not driver:
-            logger.warning(EACH_START, f"no NVIDIA driver tells its version in {DRIVER_FILES[0]}")
+            logger.warning(EACH_START, "a backend", f"no NVIDIA driver tells its version in {DRIVER_FILES[0]}")
             return None
         versions = [(each.name or "", each.version) for each in distributions()]
         versions = sorted(each for each in versions if each[0].startswith(("jax", "nvidia")))
@@ -145,7 +138,7 @@ def _result_path(request: CheckRequest) -> Path | None:
         python = sys.version_info[:2]
         return result_file([asdict(request), sorted(set(driver)), visible, versions, python, source_digest()])
     except (OSError, RuntimeError) as problem:
-        logger.warning(EACH_START, problem)
+        logger.warning(EACH_START, "a backend", problem)
         return None
 
 
