@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from .checked_cache import CheckedCache, check_all_layers_attended
 from .config.spec import ModelSpec
-from .inputs import ModelInputs, call_fault
+from .inputs import call_fault, unpaged_inputs
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +78,7 @@ def dense_logits(
     num_sequences, length = ids_BN.shape
     if positions_BN is None:
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
-    none = jnp.zeros(0, jnp.int32)
-    step = AttentionMetadata(positions_BN.reshape(-1), none, none, none, none, none, none, none)
-    inputs = ModelInputs(token_ids=ids_BN.reshape(-1), attention=step)
+    inputs = unpaged_inputs(ids_BN.reshape(-1), positions_BN.reshape(-1))
     cache, spec = DenseAttention(num_sequences, mask_BNN), getattr(model, "spec", None)
     if isinstance(spec, ModelSpec):
         hidden_TD, returned = model(inputs, CheckedCache(cache, spec.layers))

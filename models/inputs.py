@@ -6,10 +6,11 @@ Nothing here knows how a step was scheduled or packed.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
@@ -28,6 +29,13 @@ class ModelInputs:
     """int32; those of padding tokens are arbitrary but valid."""
     attention: AttentionMetadata
     """What `cache.attend` takes as its `step`; `attention.positions` are the positions of the tokens."""
+
+
+def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> ModelInputs:
+    """Return the inputs of tokens at these positions, for a cache that has no pages and reads no more of a step."""
+    names = (one.name for one in fields(AttentionMetadata) if not one.metadata.get("static"))
+    empty: dict[str, Any] = dict.fromkeys(names, jnp.zeros(0, jnp.int32))
+    return ModelInputs(token_ids=token_ids, attention=AttentionMetadata(**{**empty, "positions": positions}))
 
 
 def call_fault(model: Any) -> str | None:

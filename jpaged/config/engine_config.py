@@ -6,7 +6,7 @@ Knows names, values and ranges; what they mean for a model and a device is the b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from .. import checks, not_available
@@ -267,6 +267,3 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         if tokens is not None and seqs is not None and tokens < seqs:
             allowed = f"at least max_num_seqs, {seqs}, since every sequence decodes one token a step"
             self._refuse("max_num_batched_tokens", allowed)
-
-
-OPTIONS = tuple(option.name for option in fields(EngineConfig))

@@ -27,9 +27,9 @@ from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
-from ..recipe import Bounds, Path, Piece, make_recipes
+from ..recipe import Bounds, Path, Piece
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
-from .loading import Weights, with_value
+from .loading import Weights, recipes_for, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes
 
 Key = Hashable
@@ -278,16 +278,12 @@ class LiveWeights:
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 
-    def _checkpoint_origins(self, held: Any) -> dict[TreeLayout, Origins]:
+    def _checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees with the names of checkpoints, those that `held` has among them."""
         config = self.abstract.config
         if config is None:
             return {}
-        model = model_class(config.architecture)
-        recipes = make_recipes(
-            self.abstract.state, model.sources(config), model.naming(held, is_tied=config.may_store_one_matrix)
-        )
-        tensors, stacked = {}, {}
+        recipes, tensors, stacked = recipes_for(self.abstract, config, held), {}, {}
         for path, pieces in recipes.pieces.items():
             names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
             numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)

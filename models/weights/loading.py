@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -106,7 +106,7 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
     Raises ModelLoadError, which names the checkpoint and the tensor that is missing, left over, of another shape or in
     a type that is not read.
     """
-    shapes = recipes_for(abstract, config, checkpoint).shapes
+    shapes = recipes_for(abstract, config, checkpoint.names()).shapes
     _check_names(set(shapes), config, checkpoint)
     for name, shape in shapes.items():
         if checkpoint.shape(name) != shape:
@@ -129,7 +129,7 @@ def load_weights(
     `progress(done, total)` is called after each weight and counts tensors. Raises ModelLoadError, which names the
     checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
-    pieces, memory = recipes_for(abstract, config, checkpoint).pieces, _WeightMemory()
+    pieces, memory = recipes_for(abstract, config, checkpoint.names()).pieces, _WeightMemory()
     leaves = dict(nnx.to_flat_state(abstract.state))
 
     def load(path: Path) -> jax.Array:
@@ -175,10 +175,10 @@ def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> 
         yield from zip(small_paths, readers.map(load, small_paths), strict=True)
 
 
-def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
-    """Return how the weights are made of this checkpoint's tensors."""
+def recipes_for(abstract: Weights, config: DecoderConfig, held: Collection[str]) -> Recipes:
+    """Return how the weights are made of the tensors of a checkpoint, which holds tensors of the names `held`."""
     model = model_class(config.architecture)
-    stored_name = model.naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
+    stored_name = model.naming(held, is_tied=config.may_store_one_matrix)
     return make_recipes(abstract.state, model.sources(config), stored_name)
 
 

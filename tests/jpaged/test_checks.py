@@ -22,7 +22,7 @@ from jpaged.checks import (
     shown,
     text,
 )
-from jpaged.config.engine_config import OPTIONS
+from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import ConfigError, InvalidRequestError
 from jpaged.sampling.sampling_params import FIELDS
 from jpaged.text.prompts import PROMPT_EXTRAS, PROMPT_KEYS
@@ -138,7 +138,7 @@ def test_checked_objects_are_frozen_equal_when_copied_and_checked_again_when_rep
 
 
 def test_no_name_is_both_there_and_not_available():
-    assert not set(OPTIONS) & set(not_available.ENGINE_OPTIONS)
+    assert not set(EngineConfig.__dataclass_fields__) & set(not_available.ENGINE_OPTIONS)
     assert not set(FIELDS) & set(not_available.SAMPLING_PARAMETERS)
     assert not {*PROMPT_KEYS, *PROMPT_EXTRAS} & set(not_available.PROMPT_KEYS)
-    assert not {*FIELDS, *OPTIONS, *PROMPT_KEYS} & set(not_available.LINE_KEYS)
+    assert not {*FIELDS, *EngineConfig.__dataclass_fields__, *PROMPT_KEYS} & set(not_available.LINE_KEYS)

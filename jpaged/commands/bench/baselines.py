@@ -27,10 +27,9 @@ from jaxtyping import Array, Float, Int
 from ...core.step_record import StepRecord
 from ...engine import Engine
 from ...models.config.spec import ModelSpec
-from ...models.inputs import ModelInputs
+from ...models.inputs import unpaged_inputs
 from ...models.weights.loading import Weights
 from ...outputs import RequestMetrics
-from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ...sampling.sampler import SamplingRows, sample
 from ...sampling.sampling_params import SampleMode, SamplingParams
 from ...step.step_layout import COUNT_FIELDS
@@ -194,20 +193,13 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
     def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
         model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
         positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-        hidden, _ = model(_inputs(jnp.where(positions == 0, token, 7), positions), _NoAttention())
+        hidden, _ = model(unpaged_inputs(jnp.where(positions == 0, token, 7), positions), _NoAttention())
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
         rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
         return sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY).token_ids[0] & 7
 
     return run
-
-
-def _inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> ModelInputs:
-    """Return the inputs of a step without pages: layers and the caches here read only tokens and positions."""
-    names = (one.name for one in fields(AttentionMetadata) if not one.metadata.get("static"))
-    empty: dict[str, Any] = {name: jnp.zeros(0, jnp.int32) for name in names}
-    return ModelInputs(token_ids=token_ids, attention=AttentionMetadata(**{**empty, "positions": positions}))
 
 
 class _NoAttention:
@@ -300,6 +292,6 @@ class DenseBaseline:
         num_rows, row_len = ids.shape
         model = nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))
         positions = starts[:, None] + jnp.arange(row_len, dtype=jnp.int32)[None]
-        hidden, cache = model(_inputs(ids.reshape(-1), positions.reshape(-1)), cache)
+        hidden, cache = model(unpaged_inputs(ids.reshape(-1), positions.reshape(-1)), cache)
         last = hidden[jnp.arange(num_rows) * row_len + lens - 1]
         return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), cache
