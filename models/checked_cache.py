@@ -136,7 +136,6 @@ def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) ->
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
     if cache.num_attended < len(layers):
-        raise ValueError(
-            f"the model returns a cache with new keys and values of {cache.num_attended} layers, wanted those of the "
-            f"spec's {len(layers)}: attend once in each, and return the cache that `attend` gave last"
-        )
+        way_out = "attend once in each, and return the cache that `attend` gave last"
+        fault = f"the model returns a cache with new keys and values of {cache.num_attended} layers"
+        raise ValueError(f"{fault}, wanted those of the spec's {len(layers)}: {way_out}")

@@ -296,15 +296,12 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
             with without_x64():
                 made = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
         except Exception as error:  # A user's code may raise anything.
-            raise ConfigError(
-                f"logits_processors: {shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: "
-                f"{one_line(error)}; use jax.numpy alone"
-            ) from error
+            fault = f"{shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: {one_line(error)}"
+            raise ConfigError(f"logits_processors: {fault}; use jax.numpy alone") from error
         if not isinstance(made, jax.ShapeDtypeStruct) or (made.shape, made.dtype) != (row.shape, row.dtype):
-            raise ConfigError(
-                f"logits_processors: {shown(processor.name)} returns {shown(made)} for a row of logits, allowed: "
-                f"float32 of shape ({vocab_size},), the type of its argument"
-            )
+            fault = f"{shown(processor.name)} returns {shown(made)} for a row of logits"
+            allowed = f"float32 of shape ({vocab_size},), the type of its argument"
+            raise ConfigError(f"logits_processors: {fault}, allowed: {allowed}")
 
 
 def use_compilation_cache(directory: str | None) -> None:

@@ -291,8 +291,6 @@ def _hub_snapshot(kind: str, name: str, repo: str, revision: str | None, with_we
         raise ModelLoadError(f"{kind} {name!r}: {reason}: check the name, or give --{kind} DIR") from error
     # The hub's HTTP client raises errors without a common base class.
     except Exception as error:
-        raise ModelLoadError(
-            f"{kind} {name!r}: no such path, and the hub refused it: {one_line(error)}; check the name, or give "
-            f"--{kind} DIR"
-        ) from error
+        fault = f"no such path, and the hub refused it: {one_line(error)}"
+        raise ModelLoadError(f"{kind} {name!r}: {fault}; check the name, or give --{kind} DIR") from error
     return Path(snapshot)

@@ -103,10 +103,9 @@ def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(message, default=_mapping_as_dict))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _bad_messages(
-            f"messages[{index}] holds a value that JSON cannot hold ({one_line(error)}); send strings, numbers, "
-            "booleans, null, and lists and mappings of them"
-        ) from error
+        way_out = "send strings, numbers, booleans, null, and lists and mappings of them"
+        fault = f"messages[{index}] holds a value that JSON cannot hold ({one_line(error)})"
+        raise _bad_messages(f"{fault}; {way_out}") from error
 
 
 def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:

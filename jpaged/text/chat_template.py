@@ -32,12 +32,8 @@ def render_chat_template(
     try:
         return render(template, messages=conversation, tools=None, documents=None, **names)
     except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(
-            f"the chat template is not valid Jinja2: line {error.lineno}: {one_line(error.message)}; correct it",
-            param="chat_template",
-        ) from error
+        fault = f"is not valid Jinja2: line {error.lineno}: {one_line(error.message)}"
+        raise InvalidRequestError(f"the chat template {fault}; correct it", param="chat_template") from error
     except Exception as error:  # A template is a program: it may raise anything.
-        raise InvalidRequestError(
-            f"the chat template refuses these messages: {one_line(error)}; change the messages or the template",
-            param="messages",
-        ) from error
+        fault = f"the chat template refuses these messages: {one_line(error)}"
+        raise InvalidRequestError(f"{fault}; change the messages or the template", param="messages") from error

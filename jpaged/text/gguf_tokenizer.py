@@ -196,10 +196,9 @@ class _Vocabulary:
             left, right = line[:separator], line[separator + 1 :]
             # The Rust code of `tokenizers` panics on a merge whose concatenation is not in the vocabulary.
             if separator < 0 or left not in self.ids or right not in self.ids or left + right not in self.ids:
-                raise ModelLoadError(
-                    f"{self.fields.path}: {KEY}merges holds {shorten(line)}, wanted two tokens with a space between "
-                    f"them, and their join a token too: {CORRUPT}"
-                )
+                wanted = "two tokens with a space between them, and their join a token too"
+                fault = f"{KEY}merges holds {shorten(line)}, wanted {wanted}"
+                raise ModelLoadError(f"{self.fields.path}: {fault}: {CORRUPT}")
             pairs.append((left, right))
         return pairs
 

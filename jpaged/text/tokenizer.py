@@ -76,10 +76,10 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         kinds = _decoder_kinds(backend)
         if unknown := sorted(kinds - _STREAMABLE_DECODERS):
-            raise ModelLoadError(
-                f"the tokenizer's decoder {', '.join(unknown)} cannot be streamed, supported are "
-                f"{', '.join(sorted(_STREAMABLE_DECODERS))}; give a model with a byte-level or SentencePiece tokenizer"
-            )
+            supported = f"supported are {', '.join(sorted(_STREAMABLE_DECODERS))}"
+            way_out = "give a model with a byte-level or SentencePiece tokenizer"
+            fault = f"the tokenizer's decoder {', '.join(unknown)} cannot be streamed"
+            raise ModelLoadError(f"{fault}, {supported}; {way_out}")
         self.has_byte_fallback = "ByteFallback" in kinds
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in kinds else None
         self._pieces: dict[int, bytes] = {}
@@ -142,10 +142,8 @@ class Tokenizer:
         """
         template = template if template is not None else self.chat_template
         if template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; give one (--chat-template FILE) or send a plain prompt",
-                param="messages",
-            )
+            way_out = "give one (--chat-template FILE) or send a plain prompt"
+            raise InvalidRequestError(f"this model has no chat template; {way_out}", param="messages")
         return render_chat_template(
             template, messages, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt
         )

@@ -56,10 +56,8 @@ def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
         raise ModelLoadError(f"{path}: lists {missing[0]}, which is not in the directory: fetch it")
     for name, digest in _sums(directory, sorted(wanted)):
         if digest != listed[name]:
-            raise ModelLoadError(
-                f"{directory / name}: its SHA-256 sum begins with {digest[:12]}, {MANIFEST_FILE} lists "
-                f"{listed[name][:12]}; the file was damaged or changed: fetch it again"
-            )
+            fault = f"its SHA-256 sum begins with {digest[:12]}, {MANIFEST_FILE} lists {listed[name][:12]}"
+            raise ModelLoadError(f"{directory / name}: {fault}; the file was damaged or changed: fetch it again")
     return sorted(present - wanted)
 
 
@@ -96,9 +94,7 @@ def _read(path: Path) -> dict[str, str]:
         match = _LINE.fullmatch(line)
         parts = PurePosixPath(match[2] if match else "/").parts
         if match is None or parts[0] == "/" or ".." in parts:
-            raise ModelLoadError(
-                f"{path}: line {number} is {line[:60]!r}, wanted a SHA-256 sum, two spaces and the name of a file in "
-                "the directory: write it with sha256sum"
-            )
+            wanted = "a SHA-256 sum, two spaces and the name of a file in the directory"
+            raise ModelLoadError(f"{path}: line {number} is {line[:60]!r}, wanted {wanted}: write it with sha256sum")
         listed[match[2]] = match[1].lower()
     return listed

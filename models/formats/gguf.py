@@ -99,10 +99,8 @@ class _Cursor:
         """Move forward by `num_bytes` and return the position before."""
         start, end = self.position, self.position + num_bytes
         if num_bytes < 0 or end > len(self.data):
-            raise ModelLoadError(
-                f"{self.path}: the header needs {num_bytes} bytes at offset {start}, the file has {len(self.data)}; "
-                "it is truncated or not GGUF: fetch it again"
-            )
+            fault = f"the header needs {num_bytes} bytes at offset {start}, the file has {len(self.data)}"
+            raise ModelLoadError(f"{self.path}: {fault}; it is truncated or not GGUF: fetch it again")
         self.position = end
         return start
 
@@ -203,11 +201,9 @@ def _read_part(path: Path) -> GGUFFile:
         tensor = _make_tensor(path, data, name, shape, kind, data_start + offset)
         if name in tensors:
             raise ModelLoadError(f"{path}: tensor {name!r} is declared twice; the file is corrupt, fetch it again")
-        if tensor.offset + tensor.size_bytes > len(data):
-            raise ModelLoadError(
-                f"{path}: tensor {name!r} ends at byte {tensor.offset + tensor.size_bytes}, the file has {len(data)}; "
-                "it is truncated: fetch it again"
-            )
+        if (end := tensor.offset + tensor.size_bytes) > len(data):
+            fault = f"tensor {name!r} ends at byte {end}, the file has {len(data)}"
+            raise ModelLoadError(f"{path}: {fault}; it is truncated: fetch it again")
         tensors[name] = tensor
     return GGUFFile(path, metadata, tensors, (path,))
 

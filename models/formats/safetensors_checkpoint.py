@@ -49,10 +49,9 @@ class SafetensorsCheckpoint:
         for name, file_name in (index or {}).items():
             if self._file_names.get(name) != file_name:
                 found = self._file_names.get(name, "no shard")
-                raise ModelLoadError(
-                    f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}; "
-                    "index and shards belong to different checkpoints: fetch them again"
-                )
+                fault = f"places tensor {name!r} in {file_name}, it is in {found}"
+                reason = "index and shards belong to different checkpoints"
+                raise ModelLoadError(f"{directory / INDEX_FILE}: {fault}; {reason}: fetch them again")
         if scheme is None:
             self._refuse_float8()
         else:
@@ -72,10 +71,8 @@ class SafetensorsCheckpoint:
             return "float32"
         stored = self._files[name].get_slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise ModelLoadError(
-                f"{self.path / self._file_names[name]}: tensor {name!r} is stored as {stored}, "
-                f"{', '.join(_DTYPES)} are available in this version: {WAY_OUT}"
-            )
+            fault = f"is stored as {stored}, {', '.join(_DTYPES)} are available in this version"
+            raise ModelLoadError(f"{self.path / self._file_names[name]}: tensor {name!r} {fault}: {WAY_OUT}")
         return _DTYPES[stored]
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
@@ -104,10 +101,9 @@ class SafetensorsCheckpoint:
         for name, file_name in self._file_names.items():
             stored = self._files[name].get_slice(name).get_dtype()
             if stored.startswith("F8_"):
-                raise ModelLoadError(
-                    f"{self.path / file_name}: tensor {name!r} holds 8-bit floats ({stored}), and config.json has no "
-                    f"quantization_config, which says how they are scaled: add it, or {WAY_OUT}"
-                )
+                fault = "config.json has no quantization_config, which says how they are scaled"
+                tensor = f"{self.path / file_name}: tensor {name!r} holds 8-bit floats ({stored})"
+                raise ModelLoadError(f"{tensor}, and {fault}: add it, or {WAY_OUT}")
 
     def _find_scales(self, scheme: Float8Scheme) -> None:
         """Find the scale of each matrix in 8-bit floats; ModelLoadError if one is missing, or has no such matrix."""
@@ -139,9 +135,8 @@ class SafetensorsCheckpoint:
             raise ModelLoadError(f"{path}: {_file_fault(path, error)}") from error
         for name in handle.keys():  # noqa: SIM118  (a safetensors handle is not a dict)
             if name in self._files:
-                raise ModelLoadError(
-                    f"{path}: tensor {name!r} is in {self._file_names[name]} too; wanted each tensor in one shard"
-                )
+                fault = f"tensor {name!r} is in {self._file_names[name]} too"
+                raise ModelLoadError(f"{path}: {fault}; wanted each tensor in one shard")
             self._files[name], self._file_names[name] = handle, file_name
 
 

@@ -103,10 +103,9 @@ class GGUFCheckpoint:
             # A vector is stored as one row.
             values = self.file.read_rows(stored, WHOLE)[0][wanted]
         except NotImplementedError as error:
-            raise ModelLoadError(
-                f"{self.path}: tensor {stored!r} is stored as {self.file.tensors[stored].type_name}, which the "
-                "gguf package does not de-quantize: take a file of another quantization"
-            ) from error
+            fault = f"is stored as {self.file.tensors[stored].type_name}, which the gguf package does not de-quantize"
+            way_out = "take a file of another quantization"
+            raise ModelLoadError(f"{self.path}: tensor {stored!r} {fault}: {way_out}") from error
         return values - 1 if self._format.norms_hold_one_more and "norm" in name else values
 
     def files(self) -> list[Path]:

@@ -110,10 +110,9 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
     _check_names(set(shapes), config, checkpoint)
     for name, shape in shapes.items():
         if checkpoint.shape(name) != shape:
-            raise ModelLoadError(
-                f"{checkpoint.path}: tensor {name} has shape {checkpoint.shape(name)}, the config asks "
-                f"for {shape}; config and weights belong to different models: take both of one model"
-            )
+            fault = f"tensor {name} has shape {checkpoint.shape(name)}, the config asks for {shape}"
+            reason = "config and weights belong to different models"
+            raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: take both of one model")
         checkpoint.read(name, slice(0, 0))
 
 
@@ -201,10 +200,9 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
         num_missing = f"({len(missing)} of {len(needed_names)} are)"
         raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {num_missing}; {fault}")
     if extra := sorted(stored_names - needed_names):
-        raise ModelLoadError(
-            f"{checkpoint.path}: tensor {extra[0]} has no place in the model ({len(extra)} such tensors); "
-            "the config lacks a feature, or names another architecture: correct the config"
-        )
+        fault = f"tensor {extra[0]} has no place in the model ({len(extra)} such tensors)"
+        reason = "the config lacks a feature, or names another architecture"
+        raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: correct the config")
 
 
 def _read_weight(

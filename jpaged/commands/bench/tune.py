@@ -288,16 +288,12 @@ def _chip_here(args: Namespace) -> str:
 
     device = jax.devices()[0]
     if device.platform != "tpu":
-        raise ConfigError(
-            f"--source: got measured, which needs a TPU, this is a {device.platform}; "
-            f"use --source bundles --chip {args.chip or 'v6e'}"
-        )
+        way_out = f"use --source bundles --chip {args.chip or 'v6e'}"
+        raise ConfigError(f"--source: got measured, which needs a TPU, this is a {device.platform}; {way_out}")
     chip = TPU_CHIPS.get(device.device_kind)
     if chip is None or args.chip not in (None, chip):
-        raise ConfigError(
-            f"--chip: got {args.chip} and a {device.device_kind}, the kernels have sizes for {', '.join(TPU_CHIPS)}; "
-            "leave it out on one of these, or use --source bundles"
-        )
+        fault = f"got {args.chip} and a {device.device_kind}, the kernels have sizes for {', '.join(TPU_CHIPS)}"
+        raise ConfigError(f"--chip: {fault}; leave it out on one of these, or use --source bundles")
     return chip
 
 

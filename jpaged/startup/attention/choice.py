@@ -51,10 +51,8 @@ def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
     heads = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in model.layers}
     if len(heads) > 1:
         shapes = ", ".join(f"{n} query and {k} KV heads of {size}" for n, k, size in sorted(heads))
-        raise ConfigError(
-            f"model: its attention layers have {shapes}, wanted: the same heads in all layers, since they share pages; "
-            "give another model"
-        )
+        wanted = "the same heads in all layers, since they share pages"
+        raise ConfigError(f"model: its attention layers have {shapes}, wanted: {wanted}; give another model")
     has_soft_cap = any(layer.soft_cap is not None for layer in model.layers)
     return AttentionShape(*heads.pop(), model.windows, kv_dtype, has_soft_cap)
 
@@ -99,11 +97,9 @@ def backend_by_name(
     """Return the backend of that name for models of this shape; ConfigError if it cannot serve on these devices."""
     entry, device = ENTRIES[name], devices[0]
     if not entry.runs_on(device.platform):
-        allowed = [other.name for other in BACKENDS if other.runs_on(device.platform)]
-        raise ConfigError(
-            f"attention_backend: got {name}, allowed on this device ({device.device_kind}): "
-            f"{', '.join(['auto', *allowed])}; leave it out"
-        )
+        allowed = ", ".join(["auto", *(other.name for other in BACKENDS if other.runs_on(device.platform))])
+        where = f"on this device ({device.device_kind})"
+        raise ConfigError(f"attention_backend: got {name}, allowed {where}: {allowed}; leave it out")
     try:
         backend_class = load_backend(entry)
         return backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=users_tuned(backend_class))

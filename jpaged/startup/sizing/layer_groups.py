@@ -46,10 +46,9 @@ def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
     num_layers_of = {window: num_unsorted[window] for window in windows_in_order}
     if len(num_layers_of) > MAX_GROUPS:
         shown_windows = ", ".join(map(_shown, num_layers_of))
-        raise ConfigError(
-            f"model: its attention layers have {len(num_layers_of)} different windows ({shown_windows}), "
-            f"allowed: at most {MAX_GROUPS}, since each takes a page-table group of its own"
-        )
+        fault = f"its attention layers have {len(num_layers_of)} different windows ({shown_windows})"
+        allowed = f"at most {MAX_GROUPS}, since each takes a page-table group of its own"
+        raise ConfigError(f"model: {fault}, allowed: {allowed}")
     windows = _windows_of_groups(num_layers_of)
     places: list[tuple[int, int]] = []
     num_placed: Counter[int | None] = Counter()
@@ -93,10 +92,9 @@ def _max_group_layers(num_layers_of: Mapping[int | None, int], windows: tuple[in
 def _check_owner(index: int, layer: AttentionLayer, owner: AttentionLayer) -> None:
     """Raise ConfigError for a layer whose window is not that of the layer whose keys and values it reads."""
     if owner.window != layer.window:
-        raise ConfigError(
-            f"model: layer {index} with {_shown(layer.window)} reads the keys and values of layer {layer.pages_of} "
-            f"with {_shown(owner.window)}, wanted: the same for both, since they have the same pages"
-        )
+        other = f"the keys and values of layer {layer.pages_of} with {_shown(owner.window)}"
+        wanted = "the same for both, since they have the same pages"
+        raise ConfigError(f"model: layer {index} with {_shown(layer.window)} reads {other}, wanted: {wanted}")
 
 
 def _shown(window: int | None) -> str:

@@ -416,10 +416,8 @@ def _lowered_len(
     """
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:
-        raise ConfigError(
-            f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens, {missing_bytes} bytes are missing; "
-            f"lower max_model_len to {capacity}, or {way_out}"
-        )
+        fault = f"got {max_model_len}, the pool holds {capacity} tokens, {missing_bytes} bytes are missing"
+        raise ConfigError(f"max_model_len: {fault}; lower max_model_len to {capacity}, or {way_out}")
     # The smallest request is a prompt of one token with one token of output.
     max_demand = min(max_model_len, max((demand.num_tokens for demand in demands), default=2))
     if max_demand > capacity:
