@@ -30,14 +30,14 @@ class KeptMinimum(NamedTuple):
 
     is_limited: Bool[Array, " R"]
     """Whether the row's threshold is searched at all; what a search returns for other rows means nothing."""
-    count: Int[Array, " R"]
+    min_count: Int[Array, " R"]
     """Number of weights."""
-    mass: Float[Array, " R"]
+    min_mass: Float[Array, " R"]
     """Sum of the weights."""
 
     def is_met(self, count: Int[Array, " R"], mass: Float[Array, " R"]) -> Bool[Array, " R"]:
         """Return whether `count` weights that sum up to `mass` are enough, by row."""
-        return (count >= self.count) & (mass >= self.mass)
+        return (count >= self.min_count) & (mass >= self.min_mass)
 
 
 class _Bounds(NamedTuple):
@@ -91,7 +91,9 @@ def section_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], mini
         part_size = (high - low + NUM_PARTS - 1) // NUM_PARTS
         edges = low[:, None] + part_size[:, None] * jnp.arange(1, num_edges + 1)[None]
         counts, masses = kept_counts_and_masses(weights, lax.bitcast_convert_type(edges, jnp.float32))
-        is_enough = (edges < high[:, None]) & (counts >= minimum.count[:, None]) & (masses >= minimum.mass[:, None])
+        is_enough = (
+            (edges < high[:, None]) & (counts >= minimum.min_count[:, None]) & (masses >= minimum.min_mass[:, None])
+        )
         # Rounding may let a sum rise where it should not: the first edge that keeps too little ends the range.
         low += part_size * jnp.sum(jnp.cumprod(is_enough.astype(jnp.int32), axis=1), axis=1)
         return low, jnp.minimum(low + part_size, high)

@@ -152,7 +152,7 @@ class Programs:
             for size in buckets.sample_sizes(mode):
                 self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
 
-    def _shape(self, dims: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def _shape(self, dims: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
@@ -260,7 +260,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     return programs
 
 
-def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
     """Return the abstract shapes of the cache's arrays, placed by the layout's logical axes."""
     return tuple(
         jax.ShapeDtypeStruct(shape, layout.stored_dtype, sharding=sharding_of(mesh, axes))

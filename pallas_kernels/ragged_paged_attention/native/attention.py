@@ -135,9 +135,17 @@ def _attend_handler(shape: Shape) -> str:
         keys_of_query_tiles = build.mul(num_query_tiles, I64(MAX_SERIAL_ELEMENTS))
         (num_keys,) = code.loop(0, num_decode_rows, add_position, carried=[keys_of_query_tiles])
         is_large = build.icmp_signed(">", num_keys, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
-        tile_arrays = query_tiles, shared_tiles, members, num_shared_pages
         arguments = TileArguments(
-            *[buffer.data for buffer in (q, keys, values, tables, positions, *tile_arrays, sinks)],
+            queries=q.data,
+            keys=keys.data,
+            values=values.data,
+            tables=tables.data,
+            positions=positions.data,
+            query_tiles=query_tiles.data,
+            shared_tiles=shared_tiles.data,
+            members=members.data,
+            num_shared_pages=num_shared_pages.data,
+            sinks=sinks.data,
             table_len=tables.size(1),
             max_query_tiles=query_tiles.size(1),
             max_shared_tiles=shared_tiles.size(1),

@@ -54,7 +54,7 @@ MAX_MASKED_KEYS = 256
 
 @dataclass(eq=False)
 class DecodeKernel:
-    """One grid step over `block_rows` rows, whose scores come from `num_products` products per sub-tile."""
+    """One grid step over `block_rows` rows; `table_len` counts the entries of one row's page table."""
 
     scalars: DecodeScalars
     inputs: DecodeInputs
@@ -62,7 +62,6 @@ class DecodeKernel:
     scratch: DecodeScratch
     sizes: DecodeSizes
     table_len: int
-    """Entries of one row's page table."""
     options: AttendOptions
 
     def __post_init__(self) -> None:
@@ -303,9 +302,8 @@ class DecodeKernel:
     def _attend_tails(self, iteration: Scalar) -> None:
         """Attend the next `tail_rows` rows of the block to their tails, in masked sub-tiles of `sizes.tail` tokens.
 
-        With 2 rows at a time, iteration 1 takes the rows 2 and 3 of the block. They go through the same sub-tiles in
-        step, so that their instructions overlap: from the first sub-tile that any of them attends to, to the last one.
-        A row attends to nothing in a sub-tile that only another one needs.
+        With 2 rows at a time, iteration 1 takes the rows 2 and 3 of the block. They go through the sub-tiles that any
+        of them needs in step, so that their instructions overlap; masks hide sub-tiles that only another row needs.
         """
         sub_tokens = self.sizes.tail
         rows_in_block = [iteration * self.tail_rows + index for index in range(self.tail_rows)]

@@ -181,7 +181,7 @@ def to_int32(x: jax.Array) -> jax.Array:
 
 def from_int32(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Undo `to_int32` for numbers of `dtype`."""
-    return lax.bitcast_convert_type(bits, dtype) if dtype.itemsize == 4 else pltpu.bitcast(bits, dtype)
+    return lax.bitcast_convert_type(bits, dtype) if jnp.dtype(dtype).itemsize == 4 else pltpu.bitcast(bits, dtype)
 
 
 def divide(x: Scalar, divisor: int) -> jax.Array:
