@@ -22,7 +22,11 @@ MAX_JSON_BYTES = 64 * 2**20
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raises ModelLoadError if it cannot be read or holds anything else."""
+    """Return the JSON object in the file `path`.
+
+    Raises ModelLoadError if the file cannot be read, is larger than MAX_JSON_BYTES, is not JSON, or holds another JSON
+    value than an object.
+    """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read as JSON")
@@ -30,7 +34,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         data = json.loads(raw)
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-    # A number with too many digits and a file that is not UTF-8 are ValueErrors too.
+    # Besides invalid JSON, a number with too many digits and a file that is not UTF-8 raise ValueError. RecursionError
+    # comes from deep nesting. The error for a file that is too large is itself a ValueError and passes through.
     except (ValueError, RecursionError) as error:
         if isinstance(error, ModelLoadError):
             raise
@@ -63,7 +68,7 @@ class Fields:
         return self.names.get(key, self.prefix + key)
 
     def wrong(self, key: str, wanted: str) -> ModelLoadError:
-        """Return the error that names `key`, its value and what was wanted."""
+        """Return (do not raise) the error for `key`: its value, or that it is missing, and what was `wanted`."""
         name = self.name_of(key)
         if not self.has(key):
             return ModelLoadError(f"{self.path}: {name} is missing, wanted {wanted}")
@@ -77,7 +82,11 @@ class Fields:
     def number(
         self, key: str, default: float | None = None, *, above: float = -inf, min: float = -inf, max: float = inf
     ) -> float:
-        """Return a finite number `> above`, `>= min` and `<= max`; without a default the key is required."""
+        """Return a finite number `> above`, `>= min` and `<= max` as a float.
+
+        `default` is the value of an absent key, and is checked too; without it the key is required. Raises
+        ModelLoadError.
+        """
 
         def is_right(value: Any) -> bool:
             # isfinite would raise for an integer that no float can hold, so large ones are excluded first.
@@ -103,22 +112,26 @@ class Fields:
         return replace(self, data=data, prefix=f"{self.prefix}{key}.")
 
     def with_data(self, data: Mapping[str, Any]) -> Fields:
-        """Return the fields of the same object with other values; both note in one set what was asked for."""
+        """Return the fields of the same object with other values; keys that are asked for are noted in the same set."""
         return replace(self, data=data)
 
     def items(self, key: str, kind: type | tuple[type, ...], default: list[Any] | None = None) -> list[Any]:
-        """Return a list whose values are all of the type `kind`; without a default the key is required."""
+        """Return a list whose items are all of the type `kind`, or of one of these types.
+
+        `default` is the value of an absent key; without it the key is required. Raises ModelLoadError.
+        """
 
         def is_right(value: Any) -> bool:
-            return isinstance(value, list) and all(issubclass(one, kind) for one in set(map(type, value)))
+            # A vocabulary has 100,000 items and more, of few types: checking each type once is faster.
+            return isinstance(value, list) and all(issubclass(type_, kind) for type_ in set(map(type, value)))
 
-        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        names = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
         return self._value(key, default, is_right, f"a list of {names} values")
 
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
-        """Return the token ids of a value that is absent, null, one integer or a list, each id once.
+        """Return the token ids under `key`, which may be absent, null, one id or a list; repeated ids are left out.
 
-        Raise ModelLoadError for an id that is not below `vocab_size`.
+        An absent key and null give no ids. Raises ModelLoadError for an id that is not from 0 to `vocab_size` − 1.
         """
         value = self.data[key] if self.has(key) else None
         ids = value if isinstance(value, list) else [value] * (value is not None)
@@ -127,7 +140,11 @@ class Fields:
         return tuple(dict.fromkeys(ids))
 
     def _value(self, key: str, default: Any, is_right: Callable[[Any], bool], wanted: str) -> Any:
-        """Return the value of `key`, or the default of an absent one; ModelLoadError if it is not right."""
+        """Return the value of `key`, or `default` if it is absent.
+
+        Raises ModelLoadError if `is_right` refuses the value, `default` included: a default of None makes a key
+        required where `is_right` refuses None. `wanted` says in the error what is allowed.
+        """
         value = self.data[key] if self.has(key) else default
         if not is_right(value):
             raise self.wrong(key, wanted)

@@ -13,10 +13,10 @@ from .spec import AttentionLayer, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder of equal layers; `families` read it from config.json.
+    """The sizes and options of a decoder; each module of `families` reads them from config.json.
 
-    `windows` and `ropes` have one entry per layer: the number of latest
-    positions that a query attends to, its own included, or None for all; the rotary embedding, or None for none.
+    `windows` and `ropes` have one entry per layer. A window is the number of latest positions that a query attends to,
+    its own included, or None for all. A rope is the layer's rotary embedding, or None for none.
     """
 
     vocab_size: int
@@ -33,7 +33,7 @@ class DecoderConfig:
     tie_word_embeddings: bool
     """Whether the output matrix is the embedding."""
     dtype: str
-    """The checkpoint's."""
+    """Dtype of the checkpoint: float32, bfloat16 or float16."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     activation: str = "silu"
@@ -42,11 +42,12 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str | None = None
-    """Queries and keys are normed: each "head" by itself, or "all" heads together; None for no norm."""
+    """How queries and keys are normed: "head" norms each head by itself, "all" norms all heads together; None for no
+    norm."""
     attention_scale: float | None = None
     """Factor of the scores; None for head_size ** −0.5."""
     divides_scale_by_layer: bool = False
-    """Each layer divides that factor by its number, from 1."""
+    """Whether each layer divides the factor of its scores by the layer's number, which counts from 1."""
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
@@ -66,7 +67,7 @@ class DecoderConfig:
         return self.tie_word_embeddings or self.has_head_though_tied
 
     def shares(self, num_shards: int) -> Shares:
-        """Return the stored sizes on so many devices."""
+        """Return how heads, MLP and vocabulary are spread over `num_shards` devices, and padded for that."""
         return Shares(num_shards, self.num_heads, self.num_kv_heads, self.intermediate_size, self.vocab_size)
 
     @property
@@ -80,41 +81,58 @@ class DecoderConfig:
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
     def spec_on_chip(self, num_shards: int) -> ModelSpec:
-        """Return what an engine reads of the model, with heads and activations of one of so many devices."""
+        """Return the model's spec as one of `num_shards` devices sees it.
+
+        Heads and `activation_width` are those of one device: its share of the query heads, of the KV heads and of the
+        MLP columns, with their padding. All other values are those of `spec`.
+        """
         shares = self.shares(num_shards)
         num_kv_heads = shares.stored_kv_heads // num_shards
         num_heads = num_kv_heads * shares.group_size
         layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
         width = self._activation_width(shares.stored_inner // num_shards, num_heads)
-        # A GPU's compiler sums over chips in float32.
-        sums = 2 * self.hidden_size if num_shards > 1 else 0
-        return replace(self.spec, layers=tuple(layers), activation_width=width + sums)
+        # XLA on a GPU sums over devices in float32, so each value of such a sum takes the memory of two 16-bit values.
+        reduction_width = 2 * self.hidden_size if num_shards > 1 else 0
+        return replace(self.spec, layers=tuple(layers), activation_width=width + reduction_width)
 
     def _activation_width(self, intermediate_size: int, num_heads: int) -> int:
-        """Return the values per token of a forward program on a device with so many MLP columns and query heads."""
+        """Return an estimate of how many values per token a forward program holds at once on one device.
+
+        `intermediate_size` and `num_heads` are the device's MLP columns and query heads.
+        """
         return 4 * self.hidden_size + 3 * intermediate_size + 2 * num_heads * self.head_size
 
     def for_context(self, max_model_len: int) -> Self:
-        """Return the config with the rotary embeddings for sequences of at most so many tokens."""
+        """Return the config with the rotary embeddings for sequences of at most `max_model_len` tokens."""
         return replace(self, ropes=tuple(rope and rope.for_context(max_model_len) for rope in self.ropes))
 
     def without_idle_windows(self, max_model_len: int) -> Self:
-        """Return the config with full attention for windows that sequences of at most so many tokens never leave."""
+        """Return the config with full attention in place of each window of `max_model_len` tokens or more.
+
+        No sequence of at most `max_model_len` tokens is longer than the window of these layers.
+        """
         windows = (None if window is not None and window >= max_model_len else window for window in self.windows)
         return replace(self, windows=tuple(windows))
 
     @property
     def longrope(self) -> str | None:
-        """Return in words which set of LongRoPE's factors is in use; None without LongRoPE."""
-        found = next((rope for rope in self.ropes if rope is not None and rope.kind == "longrope"), None)
-        if found is None:
+        """Return in words which set of LongRoPE's factors is in use; None for a model without LongRoPE.
+
+        Example: "LongRoPE with its short factors, for contexts up to 4096 tokens".
+        """
+        longrope = next((rope for rope in self.ropes if rope is not None and rope.kind == "longrope"), None)
+        if longrope is None:
             return None
-        kind, reach = ("long", "beyond") if found.is_long else ("short", "up to")
-        return f"LongRoPE with its {kind} factors, for contexts {reach} {found.original_max_position} tokens"
+        kind, reach = ("long", "beyond") if longrope.is_long else ("short", "up to")
+        return f"LongRoPE with its {kind} factors, for contexts {reach} {longrope.original_max_position} tokens"
 
     @property
     def spec(self) -> ModelSpec:
-        """Return what an engine reads of the model."""
+        """Return the sizes, token ids and attention layers that an engine reads, for the whole model on all devices.
+
+        Heads and sizes are those of the checkpoint, without padding. All layers have the same heads; only their windows
+        may differ.
+        """
         heads: dict[str, Any] = {
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,

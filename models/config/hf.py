@@ -19,7 +19,10 @@ ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 
 
 def read_sizes(fields: Fields) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that these families read alike: sizes, heads, token ids and dtype."""
+    """Return keyword arguments of `DecoderConfig` whose keys most families share: sizes, heads, token ids and dtype.
+
+    Raises ModelLoadError, which names the key, for a value that is missing or wrong.
+    """
     vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     return {
@@ -35,7 +38,11 @@ def read_sizes(fields: Fields) -> dict[str, Any]:
 
 
 def read_tokens_and_dtype(fields: Fields, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` that every family has: the token ids and the checkpoint's dtype."""
+    """Return keyword arguments of `DecoderConfig` that every family has: token ids and the checkpoint's dtype.
+
+    transformers 5 writes `dtype` and version 4 `torch_dtype`; `dtype` counts if a file has both. A token id must be
+    below `vocab_size`, or ModelLoadError is raised.
+    """
     has_bos = fields.has("bos_token_id")
     return {
         "dtype": fields.choice("dtype" if fields.has("dtype") else "torch_dtype", DTYPES, "float32"),
@@ -50,7 +57,10 @@ def num_layers_of(fields: Fields) -> int:
 
 
 def read_kv_heads(fields: Fields, num_heads: int) -> int:
-    """Return the number of KV heads, which divides that of query heads; without the key they are as many."""
+    """Return the number of KV heads, which must divide the number of query heads, `num_heads`.
+
+    Without the key, each query head has a KV head of its own.
+    """
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.wrong("num_key_value_heads", f"a divisor of the {num_heads} query heads")
@@ -58,7 +68,11 @@ def read_kv_heads(fields: Fields, num_heads: int) -> int:
 
 
 def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
-    """Return the size of a head, which is even; without the key, that of equal shares of the hidden size."""
+    """Return the number of lanes of a head; without the key `head_dim` it is `hidden_size` ÷ `num_heads`.
+
+    Raises ModelLoadError if the size is odd, since rotary embedding works on pairs of lanes, or if the key is absent
+    and the heads do not divide the hidden size.
+    """
     key = "head_dim"
     if not fields.has(key) and hidden_size % num_heads:
         raise fields.wrong(key, f"an even integer, as {num_heads} heads do not divide hidden size {hidden_size}")
@@ -72,7 +86,11 @@ def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
 
 
 def read_equal_heads(fields: Fields) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig` for heads that divide the hidden size, each with keys and values."""
+    """Return keyword arguments of `DecoderConfig` for a family without grouped queries and without a head size key.
+
+    Each query head has its own KV head, and the head size is the hidden size ÷ the number of heads. Raises
+    ModelLoadError if the heads do not divide the hidden size.
+    """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
@@ -85,7 +103,10 @@ def read_equal_heads(fields: Fields) -> dict[str, Any]:
 
 
 def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
-    """Return the type of each layer, of SLIDING and FULL; `default` where the file does not say them."""
+    """Return the attention type of each layer, SLIDING or FULL; `default` if the file has no `layer_types`.
+
+    `default` has one type per layer of the model. Raises ModelLoadError for a list of another length or another type.
+    """
     if not fields.has("layer_types"):
         return default
     layer_types: list[str] = fields.items("layer_types", str)
@@ -95,7 +116,10 @@ def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
 
 
 def windows_by_type(fields: Fields, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer: `window` on the sliding ones, which must be set if there are any."""
+    """Return the window of each layer: `window` for SLIDING, None for FULL.
+
+    Raises ModelLoadError if a layer is SLIDING and `window` is None.
+    """
     if SLIDING in layer_types and window is None:
         raise fields.wrong("layer_types", f"{FULL} only, as this model has no sliding window in use")
     return tuple(window if kind == SLIDING else None for kind in layer_types)

@@ -18,51 +18,60 @@ INSIDE = {
     "partial_rotary_factor": ("partial_rotary_factor", FULL),
     "rotary_pct": ("partial_rotary_factor", FULL),
 }
-"""Key of transformers 4, beside that object → the key of version 5 inside of it, and the layer type whose object that
-is where each type has one."""
+"""Key of transformers 4, at the top level of config.json → the key of transformers 5, inside of the rotary embedding's
+object, and the layer type whose object has it where each layer type has an object of its own."""
 
 
 def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data`, the content of config.json, with values replaced; an object in both is merged in the same way.
+    """Return `data`, the content of config.json, with the values of `overrides`; nested objects are merged by key.
 
-    What describes the rotary embedding counts wherever the file has it, in the form of transformers 4 or 5. Raises
-    ModelLoadError for such a value that is no object.
+    An override of the rotary embedding takes effect whether it and the file have the form of transformers 4
+    (`rope_theta` beside an object `rope_scaling`) or of version 5 (all in `rope_parameters`). So an object under the
+    one name is merged into the file's object under the other name, and values of the file that the readers would prefer
+    to the override are removed. For example, a top-level `rope_theta` removes the `rope_theta` in the file's
+    `rope_parameters`. Raises ModelLoadError for a rotary embedding that is neither an object nor null.
     """
-    in_force = next((key for key in ROPE_OBJECTS if data.get(key)), "")
-    moved = dict(overrides)
+    file_key = next((key for key in ROPE_OBJECTS if data.get(key)), "")
+    to_merge = dict(overrides)
     for key in ROPE_OBJECTS:
         if (scaling := overrides.get(key)) is None:
             continue
         if not isinstance(scaling, Mapping):
             raise ModelLoadError(f"hf_overrides: {key} is {reprlib.repr(scaling)}, wanted an object {{…}} or null")
         if ORIGINAL in scaling:
-            moved.setdefault(ORIGINAL, scaling[ORIGINAL])  # One that the file has beside the object would count first.
-    if not isinstance(data.get(in_force), Mapping):
-        return _merged(data, moved)
-    parameters = dict(data[in_force])
-    by_type = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+            # The readers prefer a top-level value to the one in the object, and the file may have one at its top level.
+            to_merge.setdefault(ORIGINAL, scaling[ORIGINAL])
+    if not isinstance(data.get(file_key), Mapping):
+        return _merged(data, to_merge)
+    parameters = dict(data[file_key])
+    layer_types = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     for outer, (inner, layer_type) in INSIDE.items():
-        if outer in overrides:  # A value inside of the object would count before it.
-            if layer_type in by_type:
+        if outer in overrides:  # The readers would prefer the file's value inside of the object to this override.
+            if layer_type in layer_types:
                 parameters[layer_type] = {k: v for k, v in parameters[layer_type].items() if k != inner}
             if layer_type == FULL:
                 parameters.pop(inner, None)
     for key in ROPE_OBJECTS:
-        if key in overrides and key != in_force and not by_type:
-            scaling = moved.pop(key)
-            if scaling is None:  # No scaling.
+        if key in overrides and key != file_key and not layer_types:
+            scaling = to_merge.pop(key)
+            if scaling is None:  # Null turns the scaling off; the embedding itself stays.
                 parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
             else:
-                moved = _merged(moved, {in_force: scaling})
-    if "type" in (moved.get(in_force) or {}):  # The older name of what the file may have as rope_type.
+                to_merge = _merged(to_merge, {file_key: scaling})
+    if "type" in (to_merge.get(file_key) or {}):  # The older name of rope_type, which the readers prefer.
         parameters.pop("rope_type", None)
-    return _merged({**data, in_force: parameters}, moved)
+    return _merged({**data, file_key: parameters}, to_merge)
 
 
 def check_overrides(
     overrides: Mapping[str, Any], asked: Collection[str], without_effect: Collection[str], architecture: str
 ) -> None:
-    """Refuse a key that is neither `asked` for nor known to be `without_effect`, and name the nearest known one."""
+    """Raise ModelLoadError for a key of `overrides` that has no meaning for the model; it names the nearest known key.
+
+    `asked` are the keys that the family's reader has looked up, nested ones as "rope_parameters.factor".
+    `without_effect` are top-level keys that the model class has but that change nothing here. `architecture` is the
+    name of the class, for the error. A key of the rotary embedding is known under either name of its object.
+    """
     for key in paths(overrides):
         first, dot, rest = key.partition(".")
         spellings = [f"{name}{dot}{rest}" for name in ROPE_OBJECTS] if first in ROPE_OBJECTS else [key]
@@ -73,7 +82,11 @@ def check_overrides(
 
 
 def paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield all keys, those of a nested object behind its own: "rope_parameters", "rope_parameters.factor"."""
+    """Yield all keys of nested objects as dotted paths, an object before its content.
+
+    Example: {"rope_parameters": {"factor": 2}} gives "rope_parameters" and "rope_parameters.factor". `prefix` is put in
+    front of each path.
+    """
     for key, value in values.items():
         yield (path := f"{prefix}{key}")
         if isinstance(value, Mapping):
@@ -81,6 +94,7 @@ def paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data` with the values of `overrides`; an object that both have under a key is merged in the same way."""
     merged = dict(data)
     for key, value in overrides.items():
         old = merged.get(key)

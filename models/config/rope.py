@@ -53,9 +53,10 @@ class RopeConfig:
     """Whether `long_factors` are in use; see `for_context`."""
 
     def for_context(self, max_model_len: int) -> RopeConfig:
-        """Return the embedding for sequences of up to this many tokens: longrope has two sets of factors.
+        """Return the embedding for an engine whose sequences have at most `max_model_len` tokens.
 
-        One set serves all sequences of an engine, since keys in the cache were rotated by one of them.
+        Only longrope depends on the length: it has short and long factors. One set serves all sequences of an engine,
+        short ones included, since all keys in the cache must be rotated by the same frequencies.
         """
         if self.kind != "longrope":
             return self
@@ -71,11 +72,12 @@ def rope_fields(
     share: float = 1.0,
     share_key: str = "partial_rotary_factor",
 ) -> Fields:
-    """Return the parameters of the one rotary embedding of all layers, in the form of transformers 5.
+    """Return the parameters of the rotary embedding that all layers share, as one object in the form of transformers 5.
 
-    As there, what the file has inside of the object counts before what it has beside it, save for the original context,
-    for which it is the other way round. `theta` and `share`, that of a head that is rotated, are the family's defaults,
-    the two keys are what files of transformers 4 call them. Raises ModelLoadError.
+    As in transformers, a value inside of the file's object wins over one at the top level. Only for
+    `original_max_position_embeddings` the top level wins. `theta` and `share`, the rotated share of a head, are the
+    family's defaults; `theta_key` and `share_key` are their top-level keys in files of transformers 4. Raises
+    ModelLoadError, also for an object per layer type.
     """
     key = rope_key(fields)
     found = fields.mapping(key)
@@ -88,20 +90,22 @@ def rope_fields(
     merged = _over(values, found)
     if fields.has(ORIGINAL):
         merged = merged.with_data({**merged.data, ORIGINAL: fields.integer(ORIGINAL)})
+    # Errors name a value that came from the top level by its key there.
     outside = {"rope_theta": theta_key, "partial_rotary_factor": share_key}
     names = {inner: fields.name_of(outer) for inner, outer in outside.items() if found.data.get(inner) is None}
     return replace(merged, names={**found.names, **names})
 
 
 def _over(defaults: Mapping[str, Any], found: Fields) -> Fields:
-    """Return the fields of an object over defaults, which count where it has null too."""
+    """Return the fields of the object `found`, with `defaults` for keys that are absent or null."""
     return found.with_data({**defaults, **{key: value for key, value in found.data.items() if value is not None}})
 
 
 def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool = False) -> RopeConfig:
-    """Read a rotary embedding from its parameters, `rope`. Raises ModelLoadError.
+    """Return the rotary embedding whose parameters are the fields `rope`; `fields` are those of the whole config.
 
-    `is_partial` is whether the family may rotate a part of each head, whose size is in lanes.
+    `head_size` is in lanes. `is_partial` says whether the family may rotate only the first lanes of each head. Raises
+    ModelLoadError for a kind or a value that is not supported, and for an odd number of rotated lanes.
     """
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
     share = rope.number("partial_rotary_factor", 1.0, above=0, max=1)
@@ -118,10 +122,12 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
 def read_ropes_by_type(
     fields: Fields, layer_types: list[str], *, head_size: int, thetas: Mapping[str, tuple[str | None, float]]
 ) -> tuple[RopeConfig, ...]:
-    """Read the rotary embedding of each layer, where the config has one per layer type.
+    """Return the rotary embedding of each layer, for a family with one rotary embedding per layer type.
 
-    `thetas` maps the layer type to the top-level key of its theta in older files, None if there is none, and to the
-    default. Older files' `rope_scaling` is for layers of full attention.
+    Files of transformers 5 have an object per layer type in `rope_parameters`. Files of version 4 have each theta at
+    the top level, and a `rope_scaling` that applies to layers of full attention only. `thetas` maps a layer type to
+    (its top-level key, None if it has none; the default theta). Raises ModelLoadError, also for a file that mixes both
+    forms.
     """
     by_type = fields.mapping("rope_parameters")
     scaling = fields.mapping("rope_scaling")
@@ -133,9 +139,9 @@ def read_ropes_by_type(
         raise fields.wrong("rope_scaling", "an object with rope_type")
     ropes = {}
     for layer_type, (key, default) in thetas.items():
-        old = scaling if layer_type == FULL else Fields({}, fields.path, fields.names)
+        older_form = scaling if layer_type == FULL else Fields({}, fields.path, fields.names)
         theta = default if key is None else fields.number(key, default, above=1)
-        rope = by_type.mapping(layer_type) if by_type.has(layer_type) else old
+        rope = by_type.mapping(layer_type) if by_type.has(layer_type) else older_form
         rope = _over({"rope_theta": theta}, rope)
         ropes[layer_type] = read_rope(fields, rope, head_size=head_size)
         if not ropes[layer_type].truncate:
@@ -147,8 +153,9 @@ def read_ropes_by_type(
 def context_len(rope: RopeConfig, max_position: int) -> int:
     """Return the longest context, in positions, that a model with this rotary embedding is made for.
 
-    `linear` and `yarn` stretch the context that the model was trained on, and files differ in whether
-    `max_position_embeddings` already includes that. For llama3 it always does.
+    `max_position` is `max_position_embeddings` of the file. For `linear` it is the context before stretching, so it is
+    multiplied by the factor. For `yarn` files differ in this, so the larger of it and the stretched original context
+    counts. For all other kinds it is the result.
     """
     if rope.kind == "linear":
         return int(max_position * rope.factor)
@@ -158,16 +165,23 @@ def context_len(rope: RopeConfig, max_position: int) -> int:
 
 
 def rope_key(fields: Fields) -> str:
-    """Return the key of the object with the rotary embedding's parameters; older files' key counts if both are set."""
+    """Return the key of the object with the rotary embedding's parameters.
+
+    It is `rope_scaling` if that is there and not empty, and `rope_parameters` otherwise, even if that is absent.
+    """
     old, new = ROPE_OBJECTS
     return old if fields.has(old) and fields.data[old] else new
 
 
 def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> RopeConfig:
-    """Read the parameters that rotary embeddings of this `kind` have; positions are in tokens, `size` in lanes."""
+    """Return the embedding of this `kind` with its scaling; the caller sets theta and the number of rotated lanes.
+
+    `max_position` is the model's longest context in tokens, and `size` the number of rotated lanes. Raises
+    ModelLoadError for a parameter that is missing, out of range or contradicts another.
+    """
     if kind == "default":
         return RopeConfig()
-    # Its logarithm divides in longrope.
+    # longrope divides by the logarithm of the original context, which is 0 for 1.
     original = rope.integer(ORIGINAL, max_position, min=2 if kind == "longrope" else 1)
     if kind == "longrope":
         return _read_longrope(rope, original, max_position, size)
@@ -189,8 +203,10 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
 
 
 def _read_longrope(rope: Fields, original: int, max_position: int, size: int) -> RopeConfig:
-    """Read two sets of factors, and the factor of cosines and sines: √(1 + ln(s) ÷ ln(original)) for a context × s.
+    """Return a longrope embedding with its short and long factors, and its factor of cosines and sines.
 
+    The latter is √(1 + ln(s) ÷ ln(original)) unless the file gives it, where s = max_position ÷ original stretches the
+    context; it is 1 for s ≤ 1. `original` and `max_position` are in tokens, `size` is the number of rotated lanes.
     Source: Ding et al. 2024, arXiv:2402.13753.
     """
     factor = rope.number("factor", max_position / original, above=0, max=MAX_FACTOR)
@@ -206,12 +222,16 @@ def _read_longrope(rope: Fields, original: int, max_position: int, size: int) ->
 
 
 def _factors(rope: Fields, key: str, size: int) -> tuple[float, ...]:
-    """Return a divisor for each of the inverse frequencies of `size` lanes."""
+    """Return the list under `key`: one divisor for each of the `size` ÷ 2 inverse frequencies."""
     return checked_factors(rope.items(key, (int, float)), size, f"{rope.path}: {rope.name_of(key)}")
 
 
 def checked_factors(values: Sequence[float], size: int, name: str) -> tuple[float, ...]:
-    """Return divisors of the inverse frequencies of `size` lanes as floats; `name` is what errors name."""
+    """Return `values`, one divisor for each of the `size` ÷ 2 inverse frequencies, as floats.
+
+    Raises ModelLoadError, which begins with `name`, for another number of values, and for one that is not a number
+    above 0 and up to MAX_FACTOR.
+    """
     if len(values) != size // 2:
         raise ModelLoadError(f"{name} holds {len(values)} values, wanted {size // 2}")
     for value in values:

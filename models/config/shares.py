@@ -17,10 +17,10 @@ Run = tuple[int, int, int]
 class Shares:
     """The stored sizes of a decoder whose tensors are spread over `num_shards` devices.
 
-    The KV heads are as many as the least number, from the model's on, that divides the devices or is divided by them.
-    If there are more devices, each KV head lies on several, which share its query heads; the query heads of a group are
-    then padded to a multiple of those. 9 query heads and 3 KV heads become 12 and 4 on 2 or 4 devices; on 8 they become
-    16 and 4, each of which lies on two.
+    KV heads are padded to the least number that divides the number of devices or is a multiple of it. If there are more
+    devices than KV heads, each KV head is copied to several devices, which share its query heads; the query heads of a
+    group are then padded to a multiple of the copies. 9 query heads and 3 KV heads become 12 and 4 on 2 or 4 devices.
+    On 8 devices they become 16 and 4, and each of the 4 lies on two devices.
     """
 
     num_shards: int
@@ -32,7 +32,10 @@ class Shares:
 
     @cached_property
     def _distinct_kv_heads(self) -> int:
-        """Return the KV heads with the padding, each once."""
+        """Return the number of KV heads with padding and without copies.
+
+        It is the least number, from the model's KV heads on, that divides the devices or is a multiple of them.
+        """
         number = self.num_kv_heads
         while self.num_shards % number and number % self.num_shards:
             number += 1
@@ -73,18 +76,25 @@ class Shares:
         return _round_up(self.vocab_size, self.num_shards)
 
     def __str__(self) -> str:
-        """Say over how many devices the model is spread, and what is stored beyond what it has."""
+        """Return how many devices there are, and each size that padding or copies make larger.
+
+        Example: "2 devices, which store 12 query heads for 9, 4 KV heads for 3".
+        """
         stored = {
             "query heads": (self.num_heads, self.stored_heads),
             "KV heads": (self.num_kv_heads, self.stored_kv_heads),
             "MLP columns": (self.intermediate_size, self.stored_inner),
             "vocabulary rows": (self.vocab_size, self.stored_vocab),
         }
-        padded = [f"{many} {name} for {few}" for name, (few, many) in stored.items() if many != few]
+        padded = [f"{larger} {name} for {own}" for name, (own, larger) in stored.items() if larger != own]
         return f"{self.num_shards} devices" + (f", which store {', '.join(padded)}" if padded else "")
 
     def query_runs(self, head_size: int) -> tuple[Run, ...]:
-        """Return where the rows of the model's query heads are stored; a head has `head_size` rows."""
+        """Return where the rows of the model's query heads are stored, as runs of Wᵀ's rows; a head has `head_size`.
+
+        Each stored KV head has `group_size` stored query heads. Copies of a KV head take the query heads of its group
+        in turn, and the last copies may get fewer than `group_size`, or none; the rest is padding.
+        """
         runs = []
         for kv_head in range(self.stored_kv_heads):
             true_kv_head, copy = divmod(kv_head, self.kv_copies)
@@ -95,13 +105,19 @@ class Shares:
         return _scaled(runs, head_size)
 
     def kv_runs(self, head_size: int) -> tuple[Run, ...]:
-        """Return where the rows of the model's KV heads are stored, some of them on several devices."""
+        """Return where the rows of the model's KV heads are stored, as runs; a head has `head_size` rows.
+
+        A KV head that is copied to several devices has a run for each copy.
+        """
         heads = ((kv_head, kv_head // self.kv_copies) for kv_head in range(self.stored_kv_heads))
         return _scaled([(kv_head, true, 1) for kv_head, true in heads if true < self.num_kv_heads], head_size)
 
 
 def _scaled(runs: list[Run], size: int) -> tuple[Run, ...]:
-    """Return runs of heads as runs of rows; what follows in both places is one run."""
+    """Return runs of heads as runs of rows, `size` rows per head. Empty runs are left out.
+
+    A run that continues the one before it, among the stored heads and among the model's, is merged with it.
+    """
     merged: list[Run] = []
     for stored, true, count in runs:
         if merged and (stored - merged[-1][0], true - merged[-1][1]) == (merged[-1][2],) * 2:
