@@ -17,7 +17,7 @@ def _gelu(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
 
 
 def _gelu_tanh(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
-    """Return x Φ(x) by the approximation with a hyperbolic tangent of the same paper."""
+    """Return x Φ(x), approximated by a hyperbolic tangent. Source: Hendrycks & Gimpel 2016, arXiv:1606.08415."""
     return jax.nn.gelu(x, approximate=True)
 
 

@@ -1,6 +1,6 @@
 """Compares the `attend` calls of a module with its spec while JAX traces it: each layer once, in order, as specified.
 
-An engine gives pages back, and shares them out, by the spec: a call that differs would read pages that are gone.
+An engine allocates and frees pages as the spec says: a call that differs would read pages that have been freed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .config.spec import AttentionLayer
 class CheckedCache:
     """A cache whose `attend` raises ValueError for a call that the layers of a spec do not describe.
 
-    How many layers have attended is a part of the pytree's structure, so a module may jit, rematerialise or wrap the
-    calls as it likes: what JAX has traced before is found again only for the same layers.
+    The number of layers that have attended is a static part of the pytree. So a module may jit, rematerialise or wrap
+    its calls: JAX reuses an earlier trace only for a call at the same layer.
     """
 
     cache: AttentionCache
@@ -44,9 +44,11 @@ class CheckedCache:
         soft_cap: float | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "T N H"], CheckedCache]:
-        """Check the call, and attend. `options` are the others of `PagedCache.attend`, which no spec describes.
+        """Check the call against the spec and attend; return the output and the cache for the next layer.
 
-        A layer that reads another's keys may give its own number, or that of the other, as `PagedCache.attend` has it.
+        `options` are the other options of `PagedCache.attend`, which are passed on unchecked. A layer that reads the
+        keys and values of an earlier layer passes None for both; as `layer` it may give its own number or the earlier
+        layer's. Raises ValueError for a call that differs from the spec.
         """
         if k is None and v is None and isinstance(layer, int | np.integer) and self.num_attended < len(self.layers):
             layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
@@ -58,7 +60,10 @@ class CheckedCache:
         return out, replace(self, cache=cache, num_attended=self.num_attended + 1)
 
     def _check_layer(self, layer: Any) -> None:
-        """Raise ValueError unless `layer` is the one that attends next."""
+        """Raise ValueError unless `layer` is the number of the layer that attends next, as a Python or numpy integer.
+
+        A traced number is refused, since the check happens while JAX traces.
+        """
         count = len(self.layers)
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             got = "a traced number" if isinstance(layer, jax.core.Tracer) else repr(layer)
@@ -78,7 +83,7 @@ class CheckedCache:
         raise ValueError(f"attend: {fault}, wanted {wanted}: each layer once, in the order of the spec; {way_out}")
 
     def _check_options(self, layer: int, window: Any, soft_cap: Any) -> None:
-        """Raise ValueError unless a layer's window and soft cap are those of its spec."""
+        """Raise ValueError unless window and soft cap are constants, and equal those of the layer's spec."""
         spec = self.layers[layer]
         for name, got, wanted, kind in (
             ("window", window, spec.window, Integral),
@@ -91,7 +96,10 @@ class CheckedCache:
                 raise ValueError(f"attend: got {name} {got} in layer {layer}, its spec wants {wanted}: {way_out}")
 
     def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
-        """Raise ValueError unless queries, keys and values have the shapes that a layer's spec says."""
+        """Raise ValueError unless queries, keys and values have the shapes that the layer's spec says.
+
+        Keys and values must be None for a layer that reads those of another.
+        """
         spec, num_tokens = self.layers[layer], step.positions.shape[0]
         arrays: list[tuple[str, Array | None, tuple[int, ...]]]
         arrays = [("queries", q, (num_tokens, spec.num_heads, spec.head_size))]
@@ -110,14 +118,15 @@ class CheckedCache:
 
 @jax.jit
 def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-    """Return its argument: its name in a jaxpr tells where a module attends."""
+    """Return `q`. JAX records the name of this function in a jaxpr, where `num_attention_calls` counts it."""
     return q
 
 
 def num_attention_calls(jaxpr: Any) -> int:
-    """Return how often a step attends whose jaxpr was traced with a CheckedCache; of branches, the most of one.
+    """Return how many `attend` calls are in the jaxpr of a step that was traced with a CheckedCache.
 
-    The cache itself cannot count a call whose cache is dropped: another call may begin with the cache from before.
+    Nested jaxprs are searched too. Of the branches of a `cond`, only the one with the most calls counts. CheckedCache
+    itself does not see a call whose returned cache is dropped, because the next call starts from the older cache.
     """
     num_calls = 0
     for equation in jaxpr.eqns:
@@ -132,7 +141,10 @@ def num_attention_calls(jaxpr: Any) -> int:
 
 
 def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:
-    """Raise ValueError unless `cache`, which a module has returned, is a CheckedCache in which all layers attended."""
+    """Raise ValueError unless `cache` is a CheckedCache in which every one of `layers` has attended.
+
+    `cache` is what a module's `__call__` returned.
+    """
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
     if cache.num_attended < len(layers):

@@ -1,6 +1,6 @@
 """The decoder that the families share: layers of attention over the paged cache and an MLP.
 
-A family subclasses what differs, and says how config.json and checkpoints name things. Keys and values go through
+A family subclasses what differs, and says which names config.json and checkpoints use. Keys and values go through
 `cache.attend`. Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
 """
 
@@ -39,7 +39,10 @@ class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
     def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
-        """`norm` is the class of the norms of queries and keys, if there are any."""
+        """Make the projections and, if `config.qk_norm` is set, the norms of queries and keys, of the class `norm`.
+
+        Sizes are the stored ones on `make.num_shards` devices, with padded and copied heads; runs say which are real.
+        """
         hidden, head, shares = config.hidden_size, config.head_size, config.shares(make.num_shards)
         queries, keys = shares.stored_heads * head, shares.stored_kv_heads * head
         query_runs, kv_runs = shares.query_runs(head), shares.kv_runs(head)
@@ -53,16 +56,21 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = nnx.data(None), nnx.data(None)
         if config.qk_norm is not None:
             if self.norms_all_heads:
-                counts = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
+                # Padded heads are zero and do not count in the mean of squares. Copies of a KV head count as often as
+                # they occur, which leaves the mean as it is.
+                num_values = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
                 of_queries: dict[str, Any] = {"size": queries, "axis": "heads", "runs": query_runs}
                 of_keys: dict[str, Any] = {"size": keys, "axis": "kv_heads", "runs": kv_runs}
-                self.q_norm = norm(**of_queries, num_values=counts[0], eps=config.norm_eps, make=make)
-                self.k_norm = norm(**of_keys, num_values=counts[1], eps=config.norm_eps, make=make)
+                self.q_norm = norm(**of_queries, num_values=num_values[0], eps=config.norm_eps, make=make)
+                self.k_norm = norm(**of_keys, num_values=num_values[1], eps=config.norm_eps, make=make)
             else:
                 self.q_norm, self.k_norm = (norm(head, eps=config.norm_eps, make=make, axis=None) for _ in range(2))
 
     def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
-        """Return queries, keys and values by head; the first two normed and rotated, where the model does so."""
+        """Return queries, keys and values by head, for the layer's input `x_TD`.
+
+        Queries and keys are normed if the model has such norms, and rotated unless `rotation` is None.
+        """
         queries, keys, values = self.qkv_proj(x_TD)
         q_TNH, k_TKH = self._by_head(queries, self.q_norm), self._by_head(keys, self.k_norm)
         v_TKH = values.reshape(values.shape[0], -1, self.head_size)
@@ -71,7 +79,7 @@ class Attention(nnx.Module):
         return QKV(rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH)
 
     def _by_head(self, x: Float[Array, "T NH"], norm: Any) -> Float[Array, "T N H"]:
-        """Return queries or keys by head, after their norm if there is one."""
+        """Return queries or keys by head, after their norm over all heads or over each head; None for no norm."""
         if norm is not None and self.norms_all_heads:
             x = norm(x)
         x_TNH = x.reshape(x.shape[0], -1, self.head_size)
@@ -82,6 +90,7 @@ class GatedMLP(nnx.Module):
     """down(act(gate(x)) × up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        """Make the weights, whose width `inner` is padded to a multiple of the devices; `run` is the unpadded part."""
         hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
         parts, run = (("gate_proj", inner), ("up_proj", inner)), ((0, 0, config.intermediate_size),)
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
@@ -110,15 +119,15 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind its norm and added to the stream.
+    """Attention and MLP: each reads the residual stream through its norm, and its output is added to the stream.
 
-    `before` and `after` the cache are jitted functions: layers differ in their weights alone, so JAX traces each
-    function once and not once per layer. A layer is made with its index; one that keeps it as an attribute, or another
-    value that no other layer has, is traced by itself.
+    `before` and `after`, the work before and after the cache, are jitted: layers differ in their weights alone, so JAX
+    traces each function once and not once per layer. A layer that keeps its index as an attribute, or any other value
+    that differs between layers, is traced on its own.
     """
 
     norm: ClassVar[Any] = RMSNorm
-    """Class of all norms, also of that behind the last layer: (size, eps=…, make=…, axis=…)."""
+    """Class of all norms, also of the one after the last layer: (size, eps=…, make=…, axis=…)."""
     mlp_class: ClassVar[Any] = GatedMLP
     norms_in_front: ClassVar[Mapping[str, str]] = {"attention": "attention_norm", "mlp": "mlp_norm"}
     """Block → name of the norm of what it reads; a block without one reads the stream as it is."""
@@ -126,7 +135,10 @@ class DecoderLayer(nnx.Module):
     """Block → name of the norm of what it gives, before that is added to the stream."""
 
     def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
-        """`index` counts the layers of the model from 0, for subclasses whose layers differ."""
+        """Make the layer's norms, attention and MLP.
+
+        `index` is the layer's number from 0; it is unused here, for subclasses whose layers differ.
+        """
         for name in (*self.norms_in_front.values(), *self.norms_behind.values()):
             setattr(self, name, self.new_norm(config, make))
         self.attention = Attention(config, norm=self.norm, make=make)
@@ -140,30 +152,37 @@ class DecoderLayer(nnx.Module):
 
     @jax.jit
     def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None, inputs: ModelInputs) -> QKV:
-        """Return the layer's queries, keys and values."""
+        """Return the layer's queries, keys and values for the residual stream `x_TD`.
+
+        `rotation` is the rotary embedding of the step's positions; None for a layer without one. `inputs` are unused
+        here, for subclasses that read more of a step.
+        """
         return self.attention.project(self._normed(self.norms_in_front, "attention", x_TD), rotation)
 
     @jax.jit
     def after(
         self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
     ) -> Float[Array, "T D"]:
-        """Return the stream after the layer; `out_TNH` is what attention gave."""
+        """Return the residual stream after the layer: attention's output and the MLP's are added to `x_TD`.
+
+        `out_TNH` is what `cache.attend` returned. `inputs` are unused here, for subclasses that read more of a step.
+        """
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         x_TD = self.add(x_TD, self._normed(self.norms_behind, "attention", attended_TD))
         y_TD = self.mlp(self._normed(self.norms_in_front, "mlp", x_TD))
         return self.add(x_TD, self._normed(self.norms_behind, "mlp", y_TD))
 
     def _normed(self, norms: Mapping[str, str], block: str, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return what a block reads or gives, after its norm if there is one."""
+        """Return `x_TD` after the norm that `norms` names for a block ("attention" or "mlp"); unchanged without one."""
         return getattr(self, norms[block])(x_TD) if block in norms else x_TD
 
     def add(self, x_TD: Float[Array, "T D"], y_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the stream with a block's output added, multiplied as the config says."""
+        """Return the stream with a block's output added, after multiplication by `residual_multiplier`."""
         return x_TD + scaled(y_TD, self.residual_multiplier)
 
 
 class Decoder(nnx.Module):
-    """A decoder. `__call__` gives hidden states, `logits` the scores of chosen rows of them.
+    """A decoder. `__call__` returns hidden states, and `logits` the scores of chosen rows of them.
 
     A family is a subclass: class attributes and `read_config` say what is particular to it.
     """
@@ -196,16 +215,17 @@ class Decoder(nnx.Module):
 
     @classmethod
     def naming(cls, held: Collection[str], *, is_tied: bool = False) -> Callable[[str], str]:
-        """Return the function from a tensor's name to that in a checkpoint, which holds tensors of the names `held`.
+        """Return a function from a tensor's usual name to its name in a checkpoint whose tensor names are `held`.
 
-        With `is_tied`, a checkpoint that holds only one of the embedding and the head gives its name for both, as
-        transformers ties a missing matrix to the one that is there.
+        Names begin with the first of `other_bases` and `base` that `held` has, and those of `other_names` are replaced
+        where only the replacement is in `held`. With `is_tied`, a checkpoint that holds only one of the embedding and
+        the head gives that name for both, since transformers ties a missing matrix to the one that is there.
         """
         bases = (*cls.other_bases, cls.base)
-        # A model without its head, as transformers' base classes save it, has names without `base`.
+        # transformers' base classes save a model without its head, under names without `base`.
         parts = (cls.tensor_names[module].removeprefix(cls.base) for module in ("embed", "norm"))
-        otherwise = "" if any(f"{part}.weight" in held for part in parts) else cls.base
-        base = next((base for base in bases if any(name.startswith(base) for name in held)), otherwise)
+        default_base = "" if any(f"{part}.weight" in held for part in parts) else cls.base
+        base = next((base for base in bases if any(name.startswith(base) for name in held)), default_base)
 
         def stored_name(name: str) -> str:
             if name.startswith(cls.base):
@@ -221,7 +241,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def embedding_and_head(cls, stored_name: Callable[[str], str]) -> tuple[str, str]:
-        """Return the names that a checkpoint has for the embedding and for the head; `stored_name` is of `naming`."""
+        """Return the names of the embedding and of the head in a checkpoint; `stored_name` comes from `naming`."""
         embedding, head = (stored_name(f"{cls.tensor_names[module]}.weight") for module in ("embed", "head"))
         return embedding, head
 
@@ -231,6 +251,10 @@ class Decoder(nnx.Module):
         return {module: Source(name) for module, name in cls.tensor_names.items()}
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        """Make the embedding, the layers, the last norm and, unless it is tied to the embedding, the head.
+
+        Embedding and head have `num_rows` rows, the vocabulary padded to a multiple of the devices.
+        """
         is_tied = config.tie_word_embeddings
         self.vocab_size, num_rows = config.vocab_size, config.shares(make.num_shards).stored_vocab
         run = ((0, 0, config.vocab_size),)
@@ -241,7 +265,7 @@ class Decoder(nnx.Module):
         self.scales, self.soft_cap = config.scales, config.attention_soft_cap
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_divisor, self.logits_soft_cap = config.logits_divisor, config.logits_soft_cap
-        # A tied model has no matrix of its own for the output.
+        # A tied model computes logits with the embedding.
         self.head = (
             nnx.data(None)
             if is_tied
@@ -249,7 +273,10 @@ class Decoder(nnx.Module):
         )
 
     def __call__(self, inputs: ModelInputs, cache: AttentionCache) -> tuple[Float[Array, "T D"], Any]:
-        """Return hidden states after the last norm, and the cache with this step's keys and values."""
+        """Return hidden states after the last norm, and the cache with this step's keys and values.
+
+        Layers with equal rotary embeddings share one computation of cosines and sines.
+        """
         x_TD = self.embedded(inputs)
         rotations = {rope: self._rotation(rope, inputs) for rope in dict.fromkeys(self.ropes)}
         for index, layer in enumerate(self.layers):
@@ -260,7 +287,7 @@ class Decoder(nnx.Module):
         return self.norm(x_TD), cache
 
     def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
-        """Return the stream in front of the first layer."""
+        """Return the residual stream before the first layer."""
         return scaled(self.embed(inputs.token_ids), self.embedding_multiplier)
 
     def _rotation(self, rope: RopeConfig | None, inputs: ModelInputs) -> Rotation | None:
@@ -270,7 +297,11 @@ class Decoder(nnx.Module):
         return rotation_at(inputs.attention.positions, frequencies, attention_factor(rope))
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Return scores over the vocabulary in float32."""
+        """Return scores over the vocabulary in float32, for chosen rows of the hidden states.
+
+        They are divided by `logits_divisor`, then bounded by `logits_soft_cap` with a hyperbolic tangent. On several
+        devices the vocabulary may be padded; the last columns then belong to no token.
+        """
         logits_RV = self.embed.logits(x_RD) if self.head is None else self.head.product(x_RD)
         if self.logits_divisor != 1.0:
             logits_RV = logits_RV / self.logits_divisor
@@ -280,10 +311,11 @@ class Decoder(nnx.Module):
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
-    """Return x × factor in the dtype of x, multiplied in float32."""
+    """Return x × factor in the dtype of x, multiplied in float32. A factor of 1 returns x itself."""
     if factor == 1.0:
         return x
-    # XLA:CPU rounds a product and the sum behind it once where it fuses them, and twice elsewhere, which depends on the
-    # number of tokens. The clip, which changes nothing, keeps them apart.
+    # XLA on a CPU may fuse this product with the sum that follows it. Fused, the result is rounded once, and otherwise
+    # twice; which of the two happens depends on the number of tokens. The clip changes no value and prevents this
+    # fusion. Infinities and NaN bypass it.
     product, largest = x.astype(jnp.float32) * factor, jnp.finfo(jnp.float32).max
     return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(x.dtype)

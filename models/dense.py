@@ -18,11 +18,12 @@ from .inputs import call_fault, unpaged_inputs
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseAttention:
-    """Attention among the tokens of a step, [B × N] of B sequences, each to those up to it. See `PagedCache.attend`."""
+    """Causal attention within B sequences of N tokens each, which lie one after the other: T = B × N. It keeps nothing
+    between calls. `attend` has the signature of `PagedCache.attend`."""
 
     num_sequences: int = field(metadata={"static": True})
     mask: Bool[Array, "B N N"] | None = None
-    """Which tokens each token may see; None: all that are not behind it."""
+    """Whether a query (axis 1) may attend to a key (axis 2), in addition to causality; None allows all keys."""
 
     def attend(
         self,
@@ -37,9 +38,11 @@ class DenseAttention:
         soft_cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "T N H"], DenseAttention]:
-        """Attend from each token to those up to it, at most `window` of them. Scores and weights are float32.
+        """Return the attention of each token to itself and the tokens before it, and this cache, unchanged.
 
-        ValueError for layers that share another's keys, and for sinks.
+        A token attends to the latest `window` tokens, its own included; None for all. `layer` and `step` are not used.
+        Scores and weights are computed in float32. Raises ValueError for sinks, and for a layer without keys and values
+        of its own.
         """
         if k is None or v is None or sinks is not None:
             raise ValueError("attend: got sinks, or no keys and values, wanted those of the layer's own alone")
@@ -52,7 +55,8 @@ class DenseAttention:
         distance = positions[:, None] - positions[None]
         is_seen = (distance >= 0) & (distance < (len(positions) if window is None else window))
         is_seen = is_seen[None] if self.mask is None else is_seen & self.mask
-        # A token that sees nothing, as padding in front of a sequence, gets the mean of all.
+        # All scores of a token that sees nothing, such as padding before a sequence, are equal and finite: its output
+        # is the mean of all values, and no NaN.
         weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
         out = jnp.einsum("bkgqs,bskh->bqkgh", weights, v_BNKH.astype(jnp.float32))
         return out.reshape(q.shape).astype(q.dtype), self
@@ -65,13 +69,14 @@ def dense_logits(
     positions_BN: Int[Array, "B N"] | None = None,
     mask_BNN: Bool[Array, "B N N"] | None = None,
 ) -> Float[Array, "B N V"]:
-    """Return the logits behind each token of B sequences.
+    """Return the logits that follow each token of B sequences.
 
     `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Sequences start
-    at position 0 and may be padded at their ends, by any token ids; those that are padded in front need `positions_BN`,
-    and in `mask_BNN` which tokens each of them may see. Raise ValueError if the module cannot be called with
-    (inputs, cache), or if its calls of `attend` differ from its `spec`; a module without a `ModelSpec` may attend as it
-    likes.
+    at position 0 and may be padded at their ends, by any token ids. Sequences that are padded in front need
+    `positions_BN`, the position of each token, and `mask_BNN`, which tokens (axis 2) each token (axis 1) may see.
+
+    Raises ValueError if the module cannot be called with (inputs, cache), or if its calls of `attend` differ from its
+    `spec`. The calls of a module without a `ModelSpec` are not checked.
     """
     if fault := call_fault(model):
         raise ValueError(f"model: {fault}")

@@ -1,4 +1,4 @@
-"""What a model is called with, a `Decoder` and a caller's own module alike: `hidden_TD, cache = model(inputs, cache)`.
+"""The inputs of a model, of a `Decoder` and of a caller's own module: `hidden_TD, cache = model(inputs, cache)`.
 
 Nothing here knows how a step was scheduled or packed.
 """
@@ -19,9 +19,9 @@ from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelInputs:
-    """The tokens of one step, of all its rows behind each other, and where they stand.
+    """The tokens of one step, those of all its sequences one after the other, and their positions.
 
-    An input of each token that only some models read becomes a field here whose default is None, so that no signature
+    A new input per token that only some models read becomes a field here whose default is None, so that no signature
     changes.
     """
 
@@ -32,7 +32,10 @@ class ModelInputs:
 
 
 def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> ModelInputs:
-    """Return the inputs of tokens at these positions, for a cache that has no pages and reads no more of a step."""
+    """Return the inputs of tokens at these positions, for a cache without pages.
+
+    All other arrays of `AttentionMetadata` are empty; such a cache does not read them.
+    """
     names = (one.name for one in fields(AttentionMetadata) if not one.metadata.get("static"))
     empty: dict[str, Any] = dict.fromkeys(names, jnp.zeros(0, jnp.int32))
     return ModelInputs(token_ids=token_ids, attention=AttentionMetadata(**{**empty, "positions": positions}))
@@ -41,15 +44,17 @@ def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> 
 def call_fault(model: Any) -> str | None:
     """Return what is wrong with the signature of a model's `__call__`; None if it can be called with (inputs, cache).
 
-    A callable whose signature Python cannot tell counts as right.
+    Older modules took `token_ids` and `step` in place of `inputs`; the message says where these values are now. A
+    signature that Python cannot inspect counts as right.
     """
     try:
         signature = inspect.signature(model.__call__)
-    except ValueError:  # Callables that are written in C may have none.
+    except ValueError:  # A callable that is written in C may have no signature.
         return None
     try:
         signature.bind(None, None)
-        has_loose_inputs = {"token_ids", "step"} <= signature.parameters.keys()  # With defaults the call binds.
+        # A call with two arguments also fits an older signature whose further parameters have defaults.
+        has_loose_inputs = {"token_ids", "step"} <= signature.parameters.keys()
     except TypeError:
         has_loose_inputs = True
     if not has_loose_inputs:

@@ -21,12 +21,13 @@ Axes = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class WeightMaker:
-    """Makes the weights of a model, and knows over how many devices they are spread and which operations use them."""
+    """Makes the variables that hold a model's weights, each with the metadata that loading and sharding read."""
 
     new: Callable[[tuple[int, ...], Axes, float | None], Any]
     """(shape, logical axes, fill) → a weight: an array, or its abstract shape where it is loaded later. All elements
     equal `fill`; None draws them at random."""
     num_shards: int
+    """Number of devices that the weights are spread over."""
     dtype: Any
     ops: LayerOps = XLA_OPS
 
@@ -54,7 +55,11 @@ class Linear(nnx.Module):
         in_runs: tuple[Run, ...] | None = None,
         out_runs: tuple[Run, ...] | None = None,
     ) -> None:
-        """`in_runs` and `out_runs` are the inputs and outputs that the model has, where others pad; None for all."""
+        """Make the weight W [num_in, num_out] and, with `bias`, b [num_out]. `axes` are the logical axes of both sizes.
+
+        `in_runs` and `out_runs` say where the model's own inputs and outputs lie; the others are zero padding. None
+        means that nothing is padded.
+        """
         self.weight = make.matrix(num_in, num_out, axes, columns=in_runs, rows=((None, out_runs),))
         self.bias = make.vector(num_out, axes[1], fill=0.0, rows=((None, out_runs),)) if bias else nnx.data(None)
 
@@ -72,11 +77,11 @@ def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any
 
 
 class FusedLinear(nnx.Module):
-    """Several projections of one input as a single product: x [T, in] · W [in, out], split into each one's outputs.
+    """Several projections of one input as a single product x [T, in] · W [in, out], split into their outputs.
 
-    `parts` are the projections as a checkpoint knows them, with the number of outputs of each. A weight that is spread
-    over several devices holds an equal share of every part for the first device, then for the second, and so on: each
-    device's share lies in one block of columns, in the layout that a compiler gives any matrix.
+    `parts` are (name, number of outputs) of each projection, under the name of the checkpoint's module. If the weight is
+    spread over several devices, the columns of the first device come first: its share of every part, one after the
+    other. Then come the columns of the second device, and so on. So each device holds one block of columns.
     """
 
     def __init__(
@@ -89,17 +94,21 @@ class FusedLinear(nnx.Module):
         make: WeightMaker,
         runs: Mapping[str | None, tuple[Run, ...]] | None = None,
     ) -> None:
-        """`runs` are the outputs of each part that the model has, where others pad."""
+        """Make the fused weight and, with `bias`, the fused bias. `axes` are the logical axes of inputs and outputs.
+
+        `runs` say for each part where the model's own outputs lie; the others are zero padding. Without `runs` nothing
+        is padded. The number of outputs of each part must be a multiple of the number of devices.
+        """
         num_out = sum(size for _, size in parts)
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "rows": tuple((runs or {}).items())}
         self.weight = make.matrix(num_in, num_out, axes, **fused)
         self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
         self.num_shards = make.num_shards
-        # Where one part ends and the next begins, in the block of a device.
+        # Where one part ends and the next begins, counted in columns of one device's block.
         self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
-        """Return each part's outputs, in the order of an unfused projection."""
+        """Return the outputs of each part, [T, outputs], as separate projections would give them, in x's dtype."""
         out = _product(x, self.weight, self.bias).astype(x.dtype)
         if self.num_shards == 1:
             return jnp.split(out, self.ends, axis=-1)
@@ -123,7 +132,11 @@ class Embedding(nnx.Module):
         axis: str | None = "vocab",
         runs: tuple[Run, ...] | None = None,
     ) -> None:
-        """`axis` is the logical axis of the table's rows, `runs` are those that the model has, where others pad."""
+        """Make the weight. `axis` is the logical axis of the vocabulary; None keeps the table whole on every device.
+
+        `is_tied` says whether the table also makes the logits. `runs` say which rows the model has; the others are zero
+        padding. None means that nothing is padded.
+        """
         axes = (axis, "embed")
         self.is_matrix = is_tied and make.ops.stores_tied_table_as_matrix
         if self.is_matrix:
@@ -134,7 +147,10 @@ class Embedding(nnx.Module):
         self.stream_dtype = make.ops.stream_dtype(make.dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Return the vectors of `token_ids`, which the host has checked: JAX would clamp an id beyond the table."""
+        """Return the vectors of `token_ids` in the dtype of hidden states.
+
+        The caller has checked the ids against the vocabulary: JAX would clamp an id beyond the table without an error.
+        """
         if self.is_matrix:
             rows = self.weight.ops.columns(self.weight[...], token_ids, self.weight.matrix[0])
         else:
@@ -142,7 +158,7 @@ class Embedding(nnx.Module):
         return rows.astype(self.stream_dtype)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Return the scores of the whole vocabulary, in float32."""
+        """Return the scores of all rows of the table, padding included, in float32."""
         if self.is_matrix:
             return _product(x_RD, self.weight, None)
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
@@ -153,10 +169,13 @@ def _rows(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T 
 
 
 def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """Look up rows as integers where the table is bfloat16: XLA:CPU would convert the whole table to float32 first."""
+    """Return the rows `ids` of the table; rows of bfloat16 are looked up as 16-bit integers.
+
+    XLA on a CPU converts a whole bfloat16 table to float32 before it looks up a row, and does not convert integers.
+    """
     if table.dtype != jnp.bfloat16:
         return _rows(table, ids)
-    # With the ids behind a barrier, XLA cannot take the conversion of the whole table out of a loop that decodes.
+    # The barrier keeps XLA from moving a conversion of the whole table in front of the loop that decodes tokens.
     table, ids = jax.lax.optimization_barrier((table, ids))
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[ids], jnp.bfloat16)
@@ -178,12 +197,14 @@ class RMSNorm(nnx.Module):
         runs: tuple[Run, ...] | None = None,
         num_values: int | None = None,
     ) -> None:
-        """`axis` is the logical axis of the weight, `runs` are the values that the model has, where zeros pad.
+        """Make the weight [size]. `axis` is its logical axis; None keeps it whole on every device.
 
-        `num_values` is the divisor of the mean of squares, where it is not `size`.
+        `runs` say where the model's own values lie; the others are zero padding. `num_values` is the divisor of the
+        mean of squares, for an input with padding or with copies; None for `size`.
         """
         self.weight = make.vector(size, axis, fill=self.fill, ops=make.ops, rows=((None, runs),))
-        # rms over a part of the values is rms over all × √(size ÷ num_values).
+        # `rms_norm` divides the sum of squares by `size`. The true mean is larger by 1 ÷ share, so eps is scaled here
+        # and the gain in `normed`: x ÷ √(mean ÷ share + eps) = x × √share ÷ √(mean + eps × share).
         self.share = 1.0 if num_values is None else num_values / size
         self.eps = eps * self.share
 
@@ -221,7 +242,7 @@ class LayerNorm(nnx.Module):
     """(x − mean(x)) / σ(x) × w + b over the last axis, in float32. Source: Ba et al. 2016, arXiv:1607.06450."""
 
     def __init__(self, size: int, *, eps: float, make: WeightMaker, axis: str | None = "embed") -> None:
-        """`axis` is the logical axis of weight and bias."""
+        """Make weight and bias, [size]. `axis` is their logical axis; None keeps them whole on every device."""
         self.weight = make.vector(size, axis, fill=1.0, ops=make.ops)
         self.bias = make.vector(size, axis, fill=0.0)
         self.eps = eps

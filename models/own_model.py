@@ -1,7 +1,7 @@
-"""A caller's own model: an nnx module that attends through the paged cache, with the record that an engine sizes it by.
+"""A caller's own model: an nnx module that attends through the paged cache, with the spec that an engine sizes it by.
 
-The module has what `Decoder` has of it: `__call__(inputs, cache)` takes `ModelInputs` and gives hidden states and the
-cache, `logits` the scores of chosen rows of them, and `spec` is a `ModelSpec`.
+Like `Decoder`, the module has `__call__(inputs, cache)`, which takes `ModelInputs` and returns hidden states and the
+cache, and `logits`, which returns the scores of chosen rows of them. Its `spec` is a `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ AXES_KEYS = ("logical_axes", "out_sharding", "sharding_names")
 
 @dataclass(frozen=True, eq=False)
 class OwnModel:
-    """The structure and the abstract state of a caller's module, with what engines call of `DecoderConfig`."""
+    """The structure and the abstract state of a caller's module, with the methods that engines call of
+    `DecoderConfig`."""
 
     name: str
     spec: ModelSpec
@@ -43,12 +44,19 @@ class OwnModel:
     longrope: None = None
 
     def shares(self, num_shards: int) -> Shares:
-        """Return how the heads are shared out over so many devices: nothing is padded."""
+        """Return the stored sizes on `num_shards` devices, with the heads of the first layer.
+
+        Nothing is padded, since heads and vocabulary must be multiples of `num_shards`. An own MLP's width is unknown;
+        `num_shards` stands for it.
+        """
         layer = self.spec.layers[0]
         return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.spec.vocab_size)
 
     def spec_on_chip(self, num_shards: int) -> ModelSpec:
-        """Return the spec with the heads of one of so many devices. Raises ModelLoadError where they do not divide."""
+        """Return the spec with the number of heads that one of `num_shards` devices has in each layer.
+
+        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`.
+        """
         counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.spec.vocab_size]}
         for what, numbers in counts.items():
             if odd := [number for number in numbers if number % num_shards]:
@@ -69,10 +77,14 @@ class OwnModel:
         return self
 
     def weights(self, mesh: Mesh) -> Weights:
-        """Return the shapes of the weights with their placement: by the logical axes that a variable names, else whole
-        on every device."""
+        """Return the abstract weights with their shardings on `mesh`.
+
+        A variable is spread by the logical axes that its metadata name, or lies whole on every device if there are
+        none. Raises ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks, on a mesh of several devices.
+        """
 
         def placed(path: Path, leaf: Any) -> Any:
+            """Return the leaf with its shape, dtype and sharding as its value."""
             metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
             axes = next((metadata[key] for key in AXES_KEYS if isinstance(metadata.get(key), tuple)), ())
             if mesh.size == 1:
@@ -89,10 +101,12 @@ class OwnModel:
 
 
 def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
-    """Return a module as a model, and its arrays by their paths; none of those that are abstract.
+    """Return a caller's module as a model, and its arrays by their dotted paths, such as "layers.0.mlp.weight".
 
-    Raises ModelLoadError for a module without a spec or a method, for a `__call__` that does not take (inputs, cache),
-    and for a state that is not of arrays of floats.
+    Weights of the module that are abstract shapes have no array there; they are given later. A spec without an
+    `activation_width` gets 16 × the hidden size. Raises ModelLoadError for a module without a valid spec or without a
+    method, for a `__call__` that does not take (inputs, cache), and for a state that holds anything but arrays of
+    floats.
     """
     name, spec = type(module).__name__, getattr(module, "spec", None)
     if not isinstance(spec, ModelSpec):
@@ -120,13 +134,17 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
             raise ModelLoadError(f"model: {name}.{key} {fault}: {way_out}")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
-        dtype = jnp.float32 if value.dtype == np.float64 else value.dtype  # An engine computes in 32 bits.
+        # JAX has no 64-bit floats unless x64 is on, so the engine's weight is float32.
+        dtype = jnp.float32 if value.dtype == np.float64 else value.dtype
         abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
 
 
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
-    """Return what is wrong with the window, the cap or the pages of a layer; None if nothing is."""
+    """Return what is wrong with the window, soft cap or `pages_of` of the layer at `index`; None if nothing is.
+
+    `pages_of` may only name an earlier layer that writes its own keys and values.
+    """
     layer, name = layers[index], f"layers[{index}]"
     window, soft_cap, owner = layer.window, layer.soft_cap, layer.pages_of
     if window is not None and (not isinstance(window, Integral) or isinstance(window, bool) or window < 1):
@@ -141,7 +159,10 @@ def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
 
 
 def _spec_fault(spec: ModelSpec) -> str | None:
-    """Return what is wrong with a caller's spec; None if nothing is."""
+    """Return the first thing that is wrong with a caller's spec, as a clause for an error; None if nothing is.
+
+    A spec is a dataclass whose fields may hold any value, so types are checked before they are used.
+    """
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_context_len")}
     for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):
         names = "num_heads", "num_kv_heads", "head_size"

@@ -1,7 +1,7 @@
-"""How the tensors of a checkpoint become weights, and weights tensors: blocks of the ones at places of the others.
+"""How the tensors of a checkpoint become the weights of a model, and, read backwards to save it, the other way round.
 
-A weight's recipe lists pieces. All places are counted in rows and columns of Wᵀ [out, in], as most checkpoints store a
-matrix; a vector has rows only. What no piece covers is zero. Reading a recipe backwards saves a model.
+A weight's recipe lists pieces: each is a block of a tensor and its place in the weight. All places are counted in rows
+and columns of Wᵀ [out, in], as most checkpoints store a matrix; a vector has rows only. What no piece covers is zero.
 """
 
 from __future__ import annotations
@@ -70,17 +70,22 @@ class Recipes:
 def make_recipes(
     state: Any, sources: Mapping[str, Source], stored_name: Callable[[str], str] = lambda name: name
 ) -> Recipes:
-    """Return the recipes of the weights in `state`, an nnx state of arrays or shapes.
+    """Return the recipes of all weights in `state`, an nnx state of arrays or abstract shapes.
 
-    `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer and {e} for an expert.
-    `stored_name` turns a tensor's name into the one that a checkpoint has for it. The rows of each part of a weight are
-    cut into pieces that lie in one block of the tensor, one run of rows and one device's shard.
+    `sources` maps a module's dotted path to its place in checkpoints; in both, {i} stands for the layer and {e} for an
+    expert. `stored_name` maps a tensor's usual name to the name in the checkpoint at hand.
+
+    A fused weight has several parts, such as queries, keys and values, which are modules of their own in checkpoints.
+    The metadata of a variable say how it is laid out: `matrix` is (in, out) of a matrix, `parts` are (name, rows) of a
+    fused weight, `num_shards` is the number of devices, and `rows` and `columns` are the runs that the model has, where
+    padding surrounds them. The rows of each part are cut so that a piece lies within one block of the tensor, one run
+    and one device's shard. Raises KeyError for a module that `sources` lacks.
     """
     pieces: dict[Path, tuple[Piece, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     stacked: dict[str, StackedName] = {}
     for path, leaf in nnx.to_flat_state(state):
-        # A vector has rows only: its `widths` are empty.
+        # `widths` holds the number of columns of Wᵀ; it is empty for a vector, which has rows only.
         metadata = leaf.get_metadata()
         num_rows, *widths = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
         column_runs = metadata.get("columns") or [(0, 0, width) for width in widths]
@@ -114,7 +119,10 @@ def make_recipes(
 
 
 def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, dict[str, int]]:
-    """Return the source of a module, and the numbers in its path under the names that the template has for them."""
+    """Return the source of a module, and the layer and the expert in its path, as `numbers_in` does.
+
+    Raises KeyError if no template in `sources` matches the path.
+    """
     for template, source in sources.items():
         if (numbers := numbers_in(template, module)) is not None:
             return source, numbers
@@ -122,7 +130,9 @@ def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, dict[s
 
 
 def numbers_in(template: str, module: Path) -> dict[str, int] | None:
-    """Return the layer and the expert in a module's path, as "i" and "e"; None if it is not of this template.
+    """Return the layer and the expert in a module's path under the keys "i" and "e"; None if the template differs.
+
+    A template without {i} and {e} that matches gives an empty dictionary.
 
     Example: "layers.{i}.experts.{e}.up_proj" and ("layers", 3, "experts", 7, "up_proj") give {"i": 3, "e": 7}.
     """
@@ -136,7 +146,7 @@ def numbers_in(template: str, module: Path) -> dict[str, int] | None:
 
 
 def _true_size(runs: Iterable[Run]) -> int:
-    """Return how many rows or columns the model has, of which these runs say where they are stored."""
+    """Return how many rows or columns the model has, without padding: one more than the last that a run covers."""
     return max(true + count for _, true, count in runs)
 
 
@@ -144,29 +154,29 @@ class _ShardRows(NamedTuple):
     """Where the rows of one part lie in a weight that holds each device's shard of every part."""
 
     part_start: int
-    """Rows of a shard before the part's."""
+    """Rows in each shard before the part's rows."""
     part_rows: int
     """Rows of the part in each shard."""
     shard_stride: int
-    """Rows of a whole shard, of all parts together."""
+    """Rows of all parts in each shard, which is the distance between the same rows of two shards."""
 
 
 class _RowRanges(NamedTuple):
-    """Rows of a tensor, and as many rows of the weight that they become."""
+    """Rows of a tensor, and the equally many rows of the weight that they become."""
 
     tensor: Bounds
     weight: Bounds
 
 
 class _ColumnRanges(NamedTuple):
-    """Columns of a tensor, and as many columns of the weight that they become; both are empty for a vector."""
+    """Columns of a tensor, and the equally many columns of the weight that they become; both are () for a vector."""
 
     tensor: tuple[Bounds, ...]
     weight: tuple[Bounds, ...]
 
 
 def _column_ranges(runs: Iterable[Run], *, is_vector: bool) -> list[_ColumnRanges]:
-    """Return where the columns of a tensor go in its weight."""
+    """Return, for each run, the columns of the tensor and of the weight; one empty entry for a vector."""
     if is_vector:
         return [_ColumnRanges((), ())]
     return [_ColumnRanges(((true, true + count),), ((stored, stored + count),)) for stored, true, count in runs]
@@ -175,8 +185,9 @@ def _column_ranges(runs: Iterable[Run], *, is_vector: bool) -> list[_ColumnRange
 def _cut(blocks: tuple[Bounds, ...], runs: tuple[Run, ...], shards: _ShardRows) -> Iterator[_RowRanges]:
     """Yield where the rows of a part go in its weight, cut so that each range lies in one block and one shard.
 
-    `blocks` are the part's rows in the tensor, in order, and `runs` say which of them are where in the part as it is
-    stored.
+    `blocks` are the ranges of tensor rows that make up the part, in order. Each run (stored, true, count) puts `count`
+    rows of the part, from row `true` on, at row `stored` of the padded part. `shards` say where rows of the padded part
+    lie in the weight.
 
     Example: a part of 4 rows, rows 10 to 13 of its tensor, in 2 shards of 2 part rows that begin at rows 6 and 16 of
     the weight (part_start 6, shard_stride 10): tensor rows 10 and 11 become rows 6 and 7, tensor rows 12 and 13 become
@@ -194,10 +205,10 @@ def _cut(blocks: tuple[Bounds, ...], runs: tuple[Run, ...], shards: _ShardRows) 
 
 
 def _tensor_ranges(blocks: tuple[Bounds, ...], part_row: int, num_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the ranges of tensor rows that are the part's rows `part_row` to `part_row` + `num_rows` − 1.
+    """Yield the ranges of tensor rows that hold the part's rows `part_row` to `part_row` + `num_rows` − 1.
 
-    The part is the rows in `blocks` of the tensor, one block after the other. Each range is (start, stop, offset);
-    `offset` counts the rows that were yielded before it. Example: rows 1 to 3 of blocks ((10, 12), (20, 24)) are
+    The part consists of the tensor's rows in `blocks`, one block after the other. Each range is (start, stop, offset):
+    `offset` is the number of rows in the ranges before it. Example: rows 1 to 3 of blocks ((10, 12), (20, 24)) are
     (11, 12, 0) and (20, 22, 1).
     """
     num_before = 0  # Rows of the part in the blocks before this one.
@@ -212,14 +223,17 @@ def _tensor_ranges(blocks: tuple[Bounds, ...], part_row: int, num_rows: int) -> 
 def read_rows(
     checkpoint: Checkpoint, pieces: tuple[Piece, ...], bounds: tuple[Bounds, ...], max_values: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (row, values) for the slice `bounds` of Wᵀ, or of a vector, in order, at most `max_values` at a time.
+    """Yield (row, values) for the slice `bounds` of a weight, block of rows by block of rows, in order.
 
-    Raises ModelLoadError for a NaN or an infinity.
+    `pieces` are the weight's recipe. `bounds` are (start, stop) of the rows and, for a matrix, of the columns of Wᵀ.
+    Each block has at most `max_values` values, but at least one row; `row` is its first row in the weight. Values are
+    in the tensor's dtype, or float32 where several pieces or zeros make up the block. Raises ModelLoadError for a NaN
+    or an infinity.
     """
     (first_row, end_row), *column_bounds = bounds
     width = column_bounds[0][1] - column_bounds[0][0] if column_bounds else 1
     num_rows = max(1, max_values // max(1, width))
-    # Between two edges, all rows are covered by the same pieces.
+    # Pieces begin and end at edges only, so all rows between two edges are covered by the same pieces.
     edges = {edge for piece in pieces for edge in piece.target[0] if first_row < edge < end_row}
     for start, stop in pairwise(sorted({first_row, end_row, *edges})):
         covering = [piece for piece in pieces if piece.target[0][0] <= start and stop <= piece.target[0][1]]
@@ -228,7 +242,11 @@ def read_rows(
 
 
 def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bounds, ...]) -> np.ndarray:
-    """Return a slice of Wᵀ all rows of which lie in these pieces: one tensor's own values where one piece covers it."""
+    """Return the slice `bounds` of a weight, all rows of which lie in each of these pieces.
+
+    If one piece covers the whole slice, the result is what the checkpoint gives, without a copy. Otherwise it is a
+    float32 array, which is zero where no piece lies.
+    """
     if len(pieces) == 1 and _overlap(pieces[0], bounds) == bounds:
         return _read_piece(checkpoint, pieces[0], bounds)
     values = np.zeros([stop - start for start, stop in bounds], np.float32)
@@ -242,7 +260,7 @@ def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bound
 
 
 def _overlap(piece: Piece, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...] | None:
-    """Return the part of the slice `bounds` of a weight that a piece covers; None if it covers nothing of it."""
+    """Return the bounds of what a piece covers of the slice `bounds` of a weight; None if that is empty."""
     overlap = tuple(
         (max(piece_bounds[0], slice_bounds[0]), min(piece_bounds[1], slice_bounds[1]))
         for piece_bounds, slice_bounds in zip(piece.target, bounds, strict=True)
@@ -251,7 +269,11 @@ def _overlap(piece: Piece, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...] | N
 
 
 def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]) -> np.ndarray:
-    """Return the values of a piece at these rows and columns of the weight, all of which it covers."""
+    """Return the values of a piece at the rows and columns `bounds` of the weight, which the piece must cover.
+
+    The result is [rows, columns] of Wᵀ, also for a tensor that is stored transposed. Raises ModelLoadError, which names
+    the tensor, for a NaN or an infinity.
+    """
     shifts = [source[0] - target[0] for source, target in zip(piece.source, piece.target, strict=True)]
     axes = [slice(start + shift, stop + shift) for (start, stop), shift in zip(bounds, shifts, strict=True)]
     values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_transposed else axes))

@@ -17,10 +17,10 @@ from .config.rope import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Return the radians per position of each pair of rotated lanes: float32 [F] on the host, F ≤ H / 2.
 
+    Without scaling they are theta^(−2i / size) for i < F. linear divides all of them by `factor`; longrope and
+    `freq_factors` divide each by its own factor; llama3 and yarn are `_llama3` and `_yarn`. Computed in float64.
     Sources: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al.
-    2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release. llama3 stretches wavelengths beyond
-    original_max_position / low_freq_factor by `factor`, keeps those below original_max_position / high_freq_factor, and
-    blends between the two.
+    2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release.
     """
     size = rope.rotary_size or head_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
@@ -41,7 +41,8 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 def attention_factor(rope: RopeConfig) -> float:
     """Return the factor by which cosines and sines are multiplied: 1 except for yarn and longrope.
 
-    It is the config's own; or for yarn a ratio of mscales (DeepSeek), or 0.1 ln(s) + 1 for a context scaled by s.
+    `rope.attention_factor` counts if it is set, as it always is for longrope. Otherwise it is a ratio of two mscales if
+    both are set (DeepSeek), or 0.1 ln(s) + 1 for a context that is stretched by s = `rope.factor`.
     Source: Peng et al. 2023, arXiv:2309.00071, eq. 22.
     """
     if rope.kind not in ("yarn", "longrope"):
@@ -62,9 +63,9 @@ class Rotation:
     sin: Float[Array, "T 1 F"]
 
     def apply(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Rotate the lane pairs (i, i + F) of every head, and leave lanes from 2 F on as they are.
+        """Return `x_TNH` with the lane pairs (i, i + F) of every head rotated, and lanes from 2 F on unchanged.
 
-        Computed in float32, returned in the dtype of `x_TNH`.
+        It is computed in float32 and returned in the dtype of `x_TNH`.
         """
         rotated_size = 2 * self.cos.shape[-1]
         if rotated_size < x_TNH.shape[-1]:
@@ -79,10 +80,11 @@ class Rotation:
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def _rotate_on_cpu(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Compute what `_rotate` computes, in a form that XLA:CPU compiles to good code.
+        """Return what `_rotate` returns, in a form that XLA compiles to faster code on a CPU.
 
-        For `_rotate` XLA:CPU selects a half at every lane, and computes the cosines again in every layer for every
-        head. It does not compute an operand of a concatenation (here `stack`) again.
+        XLA fuses the concatenation in `_rotate` so that each lane tests which half it is in, and so that cosines are
+        computed again in every layer for every head. It does not recompute the operands of a concatenation, so here the
+        cosines and sines are stacked: [T, 1, 2, F] factors of the first half and of the second half.
         """
         halves = x_TNH.reshape(*x_TNH.shape[:2], 2, -1)
         for_first, for_second = jnp.stack([self.cos, self.sin], axis=2), jnp.stack([-self.sin, self.cos], axis=2)
@@ -101,14 +103,25 @@ def _original_max(rope: RopeConfig) -> int:
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
+    """Return frequencies with llama3's scaling, by how often each rotates within the original context.
+
+    Up to `low_freq_factor` rotations it is divided by `factor`, from `high_freq_factor` on it is kept, and in between
+    the two are blended.
+    """
     num_rotations = _original_max(rope) * frequencies / (2 * math.pi)
     blend = np.clip((num_rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
 def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_size: int) -> np.ndarray:
+    """Return frequencies with YaRN's scaling: fast ones are kept, slow ones divided by `factor`, with a ramp between.
+
+    The ramp runs from the frequency that rotates `beta_fast` times within the original context to the one that rotates
+    `beta_slow` times. `head_size` is the number of rotated lanes. Source: Peng et al. 2023, arXiv:2309.00071.
+    """
+
     def lane_with_rotations(num_rotations: float) -> float:
-        """Return the lane (fractional) that rotates so often within the original context."""
+        """Return the index (fractional) of the frequency that rotates so often within the original context."""
         return head_size * math.log(_original_max(rope) / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = lane_with_rotations(rope.beta_fast), lane_with_rotations(rope.beta_slow)
