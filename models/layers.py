@@ -79,9 +79,9 @@ def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any
 class FusedLinear(nnx.Module):
     """Several projections of one input as a single product x [T, in] · W [in, out], split into their outputs.
 
-    `parts` are (name, number of outputs) of each projection, under the name of the checkpoint's module. If the weight is
-    spread over several devices, the columns of the first device come first: its share of every part, one after the
-    other. Then come the columns of the second device, and so on. So each device holds one block of columns.
+    `parts` are (name, number of outputs) of each projection, under the name of the checkpoint's module. In a weight on
+    several devices, the columns of the first device come first: its share of every part, one after the other. Then come
+    the columns of the second device, and so on. So each device holds one block of columns.
     """
 
     def __init__(

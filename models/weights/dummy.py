@@ -22,21 +22,21 @@ from .loading import Weights
 
 SEED = 0
 STANDARD_DEVIATION = 147.8
-"""That of odd integers drawn evenly from −255 to 255."""
+"""Standard deviation of odd integers that are drawn evenly from −255 to 255."""
 
 
 def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | None = None) -> Weights:
     """Return `abstract` with random arrays in its dtypes and shardings, made one after the other on their devices.
 
-    A matrix has a standard deviation of about 1 ÷ √(inputs), gains of norms are 1, biases 0. A weight's numbers follow
-    from its path in the model and from its shape, not from how its backend stores it. `progress(done, total)` counts
-    arrays.
+    The values of a matrix have a standard deviation of about 1 ÷ √(inputs); gains of norms change nothing, and biases
+    are 0. A weight's values depend on its path in the model and on its shape in a checkpoint, and not on how its
+    backend stores it. `progress(done, total)` is called after each array.
     """
     leaves = nnx.to_flat_state(abstract.state)
     made: dict[tuple[Any, ...], Any] = {}
     for path, leaf in leaves:
         metadata = leaf.get_metadata()
-        # Waiting for each array keeps the temporary memory of one of them, and not of several.
+        # Waiting for each array keeps the temporary memory of only one array alive at a time.
         made[path] = leaf.replace(jax.block_until_ready(_array(leaf, ".".join(map(str, path)), metadata)))
         if progress is not None:
             progress(len(made), len(leaves))
@@ -44,7 +44,10 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
 
 
 def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
-    """Return the array of one weight, whose shape, dtype, sharding and metadata are given."""
+    """Return the array of one weight on its devices: constant if its metadata has a "fill", else random.
+
+    `leaf` has the shape, dtype and sharding. `name` is the weight's dotted path, which seeds the random numbers.
+    """
     if "fill" in metadata:
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
         return jax.jit(make, out_shardings=leaf.sharding)()
@@ -56,12 +59,16 @@ def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
 
 @lru_cache(maxsize=64)
 def _maker(shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: Any) -> Any:
-    """Return the compiled function key → array; equal arguments, as those of a model's layers, share one."""
+    """Return a jitted function from a random key to a weight; weights with equal arguments share one program."""
     return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops), out_shardings=sharding)
 
 
 def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> Any:
-    """Return random rows [out, in], transposed and stored by `ops` if these are given."""
+    """Return random rows of the shape [out, in]; if `ops` are given, as these store the matrix W [in, out].
+
+    Values are odd integers from −255 to 255 times a power of two that is about 1 ÷ (STANDARD_DEVIATION × √in), so that
+    bfloat16 holds them exactly.
+    """
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
     rows = (odd * 2.0**exponent).astype(dtype)

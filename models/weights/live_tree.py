@@ -1,4 +1,4 @@
-"""Trees of arrays that are to become a model's weights: which layout they have, and all that is wrong with them."""
+"""Checks trees of arrays that are to become a model's weights, and lists everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TreeLayout(enum.Enum):
     """How a tree holds the weights of a model."""
 
     TENSORS = "tensors"
-    """Under the names of a Hugging Face checkpoint, a tensor each."""
+    """Under the names of a Hugging Face checkpoint, one array per tensor."""
     STACKED = "stacked"
     """Under these names without the layers' numbers, the tensors of all layers in one array [L, …]."""
     OWN = "own"
@@ -33,11 +33,14 @@ class TreeLayout(enum.Enum):
 
 @dataclass(frozen=True)
 class Twin:
-    """A matrix that a tree may hold twice, and that the model has once: both must be equal as the model keeps them."""
+    """A matrix that a tree may hold under two names, and that the model has once, such as a tied head.
+
+    Both arrays must be equal in the dtype of the model's weight.
+    """
 
     name: str
     kept_name: str
-    """Name of the equal matrix, which is read."""
+    """Name of the other array, which becomes the weight."""
     dtype: Any
     """The dtype of the model's weight."""
 
@@ -49,7 +52,7 @@ class WantedTree:
     layout: TreeLayout
     shapes: Mapping[str, tuple[int, ...]]
     may_have: frozenset[str] = frozenset()
-    """Names that may be in the tree and are not read."""
+    """Names that the tree may have and that are not read."""
     twin: Twin | None = None
     dtypes: tuple[str, ...] = DTYPES
     """Names of the dtypes that the arrays may have."""
@@ -64,9 +67,11 @@ class CheckedTree:
 
 
 def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
-    """Return the arrays that the model needs. Raises ModelLoadError, which lists everything that is wrong with them.
+    """Return the arrays of a tree that the model needs, by name; those of `may_have` and a twin are left out.
 
-    `parts` are names of arrays that make one weight together, so they need one dtype. Every value is read once.
+    Raises ModelLoadError, which lists all faults: missing and unknown names, wrong types and shapes, NaN and infinity,
+    and a twin that differs. Each tuple in `parts` has the names of arrays that make one weight together, which must
+    have the same dtype. Every value is read once to look for NaN, and a twin once more to compare it.
     """
     twin, shapes = wanted.twin, dict(wanted.shapes)
     if twin is not None:
@@ -98,7 +103,10 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
 
 
 def _listed(fault: str, names: set[str]) -> list[str]:
-    """Return a fault with the names that have it, at most MAX_NAMED of them; nothing if no name has it."""
+    """Return one message with a fault and the sorted names that have it; an empty list without names.
+
+    At most MAX_NAMED names are listed, and the rest are counted: "missing: a, b and 3 more".
+    """
     if not names:
         return []
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
@@ -106,7 +114,10 @@ def _listed(fault: str, names: set[str]) -> list[str]:
 
 
 def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
-    """Return what is wrong with a leaf that is to have this shape, but for its values; None if nothing is."""
+    """Return what is wrong with a leaf's type, dtype, memory or shape; None if nothing is. Values are not read.
+
+    `shape` is the wanted shape, and `dtypes` are the names of the allowed dtypes.
+    """
     if not isinstance(leaf, np.ndarray | jax.Array):
         return f"is a {type(leaf).__name__}, wanted an array of numpy or JAX"
     if leaf.dtype.name not in dtypes or not leaf.dtype.isnative:
@@ -119,10 +130,10 @@ def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str |
 
 
 def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
-    """Return whether two matrices of one shape have equal values once they are of this dtype, the engine's.
+    """Return whether two matrices of the same shape have equal values after conversion to `dtype`, the weight's.
 
-    Two matrices of one sharding are compared on their devices, others block by block on the host. (The two matrices of
-    a checkpoint file are compared elsewhere, bit by bit, since the engine's dtype is not known when it is opened.)
+    Matrices with the same sharding are compared on their devices, others block by block on the host. The matrices of a
+    checkpoint file are compared bit by bit, in `open_checkpoint`, where the weight's dtype is not known yet.
     """
     if first is second:
         return True
@@ -138,7 +149,10 @@ def _equal_on_device(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Arr
 
 
 def _not_finite(arrays: Mapping[str, np.ndarray | jax.Array]) -> Iterator[str]:
-    """Yield the names of arrays with a NaN or an infinity. Devices check theirs at the same time."""
+    """Yield the names of arrays with a NaN or an infinity.
+
+    Checks of arrays on devices are all started before the first result is awaited, so they run at the same time.
+    """
     on_device = {
         name: _all_finite(leaf) for name, leaf in arrays.items() if isinstance(leaf, jax.Array) and not is_on_host(leaf)
     }
@@ -154,8 +168,9 @@ def _all_finite(array: jax.Array) -> jax.Array:
 
 
 def _all_finite_on_host(array: np.ndarray) -> bool:
-    # BLAS reads an array several times as fast as `isfinite`. A sum of squares that is finite has no other term; one
-    # that is not may also be too large.
+    """Return whether an array in host memory has no NaN and no infinity."""
+    # BLAS reads an array several times as fast as `isfinite`. A finite sum of squares has finite terms only. A sum that
+    # is not finite may come from large finite values, so `isfinite` decides then.
     if array.dtype == np.float32 and array.flags.c_contiguous:
         flat = array.reshape(-1)
         with np.errstate(all="ignore"):

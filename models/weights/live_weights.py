@@ -1,8 +1,8 @@
 """Turns checked trees into the weights of a running engine, on its devices, one weight after the other.
 
-Recipes say which blocks of tensors make a weight (`models/recipe.py`). Here each kind of recipe is a program: it takes
-the tensors of one weight and returns the weight as products want it, fused, in panels, and in shards. The layers of a
-model share programs, so there are few, and all are known before the first update.
+Recipes say which blocks of tensors make a weight (`models/recipe.py`). Here each distinct recipe is a program: it takes
+the tensors of one weight and returns the weight as it is stored: fused, in the backend's layout, and sharded. Layers of
+a model share programs, so there are few, and all are known before the first update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Key = Hashable
 class WeightRecipe:
     """How tensors become one weight: their shapes, the pieces they are cut into, and how the weight is stored.
 
-    Weights of one recipe share a program.
+    Weights with equal recipes share a program.
     """
 
     tensors: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class WeightRecipe:
 
     @property
     def is_copy(self) -> bool:
-        """Return whether the weight is one tensor as it is."""
+        """Return whether the weight is one whole tensor, unchanged but for its dtype."""
         whole = tuple((0, size) for size in self.shape)
         pieces = [(piece.source, piece.target, piece.is_transposed) for piece in self.pieces]
         return self.matrix is None and pieces == [(whole, whole, False)]
@@ -69,7 +69,7 @@ class _Origin:
     recipe: WeightRecipe
     names: tuple[str, ...]
     layer: int | None = None
-    """The layer to take from arrays [L, …] of these names; None for tensors that lie apart."""
+    """The layer to take from arrays [L, …] of these names; None if each name is one layer's tensor."""
 
 
 Origins = dict[Path, _Origin]
@@ -88,11 +88,14 @@ class NewWeight:
 
 
 class LiveWeights:
-    """The weights of one engine, as what trees of arrays become."""
+    """Makes the weights of one engine from trees of arrays."""
 
     def __init__(self, abstract: Weights, mesh: Mesh):
-        """`abstract` has the shapes, dtypes and shardings of the weights. Without a config, only trees of the weights'
-        own paths are taken."""
+        """Prepare the recipes of all weights for each layout of a tree.
+
+        `abstract` has the shapes, dtypes and shardings of the weights on `mesh`. If it has no config, only trees under
+        the weights' own paths are accepted.
+        """
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
         own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
@@ -101,12 +104,14 @@ class LiveWeights:
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
     def check(self, tree: Any) -> CheckedWeights:
-        """Return a tree whose arrays can become the weights, and where each weight is in it.
+        """Return the arrays of `tree` that become the weights, and where each weight is among them.
 
-        Raises ModelLoadError, which lists every fault.
+        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. Its layout is the one
+        most of whose names it has. Raises ModelLoadError, which lists every fault.
         """
         arrays = self._own_part(named_leaves(tree))
-        # Checkpoint layouts come first: `max` takes one of them, and errors tell its names, if no other fits better.
+        # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
+        # the tree fits no layout.
         origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread, twin = self._unread(arrays), self._twin(arrays)
         trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
@@ -115,11 +120,12 @@ class LiveWeights:
         return check_tree(arrays, wanted, [origin.names for origin in origins.values()]), origins
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return the arrays of the model, of a tree that may be a whole training state.
+        """Return the arrays of the model in a tree, which may be a whole training state, without their common prefix.
 
-        A tree has the engine's own paths or the names of checkpoints. A prefix is taken to stand before the engine's
-        paths if more than half of these paths are found behind it; otherwise `model_prefixes` looks for a prefix before
-        the names of checkpoints. Raise ModelLoadError if several prefixes fit.
+        For example "params.layers.0.weight" becomes "layers.0.weight", and "opt_state.count" is left out. Arrays are
+        named by the engine's own paths or by the names of checkpoints. A prefix counts if more than half of the
+        engine's paths follow it. If there is none, `model_prefixes` looks for a prefix of checkpoint names. Raises
+        ModelLoadError if several prefixes fit. A tree without a prefix is returned as it is.
         """
         own_names = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
         prefixes_seen = (
@@ -146,12 +152,12 @@ class LiveWeights:
         take: Callable[[Path], jax.Array | None],
         copy: bool,
     ) -> Iterator[NewWeight]:
-        """Yield every weight, made of the tensors of a checked tree.
+        """Yield every weight, made of the tensors of a checked tree, without waiting for the devices.
 
-        `program` returns the executable of a key of `programs`. `take` gives up the old array of a weight, in whose
-        memory the new one is made, or returns None. Nothing waits for the devices. Of arrays [L, …] that lie on other
-        devices, or on the host, one layer after the other is moved. With `copy` false, arrays of the tree that fit are
-        taken as they are.
+        `program` returns the compiled program of a key of `programs`. `take(path)` returns the old array of a weight,
+        whose memory the new one may use and which must not be used again, or None. If `copy` is false, an array of the
+        tree that already has the weight's shape, dtype and sharding becomes the weight itself. Arrays [L, …] that do
+        not lie whole on each device of the mesh are moved one layer at a time, which takes less memory.
         """
         tree, origins = checked
         is_own = tree.layout is TreeLayout.OWN
@@ -169,21 +175,22 @@ class LiveWeights:
                 sources, layer = [_layer_of(source, layer) for source in sources], None
             tensors = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
             key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
-            # The old weight comes first, and the layer last, in programs that take them.
+            # A program takes the old weight first, if it reuses its memory, and the layer last, if tensors are stacked.
             old_argument = [] if old is None else [old]
             layer_argument = [] if layer is None else [np.int32(layer)]
             yield NewWeight(path, program(key)(*old_argument, tensors, *layer_argument), is_borrowed=False)
 
     def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
-        """Return all weights, made of copies of a checked tree."""
+        """Return all weights, made of a checked tree whose arrays are copied, so that the tree stays usable."""
         made = {new.path: new.array for new in self.make(checked, program, take=lambda path: None, copy=True)}
         state = {path: with_value(leaf, made[path]) for path, leaf in self._leaves.items()}
         return replace(self.abstract, state=nnx.from_flat_state(state))
 
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-        """Return the programs that make weights, by key, as functions that lower them.
+        """Return, by key, functions that lower the programs that make weights.
 
-        There is one for each recipe and dtype of its tensors, in the memory of an old weight and in new memory.
+        There is a program for each recipe and each dtype of its tensors; one version allocates the weight, and the
+        other reuses the memory of the old weight.
         """
         lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
@@ -199,12 +206,13 @@ class LiveWeights:
         return lowered
 
     def _key(self, recipe: WeightRecipe, dtype: str, is_own: bool, *, is_stacked: bool, is_in_place: bool) -> Key:
-        """Return the key of a program; arrays of the engine's own layout lie where their weights do, others whole."""
+        """Return the key of a program. `is_own` is part of it since tensors under the engine's own paths are sharded
+        like their weights, and all other tensors lie whole on each device."""
         return "update", self._recipe_ids[recipe], dtype, is_own, is_stacked, is_in_place
 
     @property
     def _num_layers(self) -> int:
-        """Return the L of arrays [L, …]; only a model with a config is read from such."""
+        """Return the L of arrays [L, …]; only a model with a config may be given in such arrays."""
         assert self.abstract.config is not None
         return self.abstract.config.num_layers
 
@@ -217,10 +225,10 @@ class LiveWeights:
         *,
         is_in_place: bool,
     ) -> jax.stages.Lowered:
-        """Lower the program that makes a weight of tensors of this dtype and sharding.
+        """Lower the program that makes a weight of tensors with the given dtype and sharding.
 
-        `num_stacked` is the L of tensors [L, …], of which the program takes one layer; None for tensors of one layer.
-        `is_in_place`: the program also takes the old weight, and returns the new one in its memory.
+        With `num_stacked`, the L of tensors [L, …], the program also takes the layer's index; None for tensors of one
+        layer. With `is_in_place` the program also takes the old weight, and returns the new one in its memory.
         """
         stack_shape = () if num_stacked is None else (num_stacked,)
         shapes = [
@@ -230,7 +238,7 @@ class LiveWeights:
         if not is_in_place:
             return jax.jit(partial(_make_weight, recipe), out_shardings=recipe.sharding).lower(shapes, *layer)
         old = jax.ShapeDtypeStruct(recipe.shape, recipe.dtype, sharding=recipe.sharding)
-        # Nothing reads the old weight. It is an argument so that its donated memory becomes that of the result.
+        # The old weight is never read. It is an argument so that its memory can be donated to the result.
         run = jax.jit(
             lambda _, *tensors_and_layer: _make_weight(recipe, *tensors_and_layer),
             out_shardings=recipe.sharding,
@@ -240,11 +248,11 @@ class LiveWeights:
         return run.lower(old, shapes, *layer)
 
     def _is_in_place(self, array: Any) -> bool:
-        """Return whether an array lies where programs take it from, whole on each device."""
+        """Return whether an array already lies whole on each device of the mesh, as programs expect."""
         return isinstance(array, jax.Array) and array.sharding.is_equivalent_to(self._whole, array.ndim)
 
     def _unread(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of the names that checkpoints may have and that are no weights."""
+        """Return the names of tensors that checkpoints may hold and that are no weights, such as rotary frequencies."""
         config = self.abstract.config
         if config is None:
             return frozenset()
@@ -252,9 +260,9 @@ class LiveWeights:
         return frozenset(name for name in names if ignored.search(name))
 
     def _twin(self, names: Collection[str]) -> Twin | None:
-        """Return the head of a tree for a tied model, which may be stored beside the embedding; None if there is none.
+        """Return the head that a tree for a tied model holds beside the embedding, as its twin; None if it has none.
 
-        Trees of the engine's own paths have no place for it.
+        `names` are the names in the tree. Trees under the engine's own paths have no name for such a head.
         """
         config = self.abstract.config
         if config is None or not config.tie_word_embeddings:
@@ -267,19 +275,26 @@ class LiveWeights:
         return Twin(head, embedding, dtype)
 
     def _wanted(self, layout: TreeLayout, origins: Origins, unread: frozenset[str], twin: Twin | None) -> WantedTree:
-        """Return the arrays of a tree of this layout."""
+        """Return the names, shapes and dtypes of the arrays that a tree of this layout must have.
+
+        `origins` say where each weight is in it. `unread` are names that the tree may have as well, and `twin` is a
+        second copy of a tied matrix, which the engine's own layout never has.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for origin in origins.values():
             stack_shape = () if origin.layer is None else (self._num_layers,)
             for name, shape in zip(origin.names, origin.recipe.tensors, strict=True):
                 shapes[name] = (*stack_shape, *shape)
         is_own = layout is TreeLayout.OWN
-        # Modules of a caller's own have arrays of numpy among their attributes, or were made with x64.
+        # A caller's own module may hold float64: numpy's default, and JAX's with x64. It is converted to float32 later.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 
     def _checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
-        """Return where each weight is in trees with the names of checkpoints, those that `held` has among them."""
+        """Return where each weight is in trees under checkpoint names, for both such layouts; {} without a config.
+
+        Families have alternative names for some tensors: the names that are in `held` are used.
+        """
         config = self.abstract.config
         if config is None:
             return {}
@@ -301,13 +316,17 @@ def _starts_of_parts(name: str) -> list[int]:
 
 
 def _recipe(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
+    """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes."""
     metadata = leaf.get_metadata()
     stored = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
     return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
 
 
 def _own_origin(path: Path, leaf: Any) -> _Origin:
-    """Return where a weight is in a tree of the engine's own paths."""
+    """Return where a weight is in a tree under the engine's own paths: one array of the weight's own shape.
+
+    It is copied as it is stored, so the recipe has no `matrix` and no `ops`.
+    """
     whole = tuple((0, size) for size in leaf.shape)
     shape = tuple(leaf.shape)
     recipe = WeightRecipe((shape,), (Piece("0", whole, whole),), shape, np.dtype(leaf.dtype), leaf.sharding)
@@ -315,7 +334,7 @@ def _own_origin(path: Path, leaf: Any) -> _Origin:
 
 
 def _narrowed(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Return an array of at most 32 bits a number: programs take no others."""
+    """Return a float64 array as float32, and any other as it is, since programs take numbers of at most 32 bits."""
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
@@ -337,7 +356,10 @@ def _fits(array: jax.Array, leaf: Any) -> bool:
 
 
 def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
-    """Return the weight that these tensors make, or those of one layer of arrays [L, …]."""
+    """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
+
+    With `layer` the tensors are arrays [L, …], of which that layer is taken.
+    """
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
     shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
@@ -360,9 +382,10 @@ class _Block(NamedTuple):
 
 
 def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any]) -> jax.Array:
-    """Return an array of this shape with the blocks at their targets, and zeros elsewhere.
+    """Return an array of this shape with the blocks at their targets, and zeros elsewhere. Blocks do not overlap.
 
-    Blocks of whole rows, which nearly all weights are made of, are concatenated; others are written one by one.
+    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps.
+    Otherwise they are written into an array of zeros one by one.
     """
     if not shape:
         return blocks[0].values

@@ -1,7 +1,7 @@
 """Loads a checkpoint's tensors into a model's weights, slice by slice, directly into their sharded arrays.
 
-Every tensor is read in chunks of rows into a buffer that JAX then owns (on a CPU JAX aliases the buffer). So anonymous
-memory holds the weights themselves and a few such chunks, and no second copy.
+Every tensor is read in chunks of rows into a buffer that JAX then owns (on a CPU JAX aliases the buffer). So the host
+holds the weights themselves and a few chunks, and no second copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
 from .subtree import ambiguity_message, model_prefixes
 
 CHUNK_BYTES = 4 << 20
-"""Bytes, as float32, of the rows that are read from a tensor in one piece."""
+"""Bytes, as float32, of the rows that are read from a tensor at once."""
 NUM_READERS = 2
 """Threads that read weights."""
 LARGE_SHARE = 16
@@ -59,16 +59,17 @@ class Weights:
     """The config of the model; None for weights that no config describes, which cannot be saved."""
 
     def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        """Return the leaves of `state` that logits need, and a function that makes a state of such leaves.
+        """Return the leaves of `state` that logits need, and a function from such leaves to a whole state.
 
-        A program that samples takes only these leaves. In the state that the function makes, a scalar zero stands for
-        every other leaf.
+        A program that samples takes only these leaves as arguments. In the state that the function returns, a scalar
+        zero takes the place of every other leaf.
         """
         flat = nnx.to_flat_state(self.state)
         leaves, tree = jax.tree.flatten(self.state)
         indices = [index for index, (path, _) in enumerate(flat) if path[0] in self.logits_modules]
 
         def to_state(logits_leaves: Sequence[Any]) -> Any:
+            """Return a state with these leaves, in the order in which `split_logits` returned them."""
             filled: list[Any] = [jnp.zeros(())] * len(leaves)
             for index, leaf in zip(indices, logits_leaves, strict=True):
                 filled[index] = leaf
@@ -78,7 +79,8 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all weights as they are stored: what pads and copies of KV heads, but no replicas."""
+        """Return the bytes of all weights, with padding and copies of KV heads; an array that lies whole on several
+        devices counts once."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
     @property
@@ -90,7 +92,10 @@ class Weights:
 
 @lru_cache(maxsize=4)
 def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS) -> Weights:
-    """Return the shapes, dtypes and shardings of a model's weights; nothing is allocated or traced."""
+    """Return the shapes, dtypes and shardings of a model's weights on a mesh; nothing is allocated or traced.
+
+    `dtype` is the dtype of all weights, and `ops` says how matrices are stored. The result is cached.
+    """
 
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
@@ -101,10 +106,10 @@ def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOp
 
 
 def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
-    """Compare the checkpoint's names and shapes with the model's, before anything is allocated.
+    """Check the names, shapes and dtypes of a checkpoint's tensors against the model, before anything is allocated.
 
-    Raises ModelLoadError, which names the checkpoint and the tensor that is missing, left over, of another shape or in
-    a type that is not read.
+    Raises ModelLoadError, which names the checkpoint and a tensor that is missing, is unknown to the model, has another
+    shape, or is stored in a type that is not supported.
     """
     shapes = recipes_for(abstract, config, checkpoint.names()).shapes
     _check_names(set(shapes), config, checkpoint)
@@ -113,7 +118,7 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
             fault = f"tensor {name} has shape {checkpoint.shape(name)}, the config asks for {shape}"
             reason = "config and weights belong to different models"
             raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: take both of one model")
-        checkpoint.read(name, slice(0, 0))
+        checkpoint.read(name, slice(0, 0))  # It reads no values, and raises for a stored type that is not supported.
 
 
 def load_weights(
@@ -123,18 +128,20 @@ def load_weights(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Weights:
-    """Return `abstract` with its arrays loaded in their dtypes and shardings. Call `check_tensors` before.
+    """Return `abstract` with its arrays loaded in their dtypes and shardings. `check_tensors` must have passed.
 
-    `progress(done, total)` is called after each weight and counts tensors. Raises ModelLoadError, which names the
-    checkpoint and the tensor, if a tensor holds a NaN or an infinity.
+    `progress(done, total)` is called once per tensor, after the weight that it is a part of. Raises ModelLoadError,
+    which names the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
     pieces, memory = recipes_for(abstract, config, checkpoint.names()).pieces, _WeightMemory()
     leaves = dict(nnx.to_flat_state(abstract.state))
 
     def load(path: Path) -> jax.Array:
+        """Return one weight; JAX calls `read_shard` for the shard of each device."""
         leaf = leaves[path]
 
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            """Return the slice `index` of the weight, in host memory that JAX can alias."""
             assert index is not None, "a shard of an array has bounds"
             bounds = [axis.indices(size)[:2] for axis, size in zip(index, leaf.shape, strict=True)]
             shard = memory.allocate(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
@@ -151,7 +158,8 @@ def load_weights(
             num_loaded += 1
             if progress is not None:
                 progress(num_loaded, total)
-    # Abstract weights are shared by configs that are equal but for the files they were read from.
+    # `abstract_weights` caches its result for equal configs, which may have been read from different files: comparison
+    # leaves out `source`. So the config of this checkpoint replaces the cached one.
     state = nnx.from_flat_state({path: loaded[path] for path in leaves})
     return replace(abstract, state=state, config=config)
 
@@ -163,7 +171,11 @@ def with_value(leaf: Any, value: Any) -> Any:
 
 def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> Iterator[tuple[Path, jax.Array]]:
     """Yield the path and the array of each weight: large ones first and one by one, then the others in NUM_READERS
-    threads."""
+    threads.
+
+    A weight is large if it has more than 1 / LARGE_SHARE of all bytes: a format that decodes whole tensors then never
+    holds two large ones at once.
+    """
     num_bytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
     max_small_bytes = sum(num_bytes.values()) // LARGE_SHARE
     for path in leaves:
@@ -175,19 +187,22 @@ def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> 
 
 
 def recipes_for(abstract: Weights, config: DecoderConfig, held: Collection[str]) -> Recipes:
-    """Return how the weights are made of the tensors of a checkpoint, which holds tensors of the names `held`."""
+    """Return how the weights are made of the tensors of a checkpoint; `held` are the names of the tensors in it."""
     model = model_class(config.architecture)
     stored_name = model.naming(held, is_tied=config.may_store_one_matrix)
     return make_recipes(abstract.state, model.sources(config), stored_name)
 
 
 def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
-    """Raise ModelLoadError unless a checkpoint has the tensors that the model needs and no others."""
+    """Raise ModelLoadError unless a checkpoint has all tensors that the model needs, and no unknown ones.
+
+    Tensors that the family ignores may be there as well, and the head of a tied model that stores it twice.
+    """
     model = model_class(config.architecture)
     stored_names = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
     if config.tie_word_embeddings:
-        # Some checkpoints store a tied matrix twice, and `open_checkpoint` has compared the two. The head is then left
-        # over; it is needed where a checkpoint stores the matrix only as the head.
+        # If a checkpoint stores a tied matrix twice, `open_checkpoint` has found both equal; the head is not needed. If
+        # the matrix is stored only as the head, `needed_names` has the head.
         head_name = model.naming(stored_names)(f"{model.tensor_names['head']}.weight")
         stored_names -= {head_name} - needed_names
     if missing := sorted(needed_names - stored_names):
@@ -210,8 +225,8 @@ def _read_weight(
 ) -> None:
     """Fill `out` with the slice `bounds` of one weight, from the pieces that the weight is made of.
 
-    `bounds` are (start, stop) for each axis of the weight as it is stored, and `metadata` is the weight's. A matrix is
-    read by the rows of Wᵀ that the slice holds, since recipes count rows and columns of Wᵀ.
+    `bounds` are (start, stop) for each axis of the stored weight, and `metadata` is the weight's. Recipes count in rows
+    and columns of Wᵀ, so for a matrix `ops` gives the rows of Wᵀ that the slice holds, and a function to store them.
     """
     write = partial(write_rows, out)
     if "matrix" in metadata:
@@ -231,12 +246,13 @@ class _WeightMemory:
         self._lock, self._block, self._num_used = Lock(), np.empty(0, np.uint8), 0
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """Return an uninitialized array, aligned so that JAX aliases it. The array keeps its block alive."""
+        """Return an uninitialized array, aligned so that JAX can alias it. The array keeps its block alive."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block, start = self._block, self._num_used
             if start + num_bytes > len(block):
-                # A large array gets a block of its own; smaller ones go on in the current block.
+                # The current block is too full. A large array gets a block of its own, and the current block stays
+                # current; for a smaller array a new block becomes the current one.
                 block, start = _allocate_block(num_bytes if num_bytes > BLOCK_BYTES // 4 else BLOCK_BYTES), 0
             if block is self._block or len(block) == BLOCK_BYTES:
                 self._block, self._num_used = block, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -36,12 +36,12 @@ WRITERS: dict[str, Callable[[Path, Mapping[str, UnsavedTensor]], None]] = {
 def save_checkpoint(weights: Weights, directory: str | Path, *, format: str = "orbax", manifest: bool = False) -> None:
     """Save `weights` and their config.json to `directory`, which must not exist yet, or be empty.
 
-    `format` is orbax or safetensors. Tensors have their Hugging Face names, and the dtype of the weights. With
-    `manifest` a file SHA256SUMS lists every file. The tokenizer is not the weights': copy its files beside them.
+    `format` is "orbax" or "safetensors". Tensors have their Hugging Face names, and the dtype of the weights. With
+    `manifest` a file SHA256SUMS lists every file. The tokenizer is not saved: copy its files to the directory.
 
-    The directory appears whole or not at all. One tensor is held in memory beside the weights. Raises ValueError for a
-    directory that is in use, for weights without a config and for a rotary embedding that config.json has no form for,
-    OSError if the files cannot be written.
+    The directory appears whole or not at all. One tensor at a time is held in host memory beside the weights. Raises
+    ValueError for an unknown format, for a directory that is not empty, for weights without a config, and for a rotary
+    embedding that config.json cannot express; raises OSError if the files cannot be written.
     """
     directory = Path(directory).resolve()
     if format not in WRITERS:
@@ -53,7 +53,8 @@ def save_checkpoint(weights: Weights, directory: str | Path, *, format: str = "o
         raise ValueError(f"weights: {fault}, which config.json has no form for: keep the GGUF file")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"directory: got {directory}, which is there already, wanted a new or an empty one")
-    # A folder of another name, which has no config.json until all else is there, is no checkpoint if this process ends.
+    # Files are written to a folder of another name, and config.json last. If this process is killed, what is left is
+    # not taken for a checkpoint.
     unfinished = directory.with_name(f".{directory.name}.unfinished-{secrets.token_hex(4)}")
     unfinished.mkdir(parents=True)
     try:
@@ -71,7 +72,11 @@ def save_checkpoint(weights: Weights, directory: str | Path, *, format: str = "o
 
 
 def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
-    """Return the content of config.json for these weights, which are not quantized whatever they were read from."""
+    """Return the content of config.json for saved weights: the source's, updated to what is saved.
+
+    Keys of quantization are left out, since the weights are saved unquantized. `dtypes` are the names of the saved
+    dtypes; if there are several, the first in the alphabet is named.
+    """
     dropped = (*CONFIG_KEYS, "torch_dtype")
     kept = {key: value for key, value in config.source.items() if key not in dropped}
     return {
@@ -84,7 +89,8 @@ def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
 
 
 def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor]:
-    """Return the tensors that the weights are made of, by their Hugging Face names."""
+    """Return the tensors to save, by their Hugging Face names. Their values are read from the weights when each one
+    is made."""
     recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
     leaves = dict(nnx.to_flat_state(weights.state))
     parts: defaultdict[str, list[tuple[Any, Piece]]] = defaultdict(list)
@@ -99,10 +105,10 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any, Piece]]) -> np.ndarray:
-    """Return a tensor that is made of these pieces of weights, each read in chunks of rows.
+    """Return a tensor, copied from the weights that its values are in, in chunks of rows.
 
-    `parts` are leaves of a state with the pieces that lie in the tensor: a piece's `target` in the weight is copied to
-    its `source` in the tensor.
+    `parts` are (weight, piece): the values at the piece's `target` in the weight become those at its `source` in the
+    tensor.
     """
     tensor = np.zeros(shape, dtype)
     for leaf, piece in parts:
@@ -113,7 +119,8 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
         width = piece.target[1][1] if weight_columns else 1
         num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // 4 // width))
         for weight_row in range(weight_start, weight_stop, num_rows):
-            # The last rows are taken together with some before them: one shape is compiled once.
+            # Every chunk has `num_rows` rows, so that JAX compiles one shape. The last one begins earlier and copies
+            # some rows again.
             weight_row = min(weight_row, weight_stop - num_rows)
             rows = np.arange(weight_row, weight_row + num_rows, dtype=np.int32)
             values = np.asarray(_rows_of(leaf, rows))
@@ -123,7 +130,7 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
 
 
 def _rows_of(leaf: Any, rows: np.ndarray) -> jax.Array:
-    """Return rows of Wᵀ, of a table or of a vector."""
+    """Return the given rows of a weight: of Wᵀ for a matrix W, of a table, or of a vector."""
     metadata = leaf.get_metadata()
     if "matrix" not in metadata:
         return _take(leaf[...], rows, None, 0)
@@ -136,7 +143,7 @@ def _take(weight: jax.Array, rows: jax.Array, ops: LayerOps | None, num_in: int)
 
 
 def _sync(directory: Path) -> None:
-    """Wait until all files are on the disk, so that a directory with its final name has all of its content."""
+    """Wait until all files below a directory are on the disk, so that it may be renamed to its final name."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

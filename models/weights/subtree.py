@@ -17,12 +17,12 @@ AVERAGES = frozenset({"ema", "avg", "swa", "polyak", "shadow"})
 
 
 def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
-    """Return the prefixes under which a tree holds this model's tensors.
+    """Return the prefixes under which a tree of arrays holds the tensors of this model; `names` are the tree's names.
 
-    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`. The list is empty if the
-    names stand there without a prefix, or not at all. It has several entries if nothing says which subtree is meant,
-    see `likeliest_prefixes`. A subtree is known by its embedding and by its last norm, since a tied model may lack the
-    embedding, and any subtree may lack something that errors are to name.
+    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`: `mu` is an optimizer's.
+    The list is empty if the tensors have no prefix, or are not there. It has several entries if `likeliest_prefixes`
+    cannot decide between subtrees. A subtree is recognised by its embedding or its last norm: a tied model may lack the
+    embedding, and errors about a tensor that is missing come later.
     """
     model = model_class(config.architecture)
     embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
@@ -31,12 +31,16 @@ def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
     bases = *model.other_bases, model.base
     found = _prefixes_of(names, [base + embedding.removeprefix(model.base) for base in (*bases, "")])
     found |= _prefixes_of(names, [base + norm.removeprefix(model.base) for base in bases])
-    # A norm without a base may be another model's: it counts where nothing else is found.
+    # "norm.weight" without a base may belong to another model in the tree, so it counts only if nothing else is found.
     return likeliest_prefixes(found or _prefixes_of(names, [norm.removeprefix(model.base)]))
 
 
 def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]:
-    """Return what stands before the first of these ends in each name that has one, in the order of the names."""
+    """Return the distinct prefixes of names that end with a dot and one of `ends`, in the order of the names.
+
+    Each prefix ends with its dot, and is the part before the first of `ends` that fits. The result is a dictionary that
+    serves as an ordered set.
+    """
     prefixes: dict[str, None] = {}
     for name in names:
         if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
@@ -45,7 +49,11 @@ def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]
 
 
 def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
-    """Return those of the prefixes of equal subtrees that may be the model's, sorted: averages only without others."""
+    """Return the prefixes, sorted, that may be the model's weights, of subtrees that hold tensors of the same names.
+
+    Subtrees of an optimizer, such as `mu.`, are left out. Averaged weights, such as `ema.`, are left out if there are
+    others.
+    """
     words = {prefix: set(re.split(r"[._]", prefix.lower())) for prefix in prefixes}
     weights = [prefix for prefix in prefixes if OPTIMIZER_TREES.isdisjoint(words[prefix])]
     return sorted([prefix for prefix in weights if AVERAGES.isdisjoint(words[prefix])] or weights)
