@@ -65,10 +65,10 @@ FORMATS = {
 
 
 class GGUFCheckpoint:
-    """A GGUF file under Hugging Face names, de-quantized to float32 as it is read.
+    """A GGUF file whose tensors have Hugging Face names and are de-quantized to float32 as they are read.
 
-    A tensor without a Hugging Face name keeps its own name. What the file stores in another form is turned back: see
-    `GGUFFormat`.
+    A tensor without a Hugging Face name keeps its own name. `read` undoes what llama.cpp's converter did to rows and
+    gains: see `GGUFFormat`.
     """
 
     def __init__(self, file: GGUFFile, config: DecoderConfig):
@@ -91,17 +91,20 @@ class GGUFCheckpoint:
         return "float32"
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return `rows` of the first axis as float32, in Hugging Face's order, and `columns` of them."""
+        """Return `rows` of the first axis and `columns` of the second, as float32 and in Hugging Face's order.
+
+        `columns` are ignored for a vector. Raises ModelLoadError for a quantization that the gguf package cannot read.
+        """
         stored, shape = self._stored[name], self.shape(name)
         start, stop = bounds_of(rows, shape[0])
-        wanted: slice | np.ndarray = slice(start, stop)
+        stored_rows: slice | np.ndarray = slice(start, stop)
         if self._format.permutes_heads and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
-            wanted = self._stored_rows(np.arange(start, stop))
+            stored_rows = self._stored_rows(np.arange(start, stop))
         try:
             if len(shape) > 1:
-                return self.file.read_rows(stored, wanted)[:, columns]
-            # A vector is stored as one row.
-            values = self.file.read_rows(stored, WHOLE)[0][wanted]
+                return self.file.read_rows(stored, stored_rows)[:, columns]
+            # The file holds a vector as one row.
+            values = self.file.read_rows(stored, WHOLE)[0][stored_rows]
         except NotImplementedError as error:
             fault = f"is stored as {self.file.tensors[stored].type_name}, which the gguf package does not de-quantize"
             way_out = "take a file of another quantization"
@@ -113,7 +116,8 @@ class GGUFCheckpoint:
         return list(self.file.paths)
 
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return where llama.cpp's converter stored each of `rows`: row (half, i) of a head is at 2 i + half."""
+        """Return the row of the file for each of Hugging Face's `rows`: row `i` of half 0 or 1 of a head is at
+        2 i + half of that head."""
         head, row = np.divmod(rows, self._head_size)
         half, i = np.divmod(row, self._head_size // 2)
         return head * self._head_size + 2 * i + half

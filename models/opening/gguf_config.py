@@ -43,26 +43,32 @@ GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
 
 
 def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """Return the config in a GGUF file's metadata, with `overrides` as in `config_from_hf`. Raises ModelLoadError."""
+    """Return the config in a GGUF file's metadata, after the `overrides` of `hf_overrides`.
+
+    The metadata are turned into the content of config.json, and `overrides` are merged into that. Divisors of the
+    rotary frequencies that config.json cannot express are set on the config afterwards, unless an override names a kind
+    of rotary scaling or turns it off. Raises ModelLoadError.
+    """
     fields = Fields(file.metadata, file.path)
     architecture = fields.choice("general.architecture", BY_GGUF)
     reader = _Metadata(file, fields, architecture)
     config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
-    asked = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
-    if reader.freq_factors is None or any(one is None or {"rope_type", "type"} & one.keys() for one in asked):
-        return config  # An override of the scaling counts before the file's own.
-    own: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
-    ropes = (None if rope is None else replace(rope, **own) for rope in config.ropes)
+    scalings = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
+    if reader.freq_factors is None or any(one is None or {"rope_type", "type"} & one.keys() for one in scalings):
+        return config
+    changes: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
+    ropes = (None if rope is None else replace(rope, **changes) for rope in config.ropes)
     return replace(config, ropes=tuple(ropes))
 
 
 class _Metadata:
-    """The metadata of one file. `names` says what the file calls the keys of the config."""
+    """The metadata of one file, read as the content of config.json."""
 
     def __init__(self, file: GGUFFile, fields: Fields, architecture: str):
+        """`fields` are the metadata. `names` maps keys of config.json to the file's keys, which errors name."""
         self.file, self.fields, self.architecture = file, fields, architecture
         self.freq_factors: tuple[float, ...] | None = None
-        """Divisors of the inverse frequencies that no llama3 scaling gives, for `RopeConfig`; None for none."""
+        """Divisors of the rotary frequencies, if llama3's parameters cannot give them; `config` sets them."""
         self.names = {key: self.key(name) for key, name in SIZES.items()} | {
             "num_key_value_heads": self.key("attention.head_count_kv"),
             "head_dim": self.key("attention.key_length"),
@@ -79,7 +85,12 @@ class _Metadata:
         return f"{self.architecture}.{name}"
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json. Raises ModelLoadError for metadata that is invalid or not supported."""
+        """Return the content that config.json would have for this model.
+
+        Values that the metadata lack come from the tensors: the vocabulary is the rows of the embedding, a head is tied
+        if it is not stored, and biases exist if the first layer has them. Raises ModelLoadError for metadata that are
+        invalid or not supported, and for a file without an embedding.
+        """
         fields, tensors = self.fields, self.file.tensors
         embedding = tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -103,29 +114,31 @@ class _Metadata:
         }
         if fields.has(self.names["bos_token_id"]):
             config["bos_token_id"] = fields.integer(self.names["bos_token_id"], min=0)
-        # Without these keys the file means what follows from its sizes, whatever the family's own default is.
+        # If these keys are absent, the file's sizes give the values; a family's config.json may have other defaults.
         hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
         config["num_key_value_heads"] = fields.integer(self.names["num_key_value_heads"], num_heads)
-        share = None if hidden_size % num_heads else hidden_size // num_heads
-        config["head_dim"] = fields.integer(self.names["head_dim"], share)
+        equal_share = None if hidden_size % num_heads else hidden_size // num_heads
+        config["head_dim"] = fields.integer(self.names["head_dim"], equal_share)
         self._check_head_size(config["head_dim"])
-        own = {"gemma2": self._gemma2, "gemma3": self._gemma3}.get(self.architecture, self._llama)
-        return config | own(config)
+        read_family = {"gemma2": self._gemma2, "gemma3": self._gemma3}.get(self.architecture, self._llama)
+        return config | read_family(config)
 
     def _dtype(self) -> str:
+        """Return the dtype of all matrices if they share a 16-bit one, and otherwise float32, as for quantized ones."""
         kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
         return "bfloat16" if kinds == {"BF16"} else "float16" if kinds == {"F16"} else "float32"
 
     def _check_head_size(self, head_size: int) -> None:
-        """Refuse values of another size than keys, and heads that are rotated in parts."""
+        """Raise ModelLoadError if values have another size than keys, or if only a part of each head is rotated."""
         for name in ("attention.value_length", "rope.dimension_count"):
             if self.fields.integer(self.key(name), head_size) != head_size:
                 raise self.fields.wrong(self.key(name), f"the head size, {head_size}")
 
     def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what config.json says of Llama, Mistral and Qwen beside the sizes.
+        """Return the keys of config.json that Llama, Mistral and Qwen have beside those of `config`.
 
-        Mistral's files name the architecture llama: the two differ only in their windows.
+        Mistral's files name the architecture llama. They are told apart by a sliding window, which makes a llama file
+        one of Mistral. Raises ModelLoadError for a window of another architecture, or of some layers only.
         """
         found = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
         key = self.names["sliding_window"]
@@ -136,7 +149,11 @@ class _Metadata:
         return {**found, "architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
 
     def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what config.json says of Gemma 2 beside the sizes; for an absent key what llama.cpp takes."""
+        """Return the keys of config.json that Gemma 2 has beside those of `config`.
+
+        An absent key gets llama.cpp's default. Raises ModelLoadError for layers with a window that have a rotary base
+        of their own.
+        """
         fields, rope = self.fields, self._rope(DEFAULT_THETA, config["head_dim"])
         local_base = self.key("rope.freq_base_swa")
         if fields.number(local_base, rope["rope_theta"]) != rope["rope_theta"]:
@@ -151,9 +168,10 @@ class _Metadata:
         }
 
     def _gemma3(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what config.json says of Gemma 3 beside the sizes; for an absent key what llama.cpp takes.
+        """Return the keys of config.json that Gemma 3 has beside those of `config`.
 
-        A file without a window has layers of full attention only, and no soft cap means none.
+        An absent key gets llama.cpp's default, except for the two of the rotary embedding below. A file without a
+        window has full attention on all layers, and one without a soft cap has none.
         """
         fields, num_layers = self.fields, config["num_hidden_layers"]
         # llama.cpp would take a base of 10,000 here; its converter, like config.json, takes 1,000,000.
@@ -176,7 +194,10 @@ class _Metadata:
         return found
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what both versions have."""
+        """Return the keys of config.json that Gemma 2 and 3 share: the activation and the scale of attention scores.
+
+        Scores are divided by √query_pre_attn_scalar.
+        """
         is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[self.architecture]
         per_head = config["hidden_size"] // config["num_attention_heads"]
         return {
@@ -185,10 +206,10 @@ class _Metadata:
         }
 
     def _layer_types(self, num_layers: int, *, period: int) -> list[str]:
-        """Return the type of each layer: the last of each `period` layers is full, unless the file says otherwise.
+        """Return the attention type of each layer, SLIDING or FULL.
 
-        The file may give another period, in which 0 stands for no layer of full attention, or say for each layer
-        whether it has a window.
+        The last of each `period` layers has full attention, and the others have a window. The file may give another
+        period, where 0 means that all layers have a window, or a list that says for each layer whether it has one.
         """
         fields, key = self.fields, self.key("attention.sliding_window_pattern")
         if isinstance(fields.data.get(key), list):
@@ -201,7 +222,11 @@ class _Metadata:
         return [SLIDING if has else FULL for has in has_window]
 
     def _rope(self, default_theta: float, head_size: int) -> dict[str, Any]:
-        """Return the rotary embedding: unscaled, linear, yarn, or a factor per frequency (`rope_freqs.weight`)."""
+        """Return the rotary embedding as the object `rope_parameters` of config.json.
+
+        It is unscaled, linear or yarn, as the metadata say, or llama3 if the file has a tensor `rope_freqs.weight` with
+        a divisor for each frequency. `default_theta` counts if the file names no base. `head_size` is in lanes.
+        """
 
         def key(name: str) -> str:
             return self.key(f"rope.{name}")
@@ -224,9 +249,11 @@ class _Metadata:
         return {**theta, "rope_type": "yarn", **self._yarn()}
 
     def _llama3(self, theta: float, head_size: int) -> dict[str, Any]:
-        """Return the llama3 scaling whose divisors of the inverse frequencies are those of `rope_freqs.weight`.
+        """Return the parameters of llama3 scaling that give the divisors in `rope_freqs.weight`.
 
-        All published models have three of its four parameters in common. Other divisors are kept as they are.
+        All published models share three of the four parameters, and the fourth, the factor, is the largest divisor. If
+        these parameters do not give the file's divisors, the divisors are kept in `freq_factors`, and the embedding is
+        described as unscaled.
         """
         factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().astype(np.float64)
         checked = checked_factors(factors.tolist(), head_size, f"{self.file.path}: rope_freqs.weight")
@@ -245,6 +272,11 @@ class _Metadata:
         }
 
     def _yarn(self) -> dict[str, Any]:
+        """Return the parameters of YaRN under the names that config.json has for them.
+
+        Raises ModelLoadError for llama.cpp's further parameters of YaRN, which config.json does not have, unless they
+        have the value that changes nothing.
+        """
         fields, prefix = self.fields, self.key("rope.scaling.")
         for name, neutral in {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
             if fields.number(prefix + name, neutral) != neutral:
@@ -258,7 +290,7 @@ class _Metadata:
             "beta_slow": fields.number(prefix + "yarn_beta_slow", 1.0, above=0),
         }
         if fields.has(prefix + "attn_factor"):
-            # It is multiplied by YaRN's formula here; transformers' attention_factor replaces the formula.
+            # llama.cpp multiplies YaRN's formula by attn_factor; attention_factor of transformers replaces the formula.
             scale = fields.number(prefix + "attn_factor", above=0)
             found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
         return found

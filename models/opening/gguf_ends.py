@@ -32,29 +32,31 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # Values of tokenizer.ggml.
 
 
 def end_token_ids(fields: Fields, vocab_size: int) -> list[int]:
-    """Return the ids of the tokens that end a reply, those that the metadata name first.
+    """Return the ids of tokens that end a reply: those that the metadata name, then those that are known by their text.
 
-    Tokens without a row among the `vocab_size` rows of the model are left out. Raises ModelLoadError for a named id
-    that has none.
+    `vocab_size` is the number of the model's token ids. A token known by its text whose id is not below it is left out;
+    for such an id that the metadata name, ModelLoadError is raised.
     """
     named = [i for name in NAMED_ENDS for i in fields.token_ids(f"{KEY}{name}_token_id", vocab_size=vocab_size)]
     tokens = fields.items(KEY + "tokens", str, [])
+    # In a file without types, a text alone decides.
     kinds = fields.items(KEY + "token_type", int, []) or [CONTROL] * len(tokens)
     ids = {
         token: index
         for index, (token, kind) in enumerate(zip(tokens[:vocab_size], kinds, strict=False))
         if kind in _end_kinds(token)
     }
-    # In these vocabularies `<|end|>` ends a message, after which the model goes on with another one.
+    # In these vocabularies `<|end|>` ends one message of a reply, and the model continues with the next message.
     if {"<|return|>", "<|call|>"} <= ids.keys() or ("<|flush|>" in ids and {"<|call|>", "<|calls|>"} & ids.keys()):
         ids.pop("<|end|>", None)
+    # In vocabularies with one of these tokens, `</s>` is a tag of HTML; llama.cpp makes the same exception.
     if {"<|tool_response>", "<|plamo:eos|>"} & set(tokens):
         ids.pop(HTML_TEXT, None)
     return list(dict.fromkeys([*named, *ids.values()]))
 
 
 def _end_kinds(token: str) -> tuple[int, ...]:
-    """Return the types of tokens that end a reply if they have this text."""
+    """Return the token types with which a token of this text ends a reply; an empty tuple if it never does."""
     if token in MARKED_TEXTS:
         return NORMAL, UNKNOWN, CONTROL, USER_DEFINED
     if token in WRITABLE_TEXTS:

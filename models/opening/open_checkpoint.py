@@ -32,13 +32,15 @@ def open_checkpoint(
     params: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[DecoderConfig, Checkpoint]:
-    """Open a directory with config.json and safetensors, or a GGUF file; only headers are read.
+    """Open a directory with config.json and safetensors, or a GGUF file, and return its config and its tensors.
 
-    With `orbax` the weights are in that folder of orbax, with `params` in that tree of arrays, or in a subtree of it,
-    such as `params` of a whole training state; the config is that of `path` all the same, with `overrides` as in
-    `config_from_hf`. If config.json names no dtype, the embedding's dtype is used, as in transformers. And as there,
-    input and output matrices that it calls tied are not tied if both are stored and differ, for which their values are
-    read, and either of them may be stored alone. Raises ModelLoadError.
+    With `orbax` the weights come from that folder of orbax, and with `params` from that tree of arrays; they may be in
+    a subtree, such as `params` of a whole training state. The config is still that of `path`. `overrides` replace
+    values of config.json. Only headers are read, except where tied matrices are compared.
+
+    As in transformers, the embedding's dtype counts if config.json names none. An output matrix that config.json ties
+    to the embedding is not tied if both are stored and differ; either of the two may be stored alone. Raises
+    ModelLoadError.
     """
     checkpoint: Checkpoint
     if not path.is_dir() and params is None:
@@ -57,12 +59,16 @@ def open_checkpoint(
 
 
 def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
-    """Return the config with the dtype of the checkpoint where it names none, and untied where two matrices differ."""
+    """Return the config, corrected by what the checkpoint stores.
+
+    The embedding's dtype becomes the config's if config.json names none. A tied embedding and head become untied if
+    both are stored and differ, for which their values are read.
+    """
     model, names = model_class(config.architecture), checkpoint.names()
     stored_name = model.naming(names, is_tied=config.tie_word_embeddings)
     embedding, head = model.embedding_and_head(stored_name)
     if embedding not in names:
-        return config  # `check_tensors` says so.
+        return config  # `check_tensors` reports the missing embedding later.
     if not (config.source.get("dtype") or config.source.get("torch_dtype")):
         config = replace(config, dtype=checkpoint.dtype(embedding))
     is_stored_twice = config.tie_word_embeddings and head in names and head != embedding
@@ -72,27 +78,32 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:
-    """Return the subtree that holds the model's tensors; the checkpoint itself if there is none, or several.
+    """Return the subtree of a checkpoint that holds the model's tensors.
 
-    `check_tensors` then says so.
+    Returns the checkpoint itself if its tensors have no prefix, or if no subtree or several fit; `check_tensors` then
+    reports the fault.
     """
     prefixes = model_prefixes(checkpoint.names(), config)
     return Subtree(checkpoint, prefixes[0]) if len(prefixes) == 1 else checkpoint
 
 
 def _have_equal_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Return whether two tensors have the same shape and bits, as float32 if their dtypes differ.
+    """Return whether two tensors have the same shape and the same bits, as float32 if their dtypes differ.
 
-    Values of matrices alone are compared.
+    Values are compared only of matrices: tensors of equal shapes that are no matrices count as equal.
     """
     shape = checkpoint.shape(first)
     if checkpoint.shape(second) != shape:
         return False
-    return len(shape) != 2 or are_equal(checkpoint, first, second, _bits)  # `check_tensors` refuses another shape.
+    # `check_tensors` refuses an embedding that is no matrix later.
+    return len(shape) != 2 or are_equal(checkpoint, first, second, _bits)
 
 
 def _bits(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return numbers as integers of their bits; those of 16 bits are slow to compare as they are."""
+    """Return the bits of two arrays as unsigned integers; both become float32 first if their dtypes differ.
+
+    numpy compares 16-bit integers faster than 16-bit floats, and equal bits also make NaN equal to itself.
+    """
     if first.dtype != second.dtype:
         first, second = first.astype(np.float32), second.astype(np.float32)
     return first.view(f"u{first.itemsize}"), second.view(f"u{second.itemsize}")

@@ -38,23 +38,27 @@ def config_from_hf(
     names: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> DecoderConfig:
-    """Return the config in `data`, the JSON object of config.json. Raises ModelLoadError, which names `path`.
+    """Return the config in `data`, the JSON object of config.json in the file `path`.
 
-    `names` says what the file calls a key, where `data` was made from another format. `overrides` replace values of
-    `data`, and are merged into its nested objects; a key that the family does not know is refused.
+    `names` maps a key of `data` to the file's name for it, if `data` was made from another format. `overrides` replace
+    values of `data`, and nested objects are merged by key. Of a model with images, the config is that of its language
+    model. Raises ModelLoadError, which names `path` and the key, for a value that is wrong or not supported, for an
+    unknown family, and for an override that the family does not know.
     """
     overrides = overrides or {}
-    if (wrapped := _wrapped_model_type(data)) is not None:
-        data, names = _language_model(Fields(data, path, names or {}), wrapped)
-        of_text = Fields(overrides, Path("hf_overrides")).mapping(TEXT_CONFIG).data
-        overrides = {key: value for key, value in overrides.items() if key != TEXT_CONFIG} | dict(of_text)
+    if (model_type := _wrapped_model_type(data)) is not None:
+        data, names = _language_model(Fields(data, path, names or {}), model_type)
+        # Overrides may stand inside of text_config, as in the file, or at the top level; those inside win.
+        text_overrides = Fields(overrides, Path("hf_overrides")).mapping(TEXT_CONFIG).data
+        overrides = {key: value for key, value in overrides.items() if key != TEXT_CONFIG} | dict(text_overrides)
     data = override(data, overrides)
-    leaves = {key.rpartition(".")[2] for key in paths(overrides)}
-    names = {**(names or {}), **{key: f"{key} of hf_overrides" for key in leaves}}
+    # An error about a value that an override replaced says where the value came from.
+    overridden = {key.rpartition(".")[2] for key in paths(overrides)}
+    names = {**(names or {}), **{key: f"{key} of hf_overrides" for key in overridden}}
     family = _family(Fields(data, path, names))
     model = family.load()
     fields = Fields(_with_defaults(data, model.config_defaults), path, names)
-    read_quantization(fields)  # It refuses what is quantized in a way that is not read.
+    read_quantization(fields)  # It raises for a quantization that is not supported; its result is not needed here.
     for key, wanted in {**COMMON_FIXED_OPTIONS, **model.fixed_options}.items():
         if fields.has(key) and fields.data[key] != wanted:
             raise fields.wrong(key, f"{wanted!r}: this version has nothing else")
@@ -64,7 +68,7 @@ def config_from_hf(
 
 
 def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
-    """Return the model type of the language model in a model with images; None for any other model."""
+    """Return the model type of the language model within a model with images; None for any other model."""
     match data.get("architectures"):
         case [str(name)]:
             return LANGUAGE_MODELS.get(name)
@@ -72,7 +76,12 @@ def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
 
 
 def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the config of the language model in a model with images, and what the file calls its keys."""
+    """Return the config of the language model within a model with images, and the file's names of its keys.
+
+    `model_type` is the only language model that this kind of model is known to have. The config is the object
+    `text_config`, with its class name added. Token ids, dtype, tying and quantization at the top level win over those
+    inside. Raises ModelLoadError if `text_config` is missing or has another model type.
+    """
     if not fields.has(TEXT_CONFIG):
         raise fields.wrong(TEXT_CONFIG, "the config of the language model")
     found = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
@@ -87,10 +96,10 @@ def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], di
 
 
 def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a file over its class's defaults.
+    """Return `data`, the values of a file, with `defaults` of its transformers class for absent keys.
 
-    A default token id that a smaller vocabulary does not have is left out, even where the file repeats it: no step can
-    draw it.
+    A default token id that is not below the file's vocabulary size is left out, also if the file repeats it: the model
+    cannot produce it, and the family's reader would refuse it.
     """
     merged = {**defaults, **data}
     vocab_size = merged.get("vocab_size")
@@ -103,6 +112,10 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _family(fields: Fields) -> Family:
+    """Return the family that `architectures` of config.json names or, if that is absent, `model_type`.
+
+    Raises ModelLoadError, which lists the known architectures, for another one, and for several.
+    """
     names = fields.data.get("architectures")
     if not names:
         family = BY_MODEL_TYPE.get(str(fields.data.get("model_type")))
