@@ -1,6 +1,6 @@
-"""What every checkpoint offers, whatever its format: tensors by their Hugging Face names, a block at a time.
+"""The interface of every checkpoint, whatever its format: tensors by their Hugging Face names, a block at a time.
 
-And what every format's writer takes: tensors by the same names, which are made one after the other.
+Writers of all formats take `UnsavedTensor`s under the same names, which are made one after the other.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Checkpoint(Protocol):
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis and `columns` of the second (both without a step) of a vector or a matrix.
 
-        In the dtype that the format stores, float32 for numbers that are stored quantized. The array may be a
-        read-only view of the file.
+        `columns` are ignored for a vector. The dtype is the stored one, or float32 for numbers that are stored
+        quantized. The array may be a read-only view of the file.
         """
 
     def files(self) -> list[Path]:
-        """Return the files that tensors are read from, and the folders all files of which are such."""
+        """Return the paths that tensors are read from: files, and folders whose files are all read."""
 
 
 class Subtree:
@@ -90,13 +90,14 @@ def are_equal(
     second: str,
     comparable: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> bool:
-    """Return whether two matrices of one shape are equal, block by block.
+    """Return whether two matrices of a checkpoint, which must have the same shape, are equal.
 
-    `comparable` takes a block of each and returns what is compared of them.
+    They are read and compared in blocks of rows of about COMPARED_VALUES values. `comparable` turns a block of the
+    first and the same block of the second into the two arrays that are compared, for example after a conversion.
     """
     num_rows, width = checkpoint.shape(first)
     rows_per_block = max(1, COMPARED_VALUES // max(1, width))
-    # Each thread reads one matrix: orbax keeps for a thread what it has decoded of one.
+    # Each thread reads only one of the matrices, because OrbaxCheckpoint caches one decoded tensor per thread.
     with ThreadPoolExecutor(1) as first_reader, ThreadPoolExecutor(1) as second_reader:
         for row in range(0, num_rows, rows_per_block):
             rows = slice(row, row + rows_per_block)

@@ -1,7 +1,8 @@
 """The files of a checkpoint: their names, and the list of their SHA-256 sums.
 
-The list is in the format of the program sha256sum, which checks it too. Checking reads every byte of the files, so that
-a large model takes seconds. Imports neither jax nor numpy, so that a wrong directory is reported at once.
+The list is in the format of the program sha256sum, which can check it too. Checking reads every byte of the files,
+which takes seconds for a large model. This module imports neither jax nor numpy, so that a wrong directory is reported
+at once.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ def write_manifest(directory: Path) -> None:
 
 
 def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
-    """Compare files of a directory with its list of sums, and return the names of those that the list does not have.
+    """Compare files of a directory with its list SHA256SUMS, and return the sorted names that the list lacks.
 
-    `read` are the files that are read, relative to the directory, and folders all files of which are; one that is
-    neither there nor listed does not count. Without a list nothing happens. Raises ModelLoadError for a listed file
-    that is missing, and for one whose sum differs.
+    `read` are the files to check, and folders whose files are all checked, relative to the directory. A path that
+    neither exists nor is listed is skipped. Without a list nothing is checked and the result is empty. Raises
+    ModelLoadError for a listed file that is missing, for one whose sum differs, and for a list that cannot be read.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file():
         return []
-    present = {file.relative_to(directory).as_posix() for name in read for file in _files(directory / name)}
+    present = {file.relative_to(directory).as_posix() for root in read for file in _files(directory / root)}
     listed = _read(path)
-    roots = {PurePosixPath(one.as_posix()) for one in read}
+    roots = {PurePosixPath(path.as_posix()) for path in read}
     wanted = {name for name in listed if not roots.isdisjoint((PurePosixPath(name), *PurePosixPath(name).parents))}
     if missing := sorted(wanted - present):
         raise ModelLoadError(f"{path}: lists {missing[0]}, which is not in the directory: fetch it")
@@ -67,9 +68,13 @@ def _files(path: Path) -> list[Path]:
 
 
 def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:
-    """Yield the sum of each file; ModelLoadError for one that cannot be read."""
+    """Yield (name, SHA-256 sum) of each file in the directory, in the order of `names`.
+
+    Several threads compute sums. Raises ModelLoadError for a file that cannot be read.
+    """
 
     def sum_of(name: str) -> str:
+        """Return the sum of a file in hexadecimal digits."""
         try:
             with (directory / name).open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -82,7 +87,11 @@ def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the sum of each file that a list has."""
+    """Return name → sum of the files in the list `path`, a file as sha256sum writes it.
+
+    Raises ModelLoadError if it cannot be read, is larger than MAX_BYTES, or has a line of another form, or the name of
+    a file outside of the directory.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are read: shorten it")

@@ -1,7 +1,7 @@
 """Matrices that safetensors hold in float8_e4m3fn, turned to float32 as blocks of them are read.
 
-safetensors hands out no 8-bit floats by way of numpy, so their bytes are read from a memory map of the file, at the
-offsets in its header. Which scales there may be is `quantization.py`'s.
+The safetensors package gives numpy no 8-bit floats, so their bytes are read from a memory map of the file, at the
+offsets in its header. `quantization.py` says which scales there may be.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import ModelLoadError
 from .quantization import Float8Scheme
 
 STORED_DTYPE = "F8_E4M3"
-"""What safetensors call float8_e4m3fn."""
+"""The name of float8_e4m3fn in headers of safetensors."""
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 """Ends of the names of scales that multiply a matrix, in spite of the first one's name."""
 _SCALE = re.compile(r"\.(weight_scale|weight_scale_inv|input_scale_ub|(input|output|activation|q|k|v|kv)_scale)$")
@@ -39,17 +39,20 @@ def scale_of(weight: str, names: Collection[str]) -> str | None:
 def shared_block(
     scheme: Float8Scheme, matrix: tuple[int, ...], scale: tuple[int, ...], fault: Callable[[str], ModelLoadError]
 ) -> tuple[int, int]:
-    """Return how many rows and columns of a matrix share a scale, from the shapes of both.
+    """Return how many rows and columns of a matrix share one value of its scale.
 
-    `fault` makes the error of a clause, which is raised for a shape that the scheme does not have.
+    `matrix` and `scale` are the shapes of both tensors. Example: a matrix (512, 256) with blocks of (128, 128) has a
+    scale (4, 2). Raises the error that `fault` makes of a clause, for shapes that do not fit each other or the scheme.
     """
     if len(matrix) != 2:
         raise fault(f"has the shape {matrix} and 8-bit floats, wanted a matrix")
+    # Allowed shape of the scale → rows and columns that share a value.
     blocks: dict[tuple[int, ...], tuple[int, ...]] = {(): matrix, (1,): matrix}
     if scheme.block is not None:
         by_block: dict[tuple[int, ...], tuple[int, ...]] = {
             tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block
         }
+        # Without row scales, as in DeepSeek's checkpoints, every matrix has a scale per block.
         blocks = blocks | by_block if scheme.has_row_scales else by_block
     if scheme.has_row_scales:
         blocks[(matrix[0], 1)] = (1, matrix[1])
@@ -61,14 +64,14 @@ def shared_block(
 
 
 def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], first: tuple[int, int]) -> np.ndarray:
-    """Return a block of a matrix in float32.
+    """Return a slice of a matrix in float32, times its scales.
 
-    `stored` are its bytes, `first` the row and the column of the matrix that it begins at. `scale` has one value for
-    each `block` of rows and columns of the whole matrix, in two dimensions.
+    `stored` are the bytes of the slice, and `first` is the row and the column of the matrix at which it begins. `scale`
+    is two-dimensional and has one value for each `block` (rows, columns) of the whole matrix.
     """
     values, (row, column) = _values()[stored], first
-    with np.errstate(invalid="ignore", over="ignore"):  # The loader looks for what is not finite.
-        if scale.shape[1] == 1:
+    with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
+        if scale.shape[1] == 1:  # All columns share a scale.
             values *= _spread(scale[:, 0], block[0], row, len(values))[:, None]
             return values
         for index in range(row // block[0], -(-(row + len(values)) // block[0])):
@@ -78,23 +81,25 @@ def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], fi
 
 
 def _spread(scales: np.ndarray, step: int, first: int, count: int) -> np.ndarray:
-    """Return the scale of each of `count` rows or columns from `first` on, where `step` of them share one."""
+    """Return the scale of each of `count` rows or columns from `first` on, where `step` neighbours share a scale."""
     return scales[np.arange(first, first + count) // step]
 
 
 @cache
 def _values() -> np.ndarray:
-    """Return the float32 value of each byte."""
+    """Return the float32 value of each of the 256 bytes as float8_e4m3fn."""
     import ml_dtypes
 
     return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def map_matrices(path: Path) -> dict[str, np.ndarray]:
-    """Return the bytes of all float8_e4m3fn tensors of a file, as arrays in a memory map.
+    """Return the bytes of all float8_e4m3fn tensors of a safetensors file, by name, as uint8 views of a memory map.
 
-    safetensors has read the file before, and has compared the offsets in its header with its size.
+    The safetensors package must have opened the file before: it has checked the offsets in the header, so they are not
+    checked here.
     """
+    # A file begins with the length of its header in 8 bytes, then the JSON header; offsets count from its end.
     data = np.memmap(path, np.uint8, "r")
     header_bytes = int(data[:8].view("<u8")[0])
     header = json.loads(data[8 : 8 + header_bytes].tobytes())

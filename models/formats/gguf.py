@@ -64,7 +64,11 @@ class GGUFFile:
     """The file itself, or all parts of a split one."""
 
     def read_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        """Return `rows` of a tensor, viewed as [num_rows, last axis], de-quantized to float32."""
+        """Return `rows` of a tensor as float32 [rows, last axis], de-quantized.
+
+        All axes but the last are counted as rows. A tensor of float32 is returned as a read-only view of the file if
+        `rows` is a slice. Raises NotImplementedError for a quantization that the gguf package cannot read.
+        """
         from gguf import GGMLQuantizationType, dequantize
 
         tensor = self.tensors[name]
@@ -77,7 +81,7 @@ class GGUFFile:
             return stored.view(np.float16).astype(np.float32)
         row_len = tensor.shape[-1]
         values = np.empty((len(stored), row_len), np.float32)
-        # Each chunk is passed as one long row: gguf works in groups of 16 rows, and each group costs much.
+        # gguf works in groups of 16 rows, with a high cost per group. So each chunk is passed as one long row.
         chunk_rows = max(1, DEQUANTIZE_CHUNK_LEN // row_len)
         for start in range(0, len(stored), chunk_rows):
             chunk = stored[start : start + chunk_rows]
@@ -96,7 +100,7 @@ class _Cursor:
         self.position = 0  # In bytes from the start of the file.
 
     def advance(self, num_bytes: int) -> int:
-        """Move forward by `num_bytes` and return the position before."""
+        """Move forward by `num_bytes` and return the old position. Raises ModelLoadError past the end of the file."""
         start, end = self.position, self.position + num_bytes
         if num_bytes < 0 or end > len(self.data):
             fault = f"the header needs {num_bytes} bytes at offset {start}, the file has {len(self.data)}"
@@ -115,7 +119,10 @@ class _Cursor:
         return self.data[start : start + length].decode("utf-8", errors="surrogateescape")
 
     def strings(self, count: int) -> list[str]:
-        """Read `count` strings in one tight loop, since a vocabulary has a hundred thousand."""
+        """Read `count` strings, each of which is a length in 8 bytes and then its bytes.
+
+        It is one tight loop, without a call for each string, since a vocabulary may have 100,000 strings.
+        """
         data, end, strings = self.data, len(self.data), []
         for _ in range(count):
             start = self.position + 8
@@ -126,7 +133,10 @@ class _Cursor:
         return strings
 
     def value(self, kind: int) -> Any:
-        """Read one metadata value of GGUF's type number `kind`."""
+        """Read one metadata value of GGUF's type number `kind`: a number, a bool, a string, or a list of these.
+
+        Raises ModelLoadError for an unknown type, for an array of arrays, and past the end of the file.
+        """
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
@@ -136,6 +146,7 @@ class _Cursor:
             if item_kind in _SCALARS:
                 dtype = np.dtype(_SCALARS[item_kind]).newbyteorder("<")
                 return np.frombuffer(self.data, dtype, count, self.advance(count * dtype.itemsize)).tolist()
+            # A string takes at least the 8 bytes of its length, so a corrupt count is refused before it is used.
             if item_kind == _STRING and count * 8 <= len(self.data) - self.position:
                 return self.strings(count)
             raise ModelLoadError(f"{self.path}: {count} array items of type {item_kind} in the metadata cannot be read")
@@ -143,10 +154,11 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse the header of `path` and check that every tensor lies inside the file.
+    """Parse the header of the GGUF file `path` and check that every tensor lies inside the file.
 
-    If the file is the first part of a split one, the other parts beside it are read too. Raises ModelLoadError, which
-    names the file, for anything but a complete little-endian file of GGUF version 2 or 3.
+    If the file is the first part of a split model, the other parts are expected in the same directory and read too.
+    Raises ModelLoadError, which names the file, for anything but a complete little-endian file of GGUF version 2 or 3,
+    and for another part than the first.
     """
     file = _read_part(path)
     fields = Fields(file.metadata, path)
@@ -173,7 +185,11 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _read_part(path: Path) -> GGUFFile:
-    """Parse one file, without the other parts of a split one."""
+    """Parse the header of one GGUF file, without the other parts of a split model.
+
+    Raises ModelLoadError, which names the file, if the file cannot be read, is not GGUF of a known version, or ends
+    before its header or a tensor does.
+    """
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -218,7 +234,11 @@ def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _make_tensor(path: Path, data: mmap.mmap, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
-    """Return the tensor with its row size; ModelLoadError if its type is unknown or does not fit its shape."""
+    """Return a tensor of the file `path`, with the bytes of its rows computed from its type number `kind`.
+
+    `offset` is the tensor's first byte in `data`, the file's memory map. Raises ModelLoadError if the type is unknown,
+    or if a row is not a multiple of the type's quantization block.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

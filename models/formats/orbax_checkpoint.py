@@ -29,23 +29,25 @@ STORE_ERRORS = (ValueError, OSError, IndexError, NotImplementedError)
 CHUNK_BYTES = 8 << 20
 """Bytes, before compression, of the rows that are written as one file."""
 CACHE_BYTES, CACHE_OVERHEAD_BYTES = 64 << 20, 2 << 20
-"""Bytes of a tensor that stay decoded while its columns are read, and what tensorstore counts beside a tensor's pieces:
-a piece that does not fit is decoded again for every read."""
+"""Size of the cache of decoded chunks while columns of a tensor are read, and the bytes that tensorstore's bookkeeping
+takes of a cache. A chunk that does not fit is decoded again for every read."""
 
 
 @dataclass(frozen=True)
 class _Array:
-    """An array of the tree, as its own metadata describe it."""
+    """The metadata of one array of the tree."""
 
     shape: tuple[int, ...]
     dtype: str
     chunk: tuple[int, ...]
-    """The shape of a piece that is stored, and decoded, as one."""
+    """The shape of a chunk, which is stored, compressed and decoded as one."""
 
     def cache_bytes(self, *, by_columns: bool) -> int:
-        """Return the bytes that stay decoded, so that reading rows in order decodes each piece once.
+        """Return the bytes of cache with which each chunk is decoded only once while the array is read in order.
 
-        Reading columns, some of all rows, does so only for a matrix of at most `CACHE_BYTES`.
+        For reads of whole rows, that is one band: all chunks that hold the same rows. Reads by columns visit all bands
+        again for each range of columns, so they need the whole matrix; they get at least CACHE_BYTES, and decode chunks
+        of a larger matrix several times.
         """
         row_bytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
         band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)
@@ -55,19 +57,20 @@ class _Array:
 class OrbaxCheckpoint:
     """The arrays of an orbax folder. Keys of nested trees are joined by dots: {"model": {"norm": …}} is model.norm.
 
-    The constructor reads the metadata of every array. Each thread keeps what it has decoded of the tensor that it reads
-    until the tensor's last value is read, since orbax may store a tensor as one compressed piece. Each ModelLoadError
-    names the folder.
+    The constructor reads the metadata of every array. Since orbax may store a tensor as one compressed chunk, each
+    thread keeps the decoded chunks of the tensor that it reads until it has read the tensor's last value. Each
+    ModelLoadError names the folder.
     """
 
     def __init__(self, directory: Path):
+        """Open the folder; raises ModelLoadError if it is unfinished or damaged, or holds anything but arrays."""
         self.path = directory
         self._check_finished()
         fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
         self._driver = "zarr3" if fields.boolean("use_zarr3", False) else "zarr"
         self._is_ocdbt = fields.boolean("use_ocdbt", True) and (directory / "manifest.ocdbt").is_file()
-        # Without this key, as older versions of orbax write, a piece of zeros is not stored. With it, a piece that is
-        # not there is lost, and an error.
+        # Older versions of orbax do not write this key, and store no chunk whose values are all zero. With the key all
+        # chunks are stored, so a missing chunk is an error.
         self._omits_zeros = not fields.boolean("store_array_data_equal_to_fill_value", False)
         self._arrays = self._open_all(_array_names(fields))
         self._thread = local()
@@ -89,8 +92,12 @@ class OrbaxCheckpoint:
         return found
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype."""
-        self.dtype(name)
+        """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype.
+
+        Read a tensor in order: once its last value has been read, this thread drops the decoded chunks. Raises
+        ModelLoadError for an unsupported dtype and for a file that is missing or damaged.
+        """
+        self.dtype(name)  # Raises for an unsupported dtype.
         shape = self.shape(name)
         axes = block_of(shape, rows, columns)
         if any(axis.start == axis.stop for axis in axes):
@@ -112,7 +119,10 @@ class OrbaxCheckpoint:
         return [*found, *(self.path / name for name in self._arrays)]
 
     def _check_finished(self) -> None:
-        """Refuse a folder that orbax has begun and not finished."""
+        """Raise ModelLoadError for a folder that orbax has not finished writing.
+
+        While orbax writes, the folder has another name, or its metadata have no time of commit.
+        """
         path = self.path / STEP_FILE
         is_finished = UNFINISHED_ORBAX not in self.path.name
         if is_finished and path.is_file():
@@ -121,7 +131,11 @@ class OrbaxCheckpoint:
             raise ModelLoadError(f"{self.path}: is an orbax checkpoint whose saving did not end; take another one")
 
     def _open_all(self, names: list[str]) -> dict[str, _Array]:
-        """Read the metadata of each array, all at once."""
+        """Return the metadata of each array; all of them are read at the same time.
+
+        Raises ModelLoadError for an array that cannot be opened, for a name that would lead out of the folder, and for
+        chunks larger than their array, which could take any amount of memory.
+        """
         import ml_dtypes  # noqa: F401  (numpy knows bfloat16 from then on)
         import tensorstore
 
@@ -144,6 +158,7 @@ class OrbaxCheckpoint:
         return found
 
     def _spec(self, name: str) -> dict[str, Any]:
+        """Return tensorstore's spec that opens an array: in the OCDBT database, or in a folder of the array's name."""
         base = {"driver": "file", "path": f"{self.path.resolve()}/"}
         if self._is_ocdbt:
             kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
@@ -152,7 +167,11 @@ class OrbaxCheckpoint:
         return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": self._omits_zeros}
 
     def _store(self, name: str, *, by_columns: bool) -> Any:
-        """Return this thread's opened array, with a cache of its own that goes when the thread reads another."""
+        """Return the opened array of this thread, with a cache of decoded chunks that no other thread shares.
+
+        A thread has one array open. It is closed, and its cache freed, when the thread reads another array, or changes
+        between reading rows and columns.
+        """
         import tensorstore
 
         if getattr(self._thread, "key", None) != (name, by_columns):
@@ -171,7 +190,11 @@ class OrbaxCheckpoint:
 
 
 def _array_names(fields: Fields) -> list[str]:
-    """Return the names of all arrays in the tree. ModelLoadError for other leaves, and for two of one name."""
+    """Return the dotted names of all arrays in the tree; `fields` are those of the file that lists its leaves.
+
+    Empty containers are skipped. Raises ModelLoadError for other leaves, for two of the same name, and for a tree
+    without arrays.
+    """
     tree = fields.mapping("tree_metadata")
     names: dict[str, None] = {}
     for entry in tree.data:
@@ -191,9 +214,11 @@ def _array_names(fields: Fields) -> list[str]:
 
 
 def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
-    """Write a flat tree {name: array} as orbax does without OCDBT, one tensor after the other.
+    """Write a flat tree {name: array} in orbax's layout without OCDBT, one tensor after the other.
 
-    Rows lie in files of about `CHUNK_BYTES` before compression, so that a reader decodes little more than it needs.
+    Each tensor is a folder of chunks of whole rows, about CHUNK_BYTES each before compression, so that a reader decodes
+    little more than it needs. The file that lists the tree is written last. Files may not be on the disk yet when this
+    returns.
     """
     import tensorstore
 
@@ -210,16 +235,16 @@ def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
             },
             "dtype": tensor.dtype.name,
             "store_data_equal_to_fill_value": True,
-            "context": {"file_io_sync": False},  # The caller waits for the disk, once for all files.
+            "context": {"file_io_sync": False},  # The caller syncs all files to the disk at once.
         }
         store, values = tensorstore.open(spec, create=True).result(), tensor.make()
         for start in range(0, len(values), num_rows):
             stop = min(start + num_rows, len(values))
             store[start:stop].write(values[start:stop]).result()
-        del values  # Before the next tensor is made.
+        del values  # It frees the memory before the next tensor is made.
     leaves = {
         str((name,)): {
-            "key_metadata": [{"key": name, "key_type": 2}],  # A key of a dict.
+            "key_metadata": [{"key": name, "key_type": 2}],  # Type 2 is a key of a dict.
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
         for name in tensors

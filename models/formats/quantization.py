@@ -1,4 +1,4 @@
-"""What config.json says of quantized safetensors: which 8-bit floats are read, and a refusal of everything else."""
+"""Reads what config.json says about quantized safetensors. Some forms of 8-bit floats are supported, and no others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Float8Scheme:
 
 
 def read_quantization(fields: Fields) -> Float8Scheme | None:
-    """Return how matrices are quantized; None for a config that says nothing of it.
+    """Return how the matrices of a checkpoint are quantized; None for a config without quantization.
 
-    Raises ModelLoadError, which names the method and the way out, for any other way than 8-bit floats.
+    `fields` are those of config.json. Raises ModelLoadError, which names the method and what to do, unless matrices are
+    quantized to float8_e4m3fn with scales per matrix, row or block.
     """
     present = [key for key in CONFIG_KEYS if fields.has(key)]
     if not present:
@@ -42,17 +43,22 @@ def read_quantization(fields: Fields) -> Float8Scheme | None:
     if method == "modelopt":
         _check_only(found, "quant_algo", ("FP8",), method, is_required=True)
         return Float8Scheme()
-    return Float8Scheme(has_row_scales=True)  # fbgemm_fp8, of which there is one kind.
+    return Float8Scheme(has_row_scales=True)  # fbgemm_fp8 always has a scale per row.
 
 
 def _read_fp8(found: Fields, method: str) -> Float8Scheme:
-    """Read the object that DeepSeek's and Qwen's checkpoints have."""
+    """Return the scheme of the method fp8, as DeepSeek's and Qwen's checkpoints have it."""
     _check_only(found, "fmt", ("e4m3",), method)
     return Float8Scheme(block=_read_block(found, "weight_block_size") if found.has("weight_block_size") else None)
 
 
 def _read_compressed(found: Fields, method: str) -> Float8Scheme:
-    """Read the object that llm-compressor writes; its groups may differ only in what the scales themselves show."""
+    """Return the scheme of the method compressed-tensors, which llm-compressor writes.
+
+    Each group of `config_groups` describes some matrices. One scheme is returned for all, so groups may differ in
+    whether a matrix has one scale or one per row, which the shape of the scale shows; all blocks must be equal. Raises
+    ModelLoadError for anything but symmetric 8-bit floats.
+    """
     _check_only(found, "format", ("float-quantized", "naive-quantized"), method)
     _check_only(found.mapping("sparsity_config"), "format", ("dense",), method)
     _check_only(found, "transform_config", ({},), method)
@@ -63,7 +69,7 @@ def _read_compressed(found: Fields, method: str) -> Float8Scheme:
     for name in groups.data:
         weights = groups.mapping(name).mapping("weights")
         if not weights.data:
-            continue  # A group of activations.
+            continue  # The group quantizes activations only, which are not quantized here.
         required: dict[str, tuple[Any, ...]] = {
             "num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel", "block"),
         }  # fmt: skip
@@ -86,7 +92,10 @@ def _read_block(fields: Fields, key: str) -> tuple[int, int]:
 
 
 def _check_only(fields: Fields, key: str, allowed: Collection[Any], method: str, *, is_required: bool = False) -> None:
-    """Refuse a value that is not allowed; an absent one only if it is required."""
+    """Raise ModelLoadError if the value of `key` is not in `allowed`, or if it `is_required` and absent.
+
+    `method` is the quantization method, for the error.
+    """
     if (fields.has(key) and fields.data[key] not in allowed) or (is_required and not fields.has(key)):
         wanted = f"{' or '.join(map(str, allowed))}, since nothing else of {method} is read"
         raise fields.wrong(key, f"{wanted}: {WAY_OUT}")

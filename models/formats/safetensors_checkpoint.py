@@ -34,7 +34,10 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, directory: Path, scheme: Float8Scheme | None = None):
-        """`scheme` says which scales the matrices in 8-bit floats have; None for a checkpoint without such matrices."""
+        """Open all files and check them. Raises ModelLoadError.
+
+        `scheme` says which scales the matrices in 8-bit floats have; None for a checkpoint without such matrices.
+        """
         self.path = directory
         self._scheme = scheme
         self._matrices: dict[str, np.ndarray] = {}
@@ -42,7 +45,9 @@ class SafetensorsCheckpoint:
         self._scales: dict[str, tuple[str, tuple[int, int]]] = {}
         """Name of such a matrix → name of its scale, and how many rows and columns share one value of it."""
         self._files: dict[str, Any] = {}
+        """Tensor → the open file that holds it."""
         self._file_names: dict[str, str] = {}
+        """Tensor → the name of its file."""
         index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
         for file_name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
             self._add(file_name)
@@ -76,8 +81,11 @@ class SafetensorsCheckpoint:
         return _DTYPES[stored]
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype."""
-        self.dtype(name)
+        """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype.
+
+        Matrices in 8-bit floats are returned as float32, times their scales. Raises ModelLoadError for other dtypes.
+        """
+        self.dtype(name)  # Raises for an unsupported dtype.
         part = self._files[name].get_slice(name)
         axes = block_of(part.get_shape(), rows, columns)
         if name in self._scales:
@@ -91,13 +99,14 @@ class SafetensorsCheckpoint:
         return [self.path / name for name in (names if SINGLE_FILE in names else [INDEX_FILE, *names])]
 
     def _read_float8(self, name: str, axes: tuple[slice, ...]) -> np.ndarray:
+        """Return the slice `axes` of a matrix in 8-bit floats as float32, times its scale."""
         stored, (scale_name, block) = self._matrices[name], self._scales[name]
         num_scales = [-(-size // step) for size, step in zip(stored.shape, block, strict=True)]
         scale = self.read(scale_name, WHOLE).astype(np.float32).reshape(num_scales)
         return dequantize(stored[axes], scale, block, (axes[0].start, axes[1].start))
 
     def _refuse_float8(self) -> None:
-        """Refuse 8-bit floats of which the config says nothing: ModelLoadError."""
+        """Raise ModelLoadError if a tensor is stored in 8-bit floats, for a config that does not say how they scale."""
         for name, file_name in self._file_names.items():
             stored = self._files[name].get_slice(name).get_dtype()
             if stored.startswith("F8_"):
@@ -106,7 +115,11 @@ class SafetensorsCheckpoint:
                 raise ModelLoadError(f"{tensor}, and {fault}: add it, or {WAY_OUT}")
 
     def _find_scales(self, scheme: Float8Scheme) -> None:
-        """Find the scale of each matrix in 8-bit floats; ModelLoadError if one is missing, or has no such matrix."""
+        """Find the bytes and the scale of each matrix in 8-bit floats, and fill `_matrices` and `_scales`.
+
+        Raises ModelLoadError for such a matrix without a scale, for a scale of a tensor in another dtype, and for a
+        scale whose shape does not fit the scheme.
+        """
         for file_name in sorted(set(self._file_names.values())):
             self._matrices |= map_matrices(self.path / file_name)
         for name in self._files:
@@ -124,6 +137,8 @@ class SafetensorsCheckpoint:
                 raise fault(f"has a scale, {scale!r}, and is stored as {self._files[name].get_slice(name).get_dtype()}")
 
     def _add(self, file_name: str) -> None:
+        """Open a file of the directory and note its tensors. Raises ModelLoadError if it cannot be read, or if it has a
+        tensor that another file has, too."""
         # safetensors needs the bfloat16 that ml_dtypes registers with numpy.
         import ml_dtypes  # noqa: F401
         from safetensors import SafetensorError, safe_open
@@ -141,9 +156,10 @@ class SafetensorsCheckpoint:
 
 
 def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
-    """Write `model.safetensors`, one tensor after the other: the package safetensors would need all of them at once.
+    """Write `model.safetensors` to the directory, making one tensor after the other.
 
-    Tensors are float32, bfloat16 or float16. Source: https://github.com/huggingface/safetensors#format
+    The safetensors package would need all tensors in memory at once. Tensors must be float32, bfloat16 or float16.
+    Source: https://github.com/huggingface/safetensors#format
     """
     codes = {dtype: code for code, dtype in _DTYPES.items()}
     # transformers reads no file without the entry "format".
@@ -154,18 +170,19 @@ def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> 
         entry = {"dtype": codes[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, offset]}
         header[name] = entry
     raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-len(raw) % 8)  # Tensor data begin at a multiple of 8 bytes, as the format asks.
     with (directory / SINGLE_FILE).open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for tensor in tensors.values():
-            # numpy has no buffers of bfloat16, but of its bytes.
+            # numpy gives no buffer of bfloat16 values, so their bytes are written.
             file.write(np.ascontiguousarray(tensor.make()).reshape(-1).view(np.uint8).data)
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor.
+    """Return tensor → file name from the index of a checkpoint in several files.
 
-    Raises ModelLoadError if there is no index, or if it names a file that is missing or outside of `directory`.
+    Raises ModelLoadError if there is no index, if it is empty, or if it names a file that is missing, is outside of
+    `directory` or is not safetensors.
     """
     path = directory / INDEX_FILE
     if not path.is_file():
@@ -186,7 +203,10 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def _missing_weights(directory: Path) -> str:
-    """Return what a directory without readable safetensors holds instead, and the way out."""
+    """Return, as a clause for an error, what a directory without safetensors holds instead, and what to do.
+
+    `directory` may also be missing, or be a file.
+    """
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     wanted = f"wanted {SINGLE_FILE} or {INDEX_FILE}"
     gguf, pickled, other = (
@@ -203,7 +223,10 @@ def _missing_weights(directory: Path) -> str:
 
 
 def _file_fault(path: Path, error: Exception) -> str:
-    """Return why safetensors cannot read a file, and the way out."""
+    """Return, as a clause for an error, why safetensors cannot read a file, and what to do.
+
+    Typical bad downloads are recognised by the file's first bytes; otherwise `error`, the package's own, is quoted.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(64)

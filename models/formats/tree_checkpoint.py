@@ -16,15 +16,15 @@ from .checkpoint import DTYPES, WHOLE, block_of
 
 MAX_DEPTH = 64
 PARAMS = Path("params")
-"""What stands for a tree in errors: the option that gives it."""
+"""The path that errors name for a tree: the option that gives it."""
 
 
 class TreeCheckpoint:
     """The arrays of a tree. Keys of nested mappings, and indices of lists, are joined by dots.
 
-    The tree is read while weights load and never changed; loading copies its values. ModelLoadError, which names the
-    key, for two leaves of one name, and for a leaf that is asked for and is no array of floats: a training state may
-    hold others.
+    The tree is never changed, and loading copies its values. Raises ModelLoadError, which names the key, for two leaves
+    of the same name, and for a leaf that is read and is no array of floats. A training state may hold other leaves that
+    are not read.
     """
 
     def __init__(self, tree: Mapping[str, Any]):
@@ -44,16 +44,20 @@ class TreeCheckpoint:
         return self._array(name).dtype.name
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return `rows` of the first axis, and `columns` of the second of a matrix; of an array on a device, only these
-        are fetched."""
+        """Return `rows` of the first axis, and `columns` of the second of a matrix.
+
+        The result is a view of an array in host memory, and a copy of only this block of an array on a device.
+        """
         array = self._array(name)
         axes = block_of(array.shape, rows, columns)
         if isinstance(array, jax.Array) and not is_on_host(array):
             starts = tuple(np.int32(axis.start) for axis in axes)
             return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
-        return np.asarray(array)[axes]  # A view.
+        return np.asarray(array)[axes]
 
     def _array(self, name: str) -> np.ndarray | jax.Array:
+        """Return a leaf of the tree. Raises ModelLoadError if it is no array, has another dtype than DTYPES, or cannot
+        be read by this process."""
         leaf = self._leaves[name]
         if not isinstance(leaf, np.ndarray | jax.Array):
             raise ModelLoadError(f"{PARAMS}: {name} is a {type(leaf).__name__}, wanted an array of numpy or JAX")
@@ -70,9 +74,10 @@ class TreeCheckpoint:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a nested tree by their names, keys and indices joined by dots; an nnx variable is its array.
+    """Return the leaves of a nested tree by name. A name is the keys and indices on the path, joined by dots.
 
-    Raises ModelLoadError for two leaves of one name, for a tree that is too deep, and for one that is no mapping.
+    {"layers": [{"bias": b}]} gives {"layers.0.bias": b}. An nnx variable counts as the array that it holds. Raises
+    ModelLoadError for two leaves of the same name, for more than MAX_DEPTH levels, and if `tree` is no mapping.
     """
     if not isinstance(tree, Mapping):
         raise ModelLoadError(f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested mapping of names to arrays")
@@ -85,7 +90,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each leaf of a nested tree, in order."""
+    """Yield the dotted name and the value of each leaf of a nested tree, depth first.
+
+    Mappings, lists and tuples are nested levels, and all else is a leaf. A key that is a tuple is joined by dots, too.
+    `prefix` is put before each name. Raises ModelLoadError for a tree that is nested deeper than MAX_DEPTH.
+    """
     if depth > MAX_DEPTH:
         fault = f"{prefix[:60]}… is nested deeper than {MAX_DEPTH} levels"
         raise ModelLoadError(f"{PARAMS}: {fault}: give a tree of arrays")
