@@ -48,11 +48,13 @@ class Gemma2(Decoder):
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         super().__init__(config, make=make)
-        # √D is rounded to the dtype of the weights, as in the reference.
+        # √D is rounded to the dtype of the weights, as in transformers.
         self.embedding_multiplier = float(np.asarray(config.hidden_size**0.5, make.dtype))
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read Gemma 2's config: from the first layer on, every second layer has a window, unless the file lists the
+        types of its layers."""
         default = [SLIDING if layer % 2 == 0 else FULL for layer in range(num_layers_of(fields))]
         layer_types, common = read_layer_types(fields, default), _read_common(fields)
         rope = read_rope(fields, rope_fields(fields), head_size=common["head_size"])
@@ -81,6 +83,10 @@ class Gemma3(Gemma2):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read Gemma 3's config: every sixth layer has full attention, unless the file says otherwise.
+
+        Layers with and without a window have different rotary embeddings.
+        """
         pattern = fields.integer("sliding_window_pattern", 6)
         default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers_of(fields))]
         layer_types, common = read_layer_types(fields, default), _read_common(fields)
@@ -94,7 +100,10 @@ class Gemma3(Gemma2):
 
 
 def _read_common(fields: Fields) -> dict[str, Any]:
-    """Return the fields of the config that both versions read alike."""
+    """Return keyword arguments of `DecoderConfig` whose keys are the same for Gemma 2 and 3.
+
+    Attention scores are divided by √query_pre_attn_scalar.
+    """
     return {
         **read_sizes(fields),
         **read_biases(fields),

@@ -22,7 +22,7 @@ OLD_KEYS = {
     "n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads",
     "n_layer": "num_hidden_layers",
 }  # fmt: skip
-"""Key of config.json → its other name, which counts if both are there."""
+"""GPT-2's own key in config.json → the usual key, which counts if both are there."""
 
 
 class GPT2Layer(DecoderLayer):
@@ -64,11 +64,15 @@ class GPT2(Decoder):
         self.positions = Embedding(config.max_context_len, config.hidden_size, is_tied=False, make=make, axis=None)
 
     def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
-        """Return the stream in front of the first layer: tokens and positions."""
+        """Return the residual stream before the first layer: vectors of tokens plus vectors of positions."""
         return self.embed(inputs.token_ids) + self.positions(inputs.attention.positions)
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read GPT-2's config. Each head divides the hidden size equally, and all projections have biases.
+
+        Positions are learned, so there is no rotary embedding.
+        """
         fields = _renamed(fields)
         vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)
         return DecoderConfig(
@@ -91,11 +95,15 @@ class GPT2(Decoder):
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
-        """Return the tensors: matrices of layers are stored as W [in, out], and q, k and v lie in one."""
-        size, found = config.hidden_size, super().sources(config)
+        """Return, for each module, where a checkpoint keeps it.
+
+        Matrices of layers are stored as W [in, out], and not as Wᵀ. One tensor, c_attn, holds the outputs of the
+        queries, then of the keys, then of the values, `hidden_size` of each.
+        """
+        size, plain = config.hidden_size, super().sources(config)
         transposed = {
             module: Source(source.name, is_transposed=True) if module.endswith("_proj") else source
-            for module, source in found.items()
+            for module, source in plain.items()
         }
         parts = {
             f"layers.{{i}}.attention.{part}_proj": Source(
@@ -107,7 +115,10 @@ class GPT2(Decoder):
 
 
 def _renamed(fields: Fields) -> Fields:
-    """Return the fields under the newer names of their keys."""
+    """Return the fields with GPT-2's own keys also under the usual keys, if those are absent or null.
+
+    Errors name the key that the file has. GPT-2's keys are noted as asked for, so that they may be overridden.
+    """
     values, names = dict(fields.data), dict(fields.names)
     for old, new in OLD_KEYS.items():
         fields.asked.add(old)

@@ -30,7 +30,8 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class GPTNeoXLayer(DecoderLayer):
-    """A layer whose attention and MLP stand side by side, or one behind the other."""
+    """A layer in which attention and MLP either both read the layer's input, or the MLP reads the stream after
+    attention."""
 
     norm = LayerNorm
     mlp_class = MLP
@@ -44,7 +45,11 @@ class GPTNeoXLayer(DecoderLayer):
     def after(
         self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
     ) -> Float[Array, "T D"]:
-        """Return the stream after the layer; `out_TNH` is what attention gave."""
+        """Return the residual stream after the layer: the outputs of attention and MLP are added to `x_TD`.
+
+        `out_TNH` is what `cache.attend` returned; `inputs` are unused. In a parallel layer the MLP reads `x_TD`, and
+        otherwise the stream with attention's output added.
+        """
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         if self.is_parallel:
             return x_TD + (self.mlp(self.mlp_norm(x_TD)) + attended_TD)
@@ -77,6 +82,8 @@ class GPTNeoX(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read GPT-NeoX's config. Each head divides the hidden size equally, and a quarter of its lanes are rotated by
+        default."""
         vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)
         has_bias = fields.boolean("attention_bias", True)
         found = rope_fields(fields, theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
@@ -100,7 +107,11 @@ class GPTNeoX(Decoder):
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
-        """Return the tensors: the rows of a head's query, key and value follow each other in one."""
+        """Return, for each module, where a checkpoint keeps it.
+
+        One tensor, query_key_value, holds for each head the rows of its query, then of its key, then of its value, and
+        then those of the next head. For 2 heads of size 4 the queries are rows 0 to 3 and 12 to 15.
+        """
         size, tensor = config.head_size, "gpt_neox.layers.{i}.attention.query_key_value"
         starts = [range(part * size, 3 * size * config.num_heads, 3 * size) for part in range(3)]
         return super().sources(config) | {

@@ -16,6 +16,7 @@ class Granite(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read Granite's config: Llama's keys, and multipliers of embeddings, scores, residuals and logits."""
         return read_llama(
             fields,
             **read_biases(fields, has_mlp_key=True),

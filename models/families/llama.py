@@ -30,11 +30,11 @@ TENSOR_NAMES = {
 }
 
 
-def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **own: Any) -> DecoderConfig:
-    """Read a config with Llama's keys: one rotary embedding for all layers, and no window.
+def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: Any) -> DecoderConfig:
+    """Read the config of a family with Llama's keys: one rotary embedding for all layers, and no window.
 
-    `own` are fields of the config that the family has otherwise; `rope` is the rotary embedding where it is read
-    otherwise.
+    `overrides` replace or add fields of `DecoderConfig` for the family. `rope` is the rotary embedding of a family that
+    reads it in its own way; it also decides the longest context. Raises ModelLoadError.
     """
     sizes, num_layers = read_sizes(fields), num_layers_of(fields)
     rope = rope or read_rope(fields, rope_fields(fields), head_size=sizes["head_size"])
@@ -46,11 +46,14 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **own: Any) ->
         "windows": (None,) * num_layers,
         "max_context_len": context_len(rope, fields.integer("max_position_embeddings")),
     }
-    return DecoderConfig(**{**found, **own})
+    return DecoderConfig(**{**found, **overrides})
 
 
 def read_biases(fields: Fields, *, has_mlp_key: bool = False) -> dict[str, Any]:
-    """Return the biases of `DecoderConfig`, for families whose files may have attention_bias, and mlp_bias too."""
+    """Return keyword arguments of `DecoderConfig`: which projections have biases; none without the keys.
+
+    `attention_bias` is for all projections of attention. With `has_mlp_key` the family has a key `mlp_bias`, too.
+    """
     has_bias = fields.boolean("attention_bias", False)
     mlp_bias = has_mlp_key and fields.boolean("mlp_bias", False)
     return {"qkv_bias": has_bias, "out_bias": has_bias, "mlp_bias": mlp_bias}

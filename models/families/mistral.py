@@ -24,6 +24,10 @@ class Mistral(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read Mistral's config: Llama's keys, and one window for all layers, or none.
+
+        `layer_types` must agree with that, if the file has them.
+        """
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
         layer_types = [FULL if window is None else SLIDING] * num_layers_of(fields)
         if read_layer_types(fields, layer_types) != layer_types:

@@ -47,6 +47,10 @@ class Olmo3(Olmo2):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read OLMo 3's config: every fourth layer has full attention, unless the file lists the types of its layers.
+
+        The longest context follows from the rotary embedding of layers with full attention, if there are any.
+        """
         default = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(num_layers_of(fields))]
         layer_types = read_layer_types(fields, default)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))

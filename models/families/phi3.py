@@ -29,18 +29,23 @@ class Phi3(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read Phi-3's config: Llama's keys, one window for all layers, and a rotary embedding that may be LongRoPE."""
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
         return read_llama(
             fields,
             rope=_read_rope(fields),
             windows=(window,) * num_layers_of(fields),
-            # LongRoPE's max_position_embeddings includes what it stretches the context by.
+            # In files with LongRoPE, max_position_embeddings is the context after stretching.
             max_context_len=fields.integer("max_position_embeddings"),
         )
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
-        """Return Llama's tensors, some of which are rows of one here: q, k and v; gate and up."""
+        """Return, for each module, where a checkpoint keeps it.
+
+        One tensor, qkv_proj, holds the rows of queries, keys and values, and another, gate_up_proj, those of gate and
+        up. All other tensors are as in Llama.
+        """
         queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         inner = config.intermediate_size
         blocks = {
@@ -58,7 +63,10 @@ class Phi3(Decoder):
 
 
 def _read_rope(fields: Fields) -> RopeConfig:
-    """Read the rotary embedding, whose original context is the one beside it: the class has a default for that."""
+    """Return the rotary embedding; "su" and "yarn" are read as longrope, as transformers' class does.
+
+    The original context is the top-level key, which the class's defaults always provide.
+    """
     found = rope_fields(fields)
     key = "rope_type" if found.has("rope_type") else "type"
     kind = found.choice(key, ("default", *LONGROPE_NAMES), "default")

@@ -25,6 +25,10 @@ class SmolLM3(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read SmolLM3's config: Llama's keys, and which layers have no rotary embedding.
+
+        By default that is every fourth layer. If windows are in use, they are on these layers.
+        """
         num_layers = num_layers_of(fields)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
         rope = read_rope(fields, rope_fields(fields, theta=2_000_000.0), head_size=head_size)

@@ -24,7 +24,7 @@ class Family:
     """`general.architecture` of GGUF files of the family; None if none are read."""
 
     def load(self) -> type[Decoder]:
-        """Import the family's class."""
+        """Import the family's module and return its class."""
         module, name = self.class_path.split(".")
         found: type[Decoder] = getattr(importlib.import_module(f".{module}", __package__), name)
         return found
