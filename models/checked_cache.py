@@ -133,6 +133,7 @@ def num_attention_calls(jaxpr: Any) -> int:
         if equation.params.get("name") == "_attention_call":
             num_calls += 1
             continue
+        # Parameters of an equation may be jaxprs, closed ones, or tuples of these, such as the branches of a `cond`.
         values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
         inner = (getattr(part, "jaxpr", part) for parts in values for part in parts)
         counts = [num_attention_calls(part) for part in inner if hasattr(part, "eqns")]

@@ -58,11 +58,11 @@ class Attention(nnx.Module):
             if self.norms_all_heads:
                 # Padded heads are zero and do not count in the mean of squares. Copies of a KV head count as often as
                 # they occur, which leaves the mean as it is.
-                num_values = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
+                query_values, key_values = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
                 of_queries: dict[str, Any] = {"size": queries, "axis": "heads", "runs": query_runs}
                 of_keys: dict[str, Any] = {"size": keys, "axis": "kv_heads", "runs": kv_runs}
-                self.q_norm = norm(**of_queries, num_values=num_values[0], eps=config.norm_eps, make=make)
-                self.k_norm = norm(**of_keys, num_values=num_values[1], eps=config.norm_eps, make=make)
+                self.q_norm = norm(**of_queries, num_values=query_values, eps=config.norm_eps, make=make)
+                self.k_norm = norm(**of_keys, num_values=key_values, eps=config.norm_eps, make=make)
             else:
                 self.q_norm, self.k_norm = (norm(head, eps=config.norm_eps, make=make, axis=None) for _ in range(2))
 
@@ -230,8 +230,8 @@ class Decoder(nnx.Module):
         def stored_name(name: str) -> str:
             if name.startswith(cls.base):
                 return base + name.removeprefix(cls.base)
-            other = cls.other_names.get(name, name)
-            return other if name not in held and other in held else name
+            alternative = cls.other_names.get(name, name)
+            return alternative if name not in held and alternative in held else name
 
         embedding, head = cls.embedding_and_head(stored_name)
         if not is_tied or (embedding in held) is (head in held):

@@ -36,7 +36,7 @@ def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> 
 
     All other arrays of `AttentionMetadata` are empty; such a cache does not read them.
     """
-    names = (one.name for one in fields(AttentionMetadata) if not one.metadata.get("static"))
+    names = (field.name for field in fields(AttentionMetadata) if not field.metadata.get("static"))
     empty: dict[str, Any] = dict.fromkeys(names, jnp.zeros(0, jnp.int32))
     return ModelInputs(token_ids=token_ids, attention=AttentionMetadata(**{**empty, "positions": positions}))
 

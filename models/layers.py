@@ -112,6 +112,7 @@ class FusedLinear(nnx.Module):
         out = _product(x, self.weight, self.bias).astype(x.dtype)
         if self.num_shards == 1:
             return jnp.split(out, self.ends, axis=-1)
+        # Each device's block has a share of every part. Blocks are cut at `ends`, and the shares of a part are joined.
         blocks = out.reshape(x.shape[0], self.num_shards, -1)
         return [part.reshape(x.shape[0], -1) for part in jnp.split(blocks, self.ends, axis=-1)]
 

@@ -96,8 +96,8 @@ class OwnModel:
             return with_value(leaf, value)
 
         state = nnx.from_flat_state({path: placed(path, leaf) for path, leaf in nnx.to_flat_state(self.state)})
-        everything = tuple(dict.fromkeys(path[0] for path, _ in nnx.to_flat_state(self.state)))
-        return Weights(self.graph, state, None, everything)
+        top_modules = tuple(dict.fromkeys(path[0] for path, _ in nnx.to_flat_state(self.state)))
+        return Weights(self.graph, state, None, top_modules)
 
 
 def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
@@ -180,6 +180,6 @@ def _spec_fault(spec: ModelSpec) -> str | None:
     if spec.dtype not in DTYPES:
         return f"dtype is {spec.dtype!r}, wanted one of {', '.join(DTYPES)}"
     ids = spec.eos_token_ids
-    if not isinstance(ids, tuple) or not all(isinstance(one, int) and 0 <= one < spec.vocab_size for one in ids):
+    if not isinstance(ids, tuple) or not all(isinstance(i, int) and 0 <= i < spec.vocab_size for i in ids):
         return f"eos_token_ids is {ids!r}, wanted a tuple of token ids below vocab_size, {spec.vocab_size}"
     return None

@@ -80,20 +80,20 @@ def rope_fields(
     ModelLoadError, also for an object per layer type.
     """
     key = rope_key(fields)
-    found = fields.mapping(key)
-    if any(isinstance(value, dict) for value in found.data.values()):
+    in_object = fields.mapping(key)
+    if any(isinstance(value, dict) for value in in_object.data.values()):
         raise fields.wrong(key, "one rotary embedding for all layers: this family has none per layer type")
     values = {
         "rope_theta": fields.number(theta_key, theta, above=1),
         "partial_rotary_factor": fields.number(share_key, share, above=0, max=1),
     }
-    merged = _over(values, found)
+    merged = _over(values, in_object)
     if fields.has(ORIGINAL):
         merged = merged.with_data({**merged.data, ORIGINAL: fields.integer(ORIGINAL)})
     # Errors name a value that came from the top level by its key there.
     outside = {"rope_theta": theta_key, "partial_rotary_factor": share_key}
-    names = {inner: fields.name_of(outer) for inner, outer in outside.items() if found.data.get(inner) is None}
-    return replace(merged, names={**found.names, **names})
+    names = {inner: fields.name_of(outer) for inner, outer in outside.items() if in_object.data.get(inner) is None}
+    return replace(merged, names={**in_object.names, **names})
 
 
 def _over(defaults: Mapping[str, Any], found: Fields) -> Fields:
@@ -114,9 +114,9 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
     size = int(head_size * share)
     if size < 2 or size % 2:
         raise ModelLoadError(f"{fields.path}: {size} lanes of a head are rotated, wanted an even number above 0")
-    found = _read_scaling(rope, kind, fields.integer("max_position_embeddings"), size)
+    scaled = _read_scaling(rope, kind, fields.integer("max_position_embeddings"), size)
     theta = rope.number("rope_theta", above=1)
-    return replace(found, theta=theta, rotary_size=None if size == head_size else size)
+    return replace(scaled, theta=theta, rotary_size=None if size == head_size else size)
 
 
 def read_ropes_by_type(

@@ -90,10 +90,11 @@ class Shares:
         return f"{self.num_shards} devices" + (f", which store {', '.join(padded)}" if padded else "")
 
     def query_runs(self, head_size: int) -> tuple[Run, ...]:
-        """Return where the rows of the model's query heads are stored, as runs of Wᵀ's rows; a head has `head_size`.
+        """Return where the rows of the model's query heads are stored; a head has `head_size` rows of Wᵀ.
 
-        Each stored KV head has `group_size` stored query heads. Copies of a KV head take the query heads of its group
-        in turn, and the last copies may get fewer than `group_size`, or none; the rest is padding.
+        Each run is (first stored row, first row of the model, number of rows). Each stored KV head has `group_size`
+        stored query heads. Copies of a KV head take the query heads of its group in turn, and the last copies may get
+        fewer than `group_size`, or none; the rest is padding.
         """
         runs = []
         for kv_head in range(self.stored_kv_heads):
@@ -105,18 +106,20 @@ class Shares:
         return _scaled(runs, head_size)
 
     def kv_runs(self, head_size: int) -> tuple[Run, ...]:
-        """Return where the rows of the model's KV heads are stored, as runs; a head has `head_size` rows.
+        """Return where the rows of the model's KV heads are stored; a head has `head_size` rows of Wᵀ.
 
-        A KV head that is copied to several devices has a run for each copy.
+        Each run is (first stored row, first row of the model, number of rows). A KV head that is copied to several
+        devices has a run for each copy.
         """
         heads = ((kv_head, kv_head // self.kv_copies) for kv_head in range(self.stored_kv_heads))
         return _scaled([(kv_head, true, 1) for kv_head, true in heads if true < self.num_kv_heads], head_size)
 
 
 def _scaled(runs: list[Run], size: int) -> tuple[Run, ...]:
-    """Return runs of heads as runs of rows, `size` rows per head. Empty runs are left out.
+    """Return runs of heads as runs of rows, with `size` rows per head. Empty runs are left out.
 
-    A run that continues the one before it, among the stored heads and among the model's, is merged with it.
+    A run is (first stored, first of the model, count). It is merged with the run before it if it continues that run on
+    both sides: (0, 0, 2) and (2, 2, 1) become (0, 0, 3).
     """
     merged: list[Run] = []
     for stored, true, count in runs:

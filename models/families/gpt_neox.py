@@ -86,8 +86,8 @@ class GPTNeoX(Decoder):
         default."""
         vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)
         has_bias = fields.boolean("attention_bias", True)
-        found = rope_fields(fields, theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
-        rope = read_rope(fields, found, head_size=heads["head_size"], is_partial=True)
+        parameters = rope_fields(fields, theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
+        rope = read_rope(fields, parameters, head_size=heads["head_size"], is_partial=True)
         return GPTNeoXConfig(
             vocab_size=vocab_size,
             **heads,

@@ -38,7 +38,7 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: A
     """
     sizes, num_layers = read_sizes(fields), num_layers_of(fields)
     rope = rope or read_rope(fields, rope_fields(fields), head_size=sizes["head_size"])
-    found: dict[str, Any] = {
+    common: dict[str, Any] = {
         **sizes,
         "norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),
         "activation": fields.choice("hidden_act", ACTIVATIONS, "silu"),
@@ -46,7 +46,7 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: A
         "windows": (None,) * num_layers,
         "max_context_len": context_len(rope, fields.integer("max_position_embeddings")),
     }
-    return DecoderConfig(**{**found, **overrides})
+    return DecoderConfig(**{**common, **overrides})
 
 
 def read_biases(fields: Fields, *, has_mlp_key: bool = False) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def _read_rope(fields: Fields) -> RopeConfig:
 
     The original context is the top-level key, which the class's defaults always provide.
     """
-    found = rope_fields(fields)
-    key = "rope_type" if found.has("rope_type") else "type"
-    kind = found.choice(key, ("default", *LONGROPE_NAMES), "default")
-    rope = found.with_data({**found.data, "rope_type": "longrope" if kind in LONGROPE_NAMES else kind})
+    parameters = rope_fields(fields)
+    key = "rope_type" if parameters.has("rope_type") else "type"
+    kind = parameters.choice(key, ("default", *LONGROPE_NAMES), "default")
+    rope = parameters.with_data({**parameters.data, "rope_type": "longrope" if kind in LONGROPE_NAMES else kind})
     head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
     return read_rope(fields, rope, head_size=head_size, is_partial=True)

@@ -13,7 +13,7 @@ from .llama import TENSOR_NAMES, read_llama
 def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer, or None for full attention.
 
-    There are windows only if `use_sliding_window` is true. They are on layers from number `max_window_layers` on, unless
+    There are windows only if `use_sliding_window` is true, on layers from number `max_window_layers` on, unless
     the file lists the types of its layers.
     """
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None

@@ -103,9 +103,9 @@ def map_matrices(path: Path) -> dict[str, np.ndarray]:
     data = np.memmap(path, np.uint8, "r")
     header_bytes = int(data[:8].view("<u8")[0])
     header = json.loads(data[8 : 8 + header_bytes].tobytes())
-    found = {}
+    matrices = {}
     for name, entry in header.items():
         if name != "__metadata__" and entry["dtype"] == STORED_DTYPE:
             start, stop = (8 + header_bytes + offset for offset in entry["data_offsets"])
-            found[name] = data[start:stop].reshape(entry["shape"])
-    return found
+            matrices[name] = data[start:stop].reshape(entry["shape"])
+    return matrices

@@ -113,10 +113,10 @@ class OrbaxCheckpoint:
 
     def files(self) -> list[Path]:
         """Return the files of metadata, and the folders that the arrays are in."""
-        found = [self.path / TREE_FILE, self.path / STEP_FILE]
+        metadata = [self.path / TREE_FILE, self.path / STEP_FILE]
         if self._is_ocdbt:
-            return [*found, self.path / "manifest.ocdbt", self.path / "d", *self.path.glob("ocdbt.process_*")]
-        return [*found, *(self.path / name for name in self._arrays)]
+            return [*metadata, self.path / "manifest.ocdbt", self.path / "d", *self.path.glob("ocdbt.process_*")]
+        return [*metadata, *(self.path / name for name in self._arrays)]
 
     def _check_finished(self) -> None:
         """Raise ModelLoadError for a folder that orbax has not finished writing.
@@ -144,7 +144,7 @@ class OrbaxCheckpoint:
                 raise ModelLoadError(f"{self.path / TREE_FILE}: {name!r} is no name of an array: save the tree anew")
         context = tensorstore.Context()
         opened = {name: tensorstore.open(self._spec(name), context=context, open=True, read=True) for name in names}
-        found = {}
+        arrays = {}
         for name, future in opened.items():
             try:
                 store = future.result()
@@ -154,8 +154,8 @@ class OrbaxCheckpoint:
             if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
                 fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
                 raise ModelLoadError(f"{self.path}: tensor {name!r} {fault}, which are larger; save it anew")
-            found[name] = _Array(shape, store.dtype.name, chunk)
-        return found
+            arrays[name] = _Array(shape, store.dtype.name, chunk)
+        return arrays
 
     def _spec(self, name: str) -> dict[str, Any]:
         """Return tensorstore's spec that opens an array: in the OCDBT database, or in a folder of the array's name."""

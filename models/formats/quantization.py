@@ -32,39 +32,39 @@ def read_quantization(fields: Fields) -> Float8Scheme | None:
     present = [key for key in CONFIG_KEYS if fields.has(key)]
     if not present:
         return None
-    found = fields.mapping(present[0])
-    if not found.has("quant_method") or found.data["quant_method"] not in METHODS:
-        raise found.wrong("quant_method", f"one of {', '.join(METHODS)}, with 8-bit floats: {WAY_OUT}")
-    method = str(found.data["quant_method"])
+    quantization = fields.mapping(present[0])
+    if not quantization.has("quant_method") or quantization.data["quant_method"] not in METHODS:
+        raise quantization.wrong("quant_method", f"one of {', '.join(METHODS)}, with 8-bit floats: {WAY_OUT}")
+    method = str(quantization.data["quant_method"])
     if method == "fp8":
-        return _read_fp8(found, method)
+        return _read_fp8(quantization, method)
     if method == "compressed-tensors":
-        return _read_compressed(found, method)
+        return _read_compressed(quantization, method)
     if method == "modelopt":
-        _check_only(found, "quant_algo", ("FP8",), method, is_required=True)
+        _check_only(quantization, "quant_algo", ("FP8",), method, is_required=True)
         return Float8Scheme()
     return Float8Scheme(has_row_scales=True)  # fbgemm_fp8 always has a scale per row.
 
 
-def _read_fp8(found: Fields, method: str) -> Float8Scheme:
+def _read_fp8(fields: Fields, method: str) -> Float8Scheme:
     """Return the scheme of the method fp8, as DeepSeek's and Qwen's checkpoints have it."""
-    _check_only(found, "fmt", ("e4m3",), method)
-    return Float8Scheme(block=_read_block(found, "weight_block_size") if found.has("weight_block_size") else None)
+    _check_only(fields, "fmt", ("e4m3",), method)
+    return Float8Scheme(block=_read_block(fields, "weight_block_size") if fields.has("weight_block_size") else None)
 
 
-def _read_compressed(found: Fields, method: str) -> Float8Scheme:
+def _read_compressed(quantization: Fields, method: str) -> Float8Scheme:
     """Return the scheme of the method compressed-tensors, which llm-compressor writes.
 
     Each group of `config_groups` describes some matrices. One scheme is returned for all, so groups may differ in
     whether a matrix has one scale or one per row, which the shape of the scale shows; all blocks must be equal. Raises
     ModelLoadError for anything but symmetric 8-bit floats.
     """
-    _check_only(found, "format", ("float-quantized", "naive-quantized"), method)
-    _check_only(found.mapping("sparsity_config"), "format", ("dense",), method)
-    _check_only(found, "transform_config", ({},), method)
-    groups = found.mapping("config_groups")
+    _check_only(quantization, "format", ("float-quantized", "naive-quantized"), method)
+    _check_only(quantization.mapping("sparsity_config"), "format", ("dense",), method)
+    _check_only(quantization, "transform_config", ({},), method)
+    groups = quantization.mapping("config_groups")
     if not groups.data:
-        raise found.wrong("config_groups", f"at least one group of {method}: {WAY_OUT}")
+        raise quantization.wrong("config_groups", f"at least one group of {method}: {WAY_OUT}")
     scheme = Float8Scheme(has_row_scales=True)
     for name in groups.data:
         weights = groups.mapping(name).mapping("weights")

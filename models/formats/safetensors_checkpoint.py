@@ -126,6 +126,7 @@ class SafetensorsCheckpoint:
             scale = scale_of(name, self._files) if name.endswith(".weight") else None
 
             def fault(clause: str, name: str = name) -> ModelLoadError:
+                """Return an error about this tensor; the default binds the name that the loop has now."""
                 file = self.path / self._file_names[name]
                 return ModelLoadError(f"{file}: tensor {name!r} {clause}: fetch it again, or {WAY_OUT}")
 

@@ -54,7 +54,7 @@ def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None)
     reader = _Metadata(file, fields, architecture)
     config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
     scalings = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
-    if reader.freq_factors is None or any(one is None or {"rope_type", "type"} & one.keys() for one in scalings):
+    if reader.freq_factors is None or any(obj is None or {"rope_type", "type"} & obj.keys() for obj in scalings):
         return config
     changes: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
     ropes = (None if rope is None else replace(rope, **changes) for rope in config.ropes)
@@ -140,13 +140,13 @@ class _Metadata:
         Mistral's files name the architecture llama. They are told apart by a sliding window, which makes a llama file
         one of Mistral. Raises ModelLoadError for a window of another architecture, or of some layers only.
         """
-        found = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
+        family_keys = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
         key = self.names["sliding_window"]
         if not self.fields.has(key) or self.fields.data[key] == 0:
-            return found
+            return family_keys
         if self.architecture != "llama" or self.fields.has(key + "_pattern"):
             raise self.fields.wrong(key, "none: the file does not say which layers have it")
-        return {**found, "architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
+        return {**family_keys, "architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
 
     def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of config.json that Gemma 2 has beside those of `config`.
@@ -182,16 +182,16 @@ class _Metadata:
             # (model/models/gemma3/model_text.go); llama.cpp takes the file at its word.
             full |= {"rope_type": "linear", "factor": 8.0}
         local_base = fields.number(self.key("rope.freq_base_swa"), 1e4, above=1)
-        found = {
+        family_keys = {
             **self._gemma(config),
             "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local_base}},
             "layer_types": [FULL] * num_layers,
         }
         soft_cap = fields.number(self.names["final_logit_softcapping"], 0.0, min=0)
-        found["final_logit_softcapping"] = soft_cap or None
+        family_keys["final_logit_softcapping"] = soft_cap or None
         if window := fields.integer(self.names["sliding_window"], 0, min=0):
-            found |= {"sliding_window": window, "layer_types": self._layer_types(num_layers, period=6)}
-        return found
+            family_keys |= {"sliding_window": window, "layer_types": self._layer_types(num_layers, period=6)}
+        return family_keys
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of config.json that Gemma 2 and 3 share: the activation and the scale of attention scores.
@@ -283,7 +283,7 @@ class _Metadata:
                 raise fields.wrong(prefix + name, f"{neutral:g}: other values are not supported")
         factor = fields.number(prefix + "factor", min=1)
         context_len = fields.integer(self.key("context_length"))
-        found: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "factor": factor,
             "original_max_position_embeddings": fields.integer(prefix + "original_context_length", context_len),
             "beta_fast": fields.number(prefix + "yarn_beta_fast", 32.0, above=0),
@@ -292,5 +292,5 @@ class _Metadata:
         if fields.has(prefix + "attn_factor"):
             # llama.cpp multiplies YaRN's formula by attn_factor; attention_factor of transformers replaces the formula.
             scale = fields.number(prefix + "attn_factor", above=0)
-            found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
-        return found
+            parameters["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+        return parameters

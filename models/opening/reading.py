@@ -84,15 +84,15 @@ def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], di
     """
     if not fields.has(TEXT_CONFIG):
         raise fields.wrong(TEXT_CONFIG, "the config of the language model")
-    found = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
-    names = {key: f"{TEXT_CONFIG}.{key}" for key in found}
+    text_config = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
+    names = {key: f"{TEXT_CONFIG}.{key}" for key in text_config}
     if fields.has("dtype") or fields.has("torch_dtype"):
-        found = {key: value for key, value in found.items() if key not in ("dtype", "torch_dtype")}
+        text_config = {key: value for key, value in text_config.items() if key not in ("dtype", "torch_dtype")}
     for key in SHARED_KEYS:
         if fields.has(key):
-            found[key], names[key] = fields.data[key], key
-    family = BY_MODEL_TYPE[Fields(found, fields.path, names).choice("model_type", (model_type,))]
-    return found | {"architectures": [family.architecture]}, names
+            text_config[key], names[key] = fields.data[key], key
+    family = BY_MODEL_TYPE[Fields(text_config, fields.path, names).choice("model_type", (model_type,))]
+    return text_config | {"architectures": [family.architecture]}, names
 
 
 def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,12 +103,12 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     """
     merged = {**defaults, **data}
     vocab_size = merged.get("vocab_size")
-    beyond = {
+    out_of_range = {
         key
         for key, value in defaults.items()
         if key.endswith("_token_id") and type(vocab_size) is int and value >= vocab_size
     }
-    return {key: value for key, value in merged.items() if not (key in beyond and value == defaults[key])}
+    return {key: value for key, value in merged.items() if not (key in out_of_range and value == defaults[key])}
 
 
 def _family(fields: Fields) -> Family:

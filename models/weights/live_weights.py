@@ -106,8 +106,8 @@ class LiveWeights:
     def check(self, tree: Any) -> CheckedWeights:
         """Return the arrays of `tree` that become the weights, and where each weight is among them.
 
-        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. Its layout is the one
-        most of whose names it has. Raises ModelLoadError, which lists every fault.
+        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. It is checked against
+        the layout that has the most names in common with it. Raises ModelLoadError, which lists every fault.
         """
         arrays = self._own_part(named_leaves(tree))
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
@@ -286,7 +286,7 @@ class LiveWeights:
             for name, shape in zip(origin.names, origin.recipe.tensors, strict=True):
                 shapes[name] = (*stack_shape, *shape)
         is_own = layout is TreeLayout.OWN
-        # A caller's own module may hold float64: numpy's default, and JAX's with x64. It is converted to float32 later.
+        # A caller's own module may hold float64: numpy's default, and JAX's with x64. `make` converts it to float32.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 

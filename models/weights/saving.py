@@ -97,11 +97,11 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
     for path, pieces in recipes.pieces.items():
         for piece in pieces:
             parts[piece.tensor].append((leaves[path], piece))
-    found = {}
+    tensors = {}
     for name, shape in recipes.shapes.items():
         dtype = np.dtype(parts[name][0][0].dtype)
-        found[name] = UnsavedTensor(shape, dtype, partial(_tensor, shape, dtype, parts[name]))
-    return found
+        tensors[name] = UnsavedTensor(shape, dtype, partial(_tensor, shape, dtype, parts[name]))
+    return tensors
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any, Piece]]) -> np.ndarray:
