@@ -87,7 +87,7 @@ class OwnModel:
             """Return the leaf with its shape, dtype and sharding as its value."""
             metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
             axes = next((metadata[key] for key in AXES_KEYS if isinstance(metadata.get(key), tuple)), ())
-            if mesh.size == 1:
+            if mesh.size == 1:  # Every array lies whole on the one device, so axes need not be known.
                 axes = ()
             if unknown := [axis for axis in axes if axis not in (None, *LOGICAL_TO_MESH)]:
                 key, allowed = ".".join(map(str, path)), ", ".join(LOGICAL_TO_MESH)

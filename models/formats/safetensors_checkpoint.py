@@ -165,6 +165,7 @@ def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> 
     codes = {dtype: code for code, dtype in _DTYPES.items()}
     # transformers reads no file without the entry "format".
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Offsets follow from shapes and dtypes, so the header is complete before the first tensor is made.
     offset = 0
     for name, tensor in tensors.items():
         start, offset = offset, offset + math.prod(tensor.shape) * tensor.dtype.itemsize

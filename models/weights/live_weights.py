@@ -168,7 +168,7 @@ class LiveWeights:
             first = sources[0]
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
                 if old is not None:
-                    old.delete()
+                    old.delete()  # Its memory is not needed for this weight.
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
             if layer is not None and not all(map(self._is_in_place, sources)):
@@ -301,6 +301,7 @@ class LiveWeights:
         recipes, tensors, stacked = recipes_for(self.abstract, config, held), {}, {}
         for path, pieces in recipes.pieces.items():
             names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
+            # Recipes name tensors by index and not by name, so that the layers of a model have equal recipes.
             numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
             shapes = tuple(recipes.shapes[name] for name in names)
             recipe = _recipe(self._leaves[path], shapes, numbered)

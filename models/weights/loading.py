@@ -64,7 +64,7 @@ class Weights:
         A program that samples takes only these leaves as arguments. In the state that the function returns, a scalar
         zero takes the place of every other leaf.
         """
-        flat = nnx.to_flat_state(self.state)
+        flat = nnx.to_flat_state(self.state)  # It has the paths of the leaves, in the order of `leaves`.
         leaves, tree = jax.tree.flatten(self.state)
         indices = [index for index, (path, _) in enumerate(flat) if path[0] in self.logits_modules]
 
@@ -260,7 +260,10 @@ class _WeightMemory:
 
 
 def _allocate_block(num_bytes: int) -> np.ndarray:
-    """Return `num_bytes` of anonymous memory, for which the system is asked to use large pages."""
+    """Return `num_bytes` of new memory as bytes, for which the system is asked to use large pages.
+
+    The array keeps the mapping alive; the memory is freed with the last array that views it.
+    """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A system without large pages raises an error; the memory is usable all the same.
