@@ -29,7 +29,8 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     (`rope_theta` beside an object `rope_scaling`) or of version 5 (all in `rope_parameters`). So an object under the
     one name is merged into the file's object under the other name, and values of the file that the readers would prefer
     to the override are removed. For example, a top-level `rope_theta` removes the `rope_theta` in the file's
-    `rope_parameters`. Raises ModelLoadError for a rotary embedding that is neither an object nor null.
+    `rope_parameters`. Null under the file's own name removes its object, with a theta in it; null under the other name
+    removes only the scaling. Raises ModelLoadError for a rotary embedding that is neither an object nor null.
     """
     file_key = next((key for key in ROPE_OBJECTS if data.get(key)), "")
     to_merge = dict(overrides)
