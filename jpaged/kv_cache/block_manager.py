@@ -39,10 +39,13 @@ class BlockManager:
         max_cached_blocks: int | None = None,
         keep_evicted: bool = True,
     ):
-        """Make empty pools. `num_blocks` and `num_host_blocks` count every page, the null pages too; 0: no host pool.
+        """Make empty pools of device pages and of host pages.
 
-        `arithmetic` has the page-table groups and the page size. `max_cached_blocks` caps the free pages that keep a
-        prefix. `keep_evicted`: prefixes that the device evicts go to the host pool.
+        `num_blocks` and `num_host_blocks` count the pages of each pool, its unused null page included. With
+        `num_host_blocks=0` there is no host pool. `arithmetic` holds the page size and the page-table groups: layers
+        with the same attention window share a page table. `max_cached_blocks` caps the free device pages that keep a
+        cached prefix; None sets no cap. With `keep_evicted`, a prefix that the device evicts is copied to the host
+        pool, if that has room.
         """
         self.arithmetic = arithmetic
         self.store = PageStore(num_blocks, num_host_blocks, max_cached_blocks, keep_evicted=keep_evicted)
@@ -71,7 +74,11 @@ class BlockManager:
         self.device.retire(step)
 
     def stats(self) -> dict[str, int]:
-        """Return counts of pages, copies, evictions and prefix-cache tokens, under the names of `Engine.stats`."""
+        """Return counts of pages, copies, evictions and prefix-cache tokens, under the names of `Engine.stats`.
+
+        Pages are counted without the null pages. `copies` counts pages copied on write, `host_hits` pages that were
+        found in the host pool, and the two `prefix_cache_` values count tokens.
+        """
         device, host, counts = self.device, self.host, self.store.counts
         return {
             "copies": counts["copy_on_write"],
@@ -128,21 +135,24 @@ class BlockManager:
                 self.table_changes[group, slot, index] = pages[index]
 
     def prepare(self, sequence: SampleSequence, num_tokens: int) -> bool:
-        """Get pages to write the first `num_tokens` tokens of a sequence; False, changing nothing, if too few are free.
+        """Give a sequence the pages that it needs to compute its first `num_tokens` tokens; return whether it has them.
 
-        A full-attention group gets pages for all tokens that the sequence has, so that an admitted prompt never has
-        to compete for its own pages. The page that is written next becomes the sequence's own: if other sequences
-        read it, or may find it, the sequence gets a copy.
+        If too few pages are free, nothing changes. A page-table group with full attention gets pages for
+        all tokens that the sequence has, so that an admitted prompt never has to compete for its own pages. A group
+        with a sliding window gets pages for `num_tokens` tokens. The page that the next token is written to must belong
+        to this sequence alone: if other sequences reference it, or the prefix cache offers it, it is replaced by a copy
+        in the sequence's table (copy on write).
         """
         arithmetic = self.arithmetic
-        page_to_write = sequence.num_computed // arithmetic.block_size  # Its index in the page tables.
+        # Index, in the page table of every group, of the page that the next token is written to.
+        page_to_write = sequence.num_computed // arithmetic.block_size
         ref_counts, key_of = self.device.ref_counts, self.device.key_of
         groups_to_copy = [
             group
             for group, pages in enumerate(sequence.pages)
             if page_to_write < len(pages) and (ref_counts[pages[page_to_write]] > 1 or pages[page_to_write] in key_of)
         ]
-        # Pages that each group lacks; negative where it has more than enough.
+        # Pages that each group lacks; negative if it has more than enough.
         num_missing = [
             arithmetic.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
             for window, pages in zip(arithmetic.windows, sequence.pages, strict=True)
@@ -157,17 +167,20 @@ class BlockManager:
         return True
 
     def release(self, sequence: SampleSequence) -> None:
-        """Take all pages of a sequence back. The first pages are evicted last: a prefix serves more sequences.
+        """Take all pages of a sequence back, the last page first.
 
-        All groups' pages of one position go together, since a prefix is found only while every group has it.
+        Pages given back first are evicted first, and the start of a prefix serves more sequences than its end. The
+        pages of all groups at one position go together, since a prefix is found only while every group has it.
         """
         self._drop_refs(sequence)
         self._forget_pages(sequence)
 
     def pass_windows(self, sequence: SampleSequence, num_done: int) -> None:
-        """Give back the pages, of the device or the host, that no query from position `num_done` on can see.
+        """Give back the pages that no sliding window reads any more: no query at `num_done` or later attends to them.
 
-        No step in flight may have an earlier query. Does nothing for a sequence that has lost its pages.
+        `num_done` is a token position. No step in flight may compute a token before it. The null page replaces each
+        page in the page table. If the sequence is swapped out, its pages are in the host pool. A sequence that has lost
+        its pages does not change.
         """
         pool = self._pool_of(sequence)
         for group, _ in self.arithmetic.window_groups:
@@ -182,23 +195,25 @@ class BlockManager:
                 sequence.num_passed[group] = index + 1
 
     def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
-        """Return whether the parent still has all pages that a query behind its first `num_tokens` tokens sees."""
+        """Return whether the parent still has all pages that the query at position `num_tokens` attends to."""
         return all(
             parent.num_passed[group] <= self.arithmetic.first_visible_page(group, num_tokens)
             for group, _ in self.arithmetic.window_groups
         )
 
     def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
-        """Give the child, which owns no page, the parent's pages of the first `num_tokens` computed tokens.
+        """Let `child`, which owns no page, share the parent's pages of the first `num_tokens` computed tokens.
 
-        The last of these pages may be partly filled. The caller counts the tokens as computed by the child. Pages that
-        a window has passed at the last of these tokens stay the parent's alone: its steps in flight may still see them.
+        The last of these pages may be partly filled; `prepare` copies it before one of the two writes it. The caller
+        sets the child's number of computed tokens. In a group with a sliding window, the child gets the null page for
+        each page that the query at position `num_tokens` - 1 does not attend to. The parent may still have that page,
+        since its own steps in flight may read it.
         """
         assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
         arithmetic, num_pages = self.arithmetic, self.arithmetic.pages_for(num_tokens)
         pool = self._pool_of(parent)
         for group, pages in enumerate(parent.pages):
-            # Another fork may begin one token earlier: it computes the last token itself.
+            # The child may be forked in turn. Its fork computes the last shared token again, at num_tokens - 1.
             first_visible = arithmetic.first_visible_page(group, max(0, num_tokens - 1))
             first_page = max(parent.num_passed[group], first_visible)
             for page in [NULL_PAGE] * first_page + pages[first_page:num_pages]:
@@ -209,10 +224,11 @@ class BlockManager:
         self.prefixes.inherit(parent, child, num_tokens)
 
     def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> int:
-        """Give the sequence, which owns no page, the pages of a prefix-cache hit; return their number of tokens.
+        """Give the sequence, which owns no page, the pages of a prefix-cache hit; return how many tokens they hold.
 
-        The caller adds these tokens to the computed ones. In a page-table group whose window has passed them, the first
-        pages are null.
+        The caller sets the sequence's number of computed tokens. `match` is what `PrefixCache.match` returned, and
+        `PrefixCache.num_free_needed` device pages must be free. In a group with a sliding window, the null page stands
+        for the first pages if no later query attends to them; they count as passed.
         """
         for group, pages in enumerate(self.prefixes.adopt(sequence, match)):
             sequence.num_passed[group] = pages.count(NULL_PAGE)
@@ -221,10 +237,11 @@ class BlockManager:
         return match.num_pages * self.arithmetic.block_size
 
     def defer_free(self, sequence: SampleSequence, step: int) -> None:
-        """Keep the pages that steps in flight may write for this sequence from being taken before they have retired.
+        """Keep the pages that steps in flight may write for this sequence from being reused before those steps retire.
 
-        `step` is the last of these steps. They write the pages of tokens that the host does not know yet; with a chunk
-        in flight, all pages of the sequence.
+        `step` is the last step in flight. Decoding steps write the page of the last token that the host knows, and
+        later pages. A chunk in flight may write any page of the sequence. Pages in `key_of` are published, so they are
+        full and no step writes them. The sequence keeps its pages until it gives them back.
         """
         has_chunk_in_flight = sequence.last_chunk_step > self.device.retired_step
         first_page = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.arithmetic.block_size
@@ -236,19 +253,20 @@ class BlockManager:
     # Swap
 
     def num_held(self, sequences: Sequence[SampleSequence]) -> int:
-        """Count the pages that hold something computed of these sequences, each once."""
+        """Count the distinct pages that hold computed tokens of these sequences."""
         return len(self._held(sequences))
 
     def swap_out(self, sequences: Sequence[SampleSequence]) -> bool:
-        """Move all that these sequences, which share pages, have computed to the host pool; False if that is too full.
+        """Move the computed pages of these sequences, which may share pages, to the host pool.
 
-        A page that several of them share is copied once, and one that the host pool has already not at all. Pages
-        that hold nothing yet are given back. Afterwards the page tables name pages of the host pool. False changes
-        nothing.
+        Return False and change nothing if the host pool is too full. A shared page is copied once. A page is not copied
+        if the host pool has it already, under the same prefix hash. Pages without computed tokens are given back.
+        Afterwards the sequences' page tables name pages of the host pool. The caller sets the state SWAPPED after this
+        call.
         """
         device_pages = self._held(sequences)
         host_copies = self._copies(device_pages, self.device, self.host)
-        # A copy without a reference is a free page now, and leaves the free ones once it is referenced.
+        # A copy without a reference still counts as a free page of the host pool; referencing it takes that page.
         num_free_copies = sum(self.host.ref_counts[copy] == 0 for copy in host_copies.values())
         if len(device_pages) - len(host_copies) + num_free_copies > self.host.num_free:
             self.store.counts["host_pool_full"] += 1
@@ -257,19 +275,23 @@ class BlockManager:
         return True
 
     def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
-        """Count the free pages that swapping these sequences in takes: pages in use on the device are there already."""
-        held = self._held(sequences)
-        copies = self._copies(held, self.host, self.device)
-        return len(held) - sum(self.device.ref_counts[copy] > 0 for copy in copies.values())
+        """Count the free device pages that swapping these sequences in takes.
+
+        A page takes none if the device has its content in a page that is in use.
+        """
+        host_pages = self._held(sequences)
+        device_copies = self._copies(host_pages, self.host, self.device)
+        return len(host_pages) - sum(self.device.ref_counts[copy] > 0 for copy in device_copies.values())
 
     def swap_in(self, sequences: Sequence[SampleSequence]) -> None:
-        """Move back what `swap_out` moved; `num_to_swap_in` pages must be free.
+        """Move the pages of swapped-out sequences back to the device; `num_to_swap_in` device pages must be free.
 
-        What the device still has under its hash is not copied.
+        A page is not copied if the device still has it, under the same prefix hash. The caller changes the state
+        SWAPPED after this call.
         """
-        held = self._held(sequences)
-        copies = self._copies(held, self.host, self.device)
-        self._move(sequences, held, copies, is_out=False)
+        host_pages = self._held(sequences)
+        device_copies = self._copies(host_pages, self.host, self.device)
+        self._move(sequences, host_pages, device_copies, is_out=False)
 
     # Parts of the above
 
@@ -302,28 +324,30 @@ class BlockManager:
         return self.host if sequence.state is RequestState.SWAPPED else self.device
 
     def _computed(self, sequence: SampleSequence) -> list[list[int]]:
-        """Return the sequence's pages that hold something, per group."""
+        """Return the sequence's pages that hold computed tokens, one list per page-table group."""
         num_pages = self.arithmetic.pages_for(sequence.num_computed)
         return [pages[:num_pages] for pages in sequence.pages]
 
     def _held(self, sequences: Sequence[SampleSequence]) -> list[int]:
-        """Return the pages of all groups that hold something of these sequences, each once, in order of appearance."""
+        """Return the distinct pages of all groups that hold computed tokens of these sequences, in table order."""
         tables = chain.from_iterable(self._computed(sequence) for sequence in sequences)
         return [page for page in dict.fromkeys(chain.from_iterable(tables)) if page != NULL_PAGE]
 
     def _copies(self, pages: Iterable[int], source: PagePool, target: PagePool) -> dict[int, int]:
-        """Return source page → target page for those pages that both pools have under one hash."""
+        """Return source page → target page, for the `pages` that both pools have under the same prefix hash."""
         keys = {page: source.key_of[page] for page in pages if page in source.key_of}
         return {page: target.page_of[key] for page, key in keys.items() if key in target.page_of}
 
     def _move(self, owners: Sequence[SampleSequence], held: list[int], copies: dict[int, int], *, is_out: bool) -> None:
-        """Replace the pages in these sequences' tables by pages of the other pool: `copies`, else newly taken ones.
+        """Replace the pages in the tables of `owners` by pages of the other pool.
 
-        `held` are the pages that hold something, and `copies` maps some of them to equal pages of the other pool; the
-        others are added to it. `is_out`: the other pool is the host's.
+        `is_out` moves device pages to the host pool; False moves host pages to the device. `held` are the distinct
+        pages in the tables that hold computed tokens. `copies` maps some of them to pages of the other pool with equal
+        content. For each other one a page is taken, a copy is scheduled, and the pair is added to `copies`. The owners
+        give back all pages that they had, and so lose those without computed tokens.
         """
         target, take = (self.host, self.store.swap_out) if is_out else (self.device, self.store.swap_in)
-        # The copies are referenced before any page is taken, which may evict pages without a reference.
+        # All copies are referenced before any page is taken, because taking may evict a page without a reference.
         for copy in copies.values():
             target.add_ref(copy)
         for page in held:
@@ -336,6 +360,6 @@ class BlockManager:
                 if page != NULL_PAGE:
                     target.add_ref(page)
             sequence.pages = tables
-        # Each page is now referenced by its owners; this gives up the reference from above, or from `take`.
+        # The owners reference each page now, so the reference from above, or from `take`, is given up.
         for copy in copies.values():
             target.drop_ref(copy)

@@ -36,7 +36,7 @@ class PageArithmetic:
 
     @property
     def in_groups(self) -> str:
-        """Return what a message says behind a number of pages: the number of groups, if there are several."""
+        """Return what a message says after a number of pages: the number of groups, or nothing if there is one."""
         return f" in {self.num_groups} groups of layers" if self.num_groups > 1 else ""
 
     def pages_for(self, num_tokens: int) -> int:
@@ -49,33 +49,35 @@ class PageArithmetic:
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
     def window_pages(self, window: int, num_steps: int = 1) -> int:
-        """Return the most pages that a sequence of any length has in a group with this window.
+        """Return the most pages that a sequence has in a group with a sliding window of `window` tokens.
 
-        `num_steps` counts the steps that have not retired, with the step that the pages are taken for: pages are given
-        back when a step retires.
+        The limit holds for every length of the sequence. `num_steps` counts the steps that have not retired, including
+        the step that the pages are taken for, because pages are given back only when a step retires. Each step computes
+        at most `max_chunk` tokens of the sequence.
         """
-        # The worst case is a chunk that begins at the last token of a page: it touches the most pages.
+        # The window - 1 tokens before the first query, then the tokens of the steps. In the worst case these begin at
+        # the last token of a page, so the block_size - 1 tokens before them in that page are counted too.
         return self.pages_for(window - 1) + self.pages_for(self.block_size - 1 + num_steps * self.max_chunk)
 
     def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
-        """Return the pages that sequences of these lengths take at most, sharing their first `fork_len` tokens.
+        """Return the most pages that sequences of `total_lens` tokens take if they share their first `fork_len` tokens.
 
         Pages of all page-table groups are counted. `num_steps` is the number of steps in flight at once: 1 gives the
         minimum to make progress, since a sequence may wait until its last step has retired; the in-flight limit gives
         the peak.
 
-        Example with pages of 4 tokens and full attention: lengths 10 and 13 with a fork_len of 9 share 2 pages, and
-        have 1 and 2 pages more: 5 pages.
+        Example with pages of 4 tokens and one group with full attention: two sequences of 10 and 13 tokens with a
+        `fork_len` of 9 share 2 pages. They have 1 and 2 more pages of their own, so the result is 5.
         """
         lens = list(total_lens)
-        # A fork computes the last token that it has in common anew, in a page of its own.
+        # A forked sequence computes its last shared token again, in a page of its own.
         shared_pages = max(0, fork_len - 1) // self.block_size
         unshared_pages = [self.pages_for(length) - shared_pages for length in lens]
         pages_under_full_attention = shared_pages + sum(unshared_pages)
         num_pages = self.windows.count(None) * pages_under_full_attention
         for _, window in self.window_groups:
             window_pages = self.window_pages(window, num_steps)
-            # Samples that still see their common tokens share those pages as they do under full attention.
+            # While the sequences still attend to their common tokens, they share pages as under full attention.
             unshared_bound = sum(min(window_pages, shared_pages + pages) for pages in unshared_pages)
             num_pages += min(pages_under_full_attention, unshared_bound)
         return num_pages

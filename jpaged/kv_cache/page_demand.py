@@ -30,7 +30,11 @@ class PageDemand:
         return f"{blocks.num_available} pages of {arithmetic.block_size} tokens{arithmetic.in_groups}{pinned}"
 
     def check(self, request: Request, max_num_seqs: int) -> None:
-        """Raise InvalidRequestError if the request could not run even if it ran alone."""
+        """Raise InvalidRequestError if the request could not run even if it ran alone.
+
+        That is the case if it has more live samples than there are state slots (`max_num_seqs`), or if its samples at
+        full length take more pages than the pool has besides pinned ones.
+        """
         num_samples = len(request.live)
         if num_samples > max_num_seqs:
             way_out = "ask for fewer samples or start the engine with a higher max_num_seqs"
@@ -44,9 +48,13 @@ class PageDemand:
             raise refusal("prompt", got, self.available, way_out)
 
     def check_fork(self, parent: SampleSequence, num_forks: int, max_num_seqs: int) -> None:
-        """Raise InvalidRequestError if the parent's request could not run alone with `num_forks` samples more."""
+        """Raise InvalidRequestError if the parent's request could not run alone with `num_forks` more samples.
+
+        `max_num_seqs` is the number of state slots, of which each sample takes one.
+        """
         request = parent.request
         num_samples = len(request.live) + num_forks
+        # The tokens that all samples will share. A fork has only those of its parent's tokens that the host knows.
         shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
         num_pages = self._max_pages(request, shared_len, num_samples)
         if num_samples > max_num_seqs or num_pages > self.blocks.num_available:
@@ -56,12 +64,15 @@ class PageDemand:
             raise refusal("n", got, self.available, way_out)
 
     def check_pin(self, num_pages: int, requests: Iterable[Request]) -> None:
-        """Raise InvalidRequestError if one of these requests could never run beside `num_pages` newly pinned pages."""
+        """Raise InvalidRequestError if one of these requests could never run beside `num_pages` newly pinned pages.
+
+        Without requests, the pages of one sequence of one token must be left.
+        """
         num_available, pages_of_one_token = self.blocks.num_available, self.arithmetic.max_pages(0, [1])
         num_needed = max(map(self.max_pages, requests), default=pages_of_one_token)
         if num_pages + num_needed > num_available:
-            room = max(0, num_available - num_needed)
-            allowed = f"{room}, since {num_needed} of {num_available} must be left for requests"
+            max_new_pins = max(0, num_available - num_needed)
+            allowed = f"{max_new_pins}, since {num_needed} of {num_available} must be left for requests"
             way_out = "pin less, or start the engine with more num_blocks"
             raise refusal("prompt", f"a prompt whose pin takes {num_pages} pages", allowed, way_out)
 
@@ -70,22 +81,24 @@ class PageDemand:
         return self._max_pages(request, common_len(request), len(request.live))
 
     def _max_pages(self, request: Request, shared_len: int, num_samples: int) -> int:
-        """Return what `max_pages` does, for `num_samples` samples that share their first `shared_len` tokens."""
+        """Return the unpinned pages of `num_samples` samples at full length that share `shared_len` first tokens."""
         sample = request.live[0]
         num_pinned = 0 if request.needs_prompt_scores else self.prefixes.num_pinned(sample, request.prompt_len - 1)
         # The last token ends its sequence, so its keys and values are never computed.
         return self.arithmetic.max_pages(shared_len, [sample.max_len - 1] * num_samples) - num_pinned
 
     def pages_now(self, request: Request, num_cached: int = 0) -> int:
-        """Return the pages that the request takes to compute all tokens that it has.
+        """Return the pages, over all samples and page-table groups, that the request takes to compute all its tokens.
 
-        `num_cached` of the root sample's tokens come from the prefix cache, if none are computed yet.
+        The tokens are those that exist now. Pages that the request already has are included. `num_cached` is the number
+        of first tokens of the root sample (the first live one) that will come from the prefix cache.
         """
         root, *forks = request.live
+        # The most tokens that one sample still has to compute.
         num_pending = root.num_tokens - max(root.num_computed, num_cached)
-        for fork in forks:  # The tokens up to a fork are the parent's to compute, but for the last one.
+        for fork in forks:  # A fork's parent computes their shared tokens; the fork computes the last of them again.
             num_pending = max(num_pending, fork.num_tokens - max(fork.num_computed, fork.fork_len - 1))
-        # No chunk is longer than what is pending: windows then need fewer pages than `max_chunk` allows for.
+        # No chunk is longer than `num_pending`. With shorter chunks, sliding windows need fewer pages.
         arithmetic = replace(self.arithmetic, max_chunk=min(self.arithmetic.max_chunk, num_pending))
         return arithmetic.max_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
 
@@ -94,9 +107,10 @@ class PageDemand:
         return self.max_pages(request) <= self.blocks.num_available
 
     def can_never_run(self, request: Request) -> bool:
-        """Return whether an accepted request cannot run any more.
+        """Return whether an accepted request can no longer run, even alone, since pages were lost or pinned.
 
-        It is computed only when the pool, the pins or the number of its samples have changed.
+        This is computed only if the size of the pool, the pins or the number of live samples have changed since the
+        last call. Otherwise the result is False, so a caller that got True must have ended the request.
         """
         limits = (self.blocks.num_available, self.store.num_pin_changes, len(request.live))
         if request.fits_limits == limits:
@@ -107,9 +121,9 @@ class PageDemand:
     def match_limit(self, sequence: SampleSequence) -> int:
         """Return how many of a sequence's first tokens may come from the prefix cache.
 
-        The last token never does, since only a computed token yields logits. If the prompt's tokens are to be scored,
-        no token does that has not been scored. If windows give pages back, no token does that samples forked from this
-        sequence still attend to.
+        The last token may not, since only a computed token yields logits. If the prompt's tokens are to be scored, only
+        tokens that have been scored may. If some layers have a sliding window, the limit is one token below the fork
+        point of each live child: a cached prefix lacks pages before its own window, and the child needs them.
         """
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:

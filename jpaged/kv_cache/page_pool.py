@@ -20,7 +20,10 @@ class PagePool:
     """Pages 1 to `num_pages` − 1, taken and given back one at a time."""
 
     def __init__(self, num_pages: int, *, max_cached: int | None = None):
-        """Make a pool of free pages. `max_cached` caps the free pages that keep a published prefix."""
+        """Make a pool of empty free pages. `num_pages` counts the null page too.
+
+        `max_cached` caps the free pages that keep a published prefix; None sets no cap.
+        """
         self.num_pages = num_pages
         self.max_cached = max_cached
         self.retired_step = 0
@@ -29,7 +32,7 @@ class PagePool:
         self.clear()
 
     def clear(self) -> None:
-        """Make every page free and empty, as for new memory."""
+        """Make every page free and empty, as for new memory. `retired_step` and `peak_used` keep their values."""
         self.ref_counts = [0] * self.num_pages
         self.num_takes = [0] * self.num_pages
         """How often each page was taken: what it held before the last time is lost."""
@@ -58,9 +61,10 @@ class PagePool:
         return self.num_pages - 1 - self.num_free - len(self.deferred)
 
     def take(self) -> tuple[int, PageKey | None]:
-        """Return a free page, now referenced once, and the key of what it held, which can be found no more.
+        """Take a free page, which is now referenced once. Return it and the key of the prefix that it held, or None.
 
-        A page must be free.
+        That prefix can no longer be found in this pool. Empty pages are taken before pages with a prefix. The caller
+        makes sure that a page is free.
         """
         page, key = self._pop()
         self.ref_counts[page] = 1
@@ -76,9 +80,10 @@ class PagePool:
         self.ref_counts[page] += 1
 
     def drop_ref(self, page: int, *, keeps_content: bool = False) -> None:
-        """Give up one reference. Without any the page is free, or deferred while a step in flight may write it.
+        """Give up one reference. After the last one the page is free, or deferred while a step in flight may write it.
 
-        With `keeps_content` the page may yet be published: if it is free now, it is taken as late as a page that is.
+        `keeps_content` says that the page may still be published later: if it becomes free now, it keeps its content as
+        a published page does, and is taken only after all empty pages. A deferred page ignores `keeps_content`.
         """
         self.ref_counts[page] -= 1
         if self.ref_counts[page] > 0:
@@ -90,14 +95,14 @@ class PagePool:
             self._make_free(page, keeps_content=keeps_content)
 
     def is_kept(self, page: int, num_takes: int) -> bool:
-        """Return whether a page that was given back with `keeps_content` still holds its content of then.
+        """Return whether a page that was given back with `keeps_content` is still free with the same content.
 
         `num_takes` is how often the page had been taken when it was given back.
         """
         return page in self.cached and self.num_takes[page] == num_takes
 
     def publish(self, page: int, key: PageKey) -> bool:
-        """Let the page be found by `key`; return False if another page is found by it already, which stays so."""
+        """Let the page be found by `key`, and return True. Return False if a page has that key already, and keep it."""
         if key in self.page_of:
             return False
         self.page_of[key] = page
@@ -106,7 +111,10 @@ class PagePool:
         return True
 
     def forget(self, page: int) -> None:
-        """Let the page be found no more, or never. Sequences that own it keep it."""
+        """Make the page unpublished, so that it is not found by its key any more. Sequences that own it keep it.
+
+        A free page with content becomes an empty free page, even if it was not published yet.
+        """
         key = self.key_of.pop(page, None)
         if key is not None:
             del self.page_of[key]
@@ -115,7 +123,7 @@ class PagePool:
             self._make_free(page)
 
     def forget_all(self) -> None:
-        """Let no page be found any more, nor any that is free now be published later."""
+        """Make all pages unpublished, and empty those that are free: their content cannot be published later."""
         self.page_of.clear()
         self.key_of.clear()
         self.free.extend(self.cached)
@@ -126,9 +134,9 @@ class PagePool:
         self.pending_writers[page] = step
 
     def retire(self, step: int) -> None:
-        """Note that every step up to this one is done: pages that only those could write become free."""
+        """Record that every step up to `step` is done: deferred pages that no later step may write become free."""
         self.retired_step = step
-        # These are not always the first entries: a page may be given back before one whose writer retires earlier.
+        # `deferred` is in the order in which pages were given back, not in the order of steps, so all are looked at.
         written_pages = [page for last_step, page in self.deferred if last_step <= step]
         self.deferred = [(last_step, page) for last_step, page in self.deferred if last_step > step]
         for page in written_pages:
@@ -136,8 +144,10 @@ class PagePool:
         self.pending_writers = {page: last_step for page, last_step in self.pending_writers.items() if last_step > step}
 
     def _pop(self) -> tuple[int, PageKey | None]:
-        """Remove the next free page and return it with its key, if it has one: an empty page, else the least recently
-        used prefix."""
+        """Remove a free page and return it with the key of the prefix that it held, or None.
+
+        An empty page goes first, then the page whose prefix was used least recently; that prefix is unpublished.
+        """
         if self.free:
             return self.free.pop(), None
         page, _ = self.cached.popitem(last=False)

@@ -40,7 +40,11 @@ class PageStore:
     """The pools of device and host, and the moves that were asked of them since the last step."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None, *, keep_evicted: bool):
-        """Make two empty pools. `keep_evicted`: prefixes that the device evicts are copied to the host pool."""
+        """Make two empty pools, of `num_blocks` device pages and `num_host_blocks` host pages, null pages included.
+
+        `max_cached_blocks` caps the free device pages that keep a published prefix; None sets no cap. With
+        `keep_evicted`, prefixes that the device evicts are copied to the host pool.
+        """
         self.device = PagePool(num_blocks, max_cached=max_cached_blocks)
         self.host = PagePool(max(1, num_host_blocks))
         self.keep_evicted = keep_evicted
@@ -56,7 +60,11 @@ class PageStore:
         self.counts: Counter[str] = Counter()
 
     def take(self) -> int:
-        """Take a free device page. The prefix that it held is copied to the host pool if that may and can be."""
+        """Take a free device page and return it. A prefix that it held is evicted from the device.
+
+        With `keep_evicted` that page is copied to the host pool, unless the pool has the prefix already, has no free
+        page, or MAX_KEPT pages were copied for this step. The copy becomes a free host page that keeps its content.
+        """
         page, key = self.device.take()
         if key is not None:
             self.counts["eviction"] += 1
@@ -87,7 +95,7 @@ class PageStore:
         return page
 
     def publish(self, page: int, key: PageKey) -> bool:
-        """Let a device page be found by `key`, and pin it if its prefix is pinned; False if another page is found."""
+        """Let a device page be found by `key`, and pin it if `key` is pinned; False if another page has that key."""
         is_found = self.device.publish(page, key)
         if is_found and key in self.pins:
             self.pin(key)

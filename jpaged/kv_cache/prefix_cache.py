@@ -60,7 +60,11 @@ class PrefixCache:
     """
 
     def __init__(self, store: PageStore, arithmetic: PageArithmetic, *, is_enabled: bool):
-        """Use the pages of `store`, in the page-table groups of `arithmetic`."""
+        """Use the pages of `store`. `arithmetic` holds the page size and the page-table groups.
+
+        Layers with the same attention window form one page-table group. Without `is_enabled`, no prefix of a sequence
+        is published or found.
+        """
         self.store, self.device, self.host = store, store.device, store.host
         self.arithmetic, self.block_size, self.windows = arithmetic, arithmetic.block_size, arithmetic.windows
         self.is_enabled = is_enabled
@@ -71,9 +75,10 @@ class PrefixCache:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def count_query(self, num_tokens: int, num_hit: int) -> None:
-        """Count the tokens of a request's first admission, and how many of them were found, for the statistics.
+        """Add to the statistics: of `num_tokens` tokens that were looked up, the cache had `num_hit`.
 
-        A resumed sequence that finds its own pages is no hit.
+        The caller does this at a request's first admission only, so that a preempted request which finds its own pages
+        again does not count as a hit.
         """
         if self.is_enabled:
             self.num_queried_tokens += num_tokens
@@ -82,17 +87,19 @@ class PrefixCache:
     # Finding
 
     def match(self, sequence: SampleSequence, num_tokens: int) -> PrefixMatch:
-        """Find the longest prefix of at most `num_tokens` tokens of this sequence whose pages are all cached.
+        """Return the longest cached prefix of this sequence, in whole pages, of at most `num_tokens` tokens.
 
-        A group of full attention needs every page of the prefix, a group with a window only those that a query behind
-        the prefix attends to. Changes no page.
+        Layers with full attention need every page of the prefix. Layers with a sliding window need only the pages that
+        the first query after the prefix attends to. The page tables of such layers are separate groups, and a prefix
+        counts only if every group has what it needs. This call neither references nor moves a page; `adopt` does.
         """
         num_pages = max_pages = num_tokens // self.block_size if self.is_enabled else 0
         hashes = self._hashes(sequence, num_pages)
         for group, window in enumerate(self.windows):
             if window is None:
                 num_pages = self._num_leading(group, hashes, num_pages)
-        # A prefix that is cut short needs other pages of the windows than the longer one, so the search starts again.
+        # If a window's page is missing, every prefix that includes this page and is no longer than `num_pages` needs it
+        # too, so the prefix ends before it. The shorter prefix needs earlier pages of the windows: look again.
         while (missing_index := self._last_missing(hashes, num_pages)) is not None:
             num_pages = missing_index
         device_pages: list[list[int]] = []
@@ -115,21 +122,22 @@ class PrefixCache:
         return page_hash is not None and any((0, page_hash) in pages for pages in pools)
 
     def num_shared(self, match: PrefixMatch) -> int:
-        """Count the matched pages that sequences or pins reference already: adopting these takes no free page."""
+        """Count the matched device pages that are referenced already: adopting these takes no free page."""
         counts = self.device.ref_counts
         return sum(counts[page] > 0 for pages in match.device_pages for page in pages)
 
     def num_free_needed(self, match: PrefixMatch) -> int:
-        """Count the free pages that adopting the match takes: matched pages that are free, and targets of swap-ins."""
+        """Count the free device pages that `adopt` takes: matched pages that are free, and one per host page."""
         num_pages = sum(page != NULL_PAGE for pages in match.device_pages for page in pages)
         return num_pages - self.num_shared(match) + len(match.host_pages)
 
     def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> list[list[int]]:
-        """Reference the matched pages for a sequence and return them per group, as device pages.
+        """Reference the matched pages for a sequence and return its page tables: one list of device pages per group.
 
-        `num_free_needed` pages must be free.
+        For each page that only the host has, a device page is taken and a copy from the host is scheduled.
+        `num_free_needed` device pages must be free.
         """
-        # All are referenced before any is taken: taking evicts pages without a reference.
+        # All matched pages are referenced before any page is taken, because taking may evict unreferenced pages.
         for pages in match.device_pages:
             for page in pages:
                 if page != NULL_PAGE:
@@ -147,9 +155,11 @@ class PrefixCache:
     # Publishing
 
     def publish(self, sequence: SampleSequence, num_sound: int) -> None:
-        """Offer the full pages among the first `num_sound` tokens to later sequences.
+        """Offer the full pages among the first `num_sound` tokens of a sequence to later sequences.
 
-        Those tokens are computed, and a token drawn after them was finite: what their pages hold is sound.
+        These tokens are computed, and the logits after them were finite, so their pages hold no NaN. Nothing is offered
+        while prefix caching is off, or if several versions of the weights have computed the request's pages. If another
+        page with the same prefix hash is offered already, that one stays.
         """
         num_full = num_sound // self.block_size
         if not self.is_enabled or num_full <= sequence.prefix.num_published or sequence.request.has_mixed_pages:
@@ -160,7 +170,8 @@ class PrefixCache:
                 page = pages[index]
                 if page != NULL_PAGE and page not in self.device.key_of:
                     self.store.publish(page, (group, hashes[index]))
-        # Pages that a window gave back before they were known to be sound, if no other sequence has taken them since.
+        # Pages that left a sliding window and were given back before their content was known to be sound. They are
+        # offered if no other sequence has taken them since.
         for (group, index), (page, num_takes) in sequence.prefix.passed_pages.items():
             if not self.device.is_kept(page, num_takes):
                 continue
@@ -172,24 +183,25 @@ class PrefixCache:
         sequence.prefix.num_published = num_full
 
     def give_back(self, sequence: SampleSequence, group: int, index: int) -> None:
-        """Give back a device page that a window has passed.
+        """Give back the device page at `index` of a group's page table, which the sliding window has passed.
 
-        If it is not known to be sound yet, `publish` offers it later, unless another sequence has taken it until then.
+        If it is not yet known whether its content is sound (finite), `publish` offers the page later, unless another
+        sequence has taken it before then. The caller replaces the entry of the page table.
         """
         page = sequence.pages[group][index]
-        is_sound = self.is_enabled and not sequence.request.has_mixed_pages
-        may_be_published = is_sound and index >= sequence.prefix.num_published and page not in self.device.key_of
+        is_cacheable = self.is_enabled and not sequence.request.has_mixed_pages
+        may_be_published = is_cacheable and index >= sequence.prefix.num_published and page not in self.device.key_of
         self.device.drop_ref(page, keeps_content=may_be_published)
-        # Another sequence that has the page may write it, and may offer it itself.
+        # If another sequence still references the page, it may write the page, and may publish it itself.
         if may_be_published and page in self.device.cached:
             sequence.prefix.passed_pages[group, index] = page, self.device.num_takes[page]
 
     def will_have(self, sequence: SampleSequence, num_pages: int) -> bool:
-        """Return whether the cache will have every page that a window needs for a prefix of `num_pages` pages.
+        """Return whether the cache will have the pages that sliding windows need after `num_pages` pages of a sequence.
 
-        These are the pages that a query behind the prefix attends to. The pages that the sequence still owns will be
-        published once they have proved sound. A page that it has given back must be cached, or be kept with its content
-        until then: another sequence may have taken it since.
+        These are the pages that the first query after that prefix attends to, in each group with a window. Pages that
+        the sequence still owns will be published once their content is known to be sound (finite). A page that it has
+        given back must be in the cache already, or still be free with its content: another sequence may have taken it.
         """
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
@@ -201,13 +213,13 @@ class PrefixCache:
         return True
 
     def inherit(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
-        """Let a child that got its parent's pages of so many tokens know their hashes, and which are published."""
+        """Copy the hashes and the count of published pages to a child that shares `num_tokens` tokens' pages."""
         num_full = num_tokens // self.block_size
         child.prefix.num_published = min(parent.prefix.num_published, num_full)
         child.prefix.hashes = parent.prefix.hashes[:num_full]
 
     def forget_pages(self, sequence: SampleSequence) -> None:
-        """Note that a sequence has lost its pages, and what windows have passed. The hashes of its tokens stay."""
+        """Record that a sequence has lost its pages, those that windows have passed too. Its page hashes stay."""
         for page, num_takes in sequence.prefix.passed_pages.values():
             if self.device.is_kept(page, num_takes):
                 self.device.forget(page)
@@ -215,16 +227,17 @@ class PrefixCache:
         sequence.prefix.num_published = 0
 
     def forget_hashes(self, sequence: SampleSequence) -> None:
-        """Note that other pages are to be found for a sequence: it has got other tokens, or there are other weights."""
+        """Drop a sequence's page hashes, since its tokens or the weights have changed."""
         sequence.prefix.hashes = []
 
     def discard(self, sequence: SampleSequence) -> None:
-        """Unpublish all pages of a sequence whose logits turned out not to be finite; their owners keep them.
+        """Unpublish and unpin all pages of a sequence whose logits were not finite. Their owners keep them.
 
         This includes pages that it found in the cache, and copies in the other pool: nothing tells which page is to
-        blame, and an unsound page that stays published would fail every later request with that prefix.
+        blame, and a page with NaN that stays published would fail every later request with that prefix.
         """
         pools = self.device, self.host
+        # Index True is the host: the pages of a swapped sequence are in the host pool.
         key_of = pools[sequence.state is RequestState.SWAPPED].key_of
         for key in [key_of[page] for pages in sequence.pages for page in pages if page in key_of]:
             self.store.unpin(key)
@@ -232,14 +245,18 @@ class PrefixCache:
                 pool.forget(pool.page_of.get(key, NULL_PAGE))
 
     def reset(self) -> None:
-        """Forget every published page; sequences keep the pages they own. Pins hold for pages computed from now on."""
+        """Unpublish every page; sequences keep the pages they own. Pins hold for pages computed from now on."""
         self.store.unpin_all()
         self.device.forget_all()
         self.host.forget_all()
         self.store.counts["reset"] += 1
 
     def renew(self, weights_version: int) -> None:
-        """Forget every published page as `reset` does, and let pins be for pages of this version of the weights."""
+        """Unpublish every page because the weights have changed, and pin the same prefixes for the new weights.
+
+        Each pin is undone and made again, as often as it was made, under a cache key with `weights_version`. The pins
+        take effect once the new weights compute the prefixes.
+        """
         pins = [(self._pinned_tokens[last_hash], num_pins) for last_hash, num_pins in self.pinned_prefixes.items()]
         for (token_ids, key), num_pins in pins:
             for _ in range(num_pins):
@@ -252,10 +269,12 @@ class PrefixCache:
     # Pins
 
     def pin(self, token_ids: Sequence[int], cache_key: CacheKey) -> int:
-        """Keep this prefix's full pages from eviction, now or once they are computed; return the tokens kept now.
+        """Keep this prefix's full pages from eviction, now or once they are computed.
 
-        In a page-table group with a window these are the pages that a query behind the prefix's last full page sees: no
-        token counts as kept before all of them are.
+        Return how many of its first tokens are in pages that are kept now, in every page-table group. Layers with a
+        sliding window need only the pages that the first query after the last full page attends to; with such layers
+        the result is the whole prefix or 0. Two pins of a prefix need two calls of `unpin`. A prefix of less than one
+        page is not pinned, and the result is 0.
         """
         hashes = self._prefix_hashes(token_ids, cache_key)
         if not hashes:
@@ -268,16 +287,19 @@ class PrefixCache:
         for key in chain.from_iterable(keys):
             self.store.pin(key)
         are_kept = [all(key in self.store.pinned_pages for key in page_keys) for page_keys in keys]
-        num_leading = [*are_kept, False].index(False)  # Pages from the start on that are all kept now.
+        num_leading = [*are_kept, False].index(False)  # Pages from the start of the prefix that are all kept now.
         is_whole_prefix_kept = num_leading == len(keys)
         return num_leading * self.block_size if is_whole_prefix_kept or not self.arithmetic.window_groups else 0
 
     def unpin(self, token_ids: Sequence[int], key: CacheKey) -> bool:
-        """Undo one `pin` of the same prefix, whose pages may then be evicted; return False if there was none."""
+        """Undo one `pin` of the same prefix; return False if there was none.
+
+        Pages that no other pin keeps may then be evicted, the prefix's last page first.
+        """
         hashes, pins = self._prefix_hashes(token_ids, key), self.store.pins
         if not hashes or not self.pinned_prefixes[hashes[-1]]:
             return False
-        self.pinned_prefixes -= Counter([hashes[-1]])
+        self.pinned_prefixes -= Counter([hashes[-1]])  # This removes the entry if its count reaches 0.
         if not self.pinned_prefixes[hashes[-1]]:
             del self._pinned_tokens[hashes[-1]]
         self.store.num_pin_changes += 1
@@ -294,7 +316,10 @@ class PrefixCache:
         return sum(page_key not in self.store.pins for page_key in chain.from_iterable(keys))
 
     def num_pinned(self, sequence: SampleSequence, num_tokens: int) -> int:
-        """Count the full-attention pages of this sequence's first `num_tokens` tokens that have a pin."""
+        """Count the pages of this sequence's first `num_tokens` tokens that have a pin, in full-attention groups only.
+
+        Groups with a sliding window are left out: a sequence gives its pages back there, the pinned ones too.
+        """
         pins, num_pages = self.store.pins, num_tokens // self.block_size
         if not pins:
             return 0
@@ -305,7 +330,7 @@ class PrefixCache:
     # Parts of the above
 
     def _hashes(self, sequence: SampleSequence, num_pages: int) -> list[bytes]:
-        """Return the chained hashes of at least the first full pages. The sequence keeps them: tokens never change."""
+        """Return the chained hashes of the first `num_pages` full pages or more; they are kept in the sequence."""
         key = sequence.request.cache_key
         extend_hashes(sequence.prefix.hashes, sequence.token_ids, num_pages, self.block_size, key)
         return sequence.prefix.hashes
@@ -316,9 +341,10 @@ class PrefixCache:
         return hashes
 
     def _pin_keys(self, hashes: list[bytes]) -> list[list[PageKey]]:
-        """Return, for each page of a prefix with these page hashes, the keys that its pin keeps: one in each group.
+        """Return, for each page of a prefix with these page hashes, the keys (group, hash) that a pin keeps.
 
-        A group with a window has none for the pages that no query behind the prefix attends to.
+        There is one key per page-table group. A group with a sliding window has none for a page that the first query
+        after the prefix does not attend to.
         """
         num_tokens, groups = len(hashes) * self.block_size, range(len(self.windows))
         first_visible = [self.arithmetic.first_visible_page(group, num_tokens) for group in groups]
@@ -328,7 +354,7 @@ class PrefixCache:
         ]
 
     def _num_leading(self, group: int, hashes: list[bytes], length: int) -> int:
-        """Count the pages from the start on that are cached in a group, at most `length`."""
+        """Return how many of the first `length` pages, from the start without a gap, are cached in this group."""
         on_device, on_host = self.device.page_of, self.host.page_of
         for index, page_hash in enumerate(hashes[:length]):
             if (group, page_hash) not in on_device and (group, page_hash) not in on_host:
@@ -336,7 +362,11 @@ class PrefixCache:
         return length
 
     def _last_missing(self, hashes: list[bytes], length: int) -> int | None:
-        """Return the index of the last page that a window needs for a prefix of `length` pages and the cache lacks."""
+        """Return the index of the last page that a window needs and the cache lacks; None if no such page is missing.
+
+        A sliding window needs the pages that the first query after a prefix of `length` pages attends to. Of several
+        groups, the first one that lacks a page decides.
+        """
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, length * self.block_size)
             for index in reversed(range(first_visible, length)):

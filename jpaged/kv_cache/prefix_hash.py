@@ -14,7 +14,11 @@ from ..request import CacheKey
 
 
 def root_hash(key: CacheKey) -> bytes:
-    """Return the 32 bytes that the chain of these extras begins with; `items` are hashed with the pages they are in."""
+    """Return the 32-byte hash that stands before the first page's tokens, from the fields of `key` except `items`.
+
+    Each field is hashed with its name and its length in bytes, so that no value can pass for another field's.
+    `extend_hashes` hashes each of the `items` (such as images) with the page that it begins in.
+    """
     digest = sha256(b"jpaged prefix v2")
     for name in ("lora_name", "lora_version", "cache_salt", "weights_version"):
         value = getattr(key, name)
@@ -25,11 +29,12 @@ def root_hash(key: CacheKey) -> bytes:
 
 
 def extend_hashes(hashes: list[bytes], token_ids: array[int], num_pages: int, page_size: int, key: CacheKey) -> None:
-    """Append hashes of full pages of `token_ids` to `hashes` until it holds `num_pages` in all.
+    """Append hashes of full pages of `token_ids` to `hashes` until it holds `num_pages` hashes.
 
-    `hashes` may already hold those of the first pages. `page_size` counts tokens, and there are at least
-    `num_pages` × `page_size` of them. A page's hash is SHA-256 over the hash of the page before it, its tokens as
-    int32, and its extras.
+    `hashes` may already hold the hashes of the first pages; if it holds enough, it does not change. `page_size` is in
+    tokens, and `token_ids` has at least `num_pages` × `page_size` of them. A page's hash is SHA-256 over the hash of
+    the page before it (of `key` for the first page), the page's tokens as int32, and the offset and content hash of
+    each of `key.items` (such as an image) that begins in the page.
     """
     first_page = len(hashes)
     if first_page >= num_pages:
@@ -48,7 +53,7 @@ def extend_hashes(hashes: list[bytes], token_ids: array[int], num_pages: int, pa
 
 
 def _extras(items: Iterable[tuple[int, bytes]], page_size: int) -> dict[int, bytes]:
-    """Return page → what is hashed with its tokens: offset and SHA-256 of every item that begins in that page."""
+    """Return page index → bytes to hash with its tokens: offset and SHA-256 of each item that begins in the page."""
     extras: dict[int, bytes] = {}
     for position, content in items:
         page, offset = divmod(position, page_size)

@@ -27,7 +27,8 @@ def num_distinct_tokens(request: Request) -> int:
 def samples_drawn_at(sequence: SampleSequence, end: int) -> list[SampleSequence]:
     """Return the samples that draw their next token from the logits of position `end` − 1 of this sequence.
 
-    These are the sequence itself, if it has no more tokens, and the samples that wait for its pages and have as many.
+    One is the sequence itself, if it has exactly `end` tokens. The others are its children, and their children, that
+    still wait for its pages, share all `end` tokens with it, and hold a state slot to draw in.
     """
     samples = [sequence] if sequence.num_tokens == end else []
     for child in children_of(sequence):
@@ -37,12 +38,12 @@ def samples_drawn_at(sequence: SampleSequence, end: int) -> list[SampleSequence]
 
 
 def attach(sequence: SampleSequence, parent: SampleSequence, *, awaits_parent: bool) -> None:
-    """Make a live sample the child of another one, with which it shares all tokens that it has."""
+    """Make a live sample the child of `parent`, with which it shares all tokens that the sample has now."""
     sequence.parent, sequence.fork_len, sequence.awaits_parent = parent, sequence.num_tokens, awaits_parent
 
 
 def move_under(sequence: SampleSequence, parent: SampleSequence, *, awaits_parent: bool) -> None:
-    """Take a live sample out of its place and make it the last one, with `parent` as its parent, as `attach` does."""
+    """Move a live sample to the end of `live`, and make it the child of `parent` as `attach` does."""
     remove(sequence)
     sequence.request.live.append(sequence)
     attach(sequence, parent, awaits_parent=awaits_parent)
@@ -59,7 +60,7 @@ def share_nothing(sequence: SampleSequence) -> None:
 
 
 def remove(sequence: SampleSequence) -> None:
-    """Take a sample out of the live ones of its request; its children go on with each other."""
+    """Take a sample out of the live ones of its request, and give its children another parent."""
     sequence.request.live.remove(sequence)
     reparent_children(sequence)
 
@@ -73,10 +74,11 @@ def reset_to_prompt(request: Request) -> None:
 
 
 def reparent_children(sequence: SampleSequence) -> None:
-    """Give the children of a sample that has left `live` another parent, with which they share what they can.
+    """Give the children of a sample that has left `live` another parent.
 
-    This is the sample's own parent. If it was the root, it is the child that shared the most tokens with it, which
-    becomes the root of the request: the first live sample, without a parent.
+    The new parent is the sample's own parent. If the sample had none, the new parent is the child that shared the most
+    tokens with the sample; that child becomes the root of the request: the first live sample, without a parent. Each
+    other child shares with the new parent the tokens that both had in common with the sample.
     """
     children, parent, shared_len = children_of(sequence), sequence.parent, sequence.fork_len
     if not children:
@@ -87,7 +89,7 @@ def reparent_children(sequence: SampleSequence) -> None:
     for child in children:
         if child is not parent:
             child.parent, child.fork_len = parent, min(child.fork_len, shared_len)
-    # Last, so that it can be done again if it is interrupted.
+    # The new root changes last: if an interrupt comes before, the function can be called again.
     if parent in children:
         parent.parent, parent.fork_len = None, 0
         live = sequence.request.live
