@@ -24,12 +24,12 @@ from .scheduler_config import SchedulerConfig
 from .scheduler_output import AdmissionGate, scored_end
 
 MAX_BYPASSES = 8
-"""Later requests that may be admitted before one that does not fit yet. After that none may, whether it fits or not."""
+"""Later requests that may be admitted before one that does not fit yet. After so many, no later one may pass it."""
 MAX_SKIPPED = 4
-"""Requests that do not fit yet among which one step looks for requests that do."""
+"""Requests that do not fit yet which one step passes over in search of requests that do."""
 MAX_DELAYED = 32
-"""Requests that one step passes over because the gate refuses them, which any number of later ones may pass, or because
-they await a prefix; one that was passed too often for that computes the prefix itself."""
+"""Requests that one step passes over because the gate refuses them or because they await a prefix. A request that the
+gate refuses may be passed any number of times. One that was passed MAX_BYPASSES times computes the prefix itself."""
 
 
 @dataclass(slots=True)
@@ -53,6 +53,10 @@ class Admission:
     """The queues of waiting and of swapped requests, and the rules by which requests leave them."""
 
     def __init__(self, blocks: BlockManager, demand: PageDemand, config: SchedulerConfig, gate: AdmissionGate | None):
+        """Start with empty queues. `demand` counts the pages of requests in `blocks`, the page tables.
+
+        `gate` may refuse a request for a further reason, such as an adapter that is not loaded; None refuses none.
+        """
         self.blocks, self.prefixes, self.demand = blocks, blocks.prefixes, demand
         self.arithmetic = blocks.arithmetic
         self.config = config
@@ -88,7 +92,7 @@ class Admission:
         self.waiting.push(request)
 
     def requeue(self, request: Request) -> None:
-        """Queue a preempted request again, as its state says, in its old place of the order."""
+        """Queue a preempted request again, among the swapped or the waiting ones, in its old place of the order."""
         request.admission.pages_needed, request.admission.missing_hash = 0, None
         if self.holds_newcomers and request.first_scheduled_time is None:
             self.held[request] = None
@@ -125,14 +129,15 @@ class Admission:
     # The steps
 
     def retire(self, step: int, now: float) -> None:
-        """Note that every step up to `step` is done by `now`, and how long the last one with newcomers took."""
+        """Record that every step up to `step` is done at time `now`, and how long the last one with newcomers took."""
         while self._admitting and self._admitting[0][0] <= step:
             self._last_admission_s = now - self._admitting.popleft()[1]
 
     def choose_swapped(self, room: StepRoom) -> Iterator[tuple[Request, bool]]:
-        """Yield (request, whether it can run at all) for the swapped requests that fit, in order.
+        """Yield (request, True) for each swapped request that fits, in order, until one does not fit.
 
-        The scheduler lets each of them run, or ends it, before it asks for the next; so it does with `choose_waiting`.
+        (request, False) stands for a request that can never run again, since the pool has become smaller. The scheduler
+        starts a request, or ends one that cannot run, before it asks for the next.
         """
         while self.swapped:
             request = self.swapped.first()
@@ -141,6 +146,7 @@ class Admission:
                 continue
             if not self._gate_admits(request) or not self._is_worth_checking(request, room):
                 return
+            # As a last resort pinned pages are given up, and the request is checked once more.
             fits_again = self._fits_again(request, room)
             if not fits_again and not (self._gave_up_pins(room) and self._fits_again(request, room)):
                 return
@@ -148,18 +154,20 @@ class Admission:
             yield request, True
 
     def choose_waiting(self, room: StepRoom, isolated: Request | None) -> Iterator[tuple[Request, PrefixMatch | None]]:
-        """Yield the waiting requests that fit, in order, with the pages to start from, but none before a swapped one
-        that goes before it. A request without a match is one that the pool, which has become smaller, can never hold.
+        """Yield each waiting request that fits, in order, with the match of cached pages that it starts from.
 
-        A request that does not fit yet, or awaits a prefix that a running one computes, may be passed by a few later
-        ones. One that only the gate refuses may be passed by any number. If `isolated` is set, only that request is
-        admitted, and only once no other runs.
+        (request, None) stands for a request that can never run, since the pool has become smaller. The scheduler starts
+        or ends each request, and updates `room`, before it asks for the next. No request is yielded while a swapped one
+        is earlier in the order. A request that does not fit yet, or awaits a prefix that a running one computes, may be
+        passed by at most MAX_BYPASSES later ones. One that only the gate refuses may be passed by any number. If
+        `isolated` is set, only that request is admitted, and only once no other runs.
         """
         if not self.waiting:
             return
         if isolated is not None:
             yield from self._choose_isolated(isolated, room)
             return
+        # Requests that this call takes out of the queue and does not admit. They return to it at the end.
         skipped: list[Request] = []
         awaiting_prefix: list[Request] = []
         refused: list[Request] = []
@@ -180,9 +188,10 @@ class Admission:
                 request.admission.num_bypassed = 0
                 yield request, match
                 self._publishing.append(request)
-                for other in (one.admission for one in skipped + awaiting_prefix):
-                    other.num_bypassed += 1
-                    other.pages_needed = 0  # It may share some with the newcomer: worth a check in the next step.
+                for bypassed in skipped + awaiting_prefix:
+                    bypassed.admission.num_bypassed += 1
+                    # It may share pages with the admitted request, so the next step checks it again.
+                    bypassed.admission.pages_needed = 0
                     self.counts["bypass"] += 1
             else:
                 (awaiting_prefix if request.admission.awaits_prefix else skipped).append(request)
@@ -195,6 +204,11 @@ class Admission:
             self._admitting.append((room.step, room.start_time))
 
     def _choose_isolated(self, request: Request, room: StepRoom) -> Iterator[tuple[Request, PrefixMatch | None]]:
+        """Yield this request, if it waits and no other runs, with its cached pages if it fits.
+
+        Yield (request, None) if it can never run. It is the only request that may be admitted, so the order of the
+        queue and the gate play no role.
+        """
         if room.running or request.state is not RequestState.WAITING:
             return
         self._publishing = []
@@ -211,20 +225,20 @@ class Admission:
         return self.gate is None or self.gate.admits(request)
 
     def _has_waited(self, request: Request, room: StepRoom) -> bool:
-        """Return whether newcomers may be admitted now, or wait a little longer for others to join them."""
+        """Return whether a request has waited long enough; by `delay_factor`, newcomers wait for others to join."""
         if not self.config.delay_factor or not room.running:
             return True
         return room.start_time - request.arrival_time > self.config.delay_factor * self._last_admission_s
 
     def _is_worth_checking(self, request: Request, room: StepRoom) -> bool:
-        """Return whether a closer look may find room: for slots, results in flight, and what the last look missed."""
+        """Return whether a full check may find room: slots are free, no token of it is in flight, and pages changed."""
         if len(request.live) > len(room.free_slots) or any(is_in_flight(s, room.retired_step) for s in request.live):
             return False
         has_room = not room.running or self._has_free_pages(request, room)
         return has_room or self.prefixes.has_page(request.admission.missing_hash)
 
     def _match_that_fits(self, request: Request, room: StepRoom) -> PrefixMatch | None:
-        """Return what the prefix cache has of a waiting request, if there is room for the rest of it now."""
+        """Return the cached pages that a waiting request starts from; None if there is no room for the rest now."""
         request.admission.awaits_prefix = False
         if not self._is_worth_checking(request, room):
             return None
@@ -232,37 +246,49 @@ class Admission:
         return match or (self._check_fit(request, room) if self._gave_up_pins(room) else None)
 
     def _check_fit(self, request: Request, room: StepRoom) -> PrefixMatch | None:
-        """Return the cached pages of a waiting request if its rest fits now; note in the request what is missing."""
+        """Return the cached pages that a waiting request starts from; None if the rest does not fit in this step.
+
+        `request.admission` then says why: it gets the free pages needed, the hash of the first page that the cache
+        lacks, and whether the request waits for a running one to compute its prefix. Only the first live sample is
+        looked up, since the others share its pages.
+        """
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
         start = match.num_pages * self.arithmetic.block_size
         request.admission.pages_needed = self.demand.pages_now(request, start) - self.prefixes.num_shared(match)
         request.admission.missing_hash = match.missing_hash
         num_pending = first.num_tokens - start
+        # A request that was passed too often no longer waits for a prefix, but computes it itself.
         may_wait = match.missing_hash is not None and request.admission.num_bypassed < MAX_BYPASSES
         if may_wait and self._is_being_computed(first, match, num_pending):
             request.admission.awaits_prefix = True
             return None
+        # If the step has no room for the score of one more prompt token, the chunk would be empty.
         end = scored_end(first, start, room.score_budget)
         is_too_long = end <= start
-        if not self.config.enable_chunked_prefill:
+        if not self.config.enable_chunked_prefill:  # One step then computes the rest of the prompt as a whole.
             is_too_long = num_pending > room.token_budget or end < first.num_tokens
         return match if not is_too_long and self._has_free_pages(request, room) else None
 
     def _fits_again(self, request: Request, room: StepRoom) -> bool:
-        """Return whether a swapped request has room now for its pages and for those that it needs next."""
-        # It may hold more than it needs now: after the end of a parent its samples may have pages of their own.
+        """Return whether enough device pages are free for a swapped request's pages and for those that it needs next.
+
+        The number of free pages that it needs is stored in `request.admission`.
+        """
+        # The request may hold more pages than `pages_now` says: its samples may own copies of pages that they shared
+        # with a parent that has ended.
         num_next = max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
         num_pages = self.blocks.num_to_swap_in(request.live) + num_next
-        # Beside others, each of its sequences may need its next pages before another request gives pages back.
+        # If other requests run, each sample may need its next page in every group before any of them gives pages back.
         num_reserved = len(request.live) * self.arithmetic.num_groups if room.running else 0
         request.admission.pages_needed = num_pages + num_reserved
         return self._has_free_pages(request, room)
 
     def _gave_up_pins(self, room: StepRoom) -> bool:
-        """Let pinned pages be evicted if no running request or step in flight can free any; return whether it did.
+        """Unpin all pages if no running request and no step in flight can free any page; return whether it did.
 
-        A request is accepted as if it had the pinned pages of its prefix, but it may hold or find other pages.
+        This is the last resort for the next request. It was accepted on the assumption that it uses the pinned pages of
+        its prefix. It may hold or match other pages instead, and then it cannot fit beside the pinned ones.
         """
         if room.running or self.blocks.has_deferred:
             return False
@@ -270,7 +296,7 @@ class Admission:
         return True
 
     def _has_free_pages(self, request: Request, room: StepRoom) -> bool:
-        """Return whether `pages_needed` are free beside those that a newcomer leaves to running requests."""
+        """Return whether `pages_needed` pages are free, and the watermark's share besides if other requests run."""
         num_reserved = int(self.config.watermark * self.blocks.num_usable) if room.running else 0
         return request.admission.pages_needed + num_reserved <= self.blocks.num_free
 
@@ -284,25 +310,28 @@ class Admission:
         )
 
     def _is_being_computed(self, sequence: SampleSequence, match: PrefixMatch, num_pending: int) -> bool:
-        """Return whether a running request is about to publish most of what the sequence would compute once more.
+        """Return whether a running request is about to publish pages that the sequence should wait for.
 
-        The sequence waits if that spares it half of its pending tokens, if the running request has no more left to
-        compute than twice that, and if it is served before the sequence. It does not if other requests have taken pages
-        that windows of the running request have passed, and that the sequence would see.
+        `match` is what the prefix cache has of the sequence, and `num_pending` counts the tokens after it. The sequence
+        should wait for a request that comes earlier in the order, if that request's pages save at least half of the
+        pending tokens, and if that request has at most twice the saved tokens left to compute. It should not wait if
+        pages that it needs for a sliding window are lost: the running request has given them back, and others have
+        taken them.
         """
         block_size, start = self.arithmetic.block_size, match.num_pages
         max_pages = self.demand.match_limit(sequence) // block_size
         for request in self._publishing:
-            other, end = request.live[0], request.prompt_len // block_size
+            publisher, num_full = request.live[0], request.prompt_len // block_size
             if request.order > sequence.request.order:
                 continue
-            if other.prefix.hashes[start : min(start + 1, end)] != [match.missing_hash]:
+            # The first page that the cache lacks must be a full page of the running request's prompt.
+            if publisher.prefix.hashes[start : min(start + 1, num_full)] != [match.missing_hash]:
                 continue
-            pairs = zip(other.prefix.hashes[start:end], sequence.prefix.hashes[start:max_pages], strict=False)
+            pairs = zip(publisher.prefix.hashes[start:num_full], sequence.prefix.hashes[start:max_pages], strict=False)
             num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            num_left = other.num_tokens - other.num_computed
+            num_left = publisher.num_tokens - publisher.num_computed
             is_worth_it = 2 * num_same * block_size >= max(num_pending, num_left)
-            if is_worth_it and self.prefixes.will_have(other, start + num_same):
+            if is_worth_it and self.prefixes.will_have(publisher, start + num_same):
                 self.counts["await_prefix"] += 1
                 return True
         return False

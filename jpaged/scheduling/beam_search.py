@@ -94,7 +94,7 @@ class BeamSearch:
         return self.running[sequence].token_ids if sequence in self.running else []
 
     def add_scores(self, sequence: SampleSequence, token_ids: Any, log_probs: Any) -> bool:
-        """Note the likeliest next tokens of one beam, as numpy arrays; return whether those of all beams are there."""
+        """Store the likeliest next tokens of one beam, as numpy arrays; return whether all beams have theirs now."""
         self._rows[sequence] = token_ids, log_probs
         return len(self._rows) == len(sequence.request.live)
 
@@ -103,15 +103,22 @@ class BeamSearch:
         self._rows.clear()
 
     def choose(self, live: Sequence[SampleSequence]) -> BeamStep:
-        """Return how the beams of these samples go on by the noted scores. Changes nothing: `commit` does."""
+        """Return how the beams of the live samples go on, without changing the search; `commit` stores the result.
+
+        The scores of all live samples must be stored. Of all continuations of all beams by one token, those that end,
+        by an end token or at `max_tokens`, become hypotheses if they are among the best `beam_width` ones. The best of
+        the others are the choices, at most `beam_width`. There are no choices, and the search is over, if none could
+        still become one of the best hypotheses.
+        """
         width, num_generated = self.params.beam_width, self.num_generated + 1
-        # Before the first token all samples are one and the same beam.
-        running = [(one, self.running[one]) for one in live] if self.running else [(live[0], Beam())]
+        # Before the first token all samples are the same empty beam, so one of them is enough.
+        running = [(sample, self.running[sample]) for sample in live] if self.running else [(live[0], Beam())]
         continuations = [
             (parent, Beam(before.score + log_prob, token_id, before))
             for parent, before in running
             for token_id, log_prob in zip(*(column.tolist() for column in self._rows[parent]), strict=True)
         ]
+        # Each beam has at most one continuation per end token. So of this many, at least `width` do not end.
         num_candidates = max(2, 1 + len(self.end_ids)) * width
         best = nlargest(num_candidates, continuations, key=lambda continuation: continuation[1].score)
         is_last = num_generated == self.max_tokens
@@ -119,7 +126,7 @@ class BeamSearch:
         ended = [beam for (_, beam), is_end in zip(best[:width], are_ends, strict=False) if is_end]
         scored = [Hypothesis(self._score(beam, num_generated), beam, beam.last_token in self.end_ids) for beam in ended]
         hypotheses = nlargest(width, [*self.hypotheses, *scored], key=lambda hypothesis: hypothesis.score)
-        choices = [one for one, is_end in zip(best, are_ends, strict=True) if not is_end][:width]
+        choices = [choice for choice, is_end in zip(best, are_ends, strict=True) if not is_end][:width]
         if choices and not self._may_improve(choices[0][1], num_generated, hypotheses):
             choices = []
         return BeamStep(choices, hypotheses)
@@ -135,7 +142,12 @@ class BeamSearch:
         return beam.score / length**self.params.length_penalty
 
     def _may_improve(self, best: Beam, length: int, hypotheses: Sequence[Hypothesis]) -> bool:
-        """Return whether the best running beam, of this length, may still become one of the best hypotheses."""
+        """Return whether the best running beam, of `length` tokens, may still become one of the best hypotheses.
+
+        The rule is that of Hugging Face transformers. The beam's score at `length` is compared with the worst of the
+        `beam_width` hypotheses. With `early_stopping="never"` and a positive length penalty, the beam's score is taken
+        at the largest length instead, which is the best that it can reach.
+        """
         if len(hypotheses) < self.params.beam_width:
             return True
         if self.params.early_stopping is True or self.params.beam_width == 1:

@@ -11,16 +11,16 @@ from ..sampling.sampling_params import MODES, SampleMode
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
 DEVICE_SAMPLES = (8, 64, 256)
-"""Sample buckets of a device below the largest one, in mode FULL and on a GPU; other modes have the smallest and the
-largest. They are few, to save executables: a device that only decodes samples in its decode programs, and rows that are
-padding cost a sampler little beside reading the head's weights."""
+"""Sample buckets of a GPU or TPU below the largest one. A GPU has them in every sampling mode. Elsewhere only the mode
+FULL has all of them; other modes have the smallest and the largest bucket. They are few, to save executables: steps
+that only decode sample in decode programs, and padding rows cost little beside reading the head's weights."""
 GPU_MODES = (SampleMode.GREEDY, SampleMode.SCORED, SampleMode.FULL)
-"""Sampling modes of a GPU's samplers. Elsewhere there is none for greedy rows alone: mode RANDOM leaves out at run time
-what no row needs, which a GPU's sampler cannot. So it scores each token that is drawn, which is one more pass over
-logits."""
+"""Sampling modes that a GPU has samplers for. On other devices mode RANDOM serves greedy rows too, since its program
+skips at run time what no row needs. A GPU's sampler cannot skip work, so greedy rows have their own. The mode SCORED
+serves random rows there: it scores each drawn token, which costs one more pass over the logits."""
 GPU_DECODE_MODES = (SampleMode.GREEDY, SampleMode.SCORED)
 """Sampling modes of a GPU's decode programs. The host would have to read the condition of a branch there, so that
-programs of the mode SCORED draw each row, greedy ones too."""
+programs of the mode SCORED make a draw for every row, greedy ones too."""
 MIN_FILLED = 64
 """Tokens of the smallest bucket that steps are cut down to; a smaller step costs little more than reading weights."""
 
@@ -34,7 +34,7 @@ class Buckets:
     num_samples: tuple[int, ...]
     """Rows that a step samples."""
     num_plain_samples: tuple[int, ...]
-    """Some of these, of the samplers of all modes but FULL."""
+    """The subset of `num_samples` that samplers of all modes but FULL are compiled for."""
     forward_tokens: tuple[int, ...]
     """Token buckets that have a forward program for prompts and decodes."""
     forward_decode_tokens: tuple[int, ...]
@@ -62,11 +62,14 @@ class Buckets:
         return min(num_tokens, self.max_samples)
 
     def decode_mode_for(self, mode: SampleMode) -> SampleMode | None:
-        """Return the mode of the decode program for rows of `mode`; None if they decode one token a step."""
+        """Return the first mode with a decode program that computes what `mode` needs; None if there is none.
+
+        Without a decode program, rows of this mode decode one token a step.
+        """
         return next((each for each in self.decode_modes if MODES.index(each) >= MODES.index(mode)), None)
 
     def mode_for(self, mode: SampleMode) -> SampleMode:
-        """Return the mode of the sampler for rows of `mode`."""
+        """Return the first mode with a sampler that computes what `mode` needs."""
         return next(each for each in self.modes if MODES.index(each) >= MODES.index(mode))
 
     def has_decodes_apart(self, num_tokens: int) -> bool:
@@ -84,9 +87,10 @@ class Buckets:
 
 
 def one_bucket(max_num_seqs: int) -> Buckets:
-    """Return buckets of one size and one mode: the same executables compute every step, whatever it holds.
+    """Return buckets of one size and one sampling mode: the same executables compute every step, whatever it holds.
 
-    Every row of such a step has one token, those of prompts too.
+    Engines with `deterministic=True` use them. Every row of a step has one token, also if it is a token of a prompt. So
+    there is no forward program for prompts, and no decode program that computes several tokens.
     """
     size = (deterministic_tokens(max_num_seqs),)
     modes = (SampleMode.FULL,)
@@ -99,10 +103,11 @@ def deterministic_tokens(max_num_seqs: int) -> int:
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
-    """Return powers of two up to the caps, for a platform: "cpu", "gpu" or "tpu".
+    """Return the buckets of an engine on a platform: "cpu", "gpu" or "tpu".
 
-    A CPU, on which every row costs time, also gets small sizes. On other devices, steps that only decode have forward
-    programs of their own: each kernel or loop for prompts takes time there even if it finds none.
+    The sizes are powers of two, up to the first one that reaches the cap. A CPU also gets the sizes 1 and 8, because
+    every padded row costs time there. On other devices, steps that only decode have forward programs of their own: the
+    kernels and loops for prompts take time there even if a step has no prompt.
     """
     num_tokens = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
     if platform == "cpu":
@@ -134,10 +139,13 @@ def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def filled_tokens(sizes: Sequence[int], count: int, min_filled: int = MIN_FILLED) -> int:
-    """Return how many of `count` tokens a step computes that may leave the others to the next step.
+    """Return how many of `count` pending tokens a step should compute, so that it fills a bucket without padding.
 
-    It fills the largest bucket of `sizes`, from `min_filled` tokens on, that `count` fills, if at most half as many
-    tokens are left over; else it computes all.
+    This is the largest bucket of `sizes` that `count` tokens fill, if it has at least `min_filled` tokens and at most
+    half as many tokens are left to the next step. Otherwise it is `count`.
+
+    Example with buckets of 64, 128 and 256 tokens: 150 gives 128, since 22 are left; 200 gives 200, since 72 are more
+    than half of 128.
     """
     filled = max((size for size in sizes if min_filled <= size <= count), default=count)
     return filled if 2 * (count - filled) <= filled else count

@@ -82,7 +82,11 @@ class Lifecycle:
         self.unfinished[request] = None
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequestError if the request can never fit, or its policy's key cannot be sorted."""
+        """Raise InvalidRequestError if the request can never run, or if the policy's key for it cannot be sorted.
+
+        It can never run if it needs more slots or pages than there are. Neither can it if its prompt must be scored in
+        one step, since chunked prefill is off, and is longer than what one step may score.
+        """
         self.demand.check(request, self.config.max_num_seqs)
         max_len = self.config.max_scored_tokens + 1
         if request.needs_prompt_scores and not self.config.enable_chunked_prefill and request.prompt_len > max_len:
@@ -100,14 +104,14 @@ class Lifecycle:
         self.blocks.send_table(sequence)
 
     def release(self, sequence: SampleSequence) -> None:
-        """Take the slot and the pages of a sequence."""
+        """Take the slot and the pages of a sequence. None of its tokens counts as computed any more."""
         self.defer_free(sequence)
         self._free_slot(sequence)
         self.blocks.release(sequence)
         progress.lose_pages(sequence)
 
     def defer_free(self, sequence: SampleSequence) -> None:
-        """Keep what steps in flight may write of a running sequence from being taken before they have retired."""
+        """Keep the pages of a running sequence that steps in flight may write from reuse before these have retired."""
         if self.is_in_flight(sequence) and sequence.state is RequestState.RUNNING:
             self.blocks.defer_free(sequence, self.step)
 
@@ -117,15 +121,16 @@ class Lifecycle:
             sequence.seq_slot = 0
 
     def idle_fault(self) -> str | None:
-        """Return what is lost where no request is unfinished: slots, or pages that nothing holds; None if nothing is.
+        """Return a description of leaked slots and pages, or None if nothing is lost.
 
-        Then every slot is free, and every page is free, cached, pinned, or waits for a step in flight.
+        Example: "1 state slots and 3 device pages". The caller makes sure that no request is unfinished. Then every
+        slot must be free, and every page must be free, cached, pinned, or waiting for a step in flight to retire.
         """
-        num_slots, max_slots = len(self.free_slots), self.config.max_num_seqs
-        num_device, num_pinned = self.blocks.device.num_used, len(self.blocks.store.pinned_pages)
+        num_free_slots, max_slots = len(self.free_slots), self.config.max_num_seqs
+        num_used_pages, num_pinned = self.blocks.device.num_used, len(self.blocks.store.pinned_pages)
         lost = {
-            "state slots": max_slots - num_slots,
-            "device pages": num_device - num_pinned,
+            "state slots": max_slots - num_free_slots,
+            "device pages": num_used_pages - num_pinned,
             "host pages": self.blocks.host.num_used,
         }
         faults = [f"{count} {name}" for name, count in lost.items() if count]
@@ -137,7 +142,10 @@ class Lifecycle:
     # From state to state
 
     def run(self, request: Request) -> None:
-        """Let a request run that has its first pages and was taken out of its queue."""
+        """Make a request one of the running ones, in their order, and give each live sample a state slot.
+
+        The caller has taken the request out of its queue and given it its first pages. Enough slots must be free.
+        """
         insort(self.running, request, key=lambda other: other.order)
         request.state = RequestState.RUNNING
         for sequence in request.live:
@@ -148,7 +156,12 @@ class Lifecycle:
         self._has_changed = True
 
     def preempt(self, request: Request) -> Preemption:
-        """Take the pages and slots of all samples of a running request. It keeps its place in the order."""
+        """Take the pages and slots of all samples of a running request, and queue it again in its old place.
+
+        The preemption policy chooses between two modes. SWAP moves the pages to the host pool, and the request becomes
+        SWAPPED. RECOMPUTE gives the pages up, and the request waits to compute its tokens again. A beam search and a
+        request for which the host pool has no room are always recomputed. Return the mode and the reason in words.
+        """
         num_tokens, num_pages = sample_tree.num_distinct_tokens(request), self.blocks.num_held(request.live)
         mode, reason = self.preemption.choose(num_tokens=num_tokens, num_pages=num_pages)
         if request.beams is not None:
@@ -167,7 +180,10 @@ class Lifecycle:
         return Preemption(request, mode, reason)
 
     def _swap_out(self, request: Request) -> bool:
-        """Move a request's pages to the host pool and take its slots; False if the pool is too full."""
+        """Move a request's pages to the host pool and take its slots.
+
+        Return False if the pool is too full: the request then keeps its pages and slots.
+        """
         for sequence in request.live:
             self.defer_free(sequence)
         if not self.blocks.swap_out(request.live):
@@ -178,7 +194,11 @@ class Lifecycle:
         return True
 
     def finish(self, sequence: SampleSequence, state: RequestState) -> None:
-        """End one sequence and free what it holds; its request ends with its last one. Later calls do nothing."""
+        """End one sequence in this state and free its slot and pages. Do nothing if it has ended already.
+
+        The request ends with its last live sequence. After an error, the pages are also unpublished, since they may
+        hold what caused it.
+        """
         if sequence.state.is_finished:
             return
         request = sequence.request
@@ -201,15 +221,16 @@ class Lifecycle:
             self.finish(sequence, state)
 
     def mix_pages(self) -> None:
-        """Note that requests with pages go on with other weights than those that have computed them."""
+        """Record that the weights have changed: requests that have pages keep them, and continue with new weights."""
         for request in self.unfinished:
             request.has_mixed_pages = request.state is not RequestState.WAITING
 
     def restart(self) -> None:
-        """Queue every unfinished request anew: the device has lost what it held, and all results in flight.
+        """Queue every unfinished request again, after the device has lost all pages and all results in flight.
 
-        All state but the requests themselves may be half-written, by an interrupt, and is rebuilt from them. The
-        samples of a beam search must have the tokens of its running beams.
+        Each request keeps the tokens that the host knows. An interrupt may have left the queues, slots and page tables
+        half-written, so they are rebuilt from the requests. A request without live samples ends. The samples of a beam
+        search must have the tokens of its running beams when this is called.
         """
         if self.gate is not None:
             for request in self.running:
@@ -227,7 +248,7 @@ class Lifecycle:
                 continue
             request.num_preemptions += request.state is not RequestState.WAITING
             for sequence in request.sequences:
-                if sequence not in request.live:
+                if sequence not in request.live:  # An interrupt may have come before its children got a new parent.
                     sample_tree.reparent_children(sequence)
             for sequence in request.live:
                 sequence.seq_slot = 0
@@ -236,6 +257,11 @@ class Lifecycle:
         self.counts["restart"] += 1
 
     def _restart_beams(self, request: Request) -> None:
+        """Prepare the samples of a beam search to be queued again after all pages are lost.
+
+        If the search is over, its live samples end. Otherwise the samples share only the prompt from now on, since
+        beams may have replaced the tokens after it, and their page hashes are dropped.
+        """
         assert request.beams is not None
         request.beams.forget_rows()
         if request.beams.is_over:
@@ -248,15 +274,18 @@ class Lifecycle:
             self.prefixes.forget_hashes(sequence)
 
     def _note_retired(self, step: int) -> None:
-        """Note that every step up to this one is done: what only those could write may be taken again."""
+        """Record that every step up to `step` is done: pages that no later step may write can be reused."""
         self.retired_step = step
         self.blocks.retire(step)
 
     def _queue(self, request: Request, state: RequestState) -> None:
-        """Put a request that has stopped running back into a queue, in this state."""
+        """Put a request that has stopped running back into a queue: `state` is WAITING or SWAPPED.
+
+        A waiting request has no pages, so each sample that has a parent will wait for it again.
+        """
         request.state = state
         if state is RequestState.WAITING:
-            request.has_mixed_pages = False  # It has none any more.
+            request.has_mixed_pages = False  # It has no pages any more.
         for sequence in request.live:
             sequence.state = state
             if state is RequestState.WAITING:
@@ -265,7 +294,7 @@ class Lifecycle:
         self._has_changed = True
 
     def _leave(self, request: Request) -> None:
-        """Take a request out of the running ones, or out of its queue."""
+        """Take a request out of the running requests, or out of its queue if it does not run."""
         if request.state is not RequestState.RUNNING:
             self.admission.remove(request)
             return
@@ -279,7 +308,7 @@ class Lifecycle:
         del self.unfinished[request]
 
     def stage_of(self, sequence: SampleSequence) -> str:
-        """Return a word for what a sequence is doing, for counts and logs."""
+        """Return a word for what a sequence is doing, such as "waiting" or "decoding", for counts and logs."""
         if sequence.state is not RequestState.RUNNING:
             return sequence.state.label
         return "decoding" if sequence.is_last_token_on_device else "prefilling"
@@ -287,19 +316,23 @@ class Lifecycle:
     # Samples that begin with the pages of another sample
 
     def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
-        """Return new samples of the parent's request, equal to it so far, with these sample indices.
+        """Add copies of `parent` to its request, one for each sample index in `indices`, and return them.
 
-        They share the parent's pages; whichever writes the partly filled last one first gets a copy. Raise
-        InvalidRequestError, changing nothing, if the request could not run alone with so many samples.
+        They have the parent's known tokens and share its pages. A sample that writes the partly filled last page while
+        others share it gets a copy first. Raise InvalidRequestError, and change nothing, if the request could not run
+        alone with so many samples.
         """
         self.demand.check_fork(parent, len(indices), self.config.max_num_seqs)
         return [self._fork(parent, index) for index in indices]
 
     def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
+        """Add one copy of `parent` with sample index `index` to its request, and return it.
+
+        It shares the parent's pages now, or later if the parent has not computed the shared tokens yet.
+        """
         child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups, parent=parent)
         child.state = parent.state
-        # They share all but the last token, which the child computes itself to draw its next one. What the parent has
-        # not computed yet, it computes for both.
+        # All tokens but the last are shared. The child computes the last one itself, to have logits to draw from.
         num_shared = child.num_tokens - 1
         sample_tree.attach(child, parent, awaits_parent=parent.num_computed < max(1, num_shared))
         if not child.awaits_parent:
@@ -309,25 +342,29 @@ class Lifecycle:
         return child
 
     def branch(self, request: Request, parents: Sequence[SampleSequence]) -> list[SampleSequence]:
-        """Let the live samples of a request go on as these ones, which may repeat; return which sample continues each.
+        """Make the live samples of a request continue `parents`, which may repeat; return the successor of each parent.
 
-        A parent continues itself once. Samples that are no parent take the place of further continuations and share
-        the parent's pages; the caller copies the tokens. Samples beyond that end. Nothing of the request may be in
-        flight.
+        This is one step of a beam search. The first successor of a parent is the parent itself. Each further successor
+        is a live sample that is no parent: it gives up its own pages and shares the parent's, and the caller copies the
+        tokens. There must be enough such samples; those left over end. No step in flight may compute the request.
         """
-        idle = [one for one in request.live if all(one is not parent for parent in parents)]
+        idle = [sample for sample in request.live if all(sample is not parent for parent in parents)]
         successors: list[SampleSequence] = []
         for parent in parents:
             successor = idle.pop() if parent in successors else parent
             if successor is not parent:
                 self._clone(parent, successor)
             successors.append(successor)
-        for one in idle:
-            self.finish(one, RequestState.FINISHED_STOPPED)
+        for sample in idle:
+            self.finish(sample, RequestState.FINISHED_STOPPED)
         return successors
 
     def _clone(self, parent: SampleSequence, sequence: SampleSequence) -> None:
-        """Let a sample that gives up its own pages continue a parent that has computed all of its tokens."""
+        """Make a sample give up its own pages and continue `parent`, as a child that shares all of its tokens.
+
+        If the parent has computed its tokens, the sample shares its pages now; otherwise it waits for the parent. The
+        caller copies the tokens.
+        """
         self.release(sequence)
         self.prefixes.forget_hashes(sequence)
         progress.set_num_tokens(sequence, parent.num_tokens)
@@ -337,9 +374,10 @@ class Lifecycle:
             self._share_all(parent, sequence, parent.num_tokens)
 
     def share_with_parent(self, sequence: SampleSequence) -> None:
-        """Give a sample its parent's pages of the tokens they share, which the parent has computed.
+        """Give a sample its parent's pages of the tokens that they share, which the parent has computed.
 
-        If its parent has ended, it starts with what the prefix cache has.
+        The last token that the sample has is not shared, because it computes that one to draw the next. If the sample's
+        parent has ended, it gets what the prefix cache has instead, or nothing if too few pages are free for that.
         """
         if sequence.parent is not None:
             self._share_all(sequence.parent, sequence, min(sequence.fork_len, sequence.num_tokens - 1))
@@ -350,16 +388,17 @@ class Lifecycle:
             progress.start_at(sequence, self.blocks.adopt(sequence, match))
 
     def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
-        """Give a sample the pages of so many tokens that its parent has computed, or computes in this step."""
+        """Give `child` the pages of the first `num_tokens` tokens, computed by its parent before or in this step."""
         self.blocks.share(parent, child, num_tokens)
         progress.start_at(child, num_tokens)
         sample_tree.set_waiting(child, False)
 
     def _share_all(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
-        """Share pages with a parent that may decode: both are checked before they write the last of these pages again.
+        """Share pages with a parent that may be decoding, so that neither writes the shared last page unchecked.
 
-        A copy of that page may be due. A step in flight may still write it for the parent, so it is not reused before,
-        whichever of the two gives it back.
+        The parent's decode limit becomes 0: before it decodes on, the scheduler checks it again and may have to copy
+        the last page. A step in flight may still write that page for the parent, so `defer_free` keeps it from reuse
+        until that step has retired, whichever of the two gives it back.
         """
         self.share(parent, child, num_tokens)
         progress.set_decode_limit(parent, 0)

@@ -53,9 +53,10 @@ class PreemptionPolicy:
     costs: SwapCosts | None = None
 
     def choose(self, *, num_tokens: int, num_pages: int) -> tuple[PreemptionMode, str]:
-        """Return RECOMPUTE or SWAP for a request with so many computed tokens and pages, and the reason in words.
+        """Return RECOMPUTE or SWAP for a request with `num_tokens` computed tokens in `num_pages` pages, and why.
 
-        Tokens and pages that its samples share count once.
+        Tokens and pages that its samples share count once. In mode AUTO the cheaper way is chosen, and the reason gives
+        both costs: "12 pages out and in take 3 ms, 192 tokens anew 8 ms".
         """
         if num_tokens == 0:
             return PreemptionMode.RECOMPUTE, "nothing is computed yet"

@@ -17,7 +17,11 @@ def is_in_flight(sequence: SampleSequence, retired_step: int) -> bool:
 
 
 def count_step(work: SchedulerOutput) -> None:
-    """Count the tokens of a step as computed, and those that it draws in state slots as existing."""
+    """Count the tokens of a scheduled step as computed, and the tokens that the device will draw in it as existing.
+
+    A decoding sequence computes and draws one token, or as many as `decode_lens` says. After a chunk of known tokens,
+    each of the chunk's `samples` draws one token.
+    """
     if work.decode_lens:
         for sequence, num_steps in zip(work.decodes, work.decode_lens, strict=True):
             sequence.num_computed += num_steps
@@ -30,7 +34,7 @@ def count_step(work: SchedulerOutput) -> None:
     for chunk in work.chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         sequence.num_computed, sequence.last_chunk_step = end, work.step
-        if sequence.request.beams is None:  # The next token of a beam is chosen by the host.
+        if sequence.request.beams is None:  # The host, not the device, chooses the next token of a beam.
             for sample in chunk.samples:
                 sample.is_last_token_on_device, sample.num_tokens = True, end + 1
 

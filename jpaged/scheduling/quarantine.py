@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from ..request import Request
 
 MAX_FAILED_STEPS = 3
-"""Failures without a generated token between them after which requests are tried one by one; and, of requests that
-are tried so, the number that may fail before all requests end."""
+"""Failed steps, without a generated token between them, after which requests are tried one by one. After as many
+failures of requests that were tried alone, all requests end."""
 
 
 class FailureVerdict(enum.Enum):
@@ -48,10 +48,11 @@ class Quarantine:
         return self._quarantined[0] if self._quarantined else None
 
     def note_step(self, num_generated: int) -> bool:
-        """Note a step that did not fail; return whether the isolated request is released by it.
+        """Record a step that did not fail; return whether it releases the isolated request from quarantine.
 
-        `num_generated` counts the tokens that all requests have generated since the engine's start. After a release
-        the caller starts all requests anew, so that the next one can be isolated or all can run.
+        It does if the requests have generated a token since the last call. `num_generated` counts the tokens of all
+        requests since the engine's start. After a release the caller queues all requests again, so that the next
+        quarantined request can run alone, or all can run if none is left.
         """
         is_released = bool(self._quarantined) and self._has_generated(num_generated)
         if is_released:
@@ -59,7 +60,13 @@ class Quarantine:
         return is_released
 
     def note_failure(self, running: Iterable[Request], num_generated: int) -> FailureVerdict:
-        """Note a failed step and return which requests must end; `running` are those that it computed."""
+        """Record a failed step and return which requests must end.
+
+        `running` are the requests that the step computed; `num_generated` counts the tokens of all requests since the
+        engine's start. After MAX_FAILED_STEPS failures in a row without a new token, the running requests are
+        quarantined, to be tried one by one. Return END_ISOLATED if the failed request was alone. Return END_ALL if that
+        many have failed alone in a row, or if no request is left to try. Otherwise return RETRY.
+        """
         self._has_generated(num_generated)
         self._num_failed_steps += 1
         was_alone = bool(self._quarantined)

@@ -21,7 +21,11 @@ POLICIES: dict[str, PolicyKey] = {"fcfs": lambda request: 0, "priority": lambda 
 
 
 def key_shape(key: object) -> object:
-    """Return what a policy's key is made of: keys of one shape can be sorted. TypeError for keys without an order."""
+    """Return the types that a policy's key consists of; two keys with equal results can be sorted.
+
+    Examples: 1.5 gives "number", and (1, "a") gives ("number", "text"). Raise TypeError for any other type, and for a
+    float that is infinite or NaN.
+    """
     if isinstance(key, int) or (isinstance(key, float) and isfinite(key)):
         return "number"
     if isinstance(key, str):
@@ -39,9 +43,10 @@ class Policy:
         self._shape: object = None
 
     def key_of(self, request: Request) -> Any:
-        """Return the key of a request. Raise InvalidRequestError if it cannot be sorted among the keys so far.
+        """Return the policy's key of a request: requests with lower keys go first.
 
-        Such a key would fail in the middle of a step.
+        Raise InvalidRequestError if the key function raises an exception, or if its key cannot be compared with the
+        earlier ones. Such a key would otherwise raise an exception in the middle of a step.
         """
         try:
             key = self._key(request)
@@ -52,7 +57,7 @@ class Policy:
                 f"{error!s:.200}); it must return a finite number, a string, or a tuple of them",
                 param="priority",
             ) from error
-        self._shape = self._shape or shape
+        self._shape = self._shape or shape  # The first key decides.
         if shape != self._shape:
             raise InvalidRequestError(
                 f"scheduling_policy: its key function returned {key!r:.100}, which does not compare with the keys of "
@@ -83,7 +88,7 @@ class RequestQueue:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all requests."""
+        """Remove all requests. The constructor calls this too, to create the fields."""
         self.num_tokens = 0
         """Prompt tokens of all requests in the queue."""
         self._members: dict[Request, None] = {}
@@ -124,10 +129,13 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a request from anywhere in the queue. It must be in it."""
+        """Remove a request, which must be in the queue.
+
+        Its heap entry stays and is skipped later. If such stale entries become too many, the heap is rebuilt.
+        """
         del self._members[request]
         self.num_tokens -= request.prompt_len
-        # While the first request waits long, others may come and go behind it without end.
+        # Stale entries leave the heap at its top only. While the first request waits, they would add up without limit.
         if len(self._heap) > 2 * len(self._members) + MIN_STALE:
             self._heap = [(member.order, member) for member in self._members]
             heapify(self._heap)

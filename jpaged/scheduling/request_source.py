@@ -22,9 +22,10 @@ class RequestSource:
     """Reads requests of an iterator ahead, and queues them as the queue's limits leave room."""
 
     def __init__(self, requests: Iterable[Request | None], *, max_num_seqs: int):
-        """None among `requests` says that the next one is not there yet: it is asked for again later.
+        """Read from the iterable `requests`, which gives None if the next request is not there yet.
 
-        `max_num_seqs` is that of the engine: with twice as many requests read ahead, no step lacks work.
+        After a None it is asked again at the next call of `read`. `max_num_seqs` is the engine's limit of running
+        sequences: with twice as many requests read ahead, no step lacks work.
         """
         self._iterator, self._max_waiting = iter(requests), max(MIN_READ_AHEAD, 2 * max_num_seqs)
         self._heap: list[tuple[Any, int, Request]] = []
@@ -37,9 +38,10 @@ class RequestSource:
         return self._is_at_end and not self._heap
 
     def read(self, num_waiting: int) -> None:
-        """Read requests until `max(MIN_READ_AHEAD, 2 × max_num_seqs)` wait, or none is there.
+        """Read requests until `max(MIN_READ_AHEAD, 2 × max_num_seqs)` wait, or the iterator has none now.
 
-        `num_waiting` counts those that are queued already.
+        `num_waiting` counts the requests that are queued in the engine already. The requests that are read are kept in
+        the policy's order until `queue` hands them on. After the iterator's end this does nothing.
         """
         while not self._is_at_end and len(self._heap) + num_waiting < self._max_waiting:
             request: Any = next(self._iterator, _END)
@@ -52,9 +54,10 @@ class RequestSource:
                 heappush(self._heap, (request.policy_key, self._num_read, request))
 
     def queue(self, add: Callable[[Request], Any], *, is_idle: bool) -> None:
-        """Give the requests to `add` in the order of the policy until it raises QueueFullError.
+        """Hand the requests that were read to `add`, in the policy's order, until it raises QueueFullError.
 
-        With `is_idle` no running request will ever make room, so the error is raised.
+        The requests that are left stay for the next call. `is_idle` says that the engine has no request: if the queue
+        is too small even for the first one, waiting would not help, so QueueFullError is raised to the caller.
         """
         while self._heap:
             try:

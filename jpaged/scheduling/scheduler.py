@@ -32,7 +32,10 @@ class Scheduler(Lifecycle):
     def __init__(
         self, blocks: BlockManager, config: SchedulerConfig, *, clock: Clock, gate: AdmissionGate | None = None
     ):
-        """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
+        """Start without requests. `clock` returns the time in seconds.
+
+        `gate` is asked before a request may run, and may refuse it; None admits every request.
+        """
         super().__init__(blocks, config, clock=clock, gate=gate)
         self.isolated_request: Request | None = None
         """While set, only this request is admitted, and only once no other request runs."""
@@ -43,7 +46,10 @@ class Scheduler(Lifecycle):
         """The room that chunks have left in that step."""
 
     def stats(self) -> dict[str, int]:
-        """Return counts of requests, preemptions and chunks, under the names of `Engine.stats`."""
+        """Return counts under the names of `Engine.stats`: requests now, preemptions and prompt chunks since start.
+
+        `prefill_chunks` leaves out each sequence's last chunk, after which it draws a token.
+        """
         num_recomputed, num_swapped = self.counts["preemptions_recompute"], self.counts["preemptions_swap"]
         return {
             "prefill_chunks": self.counts["prefill_chunks"],
@@ -56,10 +62,10 @@ class Scheduler(Lifecycle):
         }
 
     def note_new_weights(self, num_updates: int) -> None:
-        """Let what comes be computed by other weights, the `num_updates`th after the first; no step may be in flight.
+        """Record that the weights have changed. `num_updates` counts updates since start; no step may be in flight.
 
-        Requests that have pages keep them. Others score their prompts anew. No cached prefix is found any more, and
-        pins are for prefixes that the new weights compute.
+        Requests that have pages keep them and continue with the new weights. Other requests score their prompts again.
+        No cached prefix of the old weights is found any more, and pins apply to pages that the new weights compute.
         """
         self.prefixes.renew(num_updates)
         self.mix_pages()
@@ -80,7 +86,8 @@ class Scheduler(Lifecycle):
         work = self._work = SchedulerOutput(self.step + 1)
         now = self.clock()
         sequences, tokens_ahead = self.sequences, self.config.tokens_ahead
-        # The pages of most sequences reach as far as this step and those in flight may decode.
+        # Most sequences are below their decode limit, which says how far they may decode without a check. Only the
+        # others are looked at one by one: they get slots or pages, or turn out to need a chunk.
         in_need = [s for s in sequences if s.num_computed + tokens_ahead > s.decode_limit]
         prefilling = [sequence for sequence in in_need if self._provide(sequence)]
         decodes = [s for s in sequences if s.num_computed < s.decode_limit]
@@ -108,31 +115,37 @@ class Scheduler(Lifecycle):
         return work
 
     def retire(self, work: SchedulerOutput) -> None:
-        """Note that the oldest step in flight is done: its tokens are computed, and freed pages may be reused."""
+        """Record that the oldest step in flight, `work`, is done.
+
+        Pages that only this step could still write may be reused, its scored prompt tokens count, and pages that the
+        sliding windows of its chunks have passed are given back. Drawn tokens are noted by `update_pages` instead.
+        """
         self._note_retired(work.step)
         self.admission.retire(work.step, self.clock())
         for chunk in work.chunks:
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
-            # The last chunk's pages are published once its token is known. The same prompt, if it comes again, starts
-            # behind the last full page without its last token: what it sees there is kept until then.
+            # The pages of a prompt's last chunk are published once the token drawn after it is known. A request with
+            # the same prompt would then start after the last full page that leaves it a token to compute. The pages
+            # that a window reads from there are kept until then.
             num_known, block_size = len(sequence.token_ids), self.arithmetic.block_size
             num_done = end if end < num_known else (num_known - 1) // block_size * block_size
             self._pass_windows(sequence, num_done)
 
     def update_pages(self, sequence: SampleSequence) -> None:
-        """Note a new token that the host knows: all tokens before it are computed, and their pages sound.
+        """Update a sequence's pages after the host got a new token of it.
 
-        Full pages are published here and nowhere else, and pages that windows have passed are given back. The next
-        call is due when the host knows more than `check_at_len` tokens.
+        All tokens before the new one are computed, and their pages hold no NaN, since the token's logits were finite.
+        Full pages of a running sequence are offered to the prefix cache, here and nowhere else. Pages that a sliding
+        window has passed are given back. The next call is due when the host knows more than `check_at_len` tokens.
         """
         num_known = len(sequence.token_ids)
         if sequence.state is RequestState.RUNNING:
             self.prefixes.publish(sequence, num_known - 1)
             page_end = self.arithmetic.pages_for(num_known) * self.arithmetic.block_size
             progress.set_check(sequence, min(page_end, sequence.max_len - 1))
-        # Otherwise `check_at_len` is 0 until it runs again.
+        # For other sequences `check_at_len` stays 0, so this is called for every token until they run again.
         self._pass_windows(sequence, num_known - 1)
 
     def count_chosen_token(self, sequence: SampleSequence) -> None:
@@ -141,9 +154,10 @@ class Scheduler(Lifecycle):
         self.update_pages(sequence)
 
     def _pass_windows(self, sequence: SampleSequence, num_done: int) -> None:
-        """Give back what no query from position `num_done` on sees, once samples that wait for it have got their share.
+        """Give back the pages that no sliding window reads any more, for queries at position `num_done` or later.
 
-        A fork waits for its parent's prompt, and then perhaps for a state slot; it needs none to share pages.
+        Before that, children that wait for this sequence get its pages, if it has computed all tokens that they share:
+        they may need pages that are about to be given back. A child needs no state slot for that.
         """
         if not self.arithmetic.window_groups:
             return
@@ -155,9 +169,13 @@ class Scheduler(Lifecycle):
     # Running sequences
 
     def _provide(self, sequence: SampleSequence) -> bool:
-        """Give a running sequence the slot and pages that it needs next; return True if it then needs a chunk."""
+        """Give a running sequence the state slot and the pages that it needs next, possibly by preempting others.
+
+        Return True if it still has tokens that the host knows and that must be computed as a chunk. Return False if it
+        can decode, or must wait for a slot, for pages or for its parent, or was itself preempted.
+        """
         if sequence.state is not RequestState.RUNNING:
-            return False  # Its request was preempted in this step, for an earlier one.
+            return False  # Its request was preempted in this step, to give pages to an earlier one.
         if not sequence.seq_slot and not self._provide_slot(sequence):
             return False
         if sequence.awaits_parent and not self._attach(sequence):
@@ -168,22 +186,27 @@ class Scheduler(Lifecycle):
         return False
 
     def _extend(self, sequence: SampleSequence) -> None:
-        """Let a sequence decode on: get pages for its next tokens, and a last page that no other sequence reads."""
-        # The last token ends the sequence, so its keys and values are not needed.
+        """Get pages for a sequence's next tokens, and a last page of its own; then raise its decode limit to match."""
+        # The last token ends the sequence, so its keys and values are never computed.
         num_tokens = min(sequence.num_computed + self.config.tokens_ahead, sequence.max_len - 1)
         if num_tokens > sequence.num_computed and self._make_room(sequence, num_tokens):
             self._set_decode_limit(sequence)
 
     def _set_decode_limit(self, sequence: SampleSequence) -> None:
-        num_slots = len(sequence.pages[0]) * self.arithmetic.block_size  # As in all groups: no more tokens are known.
-        progress.set_decode_limit(sequence, min(num_slots, sequence.max_len - 1))
+        # A sequence that decodes has equally many pages in all groups.
+        page_end = len(sequence.pages[0]) * self.arithmetic.block_size
+        progress.set_decode_limit(sequence, min(page_end, sequence.max_len - 1))
 
     def _add_chunk(self, sequence: SampleSequence) -> None:
-        """Add a chunk of the next tokens that a sequence knows to the step, as long as the step has room for."""
+        """Add the longest chunk of a sequence's next known tokens to the step that the step has room for.
+
+        Add nothing if the step has no room, if pages are missing, or if the sequence does not run any more. Without
+        chunked prefill, the chunk holds all pending tokens up to the next fork point, or nothing is added.
+        """
         if sequence.state is not RequestState.RUNNING:
             return
         config, room, start = self.config, self._room, sequence.num_computed
-        # Samples that wait for pages of this sequence get them before it goes on.
+        # The chunk ends at the next fork point, so that a child which waits for this sequence can share its pages then.
         fork_lens = [child.fork_len for child in sample_tree.children_of(sequence) if child.awaits_parent]
         end = min([sequence.num_tokens, *(fork_len for fork_len in fork_lens if fork_len > start)])
         max_end = scored_end(sequence, start, room.score_budget)
@@ -199,7 +222,11 @@ class Scheduler(Lifecycle):
         room.score_budget -= len(chunk.scored)
 
     def _make_room(self, sequence: SampleSequence, num_tokens: int) -> bool:
-        """Get pages for so many tokens, if need be from the last running requests; False if the sequence must wait."""
+        """Get the pages for a sequence's first `num_tokens` tokens, if need be by preempting the last running requests.
+
+        Return False if the sequence must wait, for pages that a step in flight will free, or because its own request is
+        the last one. Its request may then have been preempted itself.
+        """
         while not self.blocks.prepare(sequence, num_tokens):
             if self.blocks.has_deferred:
                 self.counts["awaited_retirement"] += 1
@@ -209,7 +236,10 @@ class Scheduler(Lifecycle):
         return True
 
     def _provide_slot(self, sequence: SampleSequence) -> bool:
-        """Give a fork a slot, if need be of a later request; False if its own request is the last."""
+        """Give a forked sample a state slot, if need be by preempting later requests.
+
+        Return False if no slot is free and its own request is the last running one.
+        """
         while not self.free_slots:
             if self.running[-1] is sequence.request:
                 return False
@@ -219,20 +249,27 @@ class Scheduler(Lifecycle):
         return True
 
     def _attach(self, sequence: SampleSequence) -> bool:
-        """Let a sample share the pages of its parent, once that has computed them; return whether it can go on."""
+        """Let a sample share its parent's pages; return whether the sample can continue in this step.
+
+        Return False, and share nothing, while the parent has not computed the shared tokens. Return False too if the
+        request was preempted in this call.
+        """
         parent = sequence.parent
         if parent is not None and parent.num_computed < sequence.fork_len:
             return False
         could_decode = parent is not None and parent.decode_limit > 0
         self.share_with_parent(sequence)
         if parent is not None and could_decode and not parent.decode_limit:
-            self._extend(parent)  # This may take the pages of both, where no other request has any to give.
+            # The parent could decode in this step until its last page was shared, so it is checked again. For lack of
+            # pages this may preempt their own request.
+            self._extend(parent)
         return sequence.state is RequestState.RUNNING
 
     def _preempt_last(self, asking: Request) -> bool:
-        """Preempt the last running request, or end it if it could never run again.
+        """Preempt the last running request, or end it if it could never run again, to make room for `asking`.
 
-        False if that is the asking one itself, which keeps its pages while steps are in flight.
+        Return whether this was another request than `asking`, which can then try again. If `asking` is the last one and
+        steps are in flight, it keeps its pages and waits for them; otherwise it is preempted itself.
         """
         request = self.running[-1]
         if request is asking and self.step > self.retired_step:
@@ -244,7 +281,7 @@ class Scheduler(Lifecycle):
         return request is not asking
 
     def _ignore(self, request: Request) -> None:
-        """End an accepted request that can never fit any more, since the pool has become smaller."""
+        """End an accepted request that can no longer fit, since the pool has become smaller."""
         max_pages, available = self.demand.max_pages(request), self.demand.available
         message = f"the pool has become too small: it needs up to {max_pages} pages, and there are {available}"
         self.fail(request, message, RequestState.FINISHED_IGNORED)
@@ -254,7 +291,11 @@ class Scheduler(Lifecycle):
     # Requests that begin to run
 
     def _swap_in(self) -> None:
-        """Let swapped requests run again as long as they fit and none is preempted."""
+        """Let swapped requests run again, in order, as long as they fit.
+
+        Each gets its pages back from the host pool, and its tokens that are not computed yet are added as chunks. Stop
+        if that preempts a request. End requests that can never run again.
+        """
         for request, can_run in self.admission.choose_swapped(self._room):
             if not can_run:
                 self._ignore(request)
@@ -278,7 +319,11 @@ class Scheduler(Lifecycle):
                 self._start(request, match)
 
     def _start(self, request: Request, match: PrefixMatch) -> None:
-        """Let a waiting request run, from the pages that the prefix cache has of it."""
+        """Let a waiting request run: adopt the cached pages of `match`, and add the first chunk of its first sample.
+
+        The other samples wait for the first one to compute the tokens that they share. At a request's first start, its
+        time and the number of cached tokens are recorded.
+        """
         first = request.live[0]
         num_cached = self.blocks.adopt(first, match)
         progress.start_at(first, num_cached)
@@ -296,7 +341,10 @@ class Scheduler(Lifecycle):
     # The end of the step
 
     def _drop_preempted(self, decodes: list[SampleSequence]) -> None:
-        """Take requests that were preempted or ended during the step out of its work and of `decodes`."""
+        """Take requests that were preempted or ended while this step was scheduled out of its work and of `decodes`.
+
+        All lists change in place. A preempted sequence has a decode limit of 0.
+        """
         work = self._work
         if work.preempted or work.ignored:
             work.chunks[:] = [chunk for chunk in work.chunks if chunk.sequence.state is RequestState.RUNNING]
@@ -304,33 +352,43 @@ class Scheduler(Lifecycle):
             decodes[:] = [sequence for sequence in decodes if sequence.num_computed < sequence.decode_limit]
 
     def _may_decode_several(self, sequences: list[SampleSequence], decodes: list[SampleSequence]) -> bool:
-        """Return whether these may decode several tokens: no other work is due, and the host need not see each."""
+        """Return whether `decodes` may each decode several tokens in this step.
+
+        `sequences` are all running ones. No other work may be due: no chunk, no preemption, no queued request, and no
+        running sequence that waits to decode. The sampling mode of each request must allow it, and the host must not
+        choose its tokens.
+        """
         work = self._work
         if self.config.max_decode_steps == 1 or not decodes:
             return False
         if work.chunks or work.preempted or len(self.waiting) or len(self.swapped):
             return False
-        # Those that do not decode have drawn their last token, which the host is about to read.
+        # A sequence that has drawn its last possible token has nothing to decode; the host is about to read the token.
         is_all = all(s.num_computed < s.decode_limit or s.num_computed == s.max_len - 1 for s in sequences)
         modes = self.config.several_modes
-        # The host chooses the next tokens of beams.
+        # In a beam search the host chooses every next token.
         return is_all and all(s.request.mode in modes and s.request.beams is None for s in decodes)
 
     def _decode_lens(self, decodes: list[SampleSequence]) -> list[int]:
-        """Return how many tokens each of these decodes in the step; empty: one each.
+        """Return how many tokens each sequence decodes one after another in this step; empty means one token each.
 
-        Pages for them are taken where they are free, never from another request.
+        This is at most `max_decode_steps`, and as many as its pages hold. More pages are taken if they are free, never
+        from another request.
         """
         lens, max_steps = [], self.config.max_decode_steps
         for sequence in decodes:
-            wanted = min(sequence.num_computed + max_steps, sequence.max_len - 1)
-            if wanted > sequence.decode_limit and self.blocks.prepare(sequence, wanted):
+            end = min(sequence.num_computed + max_steps, sequence.max_len - 1)
+            if end > sequence.decode_limit and self.blocks.prepare(sequence, end):
                 self._set_decode_limit(sequence)
             lens.append(min(sequence.decode_limit - sequence.num_computed, max_steps))
         return self.shape.even_out(lens)
 
     def _count_as_computed(self, work: SchedulerOutput) -> None:
-        """Count the step's tokens as computed, and let samples share the pages of the chunks that they draw from."""
+        """Count the step's tokens as computed, before the device computes them.
+
+        Children that draw their first token from a chunk of their parent get the parent's pages up to the chunk's end.
+        Only chunks that end before a sequence's last token count as `prefill_chunks`.
+        """
         for chunk in work.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
             self.counts["prefill_chunks"] += end < sequence.num_tokens

@@ -24,7 +24,7 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """Return the positions whose next token is a prompt token with a requested logprob, not computed yet."""
+        """Return the positions of the chunk whose logits give a prompt token's logprob that is wanted and missing."""
         request = self.sequence.request
         if not request.needs_prompt_scores:
             return range(0)
@@ -38,7 +38,7 @@ class Chunk:
 
 
 def scored_end(sequence: SampleSequence, start: int, num_scored: int) -> int:
-    """Return where a chunk of a sequence from `start` on must end, if the step may score `num_scored` tokens more."""
+    """Return the largest end of a chunk from `start` on, if the step may score `num_scored` more prompt tokens."""
     request = sequence.request
     if not request.needs_prompt_scores:
         return sequence.num_tokens
@@ -83,8 +83,8 @@ class AdmissionGate(Protocol):
     """A further condition for requests to run, such as a free slot for their adapter.
 
     Any number of later requests may pass one that the gate refuses, since they may not need what it lacks. The gate
-    is asked in the order of the queue: one that must admit a request at last refuses those behind it that would stand
-    in its way. `enter` and `leave` come in pairs.
+    is asked in the order of the queue, so to admit a request at last, it can refuse later ones that would stand in its
+    way. `enter` and `leave` come in pairs.
     """
 
     def admits(self, request: Request) -> bool:

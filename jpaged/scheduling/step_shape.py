@@ -28,23 +28,27 @@ class StepShape:
 
     @property
     def must_decode(self) -> bool:
-        """Return whether decoding sequences have waited for so many steps that one without prompts is due."""
+        """Return whether prompts have kept sequences from decoding for so long that a step without prompts is due."""
         return self._num_withheld >= MAX_WITHHELD
 
     def prefill_budget(self, num_decodes: int) -> int:
-        """Return the tokens for chunks: what decoding leaves, but half of the step at least, so no prompt starves."""
+        """Return how many tokens of the step chunks may take, beside `num_decodes` sequences that decode one each.
+
+        They get what decoding leaves, but at least half of the step, so that no prompt starves. Without chunked prefill
+        they may take the whole step.
+        """
         num_tokens = self.config.max_num_batched_tokens
         if not self.config.enable_chunked_prefill:
             return num_tokens
         return max(num_tokens - num_decodes, num_tokens // 2)
 
     def choose_decodes(self, decodes: list[SampleSequence], chunks: Sequence[Chunk]) -> list[SampleSequence]:
-        """Return the sequences that decode beside these chunks.
+        """Return which of the sequences in `decodes` decode one token in a step with these chunks.
 
-        They are all, if there is room; else the first and, rotating from step to step, some others. Without chunked
-        prefill none decodes beside a prompt.
+        If the step has room for all, it is all of them. Otherwise it is the first one, and as many others as fit, which
+        rotate from step to step. Without chunked prefill, no sequence decodes in the step of a prompt.
         """
-        # A chunk of one token is no prompt that others would have to wait for.
+        # A chunk of one token costs no more than a decode, so it does not keep others from decoding.
         has_prompts = any(chunk.num_tokens > 1 for chunk in chunks)
         if not self.config.enable_chunked_prefill and has_prompts and decodes:
             self._num_withheld += 1
@@ -54,17 +58,18 @@ class StepShape:
         return decodes if len(decodes) <= room else self._rotate(decodes, room)
 
     def _rotate(self, decodes: list[SampleSequence], room: int) -> list[SampleSequence]:
-        """Return the first sequence, and of the others the next ones in turn, `room` in all."""
+        """Return `room` of the sequences, which are more: the first one, and in rotation some of the others."""
         others = decodes[1:]
         start = self._first_decode % len(others)
         self._first_decode = start + room - 1
         return [decodes[0], *(others[start:] + others)[: room - 1]]
 
     def cut_to_bucket(self, chunks: list[Chunk], num_decodes: int) -> bool:
-        """Shorten the last chunks, in place, if a smaller bucket then holds the step; return whether any was shortened.
+        """Shorten the last chunks, in place, so that the step fills a smaller bucket; return whether any was shortened.
 
-        A bucket costs by its size, however full it is. What is put off is computed in the next step, beside the other
-        work of that step. Every chunk keeps a token.
+        The time of a step depends on its bucket (padded size), not on how full that is. The step holds the chunks and
+        `num_decodes` single tokens; `filled_tokens` decides whether cutting it is worth it. Every chunk keeps at least
+        one token. A shortened chunk draws no token, and the next step computes what was cut off.
         """
         num_tokens = num_decodes + sum(chunk.num_tokens for chunk in chunks)
         surplus = num_tokens - filled_tokens(self.config.token_buckets, num_tokens, self.config.min_filled)
@@ -78,10 +83,12 @@ class StepShape:
         return True
 
     def even_out(self, lens: Sequence[int]) -> list[int]:
-        """Return how many tokens each sequence decodes in this step, given how many each may; empty: one each.
+        """Return how many tokens each sequence decodes one after another in this step; empty means one token each.
 
-        Every token of the step computes the bucket that holds all of these sequences. So the step ends as soon as
-        those that could still go on would fit a smaller bucket; they go on in the next step.
+        `lens` says how many tokens each may decode. Each round of the step draws one token per sequence, and costs the
+        bucket (padded size) that holds all sequences. So the step ends as soon as the sequences that could still decode
+        would fit a smaller bucket; they continue in the next step. Example with buckets of 2 and 4 sequences: lens
+        (8, 8, 5, 2) gives (5, 5, 5, 2).
         """
         num_needed = 1 + max((size for size in self.config.token_buckets if size < len(lens)), default=0)
         num_steps = sorted(lens, reverse=True)[num_needed - 1]
