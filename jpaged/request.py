@@ -22,7 +22,7 @@ SEED_MODULUS = 1 << 64
 
 
 class RequestState(enum.Enum):
-    """The state of a request or a sequence: a word for it, and the finish reason that the caller gets, if it ended."""
+    """The state of a request or a sequence, as (word for logs, finish reason for the caller or None if not ended)."""
 
     WAITING = "waiting", None
     RUNNING = "running", None
@@ -84,17 +84,17 @@ class SequencePrefix:
 
 @dataclass(slots=True)
 class AdmissionState:
-    """What the last check of a request that waits has found."""
+    """What the last check of a waiting or swapped request found out."""
 
     pages_needed: int = 0
-    """Free pages that the check found necessary. The request is checked again when so many are free, or when the
-    prefix cache has the page of `missing_hash`."""
+    """Free pages that the request needs. It is checked again when so many are free, or when the prefix cache has the
+    page of `missing_hash`."""
     missing_hash: bytes | None = None
     """Hash of the first page that the prefix cache lacked."""
     awaits_prefix: bool = False
     """Whether the request waits for a running one to publish most of what it would otherwise compute once more."""
     num_bypassed: int = 0
-    """Later requests that were admitted before it, because it did not fit yet or awaited a prefix."""
+    """Later requests that were admitted before this one, because it did not fit yet or awaited a prefix."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class PromptScores:
     numbers: array[float] | None = None
     """The logprob of each token but the first, for a request whose results are numbers."""
     are_shown: bool = False
-    """A stream of deltas has had them."""
+    """Whether they were sent already, in a stream of deltas."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,9 +118,9 @@ class SampleSequence:
     index: int
     """The sample index, which the random draws depend on."""
     max_len: int
-    """Tokens that it has when it ends by length: its prompt and `Request.max_tokens` output tokens."""
+    """Tokens that the sample has when it ends by length: its prompt and `Request.max_tokens` output tokens."""
     stop_ids: frozenset[int]
-    """Tokens that end it."""
+    """Tokens that end the sample."""
 
     # Written by core/step_results.
     token_ids: array[int]
@@ -133,7 +133,7 @@ class SampleSequence:
 
     # Written by research/weight_updates.
     weight_versions: list[tuple[int, int]]
-    """(output index, version) for each version of the weights that its tokens were drawn by: the first token of it."""
+    """(index of the first output token drawn with this version, version) for each version of the weights."""
 
     # Written by scheduling/progress.
     num_tokens: int
@@ -147,9 +147,9 @@ class SampleSequence:
     """Until the host knows more than this many tokens, a new one can neither end the sequence by length nor show that
     a page is full, and is appended without a closer look."""
     is_last_token_on_device: bool = False
-    """Its last token was drawn in the state slot that it holds: the step reads it there."""
+    """Whether its last token was drawn in the state slot that it holds, where the next step reads it."""
     last_chunk_step: int = 0
-    """Number of the last step that computed tokens of it which the host knew."""
+    """Number of the last step that computed a chunk of the sequence, that is, tokens that the host knew."""
 
     # Written by scheduling/lifecycle.
     state: RequestState = RequestState.WAITING
@@ -171,11 +171,11 @@ class SampleSequence:
     """The sample that it shares its first `fork_len` tokens with."""
     fork_len: int = 0
     awaits_parent: bool = False
-    """Its first pages will be its parent's, which has still to compute them."""
+    """Whether it waits to share pages with its parent, which has not computed their tokens yet."""
 
     # Written by text/output_processor.
     needs_every_token: bool = False
-    """Every new token must be processed, for text or logprobs, and not only those that may end it."""
+    """Whether every new token must be processed, for text or logprobs, and not only tokens that may end the sample."""
     stop_reason: int | str | None = None
     """The stop string or stop id that ended it; None for an EOS token."""
     output: object | None = None
@@ -203,7 +203,7 @@ class Request:
     arrival_time: float
     """Seconds of the engine's clock, as all times below."""
     max_tokens: int
-    """Output tokens of a sample at most: as its parameters ask, or what the context has left."""
+    """Most output tokens of a sample: as many as its parameters ask for, or as the context has room for."""
     engine_seed: InitVar[int]
     num_groups: InitVar[int]
     sample_indices: InitVar[Iterable[int] | None] = None
@@ -213,12 +213,12 @@ class Request:
     seed: int = field(init=False)
     """64 bits, from which every draw of this request comes."""
     mode: SampleMode = field(init=False)
-    """How much a sampler computes for it."""
+    """How much a sampler has to compute for the request."""
     form: ResultForm = ResultForm.ENTRIES
     given_token: int | None = None
-    """Its one output token, of the form SCORES; None if it draws."""
+    """The only output token of a request of the form SCORES, which draws none; None for other requests."""
     tempers_scores: bool = False
-    """Its prompt's logprobs are those at its temperature, whatever the engine's mode of logprobs."""
+    """Whether its prompt's logprobs are computed at its temperature, whatever the engine's mode of logprobs."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a sample."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -226,7 +226,7 @@ class Request:
     beams: SampleSearch | None = None
     """The search whose running beams its samples are: the host chooses their next tokens."""
     needs_prompt_scores: bool = field(init=False)
-    """Its prompt's logprobs are wanted: every position of the prompt must be computed, not found in the cache."""
+    """Whether its prompt's logprobs are wanted. Every prompt position must then be computed, not found in the cache."""
     sequences: list[SampleSequence] = field(default_factory=list)
     """All samples, ended ones too, in order of creation."""
     _prompt_tuple: tuple[int, ...] = ()
@@ -241,7 +241,7 @@ class Request:
     error: str | None = None
     """Why it ended by an error."""
     has_mixed_pages: bool = False
-    """Its pages were computed by several versions of the weights: no other request may find them."""
+    """Whether several versions of the weights have computed its pages. The prefix cache never offers such pages."""
     finished_time: float | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
@@ -263,8 +263,8 @@ class Request:
 
     # Written by kv_cache/page_demand.
     fits_limits: tuple[int, int, int] | None = None
-    """Available pages, changes of pins and number of live samples when it was last checked that it can run alone;
-    checked again only when they change."""
+    """Available pages, number of pin changes and number of live samples at the last check that the request can run
+    alone. It is checked again only when they change."""
 
     # Written by kv_cache/sample_tree.
     live: list[SampleSequence] = field(default_factory=list)
@@ -283,6 +283,11 @@ class Request:
     prompt_scores: PromptScores = field(default_factory=PromptScores)
 
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
+        """Fill the fields that `params` and the seed decide, and create the samples.
+
+        `params.seed` goes before a seed derived from `engine_seed`. All samples but the first become its children: they
+        share its whole prompt, and wait for it to compute that. `num_groups` counts page-table groups.
+        """
         params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.
         self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
         self.mode = sample_mode(params)
@@ -312,9 +317,11 @@ class Request:
     def new_sequence(
         self, index: int, token_ids: array[int], num_groups: int, *, parent: SampleSequence | None = None
     ) -> SampleSequence:
-        """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it.
+        """Add a live sample with the index `index` and a copy of `token_ids`, and return it.
 
-        The tokens may be those that another sample, `parent`, has drawn.
+        It has no pages, and no parent in the tree of samples: the caller attaches it. If the tokens are those that
+        another sample, `parent`, has drawn, the new sample gets copies of that sample's logprobs and weight versions.
+        `num_groups` counts page-table groups.
         """
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
