@@ -37,17 +37,24 @@ class BatchRunner:
         form: ResultForm = ResultForm.ENTRIES,
         number: int | None = None,
     ) -> tuple[dict[str, RequestOutput], list[Request]]:
-        """Compute one request for each prompt; return their outputs by id in the order of the prompts.
+        """Compute one request for each prompt; return the outputs by request id, and the finished requests.
 
-        The second value holds the requests in the order of the prompts, and is empty if `form` is ENTRIES, whose
-        results are the outputs. `call` is what errors name, `form` that of `RequestBuilder.build`. `number` is that of
-        all requests, which are then not counted. The rest is as in `Engine.generate`.
+        Both are in the order of the prompts. The list of requests is empty for the form ENTRIES, whose results are
+        the outputs alone. `call` names the calling method in errors and request ids, and `each_params` has one value
+        per prompt. `priority` is one integer, a list with one per prompt, or None.
+
+        `number` is part of the seed of requests without one: None counts the requests of the engine, and an integer
+        is used for all of them, which are then not counted.
+
+        With `on_error="raise"` the exception that ended a request is raised, and with "return" it is logged. A bad
+        prompt raises InvalidRequestError before anything is computed; with "return" and the form ENTRIES it gets an
+        output with an error instead.
         """
         if on_error not in ("raise", "return"):
             raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
         ids = [f"{call}-{self.builder.num_requests + index}" for index in range(len(prompts))]
-        outputs: dict[str, Any] = dict.fromkeys(ids)  # In the order of the prompts.
+        outputs: dict[str, Any] = dict.fromkeys(ids)  # Filled as requests end; the keys keep the prompts' order.
         requests: dict[str, Request] = {}
         options: dict[str, Any] = {"raises": on_error == "raise" or form is not ResultForm.ENTRIES, "form": form}
         with self.loop.alone(call), progress_bar(len(prompts), is_shown=use_tqdm) as bar:
@@ -56,6 +63,7 @@ class BatchRunner:
             checked, refused = self._check(arguments, number=number, **options)
             outputs |= refused
             bar.update(len(refused))
+            # `run_requests` reads requests a limited number ahead, so they come in the scheduling policy's order.
             in_order = sorted(checked, key=lambda new: new.policy_key)
             for request, output in self.loop.run_requests(map(self.loop.make, in_order), on_error=on_error):
                 if request.failure is not None and on_error == "raise":
@@ -71,22 +79,25 @@ class BatchRunner:
     def _check(
         self, arguments: Iterable[tuple[str, Any, Any, Any]], *, number: int | None, raises: bool, form: ResultForm
     ) -> tuple[list[NewRequest], dict[str, RequestOutput]]:
-        """Check (id, prompt, parameters, priority) of each request; return the requests, and outputs of the bad ones.
+        """Check (id, prompt, parameters, priority) of each request.
 
-        If a bad one `raises`, its InvalidRequestError names its index, and no request of the call has been counted.
+        Return the messages of the valid requests, and an output with an error message for each invalid one, by its id.
+        If `raises` is true, the first invalid request raises InvalidRequestError with its index instead, and the count
+        of requests is as before this call. `number` is that of all requests; None takes the count, which then grows.
         """
         builder, num_before = self.builder, self.builder.num_requests
         checked: list[NewRequest] = []
         refused: dict[str, RequestOutput] = {}
         for index, (request_id, prompt, params, priority) in enumerate(arguments):
-            own_number = builder.num_requests if number is None else number
+            request_number = builder.num_requests if number is None else number
             try:
-                new = builder.build(request_id, prompt, params, number=own_number, priority=priority, form=form)
+                new = builder.build(request_id, prompt, params, number=request_number, priority=priority, form=form)
+                # `make` checks that the request fits, and asks the scheduling policy for its key.
                 checked.append(msgspec.structs.replace(new, policy_key=self.loop.make(new).policy_key))
             except InvalidRequestError as error:
                 if raises:
-                    builder.num_requests = num_before  # Later requests draw as if this call had never been.
+                    builder.num_requests = num_before  # The seeds of later requests do not depend on a refused call.
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
                 refused[request_id] = error_output(request_id, prompt, str(error))
-            builder.num_requests += number is None  # After a bad one, others draw as they would beside a good one.
+            builder.num_requests += number is None  # Invalid prompts count too: the seeds of others do not change.
         return checked, refused

@@ -76,9 +76,10 @@ class EngineCore:
     def make(self, new: NewRequest) -> Request:
         """Return the mutable request of a message, not queued yet.
 
-        Raise InvalidRequestError if the page pool could not hold it even if it ran alone. A `policy_key` in the message
-        says that this was checked when the key was made.
+        Raise InvalidRequestError if the page pool could not hold the request even if it ran alone. A message with a
+        `policy_key` is not checked again: the check is what gives a request its key.
         """
+        # A beam search runs as a request with one sample per beam; `beams` chooses the tokens of these samples.
         params, beams = new.params, None
         if isinstance(params, BeamSearchParams):
             beams = BeamSearch(params, new.stop_ids, new.max_tokens)
@@ -108,16 +109,17 @@ class EngineCore:
         return request
 
     def add(self, new: NewRequest) -> Request:
-        """Queue a request, and return it.
+        """Queue the request of a message, and return it.
 
-        Raise InvalidRequestError if it can never fit, QueueFullError if too many wait.
+        Raise InvalidRequestError if the page pool can never hold it, and QueueFullError if as many requests or tokens
+        wait as the engine's limits allow. In both cases nothing is queued.
         """
         request = self.make(new)
         self.queue(request)
         return request
 
     def queue(self, request: Request) -> None:
-        """Queue a request of `make`. Raise QueueFullError if too many wait."""
+        """Queue a request of `make`. Raise QueueFullError if as many requests or tokens wait as the limits allow."""
         # A caller may try a full queue again and again, so the room is checked before the output is set up.
         self.scheduler.waiting.check_room(request)
         for sequence in request.live:
@@ -125,9 +127,10 @@ class EngineCore:
         self.scheduler.add(request)
 
     def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
-        """Add one sample per index to the parent's request, each with the parent's tokens and output so far.
+        """Add one sample per sample index to the request of `parent`, and return the new samples.
 
-        Raise InvalidRequestError, changing nothing, if the request could never fit with so many samples.
+        Each starts with the parent's tokens and output so far. Raise InvalidRequestError, changing nothing, if the page
+        pool could never hold the request with so many samples.
         """
         children = self.scheduler.fork(parent, indices)
         for child in children:
@@ -158,9 +161,11 @@ class EngineCore:
             pass
 
     def dispatch(self) -> SchedulerOutput:
-        """Schedule, build and start one step; return what it computes.
+        """Schedule one step, build its inputs and start it on the runner; return the work that was scheduled.
 
-        A step without work is not started: the steps in flight must retire first, which frees pages and shows tokens.
+        The step is then the last of `in_flight`. A step without work is not started: the steps in flight must retire
+        first, which frees pages and tells the host their tokens. Raise RuntimeError if there is no work although
+        requests are unfinished and no step is in flight.
         """
         observer, start_s = self.observer, time.perf_counter()
         work = self.scheduler.schedule()
@@ -187,7 +192,8 @@ class EngineCore:
     def retire(self) -> list[SampleSequence]:
         """Wait for the oldest step in flight, and append the tokens that it has drawn to their sequences.
 
-        Return the sequences of its sampled rows, in the order of the rows; some of them may have ended before.
+        Return the sequences that the step sampled for, in the order of its sampled rows. Some of them may have ended
+        while the step was in flight, and got no token. A step must be in flight.
         """
         step = self.in_flight[0]
         start_s = time.perf_counter()
@@ -195,7 +201,9 @@ class EngineCore:
         self.in_flight.popleft()
         read_s, record = time.perf_counter(), step.record
         if scores is not None:
-            self.results.append_scores(step.rows, scores)  # Before they count as delivered: an interrupt may come.
+            # Before `scheduler.retire` counts the prompt positions as scored: an interrupt between the two would lose
+            # the scores.
+            self.results.append_scores(step.rows, scores)
         self.scheduler.retire(step.work)
         if sampled is not None:
             self.results.append(step.rows.samples, step.inputs.decode_lens, sampled)
@@ -205,10 +213,10 @@ class EngineCore:
         return step.rows.samples
 
     def _record(self, step: StepInFlight, schedule_s: float, build_s: float, built_s: float) -> StepRecord:
-        """Return what an observer is told of a step that was just dispatched.
+        """Return the record of a step that was just dispatched, for the observer.
 
-        `schedule_s` and `build_s` are the seconds that these took; `built_s` is the reading of `time.perf_counter` when
-        the dispatch began.
+        `schedule_s` and `build_s` are the seconds that scheduling the step and building its inputs took. `built_s` is
+        the reading of `time.perf_counter` when the dispatch began, from which the dispatch time is computed.
         """
         scheduler = self.scheduler
         return StepRecord(
@@ -224,24 +232,27 @@ class EngineCore:
         )
 
     def drop_finished(self) -> None:
-        """Retire, without reading, the oldest steps whose sequences have all ended.
+        """Retire the oldest steps in flight while all sequences of the oldest one have ended; read no results.
 
-        The device computes them before any later step, so their pages are free for that one.
+        Their pages are free from now on. A step that is still running cannot harm a later owner of a page: the device
+        computes steps in the order of their dispatch.
         """
         while self.in_flight:
             work = self.in_flight[0].work
-            rows = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
-            if not all(sequence.state.is_finished for sequence in rows):
+            sequences = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
+            if not all(sequence.state.is_finished for sequence in sequences):
                 break
             self.in_flight.popleft()
             self.scheduler.retire(work)
 
     def recover(self, error: BaseException) -> None:
-        """After a step has failed with `error`, let all requests be computed again from the tokens that the host knows.
+        """After a step has failed with `error`, queue all requests anew, from the tokens that the host knows.
 
-        The quarantine decides whether the failure ends the request that ran alone, or all requests. Raise `error` if it
-        ends all, or if it is an interrupt such as KeyboardInterrupt.
+        The quarantine decides what else happens: nothing but a warning, the end of the request that ran alone, or the
+        end of all unfinished requests. Raise `error` if it ends all requests, or if it is an interrupt such as
+        KeyboardInterrupt.
         """
+        # Read before the restart, which empties `running`.
         running, isolated = list(self.scheduler.running), self.scheduler.isolated_request
         self._start_anew()
         if not isinstance(error, Exception):
@@ -257,7 +268,10 @@ class EngineCore:
             self._warn_of_retry(error)
 
     def _warn_of_retry(self, error: Exception) -> None:
-        """Say in one line that a step is computed again; once for failures that repeat without a token between them."""
+        """Log that a step failed and is computed again: once for equal failures without a new token between them.
+
+        The traceback is logged only at the level DEBUG.
+        """
         retry = f"{type(error).__name__}: {one_line(error)}", self.num_generated
         if retry != self._last_retry:
             self._last_retry = retry
@@ -265,6 +279,7 @@ class EngineCore:
             logger.warning("a step failed, and is computed again (%s)", retry[0], exc_info=error if is_traced else None)
 
     def _start_anew(self) -> None:
+        """Queue all unfinished requests anew, and reset the runner's state on the device."""
         self.restart()
         self.runner.reset()
 
@@ -282,7 +297,10 @@ class EngineCore:
             logger.error("%s are lost, though no request has them: this is a defect of jpaged; please report it", lost)
 
     def stats(self) -> dict[str, float | int]:
-        """Count steps and tokens since the start, under the names of `Engine.stats`."""
+        """Return counts of steps and tokens since the start, under the names of `Engine.stats`.
+
+        `padding_share` is the share of `padded_tokens` that was padding; 0 before the first step.
+        """
         return {
             "steps": self.num_steps,
             "generation_tokens": self.num_generated,
@@ -293,14 +311,21 @@ class EngineCore:
         }
 
     def _check_progress(self, work: SchedulerOutput) -> None:
-        """Raise RuntimeError if an empty step means that no later one will have work either."""
+        """Raise RuntimeError if an empty step means that no later one will have work either.
+
+        An empty step is in order while a step in flight may free pages, or if scheduling it preempted or ended a
+        request.
+        """
         if self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
             cause = "this is a defect of jpaged, or an admission gate that never opens"
             raise RuntimeError(f"the scheduler has unfinished requests and no work for them: {cause}")
 
 
 def fault_of(failure: BaseException) -> tuple[str, str, int]:
-    """Return what equal failures have in common: the type of the exception, and the line that has raised it."""
+    """Return what identifies the fault of an exception: its type's name, and the file and line that raised it.
+
+    The line is that of the innermost frame of the traceback; ("", 0) without a traceback.
+    """
     traceback = failure.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

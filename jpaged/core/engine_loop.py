@@ -46,7 +46,7 @@ class EngineLoop:
     """The unfinished requests of one engine, and the steps that compute them. See `Engine` for what callers hold."""
 
     def __init__(self, parts: EngineComponents):
-        """Start without requests."""
+        """Start without requests, over the core, the runner and the sizes in `parts`."""
         self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.compile_plan
         self.scheduler, self.outputs = self.core.scheduler, self.core.outputs
         self.requests: dict[str, Request] = {}
@@ -74,11 +74,11 @@ class EngineLoop:
     # Which thread does what
 
     def call(self, name: str, command: Callable[[], Result]) -> Result:
-        """Run a command while no step runs, and return what it returns.
+        """Run `command` while no step runs, and return its result or raise its exception. `name` is for errors.
 
         If no step runs, the caller's thread runs it. During a step of another thread the command waits, and that thread
-        runs it behind the step. Raise ConfigError, which names the call `name`, from inside of a step, such as from a
-        scheduling policy: no later moment of that call would be between two steps.
+        runs it after the step. Raise ConfigError for a call from inside of a step, such as from a scheduling policy:
+        the step would wait for the command, and the command for the end of the step.
         """
         if self._owner == threading.get_ident():
             self.check_outside(name)
@@ -101,9 +101,10 @@ class EngineLoop:
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """Let only this thread queue and step requests meanwhile; the call that does so is named `call`.
+        """Reserve the engine for the caller's thread: during the `with` block no other may queue or step requests.
 
-        Raise ConfigError if requests are unfinished, another thread is alone with the engine, or it is not ready.
+        `call` names the method in errors. Raise ConfigError if requests are unfinished, if another thread has reserved
+        the engine, inside of a step, or while the engine sleeps.
         """
         caller = threading.get_ident()
 
@@ -122,37 +123,44 @@ class EngineLoop:
             self._alone = None
 
     def check_shared(self, call: str, caller: int) -> None:
-        """Refuse a call of the thread `caller` about requests while another thread is alone with the engine."""
-        alone = self._alone
-        if alone is not None and alone[0] != caller:
-            got = f"an engine that computes {alone[1]} for another thread"
+        """Raise ConfigError if a thread other than `caller` has reserved the engine; `call` is named in the error."""
+        reservation = self._alone
+        if reservation is not None and reservation[0] != caller:
+            got = f"an engine that computes {reservation[1]} for another thread"
             raise refusal(call, got, "one that does not", "wait for its end", error=ConfigError)
 
     @contextmanager
     def _between_calls(self, name: str) -> Iterator[None]:
-        """Hold the lock for a step; behind it, run the calls that came meanwhile. Refuse a step inside of a step."""
+        """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile.
+
+        A thread that holds the lock already does not take it again. Raise ConfigError inside of a step, or while
+        another thread has reserved the engine; `name` is the method in the error.
+        """
         caller = threading.get_ident()
         if self._owner == caller:
             self.check_outside(name)
             yield
             return
-        self.check_shared(name, caller)  # At once: the other thread may never leave the lock for long.
+        self.check_shared(name, caller)  # Before the lock, which the other thread may keep almost all the time.
         with self._lock:
             try:
                 self._owner = caller
-                self.check_shared(name, caller)  # It may have begun since.
+                self.check_shared(name, caller)  # Another thread may have reserved the engine since.
                 yield
             finally:
                 self._run_calls()
 
     def _run_calls(self) -> None:
-        """Run the calls that wait, as the thread that holds the lock."""
+        """Run the queued calls, in order; this thread must hold the lock. Results and exceptions go to their futures.
+
+        An interrupt such as KeyboardInterrupt is raised here too, and leaves later calls queued.
+        """
         try:
             self._owner = threading.get_ident()
             while self._calls:
                 future, command = self._calls.popleft()
                 if not future.set_running_or_notify_cancel():
-                    continue
+                    continue  # Its caller was interrupted while it waited.
                 try:
                     future.set_result(command())
                 except BaseException as error:
@@ -169,7 +177,7 @@ class EngineLoop:
         return self.core.make(new)
 
     def queue(self, request: Request) -> Request:
-        """Queue a request of `make`, and return it. Raise QueueFullError if too many wait."""
+        """Queue a request of `make`, and return it. Raise QueueFullError if too many requests or tokens wait."""
         self.check_open()
         self.versions.tag(request)
         self.core.queue(request)
@@ -178,7 +186,7 @@ class EngineLoop:
         return request
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests, in any state; see `Engine.abort_request`."""
+        """End requests in any state: they give no further output. Ids of no unfinished request are ignored."""
         for request_id in as_request_ids(request_ids):
             request = self.requests.get(request_id)
             if request is not None:
@@ -186,7 +194,7 @@ class EngineLoop:
                 self._forget(request)
 
     def fork(self, request_id: str, n: int, *, sample: int, sample_indices: Sequence[int] | None) -> list[int]:
-        """Add samples to a request; see `Engine.fork`."""
+        """Add `n` samples that go on from the tokens of sample `sample`; return their indices. See `Engine.fork`."""
         request = unfinished_request(request_id, self.requests)
         options: dict[str, Any] = {"sample_indices": sample_indices, "max_num_seqs": self._max_num_seqs}
         parent, indices = fork_source(request, n, sample=sample, **options)
@@ -207,7 +215,10 @@ class EngineLoop:
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step, and return the outputs of the requests that it has changed; see `Engine.step`."""
+        """Compute one step; return an output for each request that got a token or ended, by its `output_kind`.
+
+        A failed request has an error in its output. An exception that ends all requests is raised. See `Engine.step`.
+        """
         with self._between_calls("step"):
             try:
                 changed = self._advance()
@@ -224,15 +235,15 @@ class EngineLoop:
     ) -> Iterator[tuple[Request, RequestOutput]]:
         """Step until no request is left; yield each request with its last output.
 
-        `requests`, of `make`, are read while fewer than max(1000, 2 × `max_num_seqs`) wait. Those that were read are
-        queued in the order of the scheduling policy, as soon as the queue's limits leave room. None among them says
-        that the next one is not there yet: it is asked for again after a step. `stream` is called behind each step
-        with what it has given to samples, before the last outputs of this step are yielded.
+        `requests`, made by `make`, are read while fewer than max(1000, 2 × `max_num_seqs`) wait. Requests that were
+        read are queued in the order of the scheduling policy, as soon as the queue's limits leave room. If the iterator
+        gives None, the next request is not there yet, and the iterator is asked again after a step. `stream` is called
+        after each step with the deltas of its samples, before the last outputs of that step are yielded.
 
-        If all unfinished requests end because steps fail whatever is computed, the exception is raised; with
-        `on_error="return"` their outputs are yielded and the other `requests` follow. A request that has failed holds
-        the exception as its `failure`; nothing is logged of it. A loop that ends early, by an exception or because its
-        caller leaves it, aborts every unfinished request of the engine.
+        If steps fail whatever is computed, all unfinished requests end and the exception is raised; with
+        `on_error="return"` their outputs are yielded instead, and the rest of `requests` is computed. A request that
+        has failed holds the exception as its `failure`; it is not logged here. If the loop ends early, by an exception
+        or because its caller leaves it, every unfinished request of the engine is aborted.
         """
         source = RequestSource(requests, max_num_seqs=self._max_num_seqs)
         try:
@@ -251,10 +262,11 @@ class EngineLoop:
             self.call("generate", lambda: self.abort(list(self.requests)))
 
     def drain(self, in_flight: str) -> None:
-        """Leave no step in flight, and do with unfinished requests what `research.weight_updates.IN_FLIGHT` says.
+        """Wait for the steps in flight, then treat unfinished requests as `in_flight` says.
 
-        In an engine that sleeps, all but "abort" mean "recompute". What requests have got is returned by the next
-        `step`.
+        "abort" ends them, "recompute" drops their pages and computes these anew from the tokens, "wait" computes the
+        requests that have begun to their end, and "keep" leaves them as they are. In an engine that sleeps, all but
+        "abort" mean "recompute". The next `step` returns the tokens that requests have got here.
         """
         self._read_all()
         if in_flight == "abort":
@@ -285,10 +297,10 @@ class EngineLoop:
     # What the log says, and which calls are refused
 
     def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
-        """Log the exception that has ended a request, with its traceback.
+        """Log the exception that has ended a request, with its traceback; do nothing if none has.
 
-        One fault may end many requests: if the failure logged last has the same type and comes from the same line of
-        code, the traceback is left out, and without `is_repeat_logged` the log has nothing of it.
+        One fault may end many requests. If the exception has the same type and comes from the same line of code as the
+        one before, the traceback is left out, and with `is_repeat_logged` false nothing is logged.
         """
         if (failure := request.failure) is None:
             return
@@ -303,14 +315,14 @@ class EngineLoop:
         self._last_fault = None
 
     def check_ready(self, call: str) -> None:
-        """Refuse a call of an engine that was shut down, from inside of a step, or that needs what sleep took."""
+        """Raise ConfigError for a call from inside of a step, or of an engine that sleeps; see `check_outside`."""
         self.check_outside(call)
         if self.sleep.missing:
             got = f"an engine that sleeps, without {' and '.join(self.sleep.missing)}"
             raise refusal(call, got, "one that is awake", self.sleep.way_out, error=ConfigError)
 
     def check_outside(self, call: str) -> None:
-        """Refuse a call of an engine that was shut down, or from inside of a step, as from a scheduling policy."""
+        """Raise ConfigError for a call from inside of a step, RuntimeError for an engine that was shut down."""
         self.check_open()
         if self._is_computing and self._owner == threading.get_ident():
             raise refusal(call, "a call from inside of a step", "calls between steps", error=ConfigError)
@@ -323,7 +335,10 @@ class EngineLoop:
     # Inside of a step
 
     def _advance(self) -> list[Request]:
-        """Compute one step; return the requests that got a token or ended."""
+        """Compute one step; return the requests that got a token, or ended, in it or in steps of `drain` before it.
+
+        An engine that sleeps computes nothing, and raises ConfigError if requests are unfinished.
+        """
         self.check_open()
         if self.scheduler.has_unfinished or not self.sleep.missing:
             self.check_ready("step")
@@ -331,11 +346,12 @@ class EngineLoop:
         sampled, self._unread = self._unread, []
         changed = self._publish(sampled)
         if changed and not self.requests:
-            self.core.check_idle()
+            self.core.check_idle()  # All requests are gone, so all pages and slots must be free.
         return changed
 
     def _advance_or_fail(self, on_error: str) -> list[Request]:
-        """Advance; with `on_error="return"` an exception that has ended all requests is left to their outputs."""
+        """Return the result of `_advance`, or an empty list if it raises, all requests have ended, and `on_error` is
+        "return": the outputs that follow tell of the exception. Any other exception is raised."""
         try:
             return self._advance()
         except Exception:
@@ -344,7 +360,11 @@ class EngineLoop:
             return []  # The next step publishes the requests that have ended.
 
     def _compute(self, max_in_flight: int) -> list[SampleSequence]:
-        """Start steps until so many are in flight, and read the oldest one; return the sequences that got a token."""
+        """Start steps until `max_in_flight` are in flight, then wait for the oldest one and process its results.
+
+        Return the sequences that it sampled for; 0 starts no step and only reads. If a step fails, the result is empty
+        and requests are queued anew. The exception is raised only if it ends all requests or is an interrupt.
+        """
         core = self.core
         self._is_computing = True
         try:
@@ -365,7 +385,7 @@ class EngineLoop:
             self._is_computing = False
 
     def _finish_those_that_have_begun(self) -> None:
-        """Compute all requests that have ever run to their end, and begin no other."""
+        """Compute all requests that have been scheduled at least once to their end, and begin no other."""
         admission = self.scheduler.admission
         try:
             admission.hold_newcomers()
@@ -373,7 +393,7 @@ class EngineLoop:
                 self._unread += self._compute(self._max_in_flight)
             self._read_all()
             admission.release_newcomers()
-        except BaseException:  # An interrupt may leave queues half-written.
+        except BaseException:  # An interrupt may leave queues half-written, so they are rebuilt.
             admission.holds_newcomers = False
             self.core.restart()
             raise
@@ -383,9 +403,9 @@ class EngineLoop:
             self._unread += self._compute(0)
 
     def _publish(self, sampled: list[SampleSequence]) -> list[Request]:
-        """Return the requests whose callers have something new, and forget those that have ended."""
+        """Return each request that has ended, or of which `sampled` has a sequence, once; forget the ended ones."""
         now = time.monotonic()
-        # A request that has ended, or was aborted, since the step was started is no longer among `requests`.
+        # `requests` has lost those that were aborted since the step was started, and may have a new one of an old id.
         changed = {s.request: None for s in sampled if self.requests.get(s.request.request_id) is s.request}
         for request in changed:
             request.last_token_time = now if request.finished_time is None else request.finished_time
@@ -397,7 +417,10 @@ class EngineLoop:
         return list(changed)
 
     def _output_of(self, request: Request) -> RequestOutput | None:
-        """Return what the caller of a request gets now; if that cannot be made, end the request with an error."""
+        """Return the output that a request's caller gets now; None if its `output_kind` gives nothing yet.
+
+        If the output cannot be made, the request ends with an error.
+        """
         try:
             return self.outputs.output_of(request)
         except Exception as exception:  # Whatever one request does to its output, the others go on.
@@ -406,7 +429,10 @@ class EngineLoop:
             return error_output(request.request_id, request.prompt, request.error or OUTPUT_FAILED)
 
     def _deltas_of(self, requests: list[Request]) -> list[SampleDelta]:
-        """Return what the samples of these requests have got since the last deltas; those that fail end now."""
+        """Return what the samples of `requests` have got since their last deltas.
+
+        A request whose deltas cannot be made ends with an error.
+        """
         deltas: list[SampleDelta] = []
         for request in requests:
             try:

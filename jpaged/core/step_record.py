@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """What one step computes of one sequence."""
+    """The tokens that one step computes of one sequence."""
 
     request_id: str
     sample_index: int
     num_tokens: int
-    """Tokens that it computes: a chunk of the prompt, or those that it decodes at most."""
+    """Length of the prompt's chunk, or the most tokens that the step decodes for the sequence."""
 
 
 class PreemptedRequest(NamedTuple):
@@ -83,7 +83,7 @@ class StepObserver(Protocol):
 
 def turns_of(work: SchedulerOutput) -> tuple[Turn, ...]:
     """Return what a step computes, in the scheduler's order: decodes, then chunks."""
-    lens = work.decode_lens or [1] * len(work.decodes)
+    lens = work.decode_lens or [1] * len(work.decodes)  # Empty lens mean one token for each sequence.
     rows = [*zip(work.decodes, lens, strict=True), *((chunk.sequence, chunk.num_tokens) for chunk in work.chunks)]
     return tuple(Turn(sequence.request.request_id, sequence.index, count) for sequence, count in rows)
 

@@ -50,7 +50,7 @@ class StepResults:
     clock: Callable[[], float]
     """Gives seconds, by which the times of requests are taken."""
     in_flight: Collection[StepInFlight]
-    """Steps behind the one whose results are given, as their owner changes them."""
+    """The core's own deque of steps that were dispatched after the one whose results are given."""
     num_generated: int = 0
     """Output tokens that requests have been given."""
 
@@ -61,13 +61,21 @@ class StepResults:
         self.scheduler.fail(request, message)
 
     def keep_chosen_tokens(self, request: Request) -> None:
-        """Leave the samples of a beam search the tokens that the search has chosen, and none of a choice half made."""
+        """Give each sample of a beam search the tokens that the search has committed for it.
+
+        Tokens of a choice that was interrupted are dropped. Other requests are unchanged.
+        """
         if isinstance(request.beams, BeamSearch):
             for sequence in request.live:
                 sequence.token_ids = request.prompt_token_ids + array("i", request.beams.token_ids_of(sequence))
 
     def append_scores(self, step_rows: StepRows, scores: SampledRows) -> None:
-        """Give each request the logprobs of its prompt tokens that the step has scored."""
+        """Give each request the logprobs of its prompt tokens that the step has scored.
+
+        `step_rows.scored` has the requests and their prompt positions in the order of the rows of `scores`. Requests
+        that have ended get nothing. A request whose logits were not finite, or whose output cannot be made, ends with
+        an error.
+        """
         row = 0
         for request, positions in step_rows.scored:
             rows = range(row, row := row + len(positions))
@@ -82,11 +90,12 @@ class StepResults:
                 self.fail(request, OUTPUT_FAILED, cause=exception)
 
     def append(self, samples: list[SampleSequence], decode_lens: list[int], sampled: SampledRows) -> None:
-        """Append the tokens of a step to their sequences, which are in the order of the sampled rows.
+        """Append the tokens that a step has drawn to their sequences, which are in the order of the sampled rows.
 
-        `decode_lens` has the number of tokens that a step of several decodes has drawn for each sequence; it is empty
-        for a step that has drawn one of each. In the former, each sequence gets its first token before any gets its
-        next one, and a sequence that ends at a token gets none of its later ones.
+        `decode_lens` is empty for a step that has drawn one token per sequence; the arrays of `sampled` are then [R],
+        perhaps with padding rows at the end. Otherwise it has the number of tokens drawn for each sequence, and the
+        arrays are [K, R]: iterations of a decode program. All first tokens are appended before the second ones, and a
+        sequence that ends at a token gets none of its later ones.
         """
         if not decode_lens:
             count = len(samples)
@@ -95,8 +104,8 @@ class StepResults:
         for index in range(max(decode_lens)):
             rows = [row for row, one in enumerate(samples) if index < decode_lens[row] and not one.state.is_finished]
             live, num_left = [samples[row] for row in rows], [decode_lens[row] - index - 1 for row in rows]
-            now = sampled.at(index, rows)
-            self._append_one_each(live, now.token_ids, now.is_finite, now, num_left)
+            iteration = sampled.at(index, rows)
+            self._append_one_each(live, iteration.token_ids, iteration.is_finite, iteration, num_left)
 
     def _append_one_each(
         self,
@@ -106,10 +115,15 @@ class StepResults:
         sampled: SampledRows,
         num_left: list[int] | None = None,
     ) -> None:
-        """Append one token to each sequence; only those that may end it, fill a page or be shown are processed further.
+        """Append one token to each sequence that has not ended.
 
-        `token_ids` and `is_finite` have one entry per sequence of `samples`, as does `num_left`: how many more tokens
-        the step has for it, 0 each if left out. A sequence whose logits were not finite ends with an error.
+        `token_ids` and `is_finite` are arrays with one entry per sequence of `samples`; entry i belongs to row i of
+        `sampled`. `num_left` has how many more tokens this step has for each sequence, 0 each if left out; only the
+        rollback after an interrupt needs it.
+
+        A sequence whose logits were not finite ends with an error. The fast path appends a token and does nothing else:
+        it is for tokens that can neither end the sequence nor fill a page, and of which nothing is shown. Tokens of a
+        sequence that has ended are dropped.
         """
         if not is_finite.all():
             for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
@@ -122,19 +136,21 @@ class StepResults:
         log_masses = [] if scores is None or scores.log_kept_masses is None else scores.log_kept_masses.tolist()
         try:
             for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
-                known = one.token_ids
+                tokens = one.token_ids
                 if one.token_logprobs is not None and not one.state.is_finished:
                     one.token_logprobs.append(logprobs[row])
                 if one.token_log_masses is not None and not one.state.is_finished:
                     one.token_log_masses.append(log_masses[row])
-                if len(known) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
-                    known.append(token_id)
+                # `check_at_len` is 0 for a sequence that has ended or was preempted, so these take another branch.
+                if len(tokens) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
+                    tokens.append(token_id)
                 elif one.state.is_finished:
-                    self.num_generated -= 1  # It ended while this step was in flight, or its logits were not finite.
+                    # It ended while this step was in flight, or its logits were not finite. The sum below counts it.
+                    self.num_generated -= 1
                 elif one.request.beams is not None:
                     self._append_beam(one, sampled, row)
                 else:
-                    known.append(token_id)
+                    tokens.append(token_id)
                     self._process_token(one, sampled, row)
         except BaseException:  # An interrupt: the restart that follows draws the tokens from here on again.
             self.num_generated += row
@@ -145,9 +161,10 @@ class StepResults:
     def _roll_back(self, sequence: SampleSequence, num_left: int) -> None:
         """Undo the append of one token to a sequence, at whatever point an interrupt has stopped it.
 
-        `num_left` is the number of later tokens that the interrupted step has for the sequence. `num_tokens` counts
-        these and the tokens of steps in flight too, so the tokens in front of the undone one are what is left without
-        them.
+        `num_left` is the number of later tokens that the interrupted step has for the sequence. The new length is
+        `num_tokens` − `num_left` − (tokens of the steps in flight) − 1, since `num_tokens` counts all of these. The
+        text and the logprobs are cut to the same length. Samples that have ended, and those of a beam search, stay as
+        they are: a restart gives the latter the tokens of their search.
         """
         num_to_come = num_left
         for step in self.in_flight:
@@ -162,9 +179,10 @@ class StepResults:
             self.outputs.restart(sequence)
 
     def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
-        """Give a beam search the likeliest next tokens of one beam: row `row` of `sampled`.
+        """Give a beam search the likeliest next tokens of one beam, `sequence`: those of row `row` of `sampled`.
 
-        Once all beams of the request have theirs, the search chooses which go on, by which tokens, and which end.
+        Once all beams of the request have theirs, the search chooses which beams go on, with which tokens, and which
+        end. No scores are added while the request is preempted. If this fails, the request ends with an error.
         """
         request, search = sequence.request, sequence.request.beams
         assert isinstance(search, BeamSearch)
@@ -176,6 +194,8 @@ class StepResults:
         try:
             if search.add_scores(sequence, *sampled.scores.top(row, search.num_top_tokens)):
                 step = search.choose(request.live)
+                # A search that is over is committed first: extending it to no beam ends the request, whose output
+                # needs the hypotheses. Otherwise an interrupt before the commit leaves the old choice in force.
                 if not step.choices:
                     search.commit(step, ())
                 successors = self._extend_beams(request, step)
@@ -185,11 +205,14 @@ class StepResults:
             self.fail(request, OUTPUT_FAILED, cause=exception)
 
     def _extend_beams(self, request: Request, step: BeamStep) -> list[SampleSequence]:
-        """Let the samples of a request stand for the chosen beams, each with its parent's tokens and the chosen one.
+        """Give the samples of a request the tokens of the chosen beams: those of the parent, and the chosen one.
 
-        Return the sample of each choice: the parent's own for its first choice, a copy that shares pages for others.
+        Return the sample of each choice, in order. The first choice of a parent keeps the parent's own sample. Further
+        choices of that parent take over samples that were not chosen, and share the parent's pages. Samples that are
+        left over end.
         """
         successors = self.scheduler.branch(request, [parent for parent, _ in step.choices])
+        # All copies come before the first append: a parent's tokens must be copied without its own next one.
         for successor, (parent, _) in zip(successors, step.choices, strict=True):
             if successor is not parent:
                 successor.token_ids = parent.token_ids[:]
@@ -201,7 +224,8 @@ class StepResults:
     def _process_token(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
         """Apply stop rules, text and page bookkeeping to the token that was appended to a sequence last.
 
-        `row` is the token's row in `sampled`. If this fails, the request ends with an error and others go on.
+        `row` is the token's row in `sampled`. The sequence ends if a stop rule says so. If the rules or the text raise
+        an exception, the whole request ends with an error, and other requests go on.
         """
         request = sequence.request
         if request.first_token_time is None:
@@ -211,6 +235,7 @@ class StepResults:
         except Exception as exception:  # Whatever one request does to its output, the others go on.
             self.fail(request, OUTPUT_FAILED, cause=exception)
             return
+        # A sequence that ends publishes its full pages too; any other one only after it has filled a page.
         if end is not None or len(sequence.token_ids) > sequence.check_at_len:
             self.scheduler.update_pages(sequence)
         if end is not None:
