@@ -50,7 +50,11 @@ if (_CHECKOUT / "pyproject.toml").is_file() and str(_CHECKOUT) not in __path__:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use; raise AttributeError for any other, with the names that there are."""
+    """Return a public name of the package, imported from its module at this first use.
+
+    Raise AttributeError, which lists the public names, for any other name. A name of vLLM that this version lacks gets
+    a message that says so.
+    """
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     from .not_available import EXPORTS

@@ -14,14 +14,14 @@ from importlib import import_module
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
-"""As in `commands.process`, whose import may be what is interrupted."""
+"""The same status as in `commands.process`, which cannot be imported here: its import may be what is interrupted."""
 
 
 def main(module: str = "cli") -> NoReturn:
-    """Run the command of this process, in this module of `commands`, and end with its exit status.
+    """Run this process's command line, `sys.argv`, by `commands.<module>.main`, and exit with the status it returns.
 
-    Once the command has returned, its results are complete, and a later interrupt is ignored. After an interrupt the
-    process ends at once: neither threads that compile nor a device that computes are waited for.
+    After an interrupt (Ctrl-C) the process ends at once with status 130: it waits neither for threads that compile nor
+    for the device. Once the command has returned, its results are complete, and a later interrupt is ignored.
     """
     try:
         from .commands.process import run_command
@@ -29,15 +29,16 @@ def main(module: str = "cli") -> NoReturn:
         status = run_command(lambda argv: import_module(f".commands.{module}", "jpaged").main(argv), sys.argv[1:])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
-        if sys.stderr is not None:  # Without a file, `print` would write to stdout.
+        if sys.stderr is not None:  # `print(file=None)` would write to stdout.
             with suppress(OSError, ValueError):
                 print("interrupted", file=sys.stderr)
         status = EXIT_INTERRUPTED
     if status == EXIT_INTERRUPTED:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # A closed stream is None, or refuses what is left.
+            # A stream that was closed is None or raises ValueError; one that nobody reads raises OSError.
+            with suppress(AttributeError, OSError, ValueError):
                 stream.flush()
-        os._exit(status)
+        os._exit(status)  # `sys.exit` would join threads that compile.
     sys.exit(status)
 
 

@@ -61,13 +61,15 @@ def check_name(
     way_out: str = "",
     error: type[JpagedError] = InvalidRequestError,
 ) -> None:
-    """Refuse a name that is not among `known`: as one that is not available, or with the nearest known name.
+    """Do nothing if `name` is among `known`; otherwise raise `error` with a message that helps to correct it.
 
-    `kind` says what is named, such as "option"; `value`, if there is one, what was given for it. `way_out` ends the
-    message where no known name is near; by default it is to leave the name out, or a list of the known ones.
+    A name in `not_available` is refused as one that this version does not have, together with its `value` if that is
+    not None; `way_out`, by default "leave it out", ends the message. Any other name is refused as an unknown `kind`,
+    such as "option", with the nearest known name; where none is near, `way_out` or the list of `known` names follows.
     """
     if name in known:
         return
+    # The name comes from a caller: it may be long, no string, or unprintable.
     is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS
     told, param = name if is_plain else shown(name), str(name)[:MAX_NAME_CHARS]
     if name in not_available:
@@ -85,10 +87,14 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 
 
 def integer(min: int, max: int | None = None) -> Rule:
-    """Take any integer from `min` to `max`, numpy's too, as a Python integer. A boolean is none."""
+    """Return a rule that takes an integer in [min, max], numpy's too, and returns a Python integer.
+
+    The rule raises Unfit for anything else, booleans and floats included. `max` of None is no bound.
+    """
 
     def rule(value: Any) -> int:
         if not is_integer(value) or value < min or (max is not None and value > max):
+            # A message need not name the bound of int64, which no caller reaches by a sensible value.
             is_unbounded = max is None or (min >= 0 and max == INT64[1])
             raise Unfit(f"an integer ≥ {min}" if is_unbounded else f"an integer in [{min}, {max}]")
         return int(value)
@@ -97,18 +103,23 @@ def integer(min: int, max: int | None = None) -> Rule:
 
 
 def number(min: float, max: float = float_info.max, *, open_min: bool = False, open_max: bool = False) -> Rule:
-    """Take any real number from `min` to `max` as a float; `open_min` and `open_max` leave out the bounds."""
+    """Return a rule that takes a real number from `min` to `max`, of any type but a boolean, and returns a float.
+
+    `open_min` and `open_max` exclude the bound itself. The rule raises Unfit for anything else, NaN and infinities
+    included.
+    """
 
     def rule(value: Any) -> float:
+        """Return `value` as a float; raise Unfit if it is no number in the interval. −0.0 becomes 0.0."""
         try:
             real = float(value) if is_number(value) else math.nan
         except OverflowError:  # An integer of hundreds of digits.
             real = math.nan
-        # A NaN compares false with everything.
+        # What is no number is NaN here, which compares false with everything and fails the first test.
         if not min <= real <= max or (open_min and real == min) or (open_max and real == max):
             interval = f"{'(' if open_min else '['}{min:g}, {max:g}{')' if open_max else ']'}"
             raise Unfit(f"a finite number ≥ {min:g}" if max == float_info.max else f"a number in {interval}")
-        # Adding zero makes 0.0 of −0.0: the sampler's thresholds are compared by their bits.
+        # Adding zero turns −0.0 into 0.0: the sampler compares thresholds by their bits.
         return real + 0.0
 
     return rule
@@ -122,7 +133,7 @@ def boolean(value: Any) -> bool:
 
 
 def one_of(*words: str) -> Rule:
-    """Take one of the words."""
+    """Return a rule that takes one of `words` as it is, and raises Unfit for anything else."""
 
     def rule(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -133,7 +144,10 @@ def one_of(*words: str) -> Rule:
 
 
 def text(allowed: str) -> Rule:
-    """Take a string or a path that is not empty, as a string; `allowed` says what it should be."""
+    """Return a rule that takes a string or a path that is not empty, and returns it as a string.
+
+    The rule raises Unfit for anything else, with `allowed` as the description of what is expected.
+    """
 
     def rule(value: Any) -> str:
         if not isinstance(value, str | Path) or not str(value):
@@ -144,7 +158,7 @@ def text(allowed: str) -> Rule:
 
 
 def or_none(rule: Rule) -> Rule:
-    """Take None, or what the rule takes."""
+    """Return a rule that takes None as it is, and any other value as `rule` does."""
     return lambda value: None if value is None else rule(value)
 
 

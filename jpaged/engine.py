@@ -46,13 +46,13 @@ class Engine:
         """Load a model and get ready to serve it: `Engine("smollm2-135m", max_num_seqs=8)`.
 
         `model` is the name of a built-in model, a repository of the Hugging Face hub, a directory or a GGUF file; None
-        is the default of `EngineConfig`. `options` are the other fields of `EngineConfig`; with `params`, a tree of
-        arrays, only the config and the tokenizer come from `model`, and the arrays are copied. Raise ConfigError or
-        ModelLoadError, before anything large is allocated, if an option or the model is wrong.
+        is the default of `EngineConfig`. `options` are the other fields of `EngineConfig`. With `params`, a tree of
+        arrays, only the config and the tokenizer come from `model`, and the weights are copies of the arrays. Raise
+        ConfigError or ModelLoadError, before anything large is allocated, if an option or the model is wrong.
 
-        `model` may also be a module of nnx of your own with a `ModelSpec` as its `spec` (docs/research.md): its weights
-        are copies of its arrays, or of `params`, a tree under the paths of its state. JAX's configuration is then left
-        alone, and executables are not kept, unless `compilation_cache_dir` is given.
+        `model` may also be an nnx module of your own whose `spec` is a `ModelSpec` (docs/research.md). The weights are
+        then copies of the module's arrays, or of `params`, a tree under the paths of the module's state. Without
+        `compilation_cache_dir`, JAX's configuration is then unchanged and executables are not kept for later runs.
         """
         if isinstance(model, nnx.Module):
             config = EngineConfig(model=type(model).__name__, **options)
@@ -73,10 +73,10 @@ class Engine:
     ) -> Self:
         """Return an engine for a validated config, and for an already opened model, if one is given.
 
-        `demands` (tokens of each request) and `modes` (kinds of sampling) describe the requests that will come, if
-        all are known; left out, nothing is assumed. With them the page pool is no larger than these requests need,
-        and the programs that they need first are compiled while the weights load. `progress(name, done, total)` is
-        called in the phases `check`, `load` and `compile`. Raises ConfigError or ModelLoadError.
+        `demands` (tokens of each request) and `modes` (kinds of sampling) describe all requests that will come. With
+        them the page pool is no larger than these requests need, and the programs that they need first are compiled
+        while the weights load. If they are left out, nothing is assumed. `progress(name, done, total)` is called in
+        the phases `check`, `load` and `compile`. Raise ConfigError or ModelLoadError.
         """
         handle = handle or open_model(config)
         engine = cls.__new__(cls)
@@ -84,7 +84,7 @@ class Engine:
         return engine
 
     def _start(self, parts: EngineComponents) -> None:
-        """Take the parts of an engine that were built."""
+        """Set this engine's attributes from the parts that `build_engine` has made, without requests."""
         self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes
         self.step_sizes = parts.sizes.step
         self.tokenizer = parts.handle.tokenizer
@@ -143,9 +143,9 @@ class Engine:
         """Complete one prompt or a list of prompts; return one output per prompt, in the order of the prompts.
 
         A prompt is a text, a list or an array of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and
-        `messages`, beside which `cache_salt` and `priority` may stand. `sampling_params` is one value for all prompts
-        or a list with one for each; None is `default_sampling_params`. `priority`, likewise one or a list, goes before
-        that of a mapping; a lower value is served sooner. `use_tqdm` shows a progress bar on a terminal.
+        `messages`, and optionally `cache_salt` and `priority`. `sampling_params` is one value for all prompts or a list
+        with one for each; None is `default_sampling_params`. `priority`, likewise one or a list, overrides that of a
+        mapping; a lower value is served sooner. `use_tqdm` shows a progress bar on a terminal.
 
         With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn
         and without text; parameters that ask for more logprobs, for stop strings or for beams are refused.
@@ -153,9 +153,9 @@ class Engine:
         With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed, and
         an exception in a step, in the model or in an output is raised as it is, with a note that names the request.
         With `on_error="return"` such a request gets an output whose `error` is set and whose finish reason is "error",
-        the others are computed, and the exception is logged; beside `return_arrays` a bad prompt still raises, and the
-        result's `errors` tell of failures. A request whose logits are NaN or infinite, or whose rules leave no token,
-        ends with such an output in either case.
+        the exception is logged, and other requests go on; with `return_arrays` a bad prompt still raises, and failures
+        are in the result's `errors`. A request whose logits are NaN or infinite, or whose rules leave no token, ends
+        with such an output in either case.
 
         Raise ConfigError while requests of `add_request` are unfinished. Requests of a call that raises, or is
         interrupted, are aborted.
@@ -199,9 +199,9 @@ class Engine:
     ) -> list[RequestOutput]:
         """Search the most likely continuations of each prompt; each output has the best `beam_width`, best first.
 
-        `cumulative_logprob` of a beam is the sum over its tokens. A search needs the logprobs of `beam_width` + number
-        of EOS tokens per row, which the engine's `max_logprobs` must allow. The other arguments and the errors are
-        those of `generate`.
+        `cumulative_logprob` of a beam is the sum over its tokens. A step of a search needs the logprobs of
+        `beam_width` + (number of EOS tokens) tokens per beam, which the engine's `max_logprobs` must allow. The other
+        arguments, the order of the outputs and the errors are those of `generate`.
         """
         prompts = as_prompts(prompts)
         each = one_for_each(params, len(prompts), "params", BeamSearchParams, "BeamSearchParams")
@@ -228,15 +228,15 @@ class Engine:
         """Queue a request; `step` returns its outputs under `request_id`.
 
         `prompt` has any form that `generate` takes; `params` of None are `default_sampling_params`. `arrival_time`, in
-        seconds of `time.monotonic()` and not in the future, is the start of its metrics and of the wait that
-        `scheduling_delay_factor` bounds; requests of equal urgency are served in the order of the calls, whatever it
-        says. `priority` goes before that of the prompt's mapping; a lower value is served sooner. `number` is the
-        request's place in the seed of a request without one, by default the count of earlier requests: a resumed job
-        gives the number of the first run and draws the same tokens.
+        seconds of `time.monotonic()` and not in the future, is the start of the request's metrics and of the wait that
+        `scheduling_delay_factor` bounds; it does not change the order, in which requests of equal urgency keep the
+        order of the calls. `priority` overrides that of the prompt's mapping; a lower value is served sooner. If
+        `params` have no seed, the seed is made of the engine's and of `number`, by default the count of earlier
+        requests: a resumed job gives the numbers of its first run and draws the same tokens.
 
         Raise InvalidRequestError if an argument is wrong, the id belongs to an unfinished request, or the request can
-        never fit; QueueFullError if as many requests or tokens wait as the engine's `limits` allow. Other requests
-        are unchanged then.
+        never fit; QueueFullError if as many requests or tokens wait as the engine's `limits` allow. Nothing is queued
+        then.
         """
         check_new_id(request_id, self._loop.requests)
         options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
@@ -244,7 +244,10 @@ class Engine:
         self._loop.call("add_request", partial(self._add, new, caller=get_ident(), is_counted=number is None))
 
     def _add(self, new: NewRequest, *, caller: int, is_counted: bool) -> None:
-        """Queue a request of the thread `caller` between two steps; one that `is_counted` gets its number here."""
+        """Queue a request of the thread `caller`, between two steps, where no other thread can take its id or number.
+
+        If `is_counted` is true, its number is the count of requests so far, which then grows by one.
+        """
         self._loop.check_shared("add_request", caller)
         check_new_id(new.request_id, self._loop.requests)
         new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
@@ -258,27 +261,24 @@ class Engine:
         An exception in a step costs no tokens: the next steps compute again what was lost. If steps fail repeatedly
         without a token between them, requests are computed one at a time, and one that fails alone ends with an
         error. If several fail alone, all unfinished requests end with errors and the exception is raised; the next
-        step returns their outputs. An interrupt such as KeyboardInterrupt is raised at once, and later steps go on.
+        step returns their outputs. An interrupt such as KeyboardInterrupt is raised at once; later calls go on.
 
-        `error` of an output names the type of what has failed; its message is logged, see `log_failure`.
+        `error` of an output names only the type of the exception; the exception itself is logged.
         """
         return self._loop.step()
 
     def prepare_request(
         self, request_id: str, encoded: EncodedPrompt, params: CheckedParams, *, number: int
     ) -> Request:
-        """Return a checked request that is not queued, for `run_requests`.
+        """Return a request that is not queued, for `run_requests`.
 
-        `encoded` and `params` have been checked against this engine's model. `number` is that of `add_request`. Raise
-        InvalidRequestError if the request does not fit into this engine.
+        `encoded` and `params` were checked against this engine's model by its `PromptEncoder`. `number` is part of the
+        seed if the parameters have none. Raise InvalidRequestError if the request does not fit into this engine.
         """
         return self._loop.make(self._builder.build_encoded(request_id, encoded, params, number=number))
 
     def run_until_done(self, requests: Iterable[Request] = (), *, on_error: str = "raise") -> Iterator[RequestOutput]:
-        """Step until no request is left; yield the last output of each request.
-
-        The rest is as in `run_requests`; what has failed is logged as by `step`.
-        """
+        """Yield the last output of each request, as `run_requests` does, and log the exceptions of failed requests."""
         for request, output in self.run_requests(requests, on_error=on_error):
             self.log_failure(request)
             yield output
@@ -286,7 +286,7 @@ class Engine:
     def run_requests(
         self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
     ) -> Iterator[tuple[Request, RequestOutput]]:
-        """Queue `requests`, of `prepare_request`, and step until no request is left; see `EngineLoop.run_requests`."""
+        """Queue `requests` of `prepare_request`, and step until none is left; see `EngineLoop.run_requests`."""
         return self._loop.run_requests(requests, stream=stream, on_error=on_error)
 
     def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
@@ -314,21 +314,21 @@ class Engine:
     ) -> list[int]:
         """Add `n` samples to a request that go on from where its sample `sample` stands; return their sample indices.
 
-        The new samples have the tokens so far and share their pages; from there on they draw by their own indices:
-        `sample_indices`, or the lowest free ones. They come among the outputs of the request. Other requests go on,
-        but may lose a place to the new samples. Raise InvalidRequestError, changing nothing, if the request or the
-        sample has ended or is unknown, is greedy or a beam search, or if so many samples can never fit.
+        The new samples start with the tokens of `sample` and share its pages. Their later draws depend on their own
+        sample indices: `sample_indices`, or the lowest free ones. Their outputs are those of the request. The new
+        samples may delay other requests. Raise InvalidRequestError, changing nothing, if the request or the sample is
+        unknown or has ended, if the request is greedy or a beam search, or if so many samples can never fit.
         """
         fork = partial(self._loop.fork, request_id, n, sample=sample, sample_indices=sample_indices)
         return self._loop.call("fork", fork)
 
     def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
-        """Keep the full pages of a prompt in the prefix cache, however rarely used; return the tokens they hold now.
+        """Keep the full pages of a prompt in the prefix cache, however rarely used; return the tokens cached so far.
 
         Pages that are not cached yet are kept once a request has computed them; to compute them now, run the prompt
-        with `max_tokens=1`. Other requests have that many pages less. Pinned pages are evicted all the same where a
-        request that was accepted could otherwise never run. Raise InvalidRequestError if prefix caching is off, if the
-        prompt fills no page, or if an unfinished request could then never end.
+        with `max_tokens=1`. The pages are not available to other requests, but are evicted where an accepted request
+        could otherwise never run. `cache_salt` is that of the requests that share the pages. Raise InvalidRequestError
+        if prefix caching is off, if the prompt fills no page, or if an unfinished request could then never end.
         """
         token_ids, key = self._builder.prefix(prompt, cache_salt)
         return self._loop.call("pin_prefix", lambda: self._loop.pin(token_ids, key))
@@ -379,10 +379,10 @@ class Engine:
     def logprobs(self, token_ids: Any, *, temperature: float = 1.0) -> Float[Array, "*B N1"]:
         """Return the logprob of each token but the first, given those before it: float32, [N − 1] for N token ids.
 
-        For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest, padded by zeros.
-        They come from the programs that serve, and mean what logprobs of drawn tokens mean: the log-softmax of the
-        logits ÷ `temperature`, from 1e-4 to 2, without truncation. Raise InvalidRequestError for a sequence of more
-        than `max_model_len` tokens, and for other arguments that are wrong.
+        For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest list; shorter rows
+        are padded by zeros. The logprobs come from the programs that serve: the log-softmax of the logits ÷
+        `temperature`, from 1e-4 to 2, without truncation. Raise InvalidRequestError for a sequence of more than
+        `max_model_len` tokens, and for other arguments that are wrong.
         """
         return self._trainer.logprobs(token_ids, temperature=temperature)
 
@@ -394,52 +394,52 @@ class Engine:
     ) -> LogprobComparison:
         """Draw a continuation of each prompt and compare the logprobs of its tokens with a trainer's.
 
-        `trainer_fn` takes ids [B, N], int32, prompts and outputs, padded at their ends by zeros, and returns the
-        logprob of each token but the first, [B, N − 1]. They have to mean what the engine's `logprobs_mode` says: with
-        raw_logprobs the model's own, whatever the temperature.
+        `trainer_fn` takes int32 ids [B, N], each row a prompt and its output, padded at the end by zeros. It returns
+        the logprob of each token but the first, [B, N − 1], in the sense of the engine's `logprobs_mode`: with
+        raw_logprobs those of the model's logits, whatever the temperature.
         """
         return self._trainer.compare_logprobs(trainer_fn, prompts, sampling_params)
 
     def update_params(
         self, params: Mapping[str, Any], *, version: int | None = None, in_flight: str = "wait", copy: bool = True
     ) -> None:
-        """Replace all weights by a tree of arrays. No program is compiled for it after the first two of a kind of tree.
+        """Replace all weights by a tree of arrays. Only the first two updates by a kind of tree compile programs.
 
-        `params` is flat or nested. It holds all tensors of the model under their Hugging Face names; or these without
-        the layers' numbers, the tensors of all layers in one array [L, …]; or arrays under the paths of the engine's
-        own weights (`Engine.params`), or of your own module. Their dtypes may differ from the engine's. Arrays
-        of JAX on any devices of this process are taken, and numpy's. They are copied, so that a trainer may donate
-        them; with `copy=False` those that are what the engine needs are taken as they are, and must stay.
+        `params` is flat or nested. Its names are the tensors' Hugging Face names; or these without the layers' numbers,
+        with the tensors of all layers in one array [L, …]; or the paths of the engine's own weights (`Engine.params`),
+        or of your own module. Dtypes may differ from the engine's. Arrays may be numpy's, or JAX's on any devices of
+        this process. They are copied, so a trainer may donate them later; with `copy=False` an array that the engine
+        can use as it is becomes its weight, and must not be deleted or donated.
 
         `version` is what outputs call the new weights, by default one more than before. `in_flight` says what becomes
         of unfinished requests: "wait" computes those that have begun to their end, "keep" lets them go on with the keys
         and values they have, "recompute" computes these anew from their tokens, "abort" ends them. While the engine
-        sleeps, all but "abort" mean "recompute". The next `step` returns what they have got. No later request finds
-        prefixes that other weights have computed.
+        sleeps, all but "abort" mean "recompute". The next `step` returns the tokens that they have got meanwhile.
+        Prefixes computed by other weights are no longer found in the cache.
 
-        Raises ModelLoadError, which lists every leaf that is missing, left over, misshapen, of a wrong type or not
-        finite, and ConfigError, before anything is changed. If the devices fail meanwhile, their exception is raised,
-        and the engine sleeps without weights until the next update.
+        Before anything is changed, raise ModelLoadError, which lists every leaf that is missing, unknown, misshapen, of
+        a wrong type or not finite, or ConfigError for a wrong option. If the devices fail during the update, their
+        exception is raised, and the engine sleeps without weights until the next update.
         """
         update = partial(self._trainer.update_params, params, version=version, in_flight=in_flight, copy=copy)
         self._loop.call("update_params", update)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free the memory of the device for others, until `wake_up`.
+        """Free the device's memory for other uses, until `wake_up`.
 
-        Level 1 frees the pages and moves the weights to the host's memory, where a CPU has them already; level 2 drops
-        them: `update_params`, or `wake_up` if they are those of a checkpoint, refills them. `mode` says what becomes of
+        Both levels free the pages. Level 1 moves the weights to the host's memory, where a CPU has them already. Level
+        2 drops them: `update_params` refills them, or `wake_up` if they are a checkpoint's. `mode` says what becomes of
         unfinished requests: "abort" ends them, "wait" computes those that have begun to their end, "keep" lets them go
-        on after waking, with the same tokens. The next `step` after waking returns what they have got. Raises
-        ConfigError for an engine that sleeps already.
+        on after waking, with the same tokens. The next `step` after waking returns the tokens that they have got. Raise
+        ConfigError if an argument is wrong or the engine sleeps already.
         """
         self._loop.call("sleep", lambda: self._trainer.sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
 
-        Weights that were dropped and are not those of a checkpoint come by `update_params` alone: without `tags` that
-        is a ConfigError, and `wake_up(["weights"])` then changes nothing.
+        Only `update_params` can refill weights that were dropped and are not a checkpoint's: `wake_up()` then raises
+        ConfigError, and `wake_up(["weights"])` changes nothing.
         """
         self._loop.call("wake_up", lambda: self._trainer.wake_up(tags))
 

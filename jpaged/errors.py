@@ -33,10 +33,14 @@ class InvalidRequestError(JpagedError):
 
 
 class QueueFullError(JpagedError):
-    """The queue is full: this request was not queued, those in the queue stay. It may be given again later."""
+    """The queue is full, and this request was not queued; it may be given again later. Other requests are unchanged."""
 
     def __init__(self, limit: str, *, got: int, allowed: int):
-        """`limit` is a key of `EngineConfig.limits`; `got` is what would wait if this request were queued."""
+        """Make the error for a limit of the queue, and its message.
+
+        `limit` is a key of `EngineConfig.limits`, such as "waiting_tokens". `got` is how many requests or tokens would
+        wait if this request were queued, and `allowed` is the limit's value.
+        """
         super().__init__(
             f"{limit}: got {got} with this request, allowed: {allowed}; try again later, or start the engine with a "
             f"higher {limit} among its limits",

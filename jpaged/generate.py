@@ -8,7 +8,7 @@ from .__main__ import main as end_with_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `jpaged generate` in this process, with these arguments or its own, and return the exit status."""
+    """Run `jpaged generate` in this process and return its exit status; `argv` of None is `sys.argv[1:]`."""
     from .commands.generate import main
 
     return main(argv)

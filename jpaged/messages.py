@@ -1,4 +1,4 @@
-"""What crosses the border of the host core: a request as a front has decided it, on its way in.
+"""The message by which a request reaches the host core, after all its arguments were checked.
 
 A message is frozen, and holds plain values only. It knows neither pages nor steps, and this module loads no JAX.
 """

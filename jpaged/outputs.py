@@ -36,9 +36,10 @@ class WeightVersion(msgspec.Struct, frozen=True, gc=False):
 
 
 class SampleDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one sample of a request has got since its last delta: flat, since a step makes one for each of its rows.
+    """The new tokens and text of one sample of a request since its last delta.
 
-    Who streams takes deltas, and one `RequestOutput` for each request that has ended.
+    A stream gets deltas, and one `RequestOutput` for each request that has ended. A delta is a flat record, since a
+    step makes one for each of its rows.
     """
 
     request_id: str
@@ -122,7 +123,10 @@ class RequestOutput:
 
 
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
-    """Return the output of a request that failed before it was queued, or whose own output could not be made."""
+    """Return the output of a request that failed before it was queued, or whose own output could not be made.
+
+    It has one empty sample with the finish reason "error", and `message` as its `error`. All its times are now.
+    """
     now = time.monotonic()
     text = prompt if isinstance(prompt, str) else None
     sample = CompletionOutput(index=0, text="", token_ids=(), finish_reason="error")
