@@ -227,12 +227,15 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
 
     @property
     def num_devices(self) -> int | None:
-        """Return the devices that are asked for, None if they are chosen at start: those of one chip."""
+        """Return the number of devices that was asked for; None if it is chosen at start, as that of one chip."""
         return self.tensor_parallel_size if self.mesh is None else self.mesh.size
 
     def _check_pairs(self) -> None:
-        """Refuse options that contradict each other, or one of which would be ignored."""
-        one, leave = "give one of the two", "leave one of them out"
+        """Raise ConfigError if two options contradict each other, or if one of them would be ignored.
+
+        Runs after the check of each single option, so every value has its type and range.
+        """
+        one, leave = "give one of the two", "leave one of them out"  # Advice that ends the messages.
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             self._refuse("kv_cache_memory_bytes", f"none beside num_blocks, {self.num_blocks}", one)
         if self.num_host_blocks is not None and self.swap_space is not None:

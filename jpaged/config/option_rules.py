@@ -1,4 +1,7 @@
-"""Rules of engine options that say more than a type and a range. Each takes a value, and returns what is kept of it."""
+"""Rules of engine options that say more than a type and a range.
+
+A rule takes a value as the caller gave it, and returns it as `EngineConfig` keeps it, or raises `checks.Unfit`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def block_size(value: Any) -> int:
 
 
 def host_blocks(value: Any) -> int:
-    """Take 0, or a pool that has a page beside the null page."""
+    """Take 0, or at least 2 pages: the null page, which holds no tokens, and another one."""
     if COUNT(value) == 1:
         raise Unfit("0, or an integer ≥ 2, since the first page is the null page")
     return int(value)
@@ -61,7 +64,10 @@ def only_one(value: Any) -> int:
 
 
 def processors(value: Any) -> tuple[LogitsProcessor, ...]:
-    """Take a list of processors as a tuple; no two may share an argument's name."""
+    """Take a list or a tuple of LogitsProcessor, and return it as a tuple. Raise Unfit for anything else.
+
+    Requests name the arguments of all processors in one mapping, so no two processors may share an argument's name.
+    """
     if not isinstance(value, list | tuple) or not all(isinstance(one, LogitsProcessor) for one in value):
         raise Unfit("a list of LogitsProcessor")
     arguments = [argument for processor in value for argument in processor.arguments]
@@ -71,7 +77,10 @@ def processors(value: Any) -> tuple[LogitsProcessor, ...]:
 
 
 def limits(value: Any) -> dict[str, int | None]:
-    """Take a mapping, and return every limit by its name; None means no limit."""
+    """Take a mapping of some of LIMITS to integers ≥ 1 or None, and return all of LIMITS; None means no limit.
+
+    Raise ConfigError for an unknown name, and Unfit for a wrong value.
+    """
     if not isinstance(value, Mapping):
         raise Unfit(f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
     limits: dict[str, int | None] = dict.fromkeys(LIMITS)
@@ -92,7 +101,10 @@ def overrides(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Return a copy of a value that JSON has, whose objects and lists lie at most so deep."""
+    """Return a copy of a JSON value; tuples become lists. Raise Unfit for a value that JSON does not have.
+
+    At most `depth` levels of objects, lists and values may be nested, this value included; more raise Unfit.
+    """
     if not depth:
         raise Unfit(f"at most {MAX_JSON_DEPTH} levels")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -112,7 +124,11 @@ def params_tree(value: Any) -> Any:
 
 
 def tensor_mesh(value: Any) -> Any:
-    """Take a mesh that is spread along its tensor axis alone."""
+    """Take a `jax.sharding.Mesh` whose devices all lie along its tensor axis, or None.
+
+    Raise Unfit for another type, for a missing data or tensor axis, for another axis of more than one device, for no
+    device, and for a device that occurs twice.
+    """
     if value is None:
         return None
     from jax.sharding import Mesh  # Not before: the command line reads its options without JAX.
