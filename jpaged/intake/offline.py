@@ -13,10 +13,11 @@ from ..checks import is_integer, refusal, shown
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts from one prompt or from many.
+    """Return a list of prompts, made of one prompt or of a list of prompts.
 
-    A text, a mapping, a list of token ids and an array of them are each one prompt. The prompts themselves are not
-    checked. Raise InvalidRequestError for what is neither a prompt nor a list.
+    A text, a mapping, a list of token ids and a one-dimensional array of them are each one prompt. A two-dimensional
+    array is one prompt per row, and an empty list is no prompt. The prompts themselves are not checked. Raise
+    InvalidRequestError for a value that is neither a prompt nor a list.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -26,14 +27,15 @@ def as_prompts(prompts: Any) -> list[Any]:
         raise refusal("prompts", type(prompts).__name__, "a prompt or a list of prompts")
     if not prompts:
         return []
+    # A list of integers is one prompt of token ids; any other list has prompts as its elements.
     return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
 
 
 def as_sequences(token_ids: Any) -> tuple[list[list[int]], bool]:
-    """Return a list of lists of token ids, and whether there was one sequence instead of a list of them.
+    """Return a list of lists of token ids, and whether `token_ids` was a single sequence, not a list of sequences.
 
-    Sequences are lists, tuples or arrays of integers, and an array [B, N] is B of them. The ids themselves are checked
-    later. Raise InvalidRequestError for anything else, and where there is no sequence, or an empty one.
+    A sequence is a list, a tuple or an array of integers; an array [B, N] is B sequences. The values of the ids are
+    checked later. Raise InvalidRequestError for anything else, for no sequence, and for an empty sequence.
     """
     allowed = "a list or an array of token ids, or a list of such"
     if isinstance(token_ids, str | Mapping) or not (isinstance(token_ids, Sequence) or _is_array(token_ids)):
@@ -48,9 +50,10 @@ def as_sequences(token_ids: Any) -> tuple[list[list[int]], bool]:
 
 
 def as_conversations(messages: Any) -> list[Any]:
-    """Return a list of conversations from one conversation, a list of messages, or from a list of them.
+    """Return a list of conversations, made of one conversation or of a list of conversations.
 
-    Raise InvalidRequestError for anything else, and for an empty list.
+    A conversation is a list of messages, and a message is a mapping; only the first element is looked at. Raise
+    InvalidRequestError for an empty list, and for a value that is no list.
     """
     if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence) or not messages:
         raise refusal("messages", shown(messages), "a list of {role, content}, or a list of such lists")
@@ -58,10 +61,11 @@ def as_conversations(messages: Any) -> list[Any]:
 
 
 def one_for_each(values: Any, num_prompts: int, name: str, kind: Any, kind_name: str) -> list[Any]:
-    """Return one value per prompt from one value for all prompts, or from a list with one for each.
+    """Return a list with one value per prompt.
 
-    A value of type `kind` is for all prompts. Raise InvalidRequestError, which names the argument `name` and calls
-    the type `kind_name`, for a list of another length and for what is no list. Values in a list are not checked.
+    If `values` is an instance of `kind`, a type or a union of types, it is one value for all prompts. Otherwise it must
+    be a list with one value per prompt, whose elements are not checked here. Raise InvalidRequestError for a list of another length
+    and for a value that is no list; `name` and `kind_name` are the argument and the type in the message.
     """
     if isinstance(values, kind):
         return [values] * num_prompts

@@ -1,4 +1,4 @@
-"""Makes the messages of new requests: every argument of a caller is checked here, before anything is queued."""
+"""Checks every argument of a new request, and makes the message by which the request is queued."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class RequestBuilder:
     def __init__(
         self, config: EngineConfig, encoder: PromptEncoder, sizes: StepSizes, sampling_defaults: Mapping[str, Any]
     ):
-        """`sampling_defaults` are the fields of SamplingParams that the model sets."""
+        """Start with a count of 0 requests.
+
+        `encoder` checks and encodes prompts for the engine's model, `sizes` are the engine's limits, and
+        `sampling_defaults` are the fields of SamplingParams that the model's generation config sets.
+        """
         self.config, self.encoder, self.sizes = config, encoder, sizes
         self.sampling_defaults = sampling_defaults
         self.num_requests = 0
@@ -49,10 +53,12 @@ class RequestBuilder:
         arrival_time: Any = None,
         form: ResultForm = ResultForm.ENTRIES,
     ) -> NewRequest:
-        """Check arguments, encode the prompt, and return the request; raise InvalidRequestError if one is wrong.
+        """Check the arguments, encode the prompt, and return the request's message; it is not queued.
 
-        The arguments are those of `Engine.add_request`. `params` of None are `default_params`. `priority` goes before
-        that of the prompt's mapping. `form` is that of its results.
+        `prompt` is a text, token ids or a mapping, and `params` of None are `default_params`. `number` is part of the
+        seed of a request without one. `priority` overrides that of the prompt's mapping. `arrival_time` is in seconds
+        of `time.monotonic()`; None is now. `form` is the form of the results; with SCORES the prompt is only scored, so
+        it may be as long as the context. Raise InvalidRequestError if an argument is wrong.
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
@@ -70,9 +76,10 @@ class RequestBuilder:
     def build_encoded(
         self, request_id: str, encoded: EncodedPrompt, checked: CheckedParams, *, number: int
     ) -> NewRequest:
-        """Return the request of a prompt and parameters that were checked before the engine had its sizes.
+        """Return the message of a request whose prompt and parameters were checked before the engine had its sizes.
 
-        Raise InvalidRequestError for a prompt that is too long for this engine, or has too many samples.
+        Raise InvalidRequestError if the prompt is too long for this engine's `max_model_len`, or if it has more samples
+        than `max_num_seqs`.
         """
         self.encoder.check_len(len(encoded.token_ids))
         check_num_samples(checked.params, self.sizes.max_num_seqs)
@@ -88,7 +95,12 @@ class RequestBuilder:
         arrival_time: float | None = None,
         form: ResultForm = ResultForm.ENTRIES,
     ) -> NewRequest:
-        """Return the request of a checked prompt and parameters; an `arrival_time` of None is now."""
+        """Return the message of a request from a checked prompt and checked parameters.
+
+        An `arrival_time` of None is now. With the form SCORES, the last token of a prompt of several tokens becomes the
+        request's given output token, so that all tokens but the first get a logprob. The most output tokens are what
+        the parameters ask, but not more than the context has room for.
+        """
         params, token_ids, given_token = checked.params, encoded.token_ids, None
         is_scored = form is ResultForm.SCORES
         if is_scored and len(token_ids) > 1:
@@ -112,7 +124,11 @@ class RequestBuilder:
         )
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
-        """Return the token ids and the cache key of a prompt to pin; raise InvalidRequestError if it fills no page."""
+        """Return the token ids and the cache key of a prompt to pin.
+
+        `cache_salt` of None leaves that of the prompt's mapping, if there is one. Raise InvalidRequestError if prefix
+        caching is off, the prompt is invalid, or it has fewer tokens than a page.
+        """
         if not self.config.enable_prefix_caching:
             got = "a prompt to pin while enable_prefix_caching is off"
             raise refusal("prompt", got, "none", "start the engine with it on")
@@ -154,10 +170,13 @@ def as_request_ids(request_ids: Any) -> list[str]:
 def fork_source(
     request: Request, n: Any, *, sample: Any, sample_indices: Any, max_num_seqs: int
 ) -> tuple[SampleSequence, list[int]]:
-    """Return the sequence to fork and the indices of its `n` forks; raise InvalidRequestError if that cannot be.
+    """Return the sequence with index `sample` of a request, and the sample indices of its `n` forks.
 
-    `sample_indices` of None are the lowest indices that the request does not have. `max_num_seqs` bounds the samples
-    that a request has at a time.
+    `sample_indices` of None are the lowest indices that the request has never had; otherwise these are n different
+    such indices. `max_num_seqs` bounds the samples that have not ended at a time.
+
+    Raise InvalidRequestError if the request is a beam search or greedy, if the sample is unknown or has ended, if `n`
+    is no integer in [1, room], or if the indices are wrong.
     """
     if request.beams is not None:
         raise refusal("request_id", "a beam search", "a request that samples", "its beams fork by themselves")
@@ -172,7 +191,7 @@ def fork_source(
         left = f"which max_num_seqs, {max_num_seqs}, leaves beside {num_live} samples that have not ended"
         allowed = f"{f'an integer in [1, {room}]' if room else 'none'}, {left}"
         raise refusal("n", shown(n), allowed, "fork fewer, or start the engine with a larger max_num_seqs")
-    used = {one.index for one in request.sequences}
+    used = {one.index for one in request.sequences}  # Ended samples keep their indices.
     if sample_indices is None:
         return parent, list(islice((index for index in count() if index not in used), n))
     if isinstance(sample_indices, str) or not isinstance(sample_indices, Sequence):
@@ -186,7 +205,10 @@ def fork_source(
 
 
 def _as_arrival_time(arrival_time: Any) -> float | None:
-    """Return an arrival time in seconds of `time.monotonic()` as a float, or None; InvalidRequestError if not past."""
+    """Return an arrival time, in seconds of `time.monotonic()`, as a float; None, which means now, stays None.
+
+    Raise InvalidRequestError for a time in the future and for a value that is no finite number.
+    """
     if arrival_time is None:
         return None
     now = time.monotonic()
