@@ -48,7 +48,11 @@ class GenerationArrays:
 
 
 def for_arrays(params: Any) -> SamplingParams:
-    """Return parameters whose results arrays can hold: with the logprobs of drawn tokens and without text."""
+    """Return a copy of `params` for results as arrays: with the logprob of each drawn token, and without text.
+
+    Raise InvalidRequestError for parameters that are no SamplingParams, or that ask for logprobs of other tokens, for
+    prompt logprobs or for stop strings.
+    """
     if not isinstance(params, SamplingParams):
         raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays")
     for name, allowed in (("logprobs", (None, 0)), ("prompt_logprobs", (None,)), ("stop", ((), None))):
@@ -58,7 +62,11 @@ def for_arrays(params: Any) -> SamplingParams:
 
 
 def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
-    """Return the samples of requests that have ended; T is the most tokens that any of them could have."""
+    """Return the samples of requests that have ended, one row per sample, in the order of `requests`.
+
+    T is the largest `max_tokens` of the requests, not the longest output: the shapes do not depend on what was drawn.
+    P is the longest prompt. Without requests, B, P and T are 0.
+    """
     samples = [(index, one) for index, request in enumerate(requests) for one in request.sequences]
     shape = len(samples), max((request.max_tokens for request in requests), default=0)
     tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -66,14 +74,15 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     prompt_shape = len(samples), max((request.prompt_len for request in requests), default=0)
     prompts, prompt_mask = np.zeros(prompt_shape, np.int32), np.zeros(prompt_shape, bool)
     for row, (_, sample) in enumerate(samples):
-        count = sample.num_output_tokens
-        prompts[row, prompt_shape[1] - sample.request.prompt_len :] = sample.request.prompt_token_ids
-        prompt_mask[row, prompt_shape[1] - sample.request.prompt_len :] = True
+        count, prompt_start = sample.num_output_tokens, prompt_shape[1] - sample.request.prompt_len
+        prompts[row, prompt_start:] = sample.request.prompt_token_ids
+        prompt_mask[row, prompt_start:] = True
         tokens[row, :count] = _output_tokens(sample)
         logprobs[row, :count] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:count]
         if sample.token_log_masses is not None:
             log_masses[row, :count] = sample.token_log_masses
         mask[row, :count] = True
+        # In ascending order of `start`: each version overwrites the tail of the one before.
         for start, version in sample.weight_versions:
             versions[row, start:count] = version
     has_masses = any(sample.token_log_masses is not None for _, sample in samples)
@@ -92,7 +101,11 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
 
 
 def scores_of_prompts(requests: Sequence[Request]) -> Float[Array, "B N1"]:
-    """Return the logprob of each token but the first of requests of the form SCORES, float32, padded by zeros."""
+    """Return the logprob of each token but the first, for requests of the form SCORES: float32 [B, N − 1].
+
+    N is the length of the longest sequence; rows of shorter ones are padded by zeros at their ends. Raise JpagedError
+    if a request has failed.
+    """
     _raise_if_failed("logprobs", requests)
     rows = [_scores(request) for request in requests]
     scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
@@ -119,7 +132,12 @@ class LogprobComparison:
 def compare(
     requests: Sequence[Request], trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]]
 ) -> LogprobComparison:
-    """Compare the logprobs of the requests' samples with a trainer's; see `Engine.compare_logprobs`."""
+    """Compare the logprobs of the output tokens of finished requests with a trainer's.
+
+    `trainer_fn` takes int32 ids [B, N], each row a prompt and its output, padded by zeros at the end, and returns the
+    logprob of each token but the first, [B, N − 1]. Raise JpagedError if a request has failed, InvalidRequestError if
+    there is none or `trainer_fn` returns another shape.
+    """
     _raise_if_failed("compare_logprobs", requests)
     samples = [sample for request in requests for sample in request.sequences]
     if not samples:
@@ -142,7 +160,7 @@ def compare(
 
 
 def _raise_if_failed(call: str, requests: Sequence[Request]) -> None:
-    """Raise JpagedError for a request that has failed."""
+    """Raise JpagedError for the first request that has failed; `call` is the method that the message names."""
     for index, request in enumerate(requests):
         if request.error is not None:
             raise JpagedError(f"{call}: sequence {index} failed: {request.error}")
@@ -159,7 +177,10 @@ def _output_tokens(sample: SampleSequence) -> np.ndarray:
 
 
 def _scores(request: Request) -> np.ndarray:
-    """Return the logprob of each token but the first of a request of the form SCORES; its output is the last one."""
+    """Return the logprob of each token but the first of a request of the form SCORES.
+
+    The last token of its sequence was given as the output; its logprob follows those of the prompt.
+    """
     last = request.sequences[0].token_logprobs if request.given_token is not None else None
     return np.frombuffer(bytes(request.prompt_scores.numbers or b"") + bytes(last or b""), np.float32)
 

@@ -57,7 +57,11 @@ class Sleep:
             raise refusal("sleep", "an engine that sleeps", "one that is awake", self.way_out, error=ConfigError)
 
     def begin(self, level: int) -> None:
-        """Free the pages, and the weights as the level says. No request may have pages, no step be in flight."""
+        """Free the pages, and move (level 1) or drop (level 2) the weights.
+
+        Level 1 moves the weights to the host's pinned memory; on a CPU they stay, with a warning. No request may have
+        pages and no step may be in flight.
+        """
         self.runner.drop_state()
         if level == 2:
             self.runner.store.drop()
@@ -68,8 +72,11 @@ class Sleep:
                 self.runner.store.move("pinned_host")
 
     def end(self, tags: Any) -> None:
-        """Bring back what `tags` name, None for all. Weights that come from no checkpoint stay away if `tags` name
-        them, and are a ConfigError if not."""
+        """Bring back what `tags` name: the weights, the pages, or both, which is what None means.
+
+        Weights that were dropped and come from no checkpoint cannot be brought back. With `tags` of None that raises
+        ConfigError, and nothing is changed. If `tags` name them, they stay away, as with vLLM, until an update.
+        """
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or not isinstance(wanted, Collection) or not set(wanted) <= set(TAGS):
             raise refusal("tags", shown(wanted), f"None, or a list of {', '.join(TAGS)}", error=ConfigError)
@@ -81,11 +88,14 @@ class Sleep:
             self.runner.reset()
 
     def _bring_weights_back(self) -> bool:
-        """Move the weights back to the device, or read them again; return whether there are any."""
+        """Move the weights back to the device, or read them from the checkpoint again; return whether it has them now.
+
+        The checkpoint is not read again after an update, since its weights are then older than those that were lost.
+        """
         store = self.runner.store
         with jax.transfer_guard("allow"):
             if store.leaves:
-                store.move(None)
+                store.move(None)  # To the device's default memory.
             elif self.reload is not None and self._has_weights_to_bring_back:
                 store.put(self.reload())
         return store.is_ready

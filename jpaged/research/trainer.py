@@ -35,11 +35,15 @@ class Trainer:
         return self.runner.weights.state
 
     def logprobs(self, token_ids: Any, *, temperature: float) -> Float[Array, "*B N1"]:
-        """Return the logprob of each token but the first, given those before it."""
+        """Return the logprob of each token but the first, given the tokens before it: float32.
+
+        The shape is [N − 1] for one sequence of N ids, and [B, N − 1] for a list of B sequences, padded by zeros.
+        `temperature` divides the logits; it must be in [1e-4, 2]. Raise InvalidRequestError if an argument is wrong.
+        """
         sequences, is_one = as_sequences(token_ids)
         check("temperature", temperature, number(1e-4, 2.0))
         params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
-        # Requests without a seed draw as if this call had never been.
+        # These requests are not counted, so the seeds of later requests do not depend on this call.
         options: dict[str, Any] = {"number": 0, "form": ResultForm.SCORES}
         _, requests = self.batch.run("logprobs", sequences, [params] * len(sequences), **options)
         scores = scores_of_prompts(requests)
@@ -51,7 +55,11 @@ class Trainer:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> LogprobComparison:
-        """Draw a continuation of each prompt and compare the logprobs of its tokens with a trainer's."""
+        """Draw a continuation of each prompt and compare the logprobs of its tokens with a trainer's.
+
+        `trainer_fn` takes int32 ids [B, N] and returns logprobs [B, N − 1]; see `Engine.compare_logprobs`. None as
+        `sampling_params` are the model's recommended ones.
+        """
         prompts = as_prompts(prompts)
         params = self.batch.builder.default_params() if sampling_params is None else sampling_params
         each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
@@ -60,7 +68,12 @@ class Trainer:
         return compare(requests, trainer_fn)
 
     def update_params(self, params: Mapping[str, Any], *, version: int | None, in_flight: str, copy: bool) -> None:
-        """Replace all weights by a tree of arrays."""
+        """Replace all weights by the arrays of the tree `params`. Runs between steps.
+
+        Names and options are checked first, so that a refused call changes nothing. Then unfinished requests are
+        treated as `in_flight` says, the weights are replaced, and later tokens belong to `version`. Raise ConfigError
+        for a wrong option, ModelLoadError for a wrong tree.
+        """
         self.loop.check_outside("update_params")
         number = self.versions.check_options(version, in_flight, copy)
         with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
@@ -70,11 +83,14 @@ class Trainer:
         self.versions.advance(number)
 
     def sleep(self, level: int, mode: str) -> None:
-        """Free the memory of the device for others, until `wake_up`."""
+        """Free the device's memory for other uses until `wake_up`, after treating requests as `mode` says.
+
+        Runs between steps. Raise ConfigError if an argument is wrong or the engine sleeps already.
+        """
         self.loop.check_outside("sleep")
         self.sleeping.check(level, mode)
         self.loop.drain(mode)
-        self.loop.core.restart()
+        self.loop.core.restart()  # Requests keep their tokens and give up their pages.
         self.sleeping.begin(level)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:

@@ -29,7 +29,7 @@ class WeightVersions:
         """Keeps pages of different weights apart also where versions repeat."""
 
     def check_options(self, version: Any, in_flight: Any, copy: Any) -> int:
-        """Return the version that an update goes to; raise ConfigError for an option that there is not."""
+        """Return the version number of an update; None is the present one + 1. Raise ConfigError for a wrong value."""
         check("in_flight", in_flight, one_of(*IN_FLIGHT), error=ConfigError)
         check("version", version, or_none(integer(-MAX_VERSION - 1, MAX_VERSION)), error=ConfigError)
         check("copy", copy, boolean, error=ConfigError)
@@ -40,16 +40,16 @@ class WeightVersions:
         return replace(key, weights_version=self.num_updates)
 
     def tag(self, request: Request) -> None:
-        """Note that a request which comes belongs to the present weights."""
+        """Record that a new request, which has no tokens yet, is computed by the present weights."""
         request.weights_version = self.version
         for sequence in request.sequences:
             sequence.weight_versions = [(0, self.version)]
         self._renew_key(request)
 
     def advance(self, version: int) -> None:
-        """Note that the weights are others from now on. No step may be in flight.
+        """Record that the weights have changed, and that outputs call the new ones `version`. No step may be in flight.
 
-        Requests that have pages keep them, but no other request finds them.
+        Requests that have pages keep them, but the prefix cache no longer offers these pages to other requests.
         """
         self.version = version
         self.num_updates += 1
@@ -59,14 +59,20 @@ class WeightVersions:
             self._renew_key(request)
 
     def _renew_key(self, request: Request) -> None:
+        """Give a request the cache key of the present weights, and drop the page hashes that contain the old key."""
         request.cache_key = self.key(request.cache_key)
         for sequence in request.live:
             self.scheduler.prefixes.forget_hashes(sequence)
 
     def _note_version(self, request: Request) -> None:
-        """Note that the next tokens of a request are drawn by the present weights."""
+        """Record that the next tokens of a request are drawn by the present weights.
+
+        A sequence has a list of (index of the first output token, version). Entries that no token was drawn by, because
+        they start where the new one does, are replaced.
+        """
         request.weights_version = self.version
-        # Beams go on in each other's place, all of one length.
+        # A beam search has one history for all its beams, which have one length at a time. Outputs read it from the
+        # first sample, which may have ended, so all samples get the entry.
         sequences = request.live if request.beams is None else request.sequences
         for sequence in sequences:
             start = (sequence if request.beams is None else request.live[0]).num_output_tokens
