@@ -59,16 +59,21 @@ class ToolArguments(dict[str, Any]):
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages as templates see them: plain JSON values, one string as content, no null or empty fields.
 
-    The model's reasoning is put under both of the names that templates read. `function_call` and the role function
-    become what replaced them, a tool call and the role tool. A refusal is the content of the message that has it, and
-    the arguments of a tool call are a mapping, whether they came as one or as JSON. Raises InvalidRequestError for
-    malformed messages, and names the first one by its index.
+    The model's reasoning is put under both of the names that templates read. OpenAI's older forms become the newer
+    ones: `function_call` becomes a tool call, and the role function the role tool. A refusal becomes the message's
+    content, and the arguments of a tool call a mapping, if they came as JSON text. Raise InvalidRequestError, which
+    names the index, for the first malformed message.
     """
     return [_with_calls(_plain_data(message, index), index) for index, message in enumerate(_checked(messages))]
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each message as a dict without its empty fields; the first malformed one raises InvalidRequestError."""
+    """Yield each message as a new dict without empty fields, its content as one string.
+
+    An assistant's message without content may have a refusal, which becomes the content, or reasoning or calls, and
+    then keeps no content or an empty one. Raise InvalidRequestError for the first message that is malformed or has
+    audio.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise _bad_messages(f"messages must be a list of at least one message, got {shorten(messages)}")
     for index, message in enumerate(messages):
@@ -81,10 +86,10 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             raise _bad_messages(f"messages[{index}].audio: not available in this version; send text")
         fields = {name: value for name, value in message.items() if name == "content" or not _is_empty(value)}
         content = fields.pop("content", None)
-        has_none = role == "assistant" and (_is_empty(content) or content == "")
-        if has_none and "refusal" in fields:
+        lacks_content = role == "assistant" and (_is_empty(content) or content == "")
+        if lacks_content and "refusal" in fields:
             content = fields["refusal"]
-        elif has_none and not {"tool_calls", "function_call", *REASONING_NAMES}.isdisjoint(fields):
+        elif lacks_content and not {"tool_calls", "function_call", *REASONING_NAMES}.isdisjoint(fields):
             yield fields if _is_empty(content) else {**fields, "content": content}
             continue
         yield {**fields, "content": _content_text(content, f"messages[{index}].content")}
@@ -96,7 +101,11 @@ def _is_empty(value: object) -> bool:
 
 
 def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a copy of `message` in plain JSON values: a template could call any method of the caller's objects."""
+    """Return a copy of `message` in plain JSON values, with its reasoning under both names that templates read.
+
+    Only plain values are safe: a template could call any method of the caller's objects. `index` names the message in
+    errors. Raise InvalidRequestError for a value that JSON cannot hold.
+    """
     reasoning = next((message[name] for name in REASONING_NAMES if message.get(name)), None)
     if reasoning is not None:
         message = {**message, "thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
@@ -109,7 +118,12 @@ def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message with its tool calls as templates want them, and a content."""
+    """Change a message to the form of tool calls that templates are written for, and return it.
+
+    The role function becomes tool, and `function_call` becomes a list of one call in `tool_calls`, or is dropped if the
+    message has `tool_calls` too. A message without content gets NoContent. `index` names the message in errors. Raise
+    InvalidRequestError for malformed calls.
+    """
     if message["role"] == "function":
         message["role"] = "tool"
     call = message.pop("function_call", None)
@@ -125,10 +139,12 @@ def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def _normalized_call(call: Any, name: str) -> Any:
-    """Return a tool call without null fields, its arguments as a mapping; one of a template's own form as it is.
+    """Return a copy of a tool call without null fields and with its arguments as a mapping.
 
-    A call may be the function itself, with name and arguments, as Qwen's templates take it. Raise InvalidRequestError
-    for a call of another type than a function's, such as OpenAI's custom tools.
+    The arguments are in the field `function`, or in the call itself, as Qwen's templates take it. A call that is no
+    mapping is returned as it is: it may be a form that the model's own template knows. `name` is the place of the call
+    in errors. Raise InvalidRequestError for malformed arguments, and for another type than "function", such as OpenAI's
+    custom tools.
     """
     if not isinstance(call, dict):
         return call
@@ -147,18 +163,21 @@ def _normalized_call(call: Any, name: str) -> Any:
 
 
 def _arguments(value: Any, name: str) -> ToolArguments:
-    """Return the arguments of a call as a mapping; InvalidRequestError unless they are one or JSON of one."""
-    found = value
+    """Return the arguments of a tool call as a mapping; None and an empty text are no arguments.
+
+    Raise InvalidRequestError, with the place `name`, unless `value` is a mapping or the JSON text of an object.
+    """
+    arguments = value
     if isinstance(value, str):
         try:
-            found = json.loads(value or "{}")
+            arguments = json.loads(value or "{}")
         except (ValueError, RecursionError) as error:
             fault = f"is no JSON ({one_line(error)}); send a JSON object, as text or as a mapping"
             raise _bad_messages(f"{name} {fault}") from error
-    found = {} if found is None else found
-    if not isinstance(found, dict):
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
         raise _bad_messages(f"{name} is {shorten(value)}, allowed is a JSON object, as text or as a mapping")
-    return ToolArguments(found)
+    return ToolArguments(arguments)
 
 
 def _mapping_as_dict(value: object) -> dict[Any, Any]:
@@ -168,7 +187,11 @@ def _mapping_as_dict(value: object) -> dict[Any, Any]:
 
 
 def _content_text(content: object, name: str) -> str:
-    """Return a message's content as one string; InvalidRequestError for parts that are no text."""
+    """Return a message's content as one string: a string as it is, the texts of a list of parts joined by newlines.
+
+    Parts are mappings of the type text or refusal. Raise InvalidRequestError, with the place `name`, for other parts
+    and for other content, an empty list included.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:

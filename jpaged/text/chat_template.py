@@ -17,15 +17,15 @@ def render_chat_template(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
 ) -> str:
-    """Return the text of `messages`, which the template sees as `normalize_messages` writes them.
+    """Return the text that a Jinja2 chat template makes of `messages`.
 
-    The template sees `special_tokens` by their names. Raises InvalidRequestError for malformed messages (it names
-    the first one by its index), for anything that the template raises, and for a template that exceeds the limits
-    of `template_environment` on time or length.
+    The template sees the messages as `normalize_messages` writes them, `special_tokens` as variables of these names,
+    and `add_generation_prompt`. Raise InvalidRequestError for malformed messages, for a template that is not valid
+    Jinja2, for anything that the template raises, and for a template that exceeds the limits on time or length.
     """
     conversation = normalize_messages(messages)
     names = {"add_generation_prompt": add_generation_prompt, **special_tokens}
-    import jinja2
+    import jinja2  # Here, since most requests need no template, and the import takes time.
 
     from .template_environment import render
 

@@ -16,7 +16,7 @@ from .tokenizer import Tokenizer
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Replace every byte of a broken stretch by U+FFFD; Python's own handler replaces the stretch by one."""
+    """Replace each invalid byte by U+FFFD; Python's own handler replaces a run of them by a single one."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -44,7 +44,12 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ):
-        """The options are those of `SamplingParams`; `stop` holds no empty string."""
+        """Start with no output after the prompt.
+
+        The options have the names and the meaning of `SamplingParams`: which special tokens appear in the text and how
+        they are spaced, which stop strings end it, whether it then includes them, and after how many tokens they count.
+        No stop string is empty.
+        """
         assert all(stop), "an empty stop string is refused before it gets here"
         self.num_tokens = 0
         self.stop_string: str | None = None
@@ -52,7 +57,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         # A special token directly after another one is written without the space that some decoders put before it.
         self._joined = frozenset[int]() if spaces_between_special_tokens else tokenizer.special_ids
-        self._is_behind_joined = False
+        self._is_after_joined = False
         # SentencePiece's decoder replaces each broken byte, byte-level decoders the longest broken stretch.
         self._errors = _EACH_BYTE if tokenizer.has_byte_fallback else "replace"
         self._matchers = [_StopMatcher(text) for text in stop]
@@ -63,6 +68,8 @@ class Detokenizer:
         """What calls of `delta` have returned, without empty ones."""
         self._unsent: list[str] = []
         self._is_finished = False
+        # The prompt may end within a character. Its bytes so far are the first `_num_prompt_bytes` of `_pending`, the
+        # bytes that await the rest of their character.
         prompt_bytes = self._last_bytes(prompt_token_ids)
         self._is_first = not prompt_bytes
         _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
@@ -75,26 +82,27 @@ class Detokenizer:
         return "".join(self.pieces) + "".join(self._unsent)
 
     def append(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens; return the stop string that they complete, None if they complete none.
+        """Add output tokens; return the stop string that they complete, None if they complete none.
 
-        The earliest completion wins, and of several at one character the longest. The text ends there, before or after
-        the stop string, and later tokens are left out: `num_tokens` counts the others. The first `min_tokens` tokens
-        complete no stop string.
+        If several stop strings are completed, the one that ends first counts, and of those that end at one character
+        the longest. The text then ends before or after the stop string, and later tokens of `token_ids` are ignored:
+        `num_tokens` counts the tokens up to the end. The first `min_tokens` tokens complete no stop string. The
+        sequence must not have ended.
         """
         assert not self._is_finished, "tokens after the end of the sequence"
-        pieces, skipped = self._tokenizer, self._skipped
+        tokenizer, skipped = self._tokenizer, self._skipped
         for token_id in token_ids:
             self.num_tokens += 1
             if token_id in skipped:
                 continue
-            piece = pieces.token_bytes(token_id)
+            piece = tokenizer.token_bytes(token_id)
             if self._joined:
                 is_joined = token_id in self._joined
-                if is_joined and self._is_behind_joined:
-                    piece = pieces.special_bytes(token_id)
-                self._is_behind_joined = is_joined
+                if is_joined and self._is_after_joined:
+                    piece = tokenizer.special_bytes(token_id)
+                self._is_after_joined = is_joined
             if self._is_first and piece:
-                piece = pieces.token_bytes(token_id, is_first=True)
+                piece = tokenizer.token_bytes(token_id, is_first=True)
                 self._is_first = False
             data = self._pending + piece
             if self._num_prompt_bytes:
@@ -116,10 +124,11 @@ class Detokenizer:
             self._unsent.append(text)
 
     def delta(self, *, finished: bool = False) -> str:
-        """Return the certain text that no earlier call has returned; with `finished`, end the sequence first.
+        """Return the text since the last call, as far as no later token can change it.
 
-        Text that may be the beginning of a stop string is held back, if the output excludes stop strings. All deltas
-        together are `text`.
+        Text that may be the beginning of a stop string is held back, unless the output includes stop strings. With
+        `finished` the sequence ends first, so that nothing is held back. Joined, all deltas of an ended sequence are
+        `text`.
         """
         if finished:
             self.finish()
@@ -133,7 +142,10 @@ class Detokenizer:
         return new[:end]
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Return the last bytes of `token_ids`: at least four, the longest character, or all if there are fewer."""
+        """Return the bytes of the last tokens of `token_ids`, without skipped tokens.
+
+        They are at least four, the length of the longest UTF-8 character, or all bytes if there are fewer.
+        """
         tail = b""
         for token_id in reversed(token_ids):
             if token_id not in self._skipped:
@@ -143,11 +155,13 @@ class Detokenizer:
         return tail
 
     def _resolve_prompt_bytes(self, data: bytes) -> bytes:
-        """Return `data` without the character that the prompt left unfinished at its beginning, if that is broken.
+        """Decide whether `data`, which begins with the prompt's unfinished character, completes that character.
 
-        A completed character belongs to the output. A broken one was part of the prompt's text, as U+FFFD, and is
-        dropped. Until enough bytes have come to know, `data` is returned as it is.
+        If it does, the character belongs to the output and `data` is returned. If the bytes cannot be a character, the
+        prompt's text has them already, as U+FFFD, and `data` is returned without the prompt's bytes. In both cases
+        `_num_prompt_bytes` becomes 0. While too few bytes have come to tell, nothing changes.
         """
+        # The first byte of a UTF-8 character tells its length.
         char_len = 4 if data[0] >= 0xF0 else 3 if data[0] >= 0xE0 else 2
         char, used = codecs.utf_8_decode(data[:char_len], "replace", False)
         if used:
@@ -157,7 +171,10 @@ class Detokenizer:
         return data
 
     def _push(self, text: str) -> bool:
-        """Add decoded text; if it completes a stop string, end the text there and return True."""
+        """Add decoded text, and return whether it completes a stop string, at which the output then ends.
+
+        The output then includes the stop string or not, as the options say, and `stop_string` is set.
+        """
         hit = self._find_stop(text) if self._matchers else None
         if hit is None:
             self._unsent.append(text)
@@ -173,12 +190,13 @@ class Detokenizer:
         return True
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """Return where the first stop string ends in the new `text`, and the stop string; None if none ends there.
+        """Return the end of the first stop string in the new `text`, as an index, and the string; None if none ends.
 
-        The stop string may begin in the text of earlier calls. Where several end at one character the longest counts;
-        those that end before `min_tokens` are passed over.
+        The stop string may begin in the text of earlier calls. If several end at one character, the longest counts.
+        Nothing is found within the first `min_tokens` tokens, but the matchers still read the text.
         """
         matchers = self._matchers
+        # Fast path: no stop string is begun, and none begins in this text.
         if self._first_chars.isdisjoint(text) and not any(matcher.num_matched for matcher in matchers):
             return None
         may_stop = self.num_tokens > self._min_tokens
@@ -198,6 +216,7 @@ class _StopMatcher:
     __slots__ = ("_borders", "num_matched", "stop")
 
     def __init__(self, stop: str):
+        """Compute the failure function of `stop`, a string that is not empty; nothing is matched yet."""
         self.stop, self.num_matched = stop, 0
         # borders[n] is the length of the longest proper suffix of stop[:n] that is a prefix of the stop string.
         self._borders = [0, 0]
@@ -209,7 +228,11 @@ class _StopMatcher:
             self._borders.append(border)
 
     def advance(self, char: str) -> bool:
-        """Read one more character and return whether it completes the stop string."""
+        """Read one more character of the text, and return whether the stop string ends with it.
+
+        A mismatch falls back to the next shorter prefix of the stop string that the text so far ends with. So does a
+        completion, since occurrences may overlap.
+        """
         matched, stop = self.num_matched, self.stop
         while matched and stop[matched] != char:
             matched = self._borders[matched]

@@ -100,9 +100,9 @@ _CLASS_OF_MODEL_TYPE = {
 
 
 def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer in the tokenizer.json of the directory `path`, without what the other files say.
+    """Return the tokenizer in the file tokenizer.json of the directory `path`; the other files are not read.
 
-    Raises ModelLoadError, one line that names the file.
+    The file may begin with a byte-order mark. Raise ModelLoadError, one line that names the file, if it cannot be read.
     """
     try:
         raw = (path / TOKENIZER_FILE).read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -114,10 +114,12 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 def apply_options(
     backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], *, is_converted: bool = False
 ) -> dict[str, str]:
-    """Change `backend` as the options of the directory `path` say, and return the special tokens by name.
+    """Change `backend` as the options of a tokenizer directory say, and return the special tokens by name.
 
-    `is_converted` says that it was made of a tokenizer.model or of vocab.json, as there is no tokenizer.json. Raises
-    ModelLoadError, one line that names the file, for an option of a wrong type.
+    `path` is the directory, and `options` are the contents of its tokenizer_config.json. What they mean depends on the
+    tokenizer class, see `_Rules`. `is_converted` says that `backend` was made from a tokenizer.model or a vocab.json,
+    for want of a tokenizer.json. Raise ModelLoadError, one line that names the file, for an option of a wrong type or
+    one that does not fit the vocabulary.
     """
     fields = Fields(options, path / OPTIONS_FILE)
     rules = _RULES.get(_class_name(path, options), _Rules())
@@ -131,7 +133,7 @@ def apply_options(
         backend.encode_special_tokens = fields.boolean("split_special_tokens", False)
     except ModelLoadError:
         raise
-    except Exception as error:
+    except Exception as error:  # tokenizers raises errors of many types.
         raise ModelLoadError(
             f"{path / OPTIONS_FILE}: does not fit the vocabulary ({one_line(error)}); {FETCH_AGAIN}"
         ) from error
@@ -139,10 +141,12 @@ def apply_options(
 
 
 def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a directory; None if it has none that is the default.
+    """Return the default chat template of a tokenizer directory; None if it has none.
 
     It is in chat_template.jinja, in tokenizer_config.json (`options`), or in chat_template.json, which some models with
-    images have instead; the first of these counts. Raises ModelLoadError for a template that is no text.
+    images have instead; the first of these that has one counts. The JSON files may hold several templates, as a list of
+    {name, template} or a mapping: the one named "default" is taken. Raise ModelLoadError for a template that is no text
+    and for a file that cannot be read.
     """
     file = path / "chat_template.jinja"
     if file.is_file():
@@ -165,7 +169,10 @@ def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, which may begin with a byte-order mark; an empty one without the file."""
+    """Return the JSON object in a file, or an empty one if there is no such file.
+
+    Raise ModelLoadError, one line that names the file, if it is not JSON or its value is not an object.
+    """
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
@@ -176,7 +183,11 @@ def read_if_there(path: Path) -> dict[str, Any]:
 
 
 def _class_name(path: Path, options: Mapping[str, Any]) -> str:
-    """Return the name of the tokenizer's class without `Fast`; "" if no file tells it."""
+    """Return the name of the tokenizer's class in transformers, without `Fast` at its end; "" if no file tells it.
+
+    The class is named in tokenizer_config.json (`options`) or in config.json, or follows from config.json's
+    `model_type`; the first of these counts.
+    """
     name = options.get("tokenizer_class")
     if name is None:
         config = read_if_there(path / CONFIG_FILE)
@@ -188,11 +199,12 @@ def _class_name(path: Path, options: Mapping[str, Any]) -> str:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], rules: _Rules) -> dict[str, str]:
-    """Add the tokens that the other files declare, and return the special tokens by name.
+    """Add the tokens that the files beside tokenizer.json declare, and return the special tokens by name.
 
-    `added_tokens_decoder` of tokenizer_config.json, where it is there, replaces the older files special_tokens_map.json
-    and added_tokens.json. A special token that a class only supposes, and that the vocabulary does not have, is left
-    out: transformers 4.57 would give it an id that the model has no row for.
+    `added_tokens_decoder` of tokenizer_config.json, if present, replaces the older files special_tokens_map.json and
+    added_tokens.json. A special token that no file names and that is only the class's default is used if the vocabulary
+    has it: transformers 4.57 would give any other one an id that the model has no row for. Declared tokens are added in
+    the order of their ids; those that `backend` has in the same form are not added again.
     """
     named, declared = _declarations(backend, path, options)
     for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
@@ -200,13 +212,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
             named[name] = text
     special_values = _special_values(named, *rules.extra_tokens)
     present = backend.get_added_tokens_decoder().values()
-    present_forms = {repr(token) for token in present}
+    present_forms = {repr(token) for token in present}  # The text and all flags.
     to_add = [token for _, token in sorted(declared.items()) if repr(token) not in present_forms]
     present_texts = {token.content for token in (*present, *to_add)}
     by_text = {token.content: token for token in declared.values()}
     for value in special_values:
         token = by_text.get(_content(value)) or _token(value)
-        # A token that is there keeps its flags if only its text is named, and no file declares it.
+        # A token that exists already keeps its flags if an option names only its text and no file declares it.
         if isinstance(value, Mapping) or token.content in by_text or token.content not in present_texts:
             to_add.append(token)
     special_texts = {_content(value) for value in special_values}
@@ -214,7 +226,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
         token.special = token.special or token.content in special_texts
     backend.add_tokens(to_add)
     names = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name) is not None}
-    own_names = named.get("extra_special_tokens")
+    own_names = named.get("extra_special_tokens")  # The model's own names for tokens, or a list of nameless ones.
     return names | (
         {name: _content(value) for name, value in own_names.items()} if isinstance(own_names, Mapping) else {}
     )
@@ -223,7 +235,12 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
 def _declarations(
     backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[int, AddedToken]]:
-    """Return the options with the special tokens that other files name, and the declared tokens by their ids."""
+    """Return the options with the special tokens that other files name, and the declared tokens by their ids.
+
+    With `added_tokens_decoder` among the options, no other file is read, and the declared tokens are its entries.
+    Otherwise special_tokens_map.json overrides the options' names, and the declared tokens are those of
+    added_tokens.json, except that tokens of `backend` keep their form.
+    """
     named = dict(options)
     if options.get("added_tokens_decoder") is not None:
         return named, {int(index): _token(value) for index, value in options["added_tokens_decoder"].items()}
@@ -259,15 +276,16 @@ def _token(value: Any) -> AddedToken:
 
 
 def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:
-    """Set whether a space is put before a text.
+    """Set whether the tokenizer puts a space before a text, as the option `add_prefix_space` says.
 
-    Every class sets the flag of a pre-tokenizer that is a single step and has one, to false if the option is not there;
-    an option that is null leaves the flag as it is. Cohere and Bloom set it in each step of a sequence too. Llama
-    rebuilds all steps around a SentencePiece model.
+    A pre-tokenizer of a single step that has this flag gets the option's value, for most classes false if the option is
+    missing; an option that is null leaves the flag as it is. For Cohere and Bloom, true is also set in each step of a
+    sequence. Llama's class rebuilds the normalizer, the pre-tokenizer and the decoder of a SentencePiece model instead.
     """
     adds_space = fields.boolean("add_prefix_space", False)
     is_set = fields.has("add_prefix_space")
     state = None if backend.pre_tokenizer is None else json.loads(backend.pre_tokenizer.__getstate__())
+    # `is_set` is false for an option that is missing, and for one that is null, which is still a key of the data.
     is_left_alone = not is_set and (rules.keeps_prefix_space or "add_prefix_space" in fields.data)
     if state is not None and not is_left_alone and state.get("add_prefix_space", adds_space) != adds_space:
         kind = getattr(pre_tokenizers, state.pop("type"))
@@ -284,9 +302,10 @@ def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _R
 
 
 def _convert_prefix_space(backend: tokenizers.Tokenizer, *, adds_space: bool, is_legacy: bool) -> None:
-    """Rebuild the steps around a SentencePiece model as transformers 4.57 converts them from a tokenizer.model.
+    """Replace the normalizer, pre-tokenizer and decoder of a SentencePiece model by those of transformers 4.57.
 
-    A legacy tokenizer puts the space before each text between special tokens, any other one only before the first.
+    They are what its class makes of a tokenizer.model. `adds_space` puts a space, which is ▁ in the vocabulary, before
+    a text. If `is_legacy`, that happens after every special token too; otherwise only at the start of the whole text.
     """
     if is_legacy:
         to_bar = normalizers.Replace(" ", "▁")
@@ -306,7 +325,11 @@ def sentence_piece_decoder(*, adds_space: bool) -> decoders.Sequence:
 
 
 def _apply_bert_options(backend: tokenizers.Tokenizer, fields: Fields) -> None:
-    """Set the normalizer's options of BERT."""
+    """Set lower-casing, accents and Chinese characters in BERT's normalizer as the options say.
+
+    A missing option has the default of BERT's class, which is true for lower case and Chinese characters; accents are
+    by default stripped if text is lower-cased, which null says. A tokenizer without a normalizer stays without one.
+    """
     wanted = {
         "lowercase": fields.boolean("do_lower_case", True),
         "strip_accents": fields.boolean("strip_accents", False) if fields.has("strip_accents") else None,
@@ -321,7 +344,11 @@ def _apply_bert_options(backend: tokenizers.Tokenizer, fields: Fields) -> None:
 def _apply_bos_and_eos(
     backend: tokenizers.Tokenizer, fields: Fields, special_tokens: Mapping[str, str], *, adds_bos: bool
 ) -> None:
-    """Put BOS before and EOS after a text as the options say, in place of what tokenizer.json says."""
+    """Put BOS before and EOS after each text as the options say, instead of what tokenizer.json says.
+
+    `adds_bos` is the class's default of `add_bos_token`; EOS is added only if `add_eos_token` is true. Raise
+    ModelLoadError if an option is true and the tokenizer has no such token.
+    """
     for name in ("bos", "eos"):
         if fields.boolean(f"add_{name}_token", False) and f"{name}_token" not in special_tokens:
             fault = f"add_{name}_token is true, and the tokenizer has no {name}_token"

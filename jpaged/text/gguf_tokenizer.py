@@ -117,10 +117,12 @@ _PRE_TOKENIZERS = {
 
 
 def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer that `metadata` describes, and its special tokens by name (bos_token, eos_token, …).
+    """Return the tokenizer that a GGUF file's metadata describe, and its special tokens by name (bos_token, …).
 
-    `path` is only named in errors. Raises ModelLoadError for an unknown model or `pre`, and for lists that are missing
-    or differ in length.
+    Control tokens become special tokens, and user-defined tokens are found in a text before it is split. BOS and EOS
+    are added to a text as the file says, or by default as is usual for the kind of tokenizer; BERT always has its CLS
+    and SEP tokens around a text. `path` is only named in errors. Raise ModelLoadError for an unknown model or `pre`
+    name, and for lists that are missing or differ in length.
     """
     fields = Fields(metadata, path)
     model = fields.data.get(KEY + "model")
@@ -162,6 +164,10 @@ class _Vocabulary:
     """
 
     def __init__(self, fields: Fields):
+        """Read and check the lists of tokens and of their types, and the ids of special tokens.
+
+        Without a list of types all tokens are NORMAL. `special_names` has the special tokens that the file names.
+        """
         self.fields = fields
         self.tokens = self.strings("tokens")
         self.types: list[int] = self.per_token("token_type", int, [NORMAL] * len(self.tokens))
@@ -173,6 +179,7 @@ class _Vocabulary:
         }
 
     def strings(self, key: str) -> list[str]:
+        """Return a list of strings, each valid UTF-8; the file may hold bytes that are not."""
         values = self.fields.items(KEY + key, str)
         try:
             "".join(values).encode()
@@ -181,14 +188,18 @@ class _Vocabulary:
         return values
 
     def per_token(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """Return a list with one value for each token."""
+        """Return the list under `key`, which has one value of the type `kind` for each token, or `default`."""
         values, num_tokens = self.fields.items(KEY + key, kind, default), len(self.tokens)
         if len(values) != num_tokens:
             raise self.fields.wrong(KEY + key, f"{num_tokens} values, one per token, not {len(values)}: {CORRUPT}")
         return values
 
     def merges(self) -> list[tuple[str, str]]:
-        """Return the BPE merges as pairs of tokens, the highest priority (lowest rank) first."""
+        """Return the BPE merges as pairs of tokens, the highest priority (lowest rank) first.
+
+        The file has each pair as one string, with a space between the tokens. Raise ModelLoadError for a pair whose
+        tokens, or whose joined token, are not in the vocabulary.
+        """
         pairs = []
         for line in self.strings("merges"):
             # The left token may itself begin with a space, so the first character is never the separator.
@@ -207,7 +218,11 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer (GPT-2's kind)."""
+    """Return a byte-level BPE tokenizer, as GPT-2's, and whether its prompts begin with BOS by default.
+
+    The file's `pre` name selects the regular expressions that split a text before BPE merges its bytes. Raise
+    ModelLoadError for an unknown name.
+    """
     name = vocabulary.fields.data.get(KEY + "pre")
     pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -240,7 +255,11 @@ def _gemma4(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, adds_space: bool) -> Tokenizer:
-    """Return a BPE tokenizer that writes a character without a token as the tokens of its UTF-8 bytes."""
+    """Return a BPE tokenizer that encodes a character without a token as the tokens of its UTF-8 bytes.
+
+    `merges` are pairs of tokens, the highest priority first. If `adds_space` is true, the decoder drops the space that
+    the normalizer has put before the text; the caller sets that normalizer.
+    """
     unknown = vocabulary.special_names.get("unk_token")
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
@@ -250,7 +269,11 @@ def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return BPE merges, best first, that apply SentencePiece's rule: join the pair whose joined token scores best."""
+    """Return BPE merges, best first, that give the same tokens as SentencePiece's scores.
+
+    SentencePiece joins the neighbouring pair whose joined token has the highest score. So every split of a normal token
+    into two tokens is a merge, ordered by the score of the whole token, and by the ids of its parts among equal scores.
+    """
     ids, types, scores = vocabulary.ids, vocabulary.types, vocabulary.per_token("scores", float)
     merges = [
         (-scores[index], ids[left], ids[right], (left, right))
@@ -263,7 +286,10 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _word_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return BERT's WordPiece tokenizer, for lower-cased text."""
+    """Return BERT's WordPiece tokenizer, which lower-cases text; the second value, that of BOS, is not used for it.
+
+    Raise ModelLoadError if the file does not name the unknown, CLS and SEP tokens.
+    """
     names = vocabulary.special_names
     for name in ("unk_token", "cls_token", "sep_token"):
         if name not in names:

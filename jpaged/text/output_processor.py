@@ -54,16 +54,19 @@ class OutputProcessor:
     """Applies the stop rules of every sequence, keeps its text and logprobs, and makes outputs of them."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int]):
-        """`tokenizer` may be None if no request wants text.
+        """Start without sequences. `tokenizer` may be None if no request wants text.
 
-        A token among `eos_token_ids` that ends a sequence is no stop reason, unless the sequence ignores EOS.
+        If a sequence ends by a token among `eos_token_ids`, its stop reason stays None, unless its request ignores EOS.
         """
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._token_text = _TokenTexts(tokenizer).__getitem__
 
     def start(self, sequence: SampleSequence) -> None:
-        """Set up the output of a sequence that has no output tokens yet."""
+        """Set up `sequence.output`, without tokens, text and logprobs, and `sequence.needs_every_token`.
+
+        A request that wants text gets a detokenizer, for which the engine must have a tokenizer.
+        """
         params = sequence.request.params
         detokenizer = None
         if params.detokenize:
@@ -82,23 +85,30 @@ class OutputProcessor:
         sequence.needs_every_token = detokenizer is not None or has_entries
 
     def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
-        """Set up the output of a fork, which has the tokens of its parent."""
+        """Set up the output of a fork, which has its parent's tokens and so its parent's text and logprobs."""
         self._replay(child, _output_of(parent))
 
     def restart(self, sequence: SampleSequence) -> None:
-        """Rebuild the output of a sequence that has lost its last tokens; later deltas repeat nothing."""
+        """Rebuild the output of a sequence whose last tokens were dropped; they will be drawn again, and are the same.
+
+        Deltas may have had these tokens and their text, so later deltas begin after what was delivered.
+        """
         sequence.stop_reason = None
         old = _output_of(sequence)
         output = self._replay(sequence, old)
         output.num_delta_tokens = old.num_delta_tokens
         if output.detokenizer is not None and old.detokenizer is not None:
             num_chars = sum(map(len, old.detokenizer.pieces[: old.num_delta_pieces]))
+            # The first of the two pieces is what deltas have had.
             text = output.detokenizer.delta()
             output.detokenizer.pieces[:] = [text[:num_chars], text[num_chars:]]
             output.num_delta_pieces = 1
 
     def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
-        """Build the output of a sequence from its tokens, and from the logprobs that `old` has of them, or of more."""
+        """Make a new output for a sequence from its output tokens, and return it.
+
+        The logprobs are those of `old`, an output with at least as many of the same tokens.
+        """
         self.start(sequence)
         output = _output_of(sequence)
         token_ids = sequence.token_ids[sequence.request.prompt_len :]
@@ -110,10 +120,11 @@ class OutputProcessor:
         return output
 
     def check_stop(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> RequestState | None:
-        """Add the sequence's last token to its output; return the state that the token ends it in, None if it goes on.
+        """Add the sequence's last token to its text and logprobs, and check whether the token ends the sequence.
 
-        `row` is the token's row in `sampled`. A token that ends the sequence stays among its tokens and is no part of
-        its text.
+        Return the state that the sequence ends in, or None if it goes on. `row` is the token's row in `sampled`. A stop
+        token is not part of the text. Stop tokens go before stop strings, and these before the length. The stop reason
+        is set for a stop string and for a token of `stop_token_ids`, but not for an EOS token unless EOS is ignored.
         """
         params, token_id, output = sequence.request.params, sequence.token_ids[-1], _output_of(sequence)
         if params.logprobs is not None and not sequence.request.has_numbers:
@@ -130,19 +141,24 @@ class OutputProcessor:
         return RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
 
     def append_scores(self, request: Request, positions: range, scores: SampledRows, rows: range) -> None:
-        """Add the logprobs of prompt tokens: `rows` of `scores` belong to the tokens one behind `positions`."""
+        """Add the logprobs of prompt tokens to a request.
+
+        `rows[i]` of `scores` belongs to the token after `positions[i]`: the logits at a position score the next token.
+        Both ranges have one length. Scores that are computed again after a preemption replace the old ones, or are
+        dropped if an output has shown these.
+        """
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
         prompt = request.prompt_scores
         if request.has_numbers:
             if prompt.numbers is None:
-                prompt.numbers = array("f", bytes(4 * (request.prompt_len - 1)))
+                prompt.numbers = array("f", bytes(4 * (request.prompt_len - 1)))  # Zeros.
             values = scores.scores.logprobs[rows.start : rows.stop].tolist()
             prompt.numbers[positions.start : positions.stop] = array("f", values)
             return
         if isinstance(prompt.entries, tuple):
             if prompt.entries:
-                return  # They were computed again after a preemption, and an output has had them.
+                return  # A tuple that is not empty was shown by an output.
             prompt.entries = [None] * request.prompt_len
         for position, row in zip(positions, rows, strict=True):
             token_id = request.prompt_token_ids[position + 1]
@@ -150,7 +166,11 @@ class OutputProcessor:
             prompt.entries[position + 1] = entries
 
     def output_of(self, request: Request) -> RequestOutput | None:
-        """Return the request's output of now, of its `output_kind`; None if that gives nothing before the end."""
+        """Return the present output of a request, by its `output_kind`.
+
+        FINAL_ONLY is None before the request's end and all of it then, CUMULATIVE is all tokens so far, and DELTA is
+        what no earlier call has returned. The output of a beam search always holds its beams whole.
+        """
         queue_end, kind = request.first_scheduled_time, request.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not request.state.is_finished:
             return None
@@ -185,7 +205,10 @@ class OutputProcessor:
         )
 
     def take_deltas(self, request: Request) -> list[SampleDelta]:
-        """Return what the samples of a request have got since this was called last; a beam search gives nothing."""
+        """Return one delta for each sample with new tokens or a new end since the last call, and count it as delivered.
+
+        Text may lag behind the tokens: what may still change is held back. A beam search has no deltas.
+        """
         deltas: list[SampleDelta] = []
         if request.beams is not None:
             return deltas
@@ -215,17 +238,24 @@ class OutputProcessor:
         return deltas
 
     def _beams(self, request: Request, search: BeamSearch) -> list[CompletionOutput]:
-        """Return the hypotheses of a search, best first; if it was aborted or failed, its beams as they stood."""
-        found: list[tuple[Beam, str | None]] = [
+        """Return the outputs of a search's hypotheses, its ended beams, best first.
+
+        While the search goes on, and if it was aborted or failed, they are those of its running beams instead; before
+        the first token these are `beam_width` empty ones.
+        """
+        beams: list[tuple[Beam, str | None]] = [
             (one.beam, "stop" if one.is_stopped else "length") for one in search.hypotheses
         ]
         if request.state.finish_reason not in ("stop", "length"):
             running = search.running.values() or [Beam()] * search.params.beam_width
-            found = [(beam, request.state.finish_reason) for beam in running]
-        return [self._beam(request, index, beam, reason) for index, (beam, reason) in enumerate(found)]
+            beams = [(beam, request.state.finish_reason) for beam in running]
+        return [self._beam(request, index, beam, reason) for index, (beam, reason) in enumerate(beams)]
 
     def _beam(self, request: Request, index: int, beam: Beam, finish_reason: str | None) -> CompletionOutput:
-        """Return the output of one beam. `token_ids` keep the EOS token that stopped it, the text does not."""
+        """Return the output of one beam, as number `index`: its whole text, tokens and score.
+
+        Its `token_ids` include the EOS token that stopped it, its text does not. The text is empty without a tokenizer.
+        """
         token_ids = beam.token_ids
         text = ""
         if self.tokenizer is not None:
@@ -238,29 +268,37 @@ class OutputProcessor:
             token_ids=tuple(token_ids),
             cumulative_logprob=beam.score,
             finish_reason=finish_reason,
-            # Beams of a search all have the same length at a time.
+            # All samples of a beam search have the same history of weights.
             weight_versions=weight_versions(request.sequences[0], len(token_ids)),
         )
 
     def _prompt_logprobs(self, request: Request, *, is_delta: bool) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """Return the prompt's logprobs once all are there; of a stream of deltas one output alone has them."""
+        """Return the logprobs of the prompt's tokens, with None for the first token.
+
+        Return None until all are computed, if the request did not ask for them, and if its results are numbers. With
+        `is_delta`, only the first call with all of them returns them.
+        """
         scores = request.prompt_scores
         if is_delta and scores.are_shown:
             return None
         if request.has_numbers or not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
             return None
         scores.are_shown = True
-        scores.entries = tuple(scores.entries or [None])  # A tuple says that nothing is to come.
+        # A tuple tells `append_scores` that they were shown. A prompt of one token has nothing to score.
+        scores.entries = tuple(scores.entries or [None])
         return scores.entries
 
     def _entries(self, token_id: int, scores: TokenScores, row: int, num_top: int) -> dict[int, Logprob]:
-        """Return the logprob of `token_id`, then the `num_top` highest ones of its row; −1 stands for all."""
+        """Return the `Logprob` of `token_id`, then those of the `num_top` likeliest tokens of row `row`, by token id.
+
+        −1 stands for all tokens. If `token_id` is among the likeliest, it is the first entry and occurs once.
+        """
         top_ids, top_logprobs = scores.top(row, num_top)
         token_ids, text_of = top_ids.tolist(), self._token_text
         own = Logprob(float(scores.logprobs[row]), int(scores.ranks[row]), text_of(token_id))
         top = map(Logprob, top_logprobs.tolist(), count(1), map(text_of, token_ids))
         entries = {token_id: own} | dict(zip(token_ids, top, strict=True))
-        entries[token_id] = own  # Tokens that tie share a rank, and have different places among the highest.
+        entries[token_id] = own  # Its place among the likeliest may differ from its rank, which tokens that tie share.
         return entries
 
 
@@ -284,7 +322,10 @@ def _output_of(sequence: SampleSequence) -> SequenceOutput:
 
 
 def _completion(sequence: SampleSequence) -> CompletionOutput:
-    """Return the output of one sequence: all of it so far."""
+    """Return the output of one sequence with all its tokens and its certain text so far.
+
+    The tuples and the text of the last output are extended, not rebuilt, and kept for the next one.
+    """
     output, request = _output_of(sequence), sequence.request
     if (detokenizer := output.detokenizer) is not None:
         detokenizer.delta(finished=sequence.state.is_finished)
@@ -311,7 +352,10 @@ def _completion(sequence: SampleSequence) -> CompletionOutput:
 
 
 def _delta_completion(sequence: SampleSequence, delta: SampleDelta) -> CompletionOutput:
-    """Return the output of one sequence for RequestOutputKind.DELTA: what a delta of it has."""
+    """Return the output of one sequence for RequestOutputKind.DELTA: the tokens and the text of `delta`.
+
+    `cumulative_logprob` and `weight_versions` are those of all tokens so far. Call it before more tokens are appended.
+    """
     return CompletionOutput(
         index=delta.index,
         text=delta.text,
@@ -332,7 +376,11 @@ def _log_masses(sequence: SampleSequence, num_last: int) -> tuple[float, ...] | 
 
 
 def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVersion, ...]:
-    """Return which version of the weights drew which of the first `num_tokens` output tokens of a sample."""
+    """Return which version of the weights drew which of the first `num_tokens` output tokens of a sample.
+
+    The spans are in order and cover these tokens: [(version 0, 0 to 5), (version 1, 5 to 8)] for 8 tokens if the
+    weights changed after the fifth. Empty for no tokens.
+    """
     if len(sequence.weight_versions) == 1:
         return (WeightVersion(sequence.weight_versions[0][1], 0, num_tokens),) if num_tokens else ()
     starts = [start for start, _ in sequence.weight_versions[1:]]

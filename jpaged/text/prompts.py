@@ -74,11 +74,14 @@ class PromptEncoder:
         return self.rules_spec.vocab_size
 
     def encode(self, prompt: Any, *, has_answer: bool = True) -> EncodedPrompt:
-        """Encode a text, a list or array of ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`.
+        """Return the checked token ids of a prompt, its text if it was given as one, and its extras.
 
-        A mapping may hold `cache_salt` and `priority` too; `check_priority` says whether the engine's policy takes the
-        latter. Raises InvalidRequestError, naming the field, for anything else, for an id outside the vocabulary, for
-        an empty prompt and, if it `has_answer`, for one that leaves no room for it.
+        A prompt is a text, a list or an array of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and
+        `messages`, and optionally `cache_salt` and `priority`; whether the policy takes the priority is not checked
+        here. Only a plain text gets special tokens such as BOS: a chat's text has them by its template.
+
+        Raise InvalidRequestError, which names the field, for anything else, an id outside the vocabulary, an empty
+        prompt, and a prompt longer than the context. With `has_answer` one output token must fit beside the prompt.
         """
         num_room = int(has_answer)
         extras: dict[str, Any] = {}
@@ -93,7 +96,11 @@ class PromptEncoder:
         return EncodedPrompt(self._ids(prompt, num_room), None, **extras)
 
     def check_params(self, params: Params, *, max_logprobs: int, max_num_seqs: int | None) -> CheckedParams:
-        """Check parameters against this model and the engine's limits; `max_num_seqs` None is not chosen yet."""
+        """Check parameters against this model and the engine's limits; return them with the tokens of their bad words.
+
+        `max_logprobs` is the engine's option, −1 for no limit. `max_num_seqs` bounds the samples; None if it is not
+        chosen yet. Raise InvalidRequestError, which names the field.
+        """
         if max_num_seqs is not None:
             check_num_samples(params, max_num_seqs)
         if isinstance(params, BeamSearchParams):
@@ -107,6 +114,7 @@ class PromptEncoder:
         if params.detokenize:
             self._tokenizer_for("detokenize", "true", "false")
         self.rules_spec.check(params)
+        # Before `min_tokens`, all tokens that end the output are forbidden: some other token must be allowed.
         ends = self.eos_token_ids.union(params.stop_token_ids or ())
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
             got = f"{shown(list(params.allowed_token_ids))}, which all end the output"
@@ -115,7 +123,10 @@ class PromptEncoder:
         return CheckedParams(params, self._bad_words(params))
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
-        """Refuse a search that needs more logprobs of a row than there are."""
+        """Raise InvalidRequestError for a beam search that needs the logprobs of more tokens per beam than are given.
+
+        The vocabulary bounds them, and `max_logprobs` unless it is negative.
+        """
         needed = params.num_top_tokens(len(params.end_ids(self.eos_token_ids)))
         got = f"{params.beam_width}, which needs the logprobs of {needed} tokens"
         if needed > self.vocab_size:
@@ -126,9 +137,10 @@ class PromptEncoder:
             raise refusal("beam_width", got, f"as many as need at most max_logprobs, {max_logprobs}", way_out)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each bad word, without and with a space before it.
+        """Return the tokens of each bad word, once without and once with a space before it, each sequence once.
 
-        InvalidRequestError if they are too many.
+        A word within a text has a space before it, and other tokens than at the start. Raise InvalidRequestError for a
+        word without tokens or with a token outside the vocabulary, and for more than MAX_BAD_TOKENS tokens in all.
         """
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
@@ -149,7 +161,11 @@ class PromptEncoder:
         return tuple(word for word in words if word)
 
     def _check_logprobs(self, name: str, wanted: int | None, max_logprobs: int) -> None:
-        """Refuse more logprobs than the engine gives; `wanted` −1 asks for all of the vocabulary."""
+        """Raise InvalidRequestError if a request wants more logprobs per token than the engine gives.
+
+        `name` is the parameter and `wanted` its value: None asks for none, −1 for all of the vocabulary. `max_logprobs`
+        is the engine's option, where a negative value allows all of the vocabulary.
+        """
         if wanted is None or (max_logprobs < 0 and wanted <= self.vocab_size):
             return
         limit = self.vocab_size if max_logprobs < 0 else min(max_logprobs, self.vocab_size)
@@ -170,6 +186,11 @@ class PromptEncoder:
         return self.tokenizer
 
     def _tokenize(self, text: str, num_room: int, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text, checked for length and vocabulary.
+
+        `num_room` is the number of output tokens that must fit beside them. Raise InvalidRequestError otherwise, and
+        if the engine has no tokenizer. A text that is far too long is refused before it is tokenized.
+        """
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
@@ -182,7 +203,10 @@ class PromptEncoder:
         return token_ids
 
     def _warn_of_two_bos(self, bos: str) -> None:
-        """Say once that a text that begins with BOS gets another one; threads may share the encoder."""
+        """Log, once for this encoder, that a text which begins with the token `bos` gets another one in front.
+
+        Only the first caller acquires the lock, which is never released; threads may share the encoder.
+        """
         if self._bos_warning.acquire(blocking=False):
             logger.warning(
                 "prompt: a text begins with %s, and the tokenizer puts another one in front, so that there are two, "
@@ -191,6 +215,11 @@ class PromptEncoder:
             )
 
     def _ids(self, prompt: Any, num_room: int) -> list[int]:
+        """Return the token ids of a list, a tuple or an array as a list of Python integers.
+
+        `num_room` is the number of output tokens that must fit beside them. Raise InvalidRequestError for another type,
+        for a wrong length, and for an id that is no integer or outside the vocabulary.
+        """
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not isinstance(ids, list | tuple):
             allowed = f"a string, a list of token ids, or a mapping with one of {', '.join(PROMPT_KEYS)}"
@@ -210,7 +239,11 @@ class PromptEncoder:
             raise refusal(name, f"token id {shown(token_id)}, out of vocabulary", f"0 to {self.vocab_size - 1}")
 
     def check_len(self, num_tokens: int, num_room: int = 1) -> None:
-        """Refuse a prompt of no tokens, and one that leaves no room for `num_room` tokens of output."""
+        """Raise InvalidRequestError unless a prompt of `num_tokens` tokens can be served.
+
+        It must have a token, leave room for `num_room` output tokens in the context, and not exceed the engine's limit
+        on waiting tokens, if there is one.
+        """
         if not num_tokens:
             raise refusal("prompt", "no token", "at least one, since a prompt cannot be empty", "give some text")
         if num_tokens > (limit := self.max_model_len - num_room):
@@ -241,7 +274,11 @@ def check_priority(priority: Any, scheduling_policy: object) -> int:
 
 
 def _only_form(prompt: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return which of PROMPT_KEYS the mapping has, and its value."""
+    """Return the one of PROMPT_KEYS that a prompt's mapping has, and its value.
+
+    Raise InvalidRequestError for an unknown key, for none or several of PROMPT_KEYS, and for a `prompt` that is no
+    string or `prompt_token_ids` that are one. Other types are checked later.
+    """
     for key in prompt:
         check_name(key, (*PROMPT_KEYS, *PROMPT_EXTRAS), "key of a prompt", not_available=not_available.PROMPT_KEYS)
     keys = [key for key in PROMPT_KEYS if key in prompt]
@@ -254,10 +291,15 @@ def _only_form(prompt: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _extras(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `cache_salt` and `priority` that a prompt's mapping has, checked.
+
+    Raise InvalidRequestError for a priority that is no integer, and for a salt that is not a string of 1 to
+    MAX_SALT_CHARS printable characters.
+    """
     extras = {key: prompt[key] for key in PROMPT_EXTRAS if key in prompt}
     if "priority" in extras:
         extras["priority"] = check_priority(extras["priority"], None)
-    salt = extras.get("cache_salt", "-")
+    salt = extras.get("cache_salt", "-")  # A missing salt is replaced by any valid one.
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS or not salt.isprintable():
         allowed = f"a string of 1 to {MAX_SALT_CHARS} printable characters"
         raise refusal("cache_salt", shown(salt), allowed, "change it or leave it out")

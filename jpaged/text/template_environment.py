@@ -41,10 +41,11 @@ _deadline: ContextVar[float] = ContextVar("_deadline")
 
 
 def render(template: str, **names: Any) -> str:
-    """Return the text that `template` makes of the variables `names`.
+    """Return the text that the source `template` makes of the variables `names`.
 
-    Raises jinja2.TemplateSyntaxError, anything that the template raises, and jinja2.TemplateRuntimeError for a template
-    that exceeds MAX_RENDER_S, MAX_LEN or MAX_INT_BITS.
+    Raise jinja2.TemplateSyntaxError for an invalid template, jinja2.TemplateRuntimeError for one that exceeds
+    MAX_RENDER_S, MAX_LEN or MAX_INT_BITS, and any exception that the template itself raises. The deadline belongs to
+    this context: threads may render at once.
     """
     compiled = compile_template(template)
     before = _deadline.set(time.monotonic() + MAX_RENDER_S)
@@ -56,9 +57,10 @@ def render(template: str, **names: Any) -> str:
 
 @lru_cache(maxsize=64)
 def compile_template(template: str) -> jinja2.Template:
-    """Compile `template`; the 64 templates used last are kept. Raises jinja2.TemplateSyntaxError.
+    """Return the compiled template of a source text; the 64 that were used last are cached.
 
-    A byte-order mark at its head is dropped: some editors write it, and it would stand in every prompt.
+    A byte-order mark at the start is dropped: some editors write it, and it would be part of every prompt. Raise
+    jinja2.TemplateSyntaxError for an invalid template and for one that is nested too deep.
     """
     try:
         return _environment().from_string(template.removeprefix(BYTE_ORDER_MARK))
@@ -70,6 +72,11 @@ def compile_template(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
+    """Return the sandboxed environment with the limits and Hugging Face's filters, tests and functions.
+
+    It is made once and shared by all templates. Every filter of Jinja2 is wrapped to check the limits, and the test
+    `none` is true for NoContent too.
+    """
     extensions = [_Generation, LoopControlExtension]
     # Not optimized: constants folded at compile time would escape the limits.
     environment = _Environment(
@@ -96,6 +103,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _LimitInserter().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return `left operator right` for +, * and **; raise TemplateRuntimeError if it exceeds a limit.
+
+        The size of a product or a power is estimated first, since the operation itself may take all memory.
+        """
         _check_time()
         if operator == "*":
             for value, count in ((left, right), (right, left)):
@@ -113,7 +124,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the pieces that a template, a macro or a block puts out, with the limits checked at each piece."""
+        """Join the pieces of text that a template, a macro or a block puts out.
+
+        Raise TemplateRuntimeError as soon as a piece exceeds the limit on length or on time.
+        """
 
         def counted() -> Iterator[str]:
             length = 0
@@ -155,10 +169,14 @@ def _bounded(_: Any, value: Any) -> Any:
 
 
 def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, a filter, with the limits checked before and after each call."""
+    """Return `function`, a Jinja2 filter, with checks of time and of the size of its arguments and its result."""
 
     @wraps(function)
     def run(*args: Any, **names: Any) -> Any:
+        """Call the filter; raise TemplateRuntimeError if the time is over, or an argument or the result is too large.
+
+        The arguments are checked because they may be built without a call, as a list of lists is.
+        """
         _check_time()
         for value in args:
             _bounded_value(value)
@@ -170,9 +188,10 @@ def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bounded_value(value: Any) -> Any:
-    """Return `value`; raise TemplateRuntimeError if it would be longer than MAX_LEN when written out.
+    """Return `value` itself; raise TemplateRuntimeError if it is larger than MAX_LEN.
 
-    A list that holds another list twice counts as two such lists.
+    The size is the number of characters of all texts, plus the entries of all lists, tuples and dictionaries, at any
+    depth. A list that occurs twice counts twice, as it would when it is written out.
     """
     length, pending = 0, [value]
     while pending:
@@ -252,7 +271,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return `value` as JSON. Jinja2's own filter would escape `<` for web pages."""
+    """Return `value` as JSON text, with the options of `json.dumps`; other characters than ASCII stay as they are.
+
+    It replaces Jinja2's filter `tojson`, which would escape `<` for web pages.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -57,9 +57,11 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], *, chat_template: str | None = None
     ):
-        """`special_tokens` maps the names that templates use (bos_token, eos_token, …) to tokens of `backend`.
+        """Wrap `backend`, a tokenizer of the package `tokenizers`, whose truncation and padding are switched off.
 
-        Raises ModelLoadError if text cannot be streamed from the decoder of `backend`.
+        `special_tokens` maps the names that templates use (bos_token, eos_token, …) to the texts of tokens. Raise
+        ModelLoadError if the decoder has a step by which a token's text depends on more than whether it comes first:
+        its text could not be streamed.
         """
         # A tokenizer file may set a length limit, which would silently truncate prompts.
         backend.no_truncation()
@@ -94,10 +96,10 @@ class Tokenizer:
         return self.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; a special token that is written out in it becomes its id.
+        """Return the token ids of `text`; a special token that is written in the text becomes its id.
 
-        With `add_special_tokens` the model's own start and end tokens are added. Raises InvalidRequestError for text
-        that is not valid Unicode (a lone surrogate).
+        With `add_special_tokens` the model's own start and end tokens are added. Raise InvalidRequestError for text
+        with a lone surrogate, which is not valid Unicode.
         """
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -107,23 +109,26 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids` as the package `tokenizers` does, without any clean-up of spaces.
+        """Return the text of `ids`, decoded by the package `tokenizers` without any clean-up of spaces.
 
-        Ids without a token add nothing. Bytes that are not valid UTF-8 become U+FFFD.
+        With `skip_special_tokens` special tokens are left out. Ids without a token add nothing. Bytes that are not
+        valid UTF-8 become U+FFFD.
         """
         # The backend cannot be trusted to skip: tokenizers 0.23 shows special tokens that were declared `normalized`.
         shown = [i for i in ids if i not in self.special_ids] if skip_special_tokens else list(ids)
         return self.backend.decode(shown, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text, b"" for an id without a token.
+        """Return the UTF-8 bytes that a token adds to a text; b"" for an id without a token.
 
         The bytes may be a part of a character whose other bytes come from neighbouring tokens. With `is_first` the
         token is the first of its text, where SentencePiece drops a leading space.
         """
+        # Threads may make the same piece twice, which is harmless.
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
+        # Byte-level tokenizers drop no space, and a single byte of a longer character cannot be decoded alone.
         if not is_first or self._byte_of_char or (len(piece) == 1 and piece >= b"\x80"):
             return piece
         return self.decode([token_id], skip_special_tokens=False).encode()
@@ -135,10 +140,11 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, add_generation_prompt: bool = True
     ) -> str:
-        """Return `messages` as text, rendered by `template` or, without one, by the model's chat template.
+        """Return a conversation as text, rendered by `template`; None is the model's own chat template.
 
-        The text contains its special tokens already, so encode it with `add_special_tokens=False`. Raises
-        InvalidRequestError for messages that are malformed or that the template refuses, and if there is no template.
+        With `add_generation_prompt` the text ends where the model's answer begins. The text contains its special tokens
+        already, so encode it with `add_special_tokens=False`. Raise InvalidRequestError for messages that are malformed
+        or that the template refuses, and if there is no template.
         """
         template = template if template is not None else self.chat_template
         if template is None:
@@ -153,9 +159,11 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Return an ordinary token and the length of its text in characters; (0, 0) for a byte-level tokenizer.
+        """Return the id of an ordinary token, the anchor, and the length of its text in characters.
 
-        Decoded after this token, another token shows the text that it adds anywhere but at the start.
+        A token that is decoded after the anchor shows the text that it adds anywhere but at the start of a text: the
+        decoded text without the anchor's characters. (0, 0) for a byte-level tokenizer, which needs no anchor, and for
+        a vocabulary with none of the candidates.
         """
         if self._byte_of_char is None:
             for letter in ("a", "A", "0", "▁a"):
@@ -165,7 +173,11 @@ class Tokenizer:
         return 0, 0
 
     def _make_piece(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds after another one; `token_bytes` keeps them."""
+        """Compute the bytes that a token adds anywhere but at the start of a text; `token_bytes` caches them.
+
+        An id without a token adds b"". Byte-level characters and byte tokens such as <0xE2> are read as bytes; any
+        other token is decoded after the anchor of `_find_anchor`.
+        """
         token: str | None = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -185,10 +197,10 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory or of a `.gguf` file; `gguf` is that file if it is open already.
+    """Return the tokenizer of a Hugging Face directory or of a `.gguf` file, with its chat template if it has one.
 
-    Code that comes with a model is never run. Raises ModelLoadError, one line that names the file, for a file that is
-    missing or corrupt and for a kind of tokenizer that is not supported.
+    `gguf` is that file if it is open already. Code that comes with a model is never run. Raise ModelLoadError, one line
+    that names the file, for a file that is missing or corrupt and for a tokenizer that is not supported.
     """
     if path.is_dir():
         backend, special_tokens, template = _read_directory(path)
@@ -209,7 +221,11 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
 
 
 def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
-    """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template."""
+    """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template or None.
+
+    Without tokenizer.json, transformers converts the vocabulary's other files. Raise ModelLoadError for a file that is
+    corrupt and for a tokenizer that has only special and added tokens.
+    """
     options = read_if_there(path / OPTIONS_FILE)
     has_file = (path / TOKENIZER_FILE).is_file()
     backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
@@ -235,14 +251,15 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
 
 
 def _convert_vocabulary(path: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Return what transformers makes of a directory's other files of a vocabulary, without tokenizer.json.
+    """Return the tokenizer that transformers makes of a directory without tokenizer.json, from its vocabulary files.
 
-    Where they are missing too, transformers 5 makes up a tokenizer of a few special tokens for most of its classes:
-    such a directory is refused.
+    `options` are the contents of tokenizer_config.json. Raise ModelLoadError if no vocabulary file is there: for most
+    classes transformers 5 would then make up a tokenizer of a few special tokens. Raise it too if the tokenizer needs
+    code of the model, which is never run, or if transformers cannot make it or has no fast version of it.
     """
     needs_code = "auto_map" in options
-    there = [name for name in VOCABULARY_FILES if (path / name).is_file()]
-    if not there and not needs_code:
+    present = [name for name in VOCABULARY_FILES if (path / name).is_file()]
+    if not present and not needs_code:
         raise _no_vocabulary(path, f"it or one of {', '.join(VOCABULARY_FILES)}")
     with _quiet_transformers():
         import transformers
@@ -254,8 +271,8 @@ def _convert_vocabulary(path: Path, options: Mapping[str, Any]) -> tokenizers.To
             backend = getattr(wrapped, "backend_tokenizer", None)
         except Exception as error:  # transformers raises errors of many types.
             reason = "it needs code of the model, which is never run" if needs_code else one_line(error)
-            if any(name.endswith(".model") for name in there) and find_spec("sentencepiece") is None:
-                reason = f"{' and '.join(there)} may need the package sentencepiece, which is not installed; {reason}"
+            if any(name.endswith(".model") for name in present) and find_spec("sentencepiece") is None:
+                reason = f"{' and '.join(present)} may need the package sentencepiece, which is not installed; {reason}"
             way_out = f"{FETCH_AGAIN}, or give --tokenizer DIR"
             raise ModelLoadError(f"{path / TOKENIZER_FILE}: is missing ({reason}); {way_out}") from error
         finally:
@@ -278,7 +295,10 @@ def _no_vocabulary(path: Path, wanted: str) -> ModelLoadError:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Suppress the notice that PyTorch is missing, for an import of transformers in the body of the `with`."""
+    """Suppress the notice that PyTorch is missing, for an import of transformers in the `with` block.
+
+    It sets an environment variable, and restores its old value, or its absence, afterwards.
+    """
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -292,10 +312,10 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    """Return the types of the decoder's steps.
+    """Return the types of the decoder's steps, such as {"Replace", "ByteFallback", "Fuse"}; empty without a decoder.
 
-    A step that changes the end of a text cannot be streamed, nor can ByteLevel among other steps: these get names
-    that are not in `_STREAMABLE_DECODERS`.
+    Text cannot be streamed from a step that changes the end of a text, nor from ByteLevel among other steps. These get
+    names that are not in `_STREAMABLE_DECODERS`, so that the caller refuses them.
     """
     if backend.decoder is None:
         return set()
@@ -306,9 +326,10 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's byte-level alphabet.
+    """Return the byte that each of the 256 characters of GPT-2's byte-level alphabet stands for.
 
-    Printable Latin-1 characters stand for their own bytes; the characters from U+0100 stand for the other bytes.
+    Printable Latin-1 characters stand for their own code points: "A" for 0x41. The characters from U+0100 stand for the
+    other bytes in ascending order: "Ġ", U+0120, for the space 0x20.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
