@@ -116,7 +116,8 @@ class Engine:
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
         return_arrays: Literal[False] = False,
-    ) -> list[RequestOutput]: ...
+    ) -> list[RequestOutput]:
+        """Return one `RequestOutput` per prompt, in order; the last definition below has the contract and the code."""
 
     @overload
     def generate(
@@ -128,7 +129,8 @@ class Engine:
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
         return_arrays: Literal[True],
-    ) -> GenerationArrays: ...
+    ) -> GenerationArrays:
+        """Return all samples as arrays; the definition below has the contract and the code."""
 
     def generate(
         self,

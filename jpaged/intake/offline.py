@@ -64,8 +64,10 @@ def one_for_each(values: Any, num_prompts: int, name: str, kind: Any, kind_name:
     """Return a list with one value per prompt.
 
     If `values` is an instance of `kind`, a type or a union of types, it is one value for all prompts. Otherwise it must
-    be a list with one value per prompt, whose elements are not checked here. Raise InvalidRequestError for a list of another length
-    and for a value that is no list; `name` and `kind_name` are the argument and the type in the message.
+    be a list with one value per prompt, whose elements are not checked here.
+
+    Raise InvalidRequestError for a list of another length and for a value that is no list. `name` and `kind_name` are
+    the words for the argument and for the type in the message.
     """
     if isinstance(values, kind):
         return [values] * num_prompts
