@@ -24,14 +24,15 @@ BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run the command that `argv`, by default the process's own arguments, names; return its exit status."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(args: list[str]) -> int:
-    """Run the command that `args` begin with and return its exit status.
+    """Run the command that the first argument names, with the remaining arguments; return its exit status.
 
-    Without a command the usage is printed and the status is 1. Raises ConfigError for an unknown name.
+    `bench` takes a second name, such as `bench latency`. `--help` and `--version` print their text and return 0.
+    Without arguments the usage is printed too, but the status is 1. Raises ConfigError if a name is unknown.
     """
     name = args[0] if args else "--help"
     if name in ("-h", "--help"):
@@ -52,11 +53,11 @@ def _run(args: list[str]) -> int:
             return 0
         _check(name, BENCHES, "bench", not_available.BENCHES)
         commands, args = BENCHES, args[1:]
-    with interrupts_held():  # Benches import JAX.
+    with interrupts_held():  # Benches import JAX, which would crash if an interrupt came during the import.
         module = import_module(commands[name], __package__)
     return module.main(args)
 
 
 def _check(name: str, known: Collection[str], kind: str, missing: Collection[str]) -> None:
-    """Refuse a name that is no command or no bench."""
+    """Raise ConfigError unless `name` is in `known`; names in `missing` are refused as not available yet."""
     check_name(name, known, kind, not_available=missing, way_out=f"allowed: {', '.join(known)}", error=ConfigError)

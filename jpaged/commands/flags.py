@@ -21,6 +21,7 @@ from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 
 
 def _flags_of(params: type[SamplingParams | BeamSearchParams]) -> dict[str, Flag]:
+    """Return the flag of each field that has one, by the field's name."""
     return {one.name: one.metadata["flag"] for one in fields(params) if one.metadata["flag"] is not None}
 
 
@@ -49,7 +50,11 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def generate_parser() -> argparse.ArgumentParser:
-    """Return the parser of `jpaged generate`. Flags that are not given are None, and engine options absent."""
+    """Return the parser of `jpaged generate`.
+
+    In the parsed arguments, a flag that was not given is None, or False for the switches `--resume` and `--json`. An
+    engine option that was not given is no attribute at all, so that EngineConfig supplies its default.
+    """
     parser = FlagParser(
         prog="jpaged generate",
         description="Complete prompts. Text goes to stdout; progress and the closing summary go to stderr.",
@@ -73,29 +78,37 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def parse_generate(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags of `generate`. ConfigError for unknown flags, naming the nearest, and for unavailable ones."""
+    """Return the parsed flags of `jpaged generate`.
+
+    Flag names are checked before argparse sees them, so that its less helpful errors do not come first. Raises
+    ConfigError if a flag is unknown (the message names the most similar flag) or not available in this version.
+    """
     parser = generate_parser()
     known = sorted(option for action in parser._actions for option in action.option_strings)
     for index, word in enumerate(argv):
-        if word == "--":
+        if word == "--":  # What follows are prompts.
             break
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
+            # The value is only shown in the error: the text after "=", or the next word.
             _check_flag(flag, value or "".join(argv[index + 1 : index + 2]), known)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if unknown:  # An unknown short flag, such as -x.
         _check_flag(unknown[0], "", known)
     return args
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the checked engine options among parsed flags."""
+    """Return the engine options among the parsed flags, checked. `--seed` is a sampling parameter and left out."""
     names = {field.name for field in fields(EngineConfig)} - {"seed"}
     return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that were given as flags."""
+    """Return the sampling parameters that were given as flags, by name; values are not checked yet.
+
+    `--logit-bias ID=X` is repeatable: its pairs become one dict. Raises ConfigError if they name a token id twice.
+    """
     given = _given(args, SAMPLING_FLAGS)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -105,9 +118,10 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the parameters of beam search among the flags, or None if it is not asked for.
+    """Return the beam search parameters that were given as flags, or None without `--beam-width`.
 
-    ConfigError for flags that would have no effect.
+    `--max-tokens` and `--ignore-eos` belong to beam search too. Raises ConfigError if a flag would have no effect:
+    `--length-penalty` without `--beam-width`, or any other sampling flag with it.
     """
     sampling = sampling_flags(args)
     if args.beam_width is None:
@@ -122,21 +136,27 @@ def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Refuse integers below 1 among the flags of these names that were given."""
+    """Raise ConfigError if one of the flags `names` was given an integer below 1. Flags that were not given pass."""
     for name in names:
         check("--" + name.replace("_", "-"), getattr(args, name), or_none(integer(1)), error=ConfigError)
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those arguments that are not None, by name."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def _spellings(name: str, flag: Flag) -> tuple[str, ...]:
+    """Return the flag's own spellings, else the parameter's name with dashes: `top_p` is `--top-p`."""
     return flag.names or ("--" + name.replace("_", "-"),)
 
 
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the tables in the order of --help: numbers, repeatable flags, beam search, switches."""
+    """Add the flags of all sampling and beam search parameters to an argparse group.
+
+    Their order is that of `--help`: numbers with `FIRST_FLAGS` before the others, repeatable flags, numbers of beam
+    search, and switches, which are the flags without a metavar. Flags that are not given parse to None.
+    """
     sampling = {name: SAMPLING_FLAGS[name] for name in FIRST_FLAGS} | SAMPLING_FLAGS
     for metavars, flags in (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling):
         for name, flag in flags.items():
@@ -150,28 +170,35 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of every engine option but `seed`; parsed arguments lack those that are not given."""
+    """Add a flag for each field of EngineConfig except `seed` and the Python-only ones; aliases become spellings too.
+
+    The field's type decides what the flag takes: `bool` gives `--name` and `--no-name`; other types take a value, read
+    by the converter in `FLAG_TYPES`. An option that is not given is no attribute of the parsed arguments.
+    """
     aliases = {name: alias for alias, name in ALIASES.items()}
     for field in fields(EngineConfig):
         if field.name in ("seed", *PYTHON_ONLY):
             continue  # --seed is the sampling parameter; functions and arrays have no spelling on a command line.
         spellings = ["--" + name.replace("_", "-") for name in (field.name, aliases.get(field.name)) if name]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        kind = str(field.type).split(" ")[0]
-        if kind == "bool":
+        type_name = str(field.type).split(" ")[0]  # "int" of "int | None": annotations are strings.
+        if type_name == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
-            type_, metavar = FLAG_TYPES.get(field.name) or FLAG_TYPES.get(kind) or (str, "NAME")
-            options |= {"type": type_, "metavar": metavar}
+            converter, metavar = FLAG_TYPES.get(field.name) or FLAG_TYPES.get(type_name) or (str, "NAME")
+            options |= {"type": converter, "metavar": metavar}
         group.add_argument(*(["-m"] if field.name == "model" else []), *spellings, **options)
 
 
-def _converter(kind: type[int | float], allowed: str) -> Callable[[str], Any]:
-    """Return a converter from a flag's text to a number of this kind; its error names what is allowed."""
+def _converter(number_type: type[int | float], allowed: str) -> Callable[[str], Any]:
+    """Return a function that converts a flag's text to `number_type`, for argparse.
+
+    For other text it raises argparse.ArgumentTypeError, whose message says that `allowed` is allowed.
+    """
 
     def convert(text: str) -> int | float:
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {allowed}") from None
 
@@ -182,6 +209,7 @@ _integer, _number = _converter(int, "an integer"), _converter(float, "a number")
 
 
 def _bias(text: str) -> tuple[int, float]:
+    """Return token id and bias of a text such as "1234=-100"."""
     token_id, equals, bias = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a token id and a number, such as 1234=-100")
@@ -189,10 +217,15 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _steps(text: str) -> int | str:
+    """Return "auto" as it is, and any other text as an integer."""
     return text if text == "auto" else _integer(text)
 
 
 def _limits(text: str) -> dict[str, int]:
+    """Return the numbers of a text such as "waiting_requests=1000,waiting_tokens=200000" by their names.
+
+    Raises argparse.ArgumentTypeError if the text has another form or a name twice; EngineConfig checks the names.
+    """
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(name and equals for name, equals, _ in pairs):
         example = "waiting_requests=1000,waiting_tokens=200000"
@@ -203,14 +236,15 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a text holds; raises argparse.ArgumentTypeError for any other text."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets.
+        value = None
+    if not isinstance(value, dict):
         example = """a JSON object such as {"rope_theta": 1e6}"""
         raise argparse.ArgumentTypeError(f"got {shown(text)}, allowed: {example}")
-    return found
+    return value
 
 
 FLAG_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -228,7 +262,11 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEX
 
 
 def _check_flag(flag: str, value: str, known: list[str]) -> None:
-    """Refuse a flag that is not known."""
+    """Raise ConfigError if a flag is not in `known`.
+
+    The message says that the flag is not available in this version, with its `value` unless empty, or names the most
+    similar known flag.
+    """
     is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in not_available.FLAGS
     missing, way_out = [flag] if is_missing else [], "leave it out, or see jpaged generate --help"
     check_name(flag, known, "flag", not_available=missing, value=value or None, way_out=way_out, error=ConfigError)

@@ -38,18 +38,22 @@ if TYPE_CHECKING:
 
 EXIT_SOME_FAILED = 3
 HEAD_JOBS = 1000
-"""Jobs that are read before the engine is started: its sizes and its first programs are those that they need."""
+"""Jobs that are read before the engine is started; they decide its sizes and which programs it compiles first."""
 MAX_WAIT_S = 1.0
-"""Seconds after a pipe's first line in which the start waits for further ones, by which the engine is sized."""
+"""Seconds after a pipe's first job in which the start waits for further lines, to size the engine by them too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run `jpaged generate` with the arguments `argv`, by default the process's own; return its exit status."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    """Check everything, start an engine for the jobs without a result, run them; return the exit status."""
+    """Run the command: check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
+
+    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if every job already has a result.
+    Raises ConfigError, or InvalidRequestError for a prompt of the command line, if the run cannot start.
+    """
     args = parse_generate(argv)
     config = engine_config(args)
     flags, beams = sampling_flags(args), beam_flags(args)
@@ -59,7 +63,7 @@ def _run(argv: list[str]) -> int:
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
     template = None if args.chat_template is None else _read_template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
-    with interrupts_held():
+    with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
         from ..startup.open_model import open_model
 
     with closing(lines) if lines else nullcontext(), closing(results) if results else nullcontext():
@@ -87,8 +91,11 @@ def _run(argv: list[str]) -> int:
 
 
 def _check_flags(args: argparse.Namespace, flags: Mapping[str, Any], beams: Mapping[str, Any] | None) -> None:
-    """Refuse what is wrong with the flags by themselves, before the model is opened."""
-    SamplingParams(**flags)
+    """Raise ConfigError or InvalidRequestError for flags that are wrong with any model. The model is not open yet.
+
+    `flags` are the sampling parameters among the flags, `beams` those of beam search or None.
+    """
+    SamplingParams(**flags)  # Checks the values.
     if beams is not None:
         BeamSearchParams(**{"max_tokens": None, **beams})
     if args.resume and args.output is None:
@@ -108,33 +115,40 @@ def _compute(
     lines: LineSource | None,
     sampling: SamplingSummary,
 ) -> None:
-    """Run the jobs, and print the summary. An error of the system, such as a full disk, says how to go on."""
+    """Run the jobs of `head` and then of `jobs`, and print the summary on stderr.
+
+    `lines` are the input file, None for prompts of the command line. Raises OSError if the output cannot be written (a
+    full disk); with an output file its message says how to resume.
+    """
     try:
         run.start()
         if lines is not None:
+            # While requests run, a pipe without a line must not hold up their steps; otherwise wait for its next line.
             lines.wait_for(lambda: 0.0 if run.is_busy else None)
         times = run.compute(engine, head, jobs, sampling)
-    except BrokenPipeError:
+    except BrokenPipeError:  # An OSError too, but of stdout, which has nothing to resume.
         raise
     except OSError as error:
         if run.results is None:
             raise
         text = f"{error}; {run.results.path} keeps every finished request: go on with --resume"
         raise OSError(text) from error
-    started = time.monotonic() - seconds_since_start()
-    for line in summary(engine, sampling, times.elapsed_s, (times.first_token_time or started) - started):
+    started_time = time.monotonic() - seconds_since_start()
+    for line in summary(engine, sampling, times.elapsed_s, (times.first_token_time or started_time) - started_time):
         say(line)
 
 
 def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[deque[Job], bool]:
-    """Return the first jobs, by which the engine is sized, and whether they are all.
+    """Return the first jobs, which decide the sizes of the engine, and whether they are all jobs of the input.
 
-    Of a pipe they are those that have come MAX_WAIT_S after the first.
+    At most HEAD_JOBS are read. From a pipe, only those are read that come within MAX_WAIT_S of the first; before the
+    first job there is no time limit. A None among the jobs means that the next is not there yet.
     """
     head: deque[Job] = deque()
     end: float | None = None
 
     def seconds_left() -> float | None:
+        """Return how long to wait for a further line; None before the first job: as long as it takes."""
         return None if end is None else max(0.0, end - time.monotonic())
 
     if lines is not None:
@@ -160,7 +174,12 @@ def _job_reader(
     beams: Mapping[str, Any] | None,
     template: str | None,
 ) -> JobReader:
-    """Return what makes jobs of prompts and lines; ConfigError for flags that the model cannot take."""
+    """Return the reader that turns prompts and lines into checked jobs.
+
+    Text prompts become chat messages unless there is no chat template, in the model or as `template` (the text of
+    `--chat-template`), or `--no-chat` is given. `flags` take precedence over the model's sampling defaults; `beams` are
+    the parameters of beam search or None. Raises ConfigError if a chat flag has no effect or lacks a template.
+    """
     from ..sampling.logit_rules_spec import LogitRulesSpec
     from ..startup.sizing.sizes import requested_max_len, requested_max_seqs
 
@@ -186,7 +205,10 @@ def _job_reader(
 
 
 def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, line_format: str) -> str:
-    """Return the key of the options that results are bound to: which model, how it is asked, how it samples."""
+    """Return a hash of all options that results depend on: the model, the chat template, the sampling parameters.
+
+    `--resume` only takes over results with the same key. `line_format` is "arguments", "txt" or "jsonl".
+    """
     source, tokenizer, beams = handle.source, handle.tokenizer, reader.beams
     assert source is not None, "a command serves models from files"
     template = reader.encoder.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
@@ -208,9 +230,9 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
 
 
 def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Job], *, is_whole: bool) -> Engine:
-    """Start an engine whose pages and first executables are those that the jobs need.
+    """Start an engine with the pages that these jobs need; it compiles the programs that they need first.
 
-    Unless the jobs are the whole input, as many as fill the head are taken to come, like those that have.
+    If the jobs are not the whole input, the engine is sized as if HEAD_JOBS came: these jobs, repeated.
     """
     from ..engine import Engine
     from ..sampling.sampling_params import sample_mode
@@ -225,7 +247,7 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
 
 
 def _read_template(path: str) -> str:
-    """Read a chat template; raise ConfigError if it is no readable UTF-8 file or no valid Jinja2."""
+    """Return the text of a chat template file; ConfigError if it is no readable UTF-8 file or no valid Jinja2."""
     import jinja2
 
     from ..text.template_environment import compile_template

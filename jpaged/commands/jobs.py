@@ -29,26 +29,26 @@ from .lines import IdTable, LineSource, line_digest
 from .resume import FinishedRecords
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
-"""Keys of a line of a .jsonl file beside sampling parameters."""
+"""Keys that a line of a .jsonl file may have beside sampling parameters."""
 BEAM_LINE_FIELDS = ("max_tokens", "ignore_eos")
-"""Parameters of a line that a beam search has too; its others are the same for all lines, given by flags."""
+"""Parameters that a line may give in a beam search; flags give all others, which are the same for all lines."""
 MAX_ERROR_CHARS = 4096
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request of a run. `number` goes into the seed of a request without one: in a file, the line's number."""
+    """One request of a run. `number` is its line's number in a file; requests without a seed get one from it."""
 
     id: str | int
     number: int
     prompt: EncodedPrompt
     checked: CheckedParams
     digest: int = 0
-    """That of its line, by which a resumed run knows that it has not changed."""
+    """The `line_digest` of its line, by which a resumed run recognizes a line that has not changed."""
 
     @property
     def params(self) -> Params:
-        """Return its parameters."""
+        """Return the sampling or beam search parameters of the request."""
         return self.checked.params
 
 
@@ -65,18 +65,19 @@ class BadLine:
 
 @dataclass(frozen=True)
 class DoneLine:
-    """A line whose result the output file has from an earlier run."""
+    """A line whose result is in the output file already, from an earlier run."""
 
     number: int
     entry: int
-    """The result, as `resume.FinishedRecords` counts them."""
+    """Index of the result in `resume.FinishedRecords`."""
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts among the arguments, or none where a file has them.
+    """Return the prompts given as arguments, `-` replaced by the text on stdin; an empty list with `--prompt-file`.
 
-    Without either, the text on stdin is the prompt, if stdin is a pipe or a file: a terminal or a service's stdin
-    might never end.
+    Without prompts and file, the text on stdin is the prompt, but only if stdin is a pipe or a regular file: the stdin
+    of a terminal or a service might never end. Raises ConfigError if there is no prompt, if `-` comes twice, if both
+    prompts and a file are given, or if stdin cannot be read.
     """
     prompts = [*args.prompts, *args.prompt]
     if args.prompt_file is not None:
@@ -97,6 +98,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _is_stdin_redirected() -> bool:
+    """Return whether stdin is a pipe or a regular file."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # stdin is closed, or is an object without a descriptor.
@@ -105,9 +107,10 @@ def _is_stdin_redirected() -> bool:
 
 
 def _read_stdin() -> str:
+    """Return the text on stdin without a byte-order mark and its last newline; ConfigError if it cannot be decoded."""
     try:
-        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")  # As at the head of a prompt file.
-    except UnicodeError as error:  # That of UTF-16 without a byte-order mark has no reason of its own.
+        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
+    except UnicodeError as error:  # For UTF-16 without a byte-order mark, the error has no `reason`.
         reason = getattr(error, "reason", error)
         raise ConfigError(f"prompt: stdin is not {sys.stdin.encoding} ({reason}); give text") from error
 
@@ -121,24 +124,28 @@ class JobReader:
     """Sampling parameters from the flags and from the model."""
     max_logprobs: int
     max_num_seqs: int | None
-    """Samples of one prompt at most; None while the engine can still be started for as many as are asked for."""
+    """Most samples of one prompt; None if the engine, which is not started yet, can be sized for any number."""
     scheduling_policy: object
     use_chat: bool
-    """Whether text prompts become chat messages."""
+    """Whether text prompts are turned into chat messages."""
     beams: Mapping[str, Any] | None = None
-    """Parameters of beam search from the flags; where they are given, nothing is sampled."""
+    """Parameters of beam search from the flags; None to sample."""
     system: str | None = None
     """System message put before text prompts."""
     finished: FinishedRecords | None = None
-    """The results of an earlier run that is gone on with."""
+    """The results of earlier runs that a resumed run takes over; None without `--resume`."""
 
     @cached_property
     def default_params(self) -> CheckedParams:
-        """Return the parameters of a prompt without its own, one object for all of them."""
+        """Return the parameters of all prompts that have none of their own, as one shared object."""
         return self._checked(self._params({}))
 
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any], digest: int = 0) -> Job:
-        """Return a checked job; InvalidRequestError names what is wrong."""
+        """Return a job with encoded prompt and checked parameters.
+
+        `own_params` are the parameters that the line gives itself; they take precedence over the defaults. `digest` is
+        the line's `line_digest`. Raises InvalidRequestError if the prompt or a parameter is wrong.
+        """
         if "output_kind" in own_params:
             reason = "has no effect on a line, whose output is written when it ends"
             raise InvalidRequestError(f"output_kind: {reason}; leave it out", param="output_kind")
@@ -148,16 +155,26 @@ class JobReader:
         return Job(id_, number, encoded, checked, digest)
 
     def argument_jobs(self, prompts: Sequence[str]) -> Iterator[Job | DoneLine]:
-        """Yield a job for each prompt of the command line; InvalidRequestError for the first that is wrong."""
+        """Yield a job for each prompt of the command line, or a DoneLine if an earlier run has its result.
+
+        Ids and numbers begin at 0. Raises InvalidRequestError at the first prompt that is wrong.
+        """
         for number, prompt in enumerate(prompts):
             digest = line_digest(prompt.encode(errors="surrogatepass"))
+            # `take` wants numbers from 1 on.
             entry = None if self.finished is None else self.finished.take(number, digest, number + 1)
             yield self.job(number, number, prompt, {}, digest) if entry is None else DoneLine(number, entry)
 
     def _checked(self, params: Params) -> CheckedParams:
+        """Return parameters that were checked against the model; InvalidRequestError if it cannot take them."""
         return self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
 
     def _params(self, own_params: Mapping[str, Any]) -> Params:
+        """Return the defaults with a line's `own_params` in their place, as SamplingParams or BeamSearchParams.
+
+        Without `max_tokens`, only the context length limits the output. Raises InvalidRequestError if a parameter is
+        unknown or has a wrong value, or if a line gives one that a beam search does not use.
+        """
         if self.beams is None:
             return SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
         for name in own_params:
@@ -168,9 +185,10 @@ class JobReader:
         return BeamSearchParams(**{"max_tokens": None, **self.beams, **own_params})
 
     def file_jobs(self, lines: LineSource) -> Iterator[Job | BadLine | DoneLine | None]:
-        """Yield what each line of a .txt or .jsonl file becomes, in order; None where a pipe has no line yet.
+        """Yield a Job, BadLine or DoneLine for each line of a .txt or .jsonl file, in order.
 
-        A line that has not changed since its result was written is not read any further.
+        A BadLine says why the line cannot become a job. A DoneLine is yielded, without parsing the line, if an earlier
+        run has its result and the line has not changed since. None is yielded when a pipe has no line yet.
         """
         ids, is_json = IdTable(), lines.format == "jsonl"
         for numbered in lines:
@@ -182,12 +200,12 @@ class JobReader:
             if (entry := self._finished_entry(line, number, digest, ids, is_json)) is not None:
                 yield DoneLine(number, entry)
                 continue
-            id_: str | int | None = None if is_json else number
+            id_: str | int | None = None if is_json else number  # Until the line's own id has been read.
             try:
                 prompt: Any = _decoded(line)
                 record = _parsed_record(prompt) if is_json else {}
                 id_ = _read_id(record, number)
-                if is_json:  # The ids of other lines are their numbers.
+                if is_json:  # The id of a line of text is its number, which is unique.
                     self._refuse_taken_id(id_, number, ids)
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
@@ -200,9 +218,10 @@ class JobReader:
                 yield BadLine(id_, number, error)
 
     def _finished_entry(self, line: bytes, number: int, digest: int, ids: IdTable, is_json: bool) -> int | None:
-        """Return the entry of an earlier run's result of this line, if the line has not changed; None otherwise.
+        """Return the entry of the result that an earlier run has written for this line.
 
-        Of two lines with one id only the first has a result.
+        Returns None if there is none or the line has changed since, or if an earlier line has entered the same id into
+        `ids`: a repeated id is an error. `digest` is the `line_digest` of the line.
         """
         if self.finished is None:
             return None
@@ -212,7 +231,10 @@ class JobReader:
         return self.finished.take(id_, digest, number)
 
     def _refuse_taken_id(self, id_: str | int, number: int, ids: IdTable) -> None:
-        """Note that a line has this id; InvalidRequestError if an earlier line has it."""
+        """Enter the id of line `number` into `ids`; InvalidRequestError if an earlier line has the same id.
+
+        Lines whose results were taken over are not in `ids`; `finished` knows their ids.
+        """
         first = None if self.finished is None else self.finished.taker_of(id_)
         if first is None:
             first = ids.set_default(id_, number)
@@ -220,7 +242,12 @@ class JobReader:
             raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
 
     def _as_chat(self, prompt: Any) -> Any:
-        """Return a text prompt as chat messages, if that is wanted; any other prompt as it is."""
+        """Return a text prompt as chat messages, after the system message if there is one; other prompts unchanged.
+
+        A text is a string or a mapping whose only key, beside `cache_salt` and `priority`, is `prompt`. Those two keys
+        are kept. Without `use_chat` nothing changes. Raises InvalidRequestError for an empty text with `use_chat`, or
+        if `--system` is given and the prompt is no text.
+        """
         extras = {key: prompt[key] for key in PROMPT_EXTRAS if key in prompt} if isinstance(prompt, Mapping) else {}
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and {*prompt} - {*extras} == {"prompt"} else prompt
         if not self.use_chat or not isinstance(text, str):
@@ -234,13 +261,16 @@ class JobReader:
 
 
 def error_record(id_: str | int | None, error: InvalidRequestError | str) -> dict[str, Any]:
-    """Return the output line of a request that was refused, or that the engine failed with the message `error`."""
+    """Return the JSON object that is written for a request without a result.
+
+    `error` is the exception that refused the request, or the message with which the engine ended it.
+    """
     kind, param = ("EngineError", None) if isinstance(error, str) else (type(error).__name__, error.param)
     return {"id": id_, "error": {"type": kind, "message": str(error)[:MAX_ERROR_CHARS], "param": param}}
 
 
 class _LineId(msgspec.Struct, gc=False):
-    """The only field of a line that is read where all of it was checked by an earlier run."""
+    """The only field that is read of a line that an earlier run may have checked."""
 
     id: str | int | None = None
 
@@ -249,11 +279,14 @@ _LINE_ID_DECODER = msgspec.json.Decoder(_LineId)
 
 
 def _id_of_known_line(line: bytes, number: int) -> str | int | None:
-    """Return the id of a line of JSON, its number where it has none; None if a closer look is needed."""
+    """Return the id of a line of JSON, or its number if it has none. The other fields are skipped, which is fast.
+
+    Returns None if the line is no JSON object or its id has a wrong type; the caller then parses it for the error.
+    """
     try:
         id_ = _LINE_ID_DECODER.decode(line).id
     except (msgspec.DecodeError, UnicodeDecodeError):
-        try:  # Python takes what msgspec refuses, such as a byte-order mark and lone surrogates.
+        try:  # Python accepts some lines that msgspec refuses, such as with a byte-order mark or lone surrogates.
             return _read_id(_parsed_record(_decoded(line)), number)
         except InvalidRequestError:
             return None
@@ -261,6 +294,7 @@ def _id_of_known_line(line: bytes, number: int) -> str | int | None:
 
 
 def _decoded(line: bytes) -> str:
+    """Return a line as text, without a byte-order mark; InvalidRequestError if it is not UTF-8."""
     try:
         return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
     except UnicodeDecodeError as error:
@@ -268,7 +302,10 @@ def _decoded(line: bytes) -> str:
 
 
 def _parsed_record(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line."""
+    """Return the JSON object of a line, with `num_samples` renamed to `n`.
+
+    Raises InvalidRequestError if the line is no JSON object, if an object has a key twice, or if both names are given.
+    """
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
     except InvalidRequestError:
@@ -286,7 +323,7 @@ def _parsed_record(line: str) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse one that has a key twice."""
+    """Return the dict of a JSON object's keys and values; InvalidRequestError if it has a key twice."""
     record = dict(pairs)
     if len(record) < len(pairs):
         key = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -295,7 +332,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_id(record: dict[str, Any], number: int) -> str | int:
-    """Return the line's `id`, or its number where it has none."""
+    """Return the line's `id`, or its number if it has none; InvalidRequestError unless a string or an integer."""
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):
         raise refusal("id", shown(id_), "a string or an integer")
@@ -303,7 +340,7 @@ def _read_id(record: dict[str, Any], number: int) -> str | int:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Refuse keys that a line cannot have."""
+    """Raise InvalidRequestError if a line has an unknown key, or a beam search parameter that only a flag can give."""
     for key in record:
         if key in BEAM_FLAGS:
             way_out = f"give --{key.replace('_', '-')} instead"

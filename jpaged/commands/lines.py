@@ -27,7 +27,7 @@ LineFormat = Literal["txt", "jsonl"]
 
 
 def line_digest(line: bytes) -> int:
-    """Return 64 bits that stand for the bytes of a line, in any process."""
+    """Return a 64-bit hash of a line's bytes that is the same in every process, unlike Python's `hash`."""
     return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
 
 
@@ -35,33 +35,36 @@ class LineSource:
     """Lines of a file or a pipe, one after the other. Lines of a pipe need not be there yet."""
 
     def __init__(self, name: str):
-        """Open a file, or stdin for `-`. Raise ConfigError if it cannot be read, or holds neither texts nor JSON lines.
+        """Open a file, or stdin for the name `-`.
 
-        A pipe whose name does not end in .txt holds JSON lines.
+        `format` is "txt" if the name ends in .txt, else "jsonl", also for pipes. Raises ConfigError if the file cannot
+        be read, or if it is no pipe and its name ends in neither .txt nor .jsonl.
         """
         self.name = name
         self._descriptor, self.format = _open(name)
         self.is_pipe = not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
-        """Whether lines may come later than they are asked for."""
+        """Whether it is no regular file, so that reading may have to wait for lines."""
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLIN)
         self._lines: deque[bytes] = deque()
         self._parts: list[bytes] = []
-        """What was read of a line whose end was not."""
+        """The beginning of a line whose end has not been read yet."""
         self._is_at_end = False
         self._wait_s: Callable[[], float | None] = lambda: None
 
     def wait_for(self, wait_s: Callable[[], float | None]) -> None:
-        """From now on, ask `wait_s` for how many seconds to wait for a line that is not there yet.
+        """Set the function that returns how many seconds to wait when a pipe has no data.
 
-        None means to wait for it or for the end of the file, as at first.
+        It is called before each read. If it returns None, the read waits for data or the end of the input; this is also
+        the behaviour before the first call of `wait_for`.
         """
         self._wait_s = wait_s
 
     def __iter__(self) -> Iterator[tuple[int, bytes] | None]:
-        """Yield number and bytes of each line that is not blank; None after having waited in vain. Numbers begin at 1.
+        """Yield (number, bytes without the line end) for each line that is not blank.
 
-        Raise ConfigError if the file cannot be read on.
+        Numbers begin at 1 and count blank lines too. Yields None when a wait, limited by `wait_for`, has ended without
+        data. Closes the file at its end. Raises ConfigError if a read fails.
         """
         number = 0
         while True:
@@ -78,13 +81,17 @@ class LineSource:
         self.close()
 
     def close(self) -> None:
-        """Close the file; stdin stays open."""
+        """Close the file; stdin stays open. A second call does nothing."""
         if self._descriptor > 0:  # 0 is stdin, which this object has not opened.
             os.close(self._descriptor)
         self._descriptor, self._is_at_end = -1, True
 
     def _read(self) -> bool:
-        """Read what is there, or wait for it; return False if nothing has come."""
+        """Read up to READ_BYTES into `_lines` and `_parts`; return False if the wait has ended without data.
+
+        At the end of the input `_is_at_end` is set, and what `_parts` holds becomes the last line. Raises ConfigError
+        if the read fails.
+        """
         wait_s = self._wait_s()
         try:
             if not self._poll.poll(None if wait_s is None else wait_s * 1000):
@@ -92,7 +99,7 @@ class LineSource:
             data = os.read(self._descriptor, READ_BYTES)
         except OSError as error:
             raise ConfigError(f"--prompt-file: {self.name} cannot be read ({error}); give a readable file") from error
-        # An empty read is the end: `_parts` then hold the last line, which may be empty, and is passed over as blank.
+        # An empty read is the end. If `_parts` is empty then, so is the last line, and `__iter__` skips it as blank.
         self._is_at_end = not data
         *lines, rest = data.split(b"\n")
         if lines or self._is_at_end:
@@ -114,7 +121,11 @@ def stat_of(name: str) -> os.stat_result | None:
 
 
 def _open(name: str) -> tuple[int, LineFormat]:
-    """Return a descriptor of a prompt file and what its lines are."""
+    """Open a prompt file, or stdin for `-`; return its descriptor (0 for stdin) and the format of its lines.
+
+    Stdin, FIFOs and paths below /dev, such as /dev/fd/63, may have any name. Raises ConfigError if the name of another
+    file ends in neither .txt nor .jsonl, or if the file cannot be opened.
+    """
     path = Path(name)
     if name == STDIN and sys.stdin is None:
         raise refusal("--prompt-file", "-, and stdin is closed", "a file or an open pipe", error=ConfigError)
@@ -132,17 +143,18 @@ def _open(name: str) -> tuple[int, LineFormat]:
 
 
 def id_hash(id_: str | int) -> int:
-    """Return 64 bits that stand for an id in this process; the integer 2 and the string "2" differ.
+    """Return a 64-bit hash of an id, which holds within this process; the integer 2 and the string "2" differ.
 
-    They are never 0. Of a million ids, two have the same hash with a probability of 3e-8.
+    The hash is never 0, which marks an empty slot of IdTable. Among a million ids, the probability that any two have
+    the same hash is 3e-8.
     """
     return hash(repr(id_)) & 0xFFFFFFFFFFFFFFFF or 1
 
 
 class IdTable:
-    """Maps ids to numbers of lines in 24 to 48 bytes an entry, where a dictionary takes over 100.
+    """Maps ids to line numbers in 24 to 48 bytes per entry; a dictionary would take over 100.
 
-    A hash table with linear probing in two arrays, which knows an id by its `id_hash` alone.
+    It is a hash table with linear probing in two arrays. It stores only the `id_hash` of an id, not the id itself.
     """
 
     def __init__(self) -> None:
@@ -150,30 +162,31 @@ class IdTable:
         self._clear(1 << 10)
 
     def _clear(self, num_slots: int) -> None:
+        """Make all slots empty. Their number must be a power of two: `_slot` masks with it."""
         self._hashes, self._values = array("Q", bytes(8 * num_slots)), array("q", bytes(8 * num_slots))
 
     def __len__(self) -> int:
         return self._num_entries
 
     def get(self, id_: str | int) -> int | None:
-        """Return the number of an id; None for an id without one."""
+        """Return the line number of an id; None if the table does not have the id."""
         slot = self._slot(hash_ := id_hash(id_))
         return self._values[slot] if self._hashes[slot] == hash_ else None
 
     def set_default(self, id_: str | int, value: int) -> int:
-        """Return the number of an id, which is `value` if it had none."""
+        """Return the line number of an id; if the table does not have the id, enter it with the number `value`."""
         hash_ = id_hash(id_)
         slot = self._slot(hash_)
         if self._hashes[slot] == hash_:
             return self._values[slot]
         self._hashes[slot], self._values[slot] = hash_, value
         self._num_entries += 1
-        if 3 * self._num_entries > 2 * len(self._hashes):
+        if 3 * self._num_entries > 2 * len(self._hashes):  # Linear probing becomes slow above two thirds.
             self._grow()
         return value
 
     def _slot(self, hash_: int) -> int:
-        """Return where a hash is, or where it would be put: linear probing."""
+        """Return the slot that holds a hash, or the empty slot where it would be put."""
         hashes, mask = self._hashes, len(self._hashes) - 1
         slot = hash_ & mask
         while hashes[slot] and hashes[slot] != hash_:
@@ -181,6 +194,7 @@ class IdTable:
         return slot
 
     def _grow(self) -> None:
+        """Double the number of slots and enter all hashes again."""
         hashes, values = self._hashes, self._values
         self._clear(2 * len(hashes))
         for hash_, value in zip(hashes, values, strict=True):

@@ -25,7 +25,11 @@ REPEAT_S = 3.0
 
 
 def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
-    """Run a command and return its exit status: 1 with one line on stderr for what is wrong, 130 after an interrupt."""
+    """Call `run` with the arguments and return the exit status of the process.
+
+    The status is what `run` returns, 130 if an interrupt came and `run` raised any error, or 1 after an error of the
+    user or the system, which is one line on stderr. Other errors, which are bugs, are raised.
+    """
     prepare_streams()
     reserve_device_memory()
     interrupts = Interrupts()
@@ -40,10 +44,13 @@ def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    """Return the exit status of an error that is the user's or the system's, and say it; raise any other again."""
+    """Print an error of the user or the system as one line on stderr and return 1; raise any other error again.
+
+    A broken pipe is not printed: it is how `| head` ends a command.
+    """
     if isinstance(error, JpagedError | ModelLoadError):
         say(f"error: {one_line(error, 10_000)}")
-    elif isinstance(error, BrokenPipeError):  # The reader of stdout has closed it, as `| head` does.
+    elif isinstance(error, BrokenPipeError):  # With None, Python does not try to flush stdout again when it exits.
         sys.stdout = None  # type: ignore[assignment]
     elif isinstance(error, OSError):  # A full disk, a device that went away.
         say(f"error: {error}")
@@ -53,17 +60,17 @@ def _status_of(error: BaseException) -> int:
 
 
 def prepare_streams() -> None:
-    """Make sure that writing to any standard stream is harmless.
+    """Make sure that no write to a standard stream fails or ends up in another file.
 
-    A descriptor that is closed is opened on the null device: the next file that is opened would get its number, and a
-    library that writes to stderr would write into an output file. `sys.stdin` and `sys.stdout` of closed streams stay
-    None, so that commands can refuse to use them.
+    If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the next file that is opened would get
+    its number, and a library that writes to stderr would write into, say, the output file. `sys.stdin` and `sys.stdout`
+    of closed streams stay None, so that commands can refuse to use them.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free, this one.
+            os.open(os.devnull, os.O_RDWR)  # The system gives it the lowest free number, which is `descriptor`.
     if sys.stderr is None or sys.stderr.closed:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
@@ -72,23 +79,26 @@ def prepare_streams() -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let an interrupt wait for the end of a `with`: JAX's library crashes if one comes while it is imported."""
+    """Hold back SIGINT during a `with` and raise it at the end: JAX's library crashes if interrupted in its import.
+
+    Does nothing outside the main thread, where handlers cannot be set, and where SIGINT has no Python handler.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    held_signals: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held_signals.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if held:
+        if held_signals:
             signal.raise_signal(signal.SIGINT)
 
 
 class Interrupts:
-    """Makes sure that an interrupt ends the body of a `with`, wherever it comes.
+    """A context manager that makes sure that an interrupt ends its body, wherever the interrupt comes.
 
     Python drops an exception in a finalizer or in a callback of its garbage collector, such as JAX's, and a library in
     C may turn it into another one. So `have_come` says whether there was an interrupt. Each one also arms the interval
@@ -105,6 +115,10 @@ class Interrupts:
         self._hook = sys.unraisablehook
 
     def __enter__(self) -> Self:
+        """Install the handlers of SIGINT and SIGALRM, and the hook that learns of dropped exceptions.
+
+        Nothing is installed outside the main thread, or if SIGINT has no Python handler (it is ignored, for example).
+        """
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and callable(self._handler):
             self._is_installed = True
@@ -114,6 +128,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the timer and put back the handlers and the hook that were there before."""
         if self._is_installed:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, self._handler)
@@ -121,13 +136,17 @@ class Interrupts:
             sys.unraisablehook = self._hook
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT or SIGALRM: arm the timer and call the former SIGINT handler (raises KeyboardInterrupt)."""
         self.have_come = True
         signal.setitimer(signal.ITIMER_REAL, REPEAT_S)
         if callable(self._handler):
             self._handler(number, frame)
 
     def _note_dropped(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise a dropped interrupt again, but later: this function itself is called where exceptions are dropped."""
+        """Arm the timer if Python has dropped a KeyboardInterrupt; give other dropped exceptions to the former hook.
+
+        It cannot raise the interrupt itself, because Python drops exceptions of this hook too.
+        """
         if unraisable.exc_type is KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, REPEAT_DROPPED_S)
         else:

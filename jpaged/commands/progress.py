@@ -19,18 +19,21 @@ class ProgressReport:
     """Shows the phases of a command, such as load, compile and requests. Phases may overlap, on several threads."""
 
     def __init__(self) -> None:
+        """Show nothing yet: a phase appears with the first call that names it. Bars need stderr to be a terminal."""
         self._is_terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
         self._bars: dict[str, Any] = {}
         self._since: dict[str, float] = {}
-        """Start of each phase that goes on, in seconds of `time.monotonic()`."""
+        """Start of each phase that has not ended, in seconds of `time.monotonic()`."""
         self._last_line_s = time.monotonic()
         self._is_closed = False
 
     def __call__(self, name: str, done: int, total: int | None) -> None:
-        """Report that `done` of `total` units of phase `name` are done; the phase ends when they are equal.
+        """Report that `done` of `total` units of phase `name` are done; `total` is None while it is not known.
 
-        `total` is None while it is not known.
+        The first report begins the phase, and the one with `done == total` ends it. The end is always a line on stderr;
+        before it a terminal has a bar, and any other stderr at most one line per LINE_EVERY_S. After `close`, reports
+        are ignored. Any thread may call.
         """
         with self._lock:
             if self._is_closed:
@@ -49,20 +52,21 @@ class ProgressReport:
                 say(f"{name}: {done}{of_all} ({now - since:.1f} s)")
 
     def close(self) -> None:
-        """Remove the bars and show nothing more: phases that still go on must not mix with other output."""
+        """Remove the bars and ignore later reports: phases that have not ended must not write into other output."""
         with self._lock:
             self._is_closed = True
             for name in list(self._since):
                 self._end(name)
 
     def _show_bar(self, name: str, done: int, total: int | None) -> None:
+        """Set the bar of a phase to `done` of `total` units, and make the bar if the phase has none."""
         if name not in self._bars:
             from tqdm import tqdm
 
             self._bars[name] = tqdm(total=total, desc=name, file=sys.stderr, leave=False)
         bar = self._bars[name]
         bar.total = total
-        bar.update(done - bar.n)
+        bar.update(done - bar.n)  # tqdm takes the units since the last update.
 
     def _end(self, name: str) -> None:
         self._since.pop(name, None)
@@ -71,7 +75,7 @@ class ProgressReport:
 
 
 def say(text: str) -> None:
-    """Print one line on stderr. If stderr is closed, this and all later lines are dropped and the work goes on."""
+    """Print one line on stderr. If that fails, this line and all later ones are dropped, and no error is raised."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (BrokenPipeError, OSError):
@@ -79,8 +83,9 @@ def say(text: str) -> None:
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since this process was started; elsewhere than on Linux, since this module was imported."""
+    """Return the seconds since the process started; without /proc (not Linux), since this module was imported."""
     try:
+        # The 22nd field is the start in clock ticks after boot; the 2nd, in parentheses, may hold spaces.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, IndexError):

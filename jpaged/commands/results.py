@@ -26,7 +26,11 @@ MIN_LOGPROB = -9999.0
 
 
 def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, Any]:
-    """Return the JSON object of one finished request of a run whose options have this `resume.options_key`."""
+    """Return the JSON object that is written for one finished request.
+
+    `options` is the run's `resume.options_key`. With the digest of the request's line it forms `resume_key`, by which a
+    resumed run recognizes the result. `prompt_logprobs` is a key only if the request asked for them.
+    """
     record: dict[str, Any] = {
         "id": job.id,
         "prompt": output.prompt,
@@ -35,6 +39,7 @@ def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, An
         "metrics": {**asdict(output.metrics), "resume_key": resume_key(options, job.digest)},
     }
     if output.prompt_logprobs is not None:
+        # The first token has no logprobs: its entry is None and stays None.
         record["prompt_logprobs"] = [entries and _entries_record(entries) for entries in output.prompt_logprobs]
     return record
 
@@ -42,26 +47,29 @@ def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, An
 def dump_line(record: dict[str, Any], *, is_ascii: bool = False) -> str:
     """Return a record as one line of JSON, without its newline.
 
-    Other characters than those of ASCII are escaped with `is_ascii`, and a lone surrogate, which is no UTF-8, always.
+    With `is_ascii`, all characters outside ASCII are escaped. A lone surrogate, which UTF-8 cannot encode, is always
+    escaped.
     """
     line = json.dumps(record, ensure_ascii=is_ascii, separators=(",", ":"))
     return line.encode(errors="backslashreplace").decode()
 
 
 class ResultFile:
-    """The JSON lines of one run. A record appears whole or not at all, whenever the process is killed.
+    """The output file of one run: `start` it, `append` records as requests finish, and `finish` it in input order.
 
-    Of a record that was written, only its line's number and its span in the file are kept: 20 bytes.
+    For each record in the file, memory holds only its number and its span: 20 bytes. If the process is killed, at most
+    the last line of the file is incomplete, and a resumed run drops it.
     """
 
     def __init__(self, path: Path, *, prompt_file: os.stat_result | None = None):
-        """Check the path; raise ConfigError if it cannot be written, or is the prompt file, whose `stat` may be given.
+        """Check the path, without creating or changing anything: `start` does that.
 
-        Nothing is created or changed before `start`.
+        `prompt_file` is the `stat` of the prompt file, None without one. Raises ConfigError if `path` is no regular
+        file in a writable folder, is the prompt file itself, or is locked by another run.
         """
         is_there, self.path = path.exists(), path.resolve()
         self.backup = self.path.with_name(f"{self.path.name}.bak")
-        """Where the lines go that a resumed run drops."""
+        """Copy of the file before a resumed run dropped lines from it."""
         folder = self.path.parent
         if is_there and not (path.is_file() and os.access(path, os.W_OK)):
             way_out = "give another name, or --json to write the lines to stdout"
@@ -78,7 +86,10 @@ class ResultFile:
         self._numbers, self._offsets, self._lengths = array("q"), array("q"), array("I")
 
     def start(self, kept_bytes: int) -> None:
-        """Open the file for `append`, with its first `kept_bytes` bytes alone. Raise ConfigError if others write it."""
+        """Create or open the file for `append`, lock it, and cut it after its first `kept_bytes` bytes.
+
+        Raises ConfigError if another run has locked the file, or if it is shorter than `kept_bytes` by now.
+        """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             self._lock(descriptor)
@@ -91,7 +102,10 @@ class ResultFile:
         self._descriptor, self._end = descriptor, kept_bytes
 
     def _lock(self, descriptor: int) -> None:
-        """Lock the file until the descriptor is closed; ConfigError if another run has locked it."""
+        """Lock the file until `descriptor` is closed; ConfigError if another run has locked it.
+
+        On a file system without locks nothing is locked, and no error is raised.
+        """
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -101,11 +115,12 @@ class ResultFile:
             return
 
     def _changed(self) -> ConfigError:
+        """Return the error that says that another process has changed the file during this run."""
         way_out = "its lines stay as they are: go on with --resume"
         return ConfigError(f"--output: {self.path} was changed by others while this run wrote it; {way_out}")
 
     def append(self, number: int, record: dict[str, Any]) -> None:
-        """Write the record of this line's number behind the others."""
+        """Write a record at the end of the file. `number` is that of its line of input; `finish` sorts by it."""
         assert self._descriptor is not None, "start comes before append"
         data = dump_line(record).encode() + b"\n"
         self.keep(number, RecordSpan(self._end, len(data)))
@@ -114,21 +129,21 @@ class ResultFile:
             data = data[os.write(self._descriptor, data) :]
 
     def keep(self, number: int, span: RecordSpan) -> None:
-        """Note that the result of a line is there in the file."""
+        """Record that the file holds the result of line `number` at `span`, so that `finish` keeps it."""
         self._numbers.append(number)
         self._offsets.append(span.offset)
         self._lengths.append(span.num_bytes)
 
     def read(self, span: RecordSpan) -> bytes:
-        """Return a record of the file, which need not have been opened by `start`."""
+        """Return the line of JSON at `span`. The file is opened for it, so this works before `start` too."""
         with self.path.open("rb") as file:
             return self._record_at(file.fileno(), span)
 
     def finish(self, *, keeps_old: bool = False) -> None:
-        """Replace the file by one with all records in the order of their numbers, in one atomic step.
+        """Replace the file, in one atomic step, by one with all records in the order of their numbers; then close it.
 
-        With `keeps_old` the file as it was becomes `backup`. Raise ConfigError, and replace nothing, if others have
-        changed the file.
+        With `keeps_old`, the file before this replacement is copied to `backup`. `start` must have come before. Raises
+        ConfigError, and replaces nothing, if another process has changed the file.
         """
         descriptor = self._descriptor
         assert descriptor is not None, "start comes before finish"
@@ -142,7 +157,7 @@ class ResultFile:
         self.close()
 
     def _record_at(self, descriptor: int, span: RecordSpan) -> bytes:
-        """Return a record; ConfigError if a whole line is no longer there."""
+        """Return the line of JSON at `span`; ConfigError if there is no longer a line that ends where `span` does."""
         record = os.pread(descriptor, span.num_bytes, span.offset)
         if len(record) != span.num_bytes or not record.endswith(b"\n"):
             raise self._changed()
@@ -155,7 +170,10 @@ class ResultFile:
             self._descriptor = None
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Write lines to a temporary file and rename it to the path; file permissions stay."""
+        """Replace the file by one with these lines: write a temporary file beside it, sync it to disk, and rename it.
+
+        The new file has the old one's permissions. After an error the temporary file is removed.
+        """
         assert self._descriptor is not None, "start comes before finish"
         mode = os.fstat(self._descriptor).st_mode & 0o777
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
@@ -172,8 +190,12 @@ class ResultFile:
 
 
 def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
+    """Return the JSON object of one sample of a request.
+
+    `logprobs` is null if the request asked for none; `log_kept_masses` is a key only if it asked for them.
+    """
     logprobs, masses = completion.logprobs, completion.log_kept_masses
-    asked = {} if masses is None else {"log_kept_masses": list(masses)}
+    optional = {} if masses is None else {"log_kept_masses": list(masses)}
     return {
         "index": completion.index,
         "text": completion.text,
@@ -182,12 +204,15 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
         "logprobs": None if logprobs is None else [_entries_record(entries) for entries in logprobs],
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        **asked,
+        **optional,
     }
 
 
 def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
-    """Return the logprobs of one position as a JSON object by token id; a token that rules exclude has −∞."""
+    """Return the logprobs of one position as a JSON object, by token id as a string.
+
+    A token that a logit rule excludes has a logprob of −∞, which is written as MIN_LOGPROB.
+    """
     return {
         str(token_id): msgspec.structs.asdict(entry) | {"logprob": max(entry.logprob, MIN_LOGPROB)}
         for token_id, entry in entries.items()

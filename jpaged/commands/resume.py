@@ -28,12 +28,15 @@ _RESUME_KEY = re.compile(f"([0-9a-f]{{{KEY_CHARS}}})([0-9a-f]{{16}})")
 
 
 def resume_key(options: str, digest: int) -> str:
-    """Return the key of a result: that of its run's options, and the `lines.line_digest` of its line."""
+    """Return the `resume_key` of a result, 32 hexadecimal digits.
+
+    The first half is `options`, the `options_key` of the run; the second is `digest`, the `line_digest` of the line.
+    """
     return f"{options}{digest:016x}"
 
 
 def options_key(options: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that stand for the options that results are bound to; see `generate`."""
+    """Return a hash, 16 hexadecimal digits, of the options that results depend on. Key order does not matter."""
     text = json.dumps(options, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=KEY_CHARS // 2).hexdigest()
 
@@ -52,14 +55,14 @@ class _RecordHead(msgspec.Struct, gc=False):
 
     @property
     def has_outputs(self) -> bool:
-        """Return whether it is the record of a request that has ended well."""
+        """Return whether this is the record of a request that succeeded: with outputs, an id and metrics."""
         outputs = bytes(self.outputs)
-        is_whole = outputs.startswith(b"[") and outputs != b"[]"
-        return is_whole and self.id is not None and self.metrics is not None
+        has_items = outputs.startswith(b"[") and outputs != b"[]"
+        return has_items and self.id is not None and self.metrics is not None
 
     @property
     def is_error(self) -> bool:
-        """Return whether it is the record of a request that has failed."""
+        """Return whether this is the record of a request that failed: its `error` is a JSON object."""
         return bytes(self.error).startswith(b"{")
 
 
@@ -74,24 +77,25 @@ class RecordSpan(NamedTuple):
 
 
 class FinishedRecords:
-    """The results that an output file has from earlier runs, by their ids: 36 bytes for each.
+    """The results that an output file has from earlier runs, sorted by the hash of their ids: 36 bytes for each.
 
-    An id is known by 64 bits of its hash, as in `lines.IdTable`.
+    Only the `lines.id_hash` of an id is stored. A result's index in this order is called its entry.
     """
 
     def __init__(self, path: Path, options: str):
-        """Read the file of a run whose options have the key `options`; there may be none.
+        """Read the results of an output file; a file that does not exist has none.
 
-        Errors are left out, so that they are tried again; so are a torn last line and any line that is no record. Raise
-        ConfigError if the file cannot be read, or holds results of other options, or of a version without keys.
+        `options` is the `options_key` of the run that resumes. Error records are left out, so that their requests run
+        again. An incomplete last line and lines that are no records are left out too. Raises ConfigError if the file
+        cannot be read, or if it holds results of other options or results without a `resume_key`.
         """
         self._id_hashes, self._digests = array("Q"), array("Q")
-        """Ascending hashes of the ids, and the digest of each result's line."""
+        """The hash of each result's id, ascending once all are read, and the digest of its line."""
         self._offsets, self._lengths = array("q"), array("I")
         self.end = 0
-        """Bytes of the file up to the end of its last whole line."""
+        """Bytes of the file up to the end of its last complete line."""
         self.num_foreign = 0
-        """Whole lines that are neither results nor errors."""
+        """Complete lines that are neither results nor errors."""
         self._num_of_other_options = self._num_without_key = 0
         try:
             self._read(path, options)
@@ -106,18 +110,22 @@ class FinishedRecords:
             way_out = "give the flags of that run, or another --output"
             raise refusal("--resume", got, allowed, way_out, error=ConfigError)
         order = np.argsort(np.frombuffer(self._id_hashes, np.uint64), kind="stable")
-        for numbers in (self._id_hashes, self._digests, self._offsets, self._lengths):
-            numbers[:] = array(numbers.typecode, np.asarray(numbers)[order].tobytes())
+        for column in (self._id_hashes, self._digests, self._offsets, self._lengths):
+            column[:] = array(column.typecode, np.asarray(column)[order].tobytes())
         self._takers = array("q", bytes(8 * len(order)))
         """The number of the line that has taken each result; 0 for one that is not taken."""
 
     def _read(self, path: Path, options: str) -> None:
-        """Read the results of these options, and count the other lines."""
+        """Read all complete lines: add the results of these `options` in file order, and count the other lines.
+
+        Sets `end` and the counts of foreign lines, of results without a key and of results of other options. Nothing
+        changes if the file does not exist.
+        """
         if not path.exists():
             return
         with path.open("rb") as file:
             for line in file:
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n"):  # The run was killed while it wrote its last line.
                     break
                 offset, self.end = self.end, self.end + len(line)
                 head = _decode_head(line)
@@ -141,9 +149,10 @@ class FinishedRecords:
         return len(self._offsets)
 
     def take(self, id_: str | int, digest: int, number: int) -> int | None:
-        """Return the entry of the result of line `number`, which no other line takes then; None if it has none.
+        """Take the result of line `number`: return its entry, or None if there is no such result.
 
-        `id_` is the line's id, `digest` its `lines.line_digest`.
+        `id_` is the line's id and `digest` its `lines.line_digest`; a result has to match both. `number` is at least 1.
+        Each result is taken once: a later line with the same id and digest does not get it.
         """
         hashes, hash_ = self._id_hashes, id_hash(id_)
         entry = bisect_left(hashes, hash_)
@@ -155,18 +164,21 @@ class FinishedRecords:
         return None
 
     def taker_of(self, id_: str | int) -> int | None:
-        """Return the number of the line with this id whose result was taken; None if there is none."""
+        """Return the number of the line that has taken a result with this id; None if no line has."""
         hashes, hash_ = self._id_hashes, id_hash(id_)
         first, end = bisect_left(hashes, hash_), bisect_right(hashes, hash_)
         return next((number for number in self._takers[first:end] if number), None)
 
     def span(self, entry: int) -> RecordSpan:
-        """Return where a result is in the file."""
+        """Return where the result `entry` is in the file."""
         return RecordSpan(self._offsets[entry], self._lengths[entry])
 
 
 def _decode_head(line: bytes) -> _RecordHead | None:
-    """Return what is read of a record; None for a line that is no JSON object."""
+    """Return the fields of an output line that a resumed run needs.
+
+    None for a line that is no JSON object, or whose `id` or `metrics` have another type than in a record.
+    """
     try:
         return _RECORD_HEAD_DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from .summary import SamplingSummary
 
 MAX_IN_A_ROW = 1000
-"""Lines without a request that are dealt with between two steps."""
+"""Lines without a request that are processed at most between two steps of the engine."""
 MAX_HELD = 10_000
-"""Errors of lines that are held back until the engine has started; with more, the output file is opened before."""
+"""Errors of lines that stay in memory until the engine has started; if there are more, the output file is opened."""
 MAX_UNPRINTED = 10_000
-"""Results that may wait for an earlier one to be printed: while there are more, no further line is read."""
+"""Results that may wait until an earlier one can be printed; while more wait, no further line is read."""
 
 
 class RunTimes(NamedTuple):
@@ -49,27 +49,32 @@ class Run:
     def __init__(
         self, results: ResultFile | None, printer: Printer | None, finished: FinishedRecords | None, options: str
     ):
-        """`finished` are the results of earlier runs, where one is gone on with; `options` is `resume.options_key`."""
+        """Write results to `results` and print them with `printer`; either may be None.
+
+        `finished` are the results of earlier runs that a resumed run takes over, None without `--resume`. `options` is
+        the run's `resume.options_key`. The output file is not opened before `start`.
+        """
         self.results, self.printer, self.finished, self.options = results, printer, finished, options
         self.num_lines = self.num_failed = self._num_kept = 0
         self._is_started = results is None
         self._are_all_made = False
-        """Whether every line that is no error has become a request."""
-        self._held: list[tuple[int, dict[str, Any]]] = []
-        """Numbers and records of lines that failed before the file was started."""
+        """Whether the input is read to its end and its last request made, so that the total is known."""
+        self._unwritten: list[tuple[int, dict[str, Any]]] = []
+        """Line numbers and records of errors from before the file was opened."""
         self._job_of: dict[str, Job] = {}
-        """The job of each request that was made and has not ended."""
+        """Request id → job, for each request that was made and has not ended."""
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the engine has anything to do."""
+        """Return whether the engine has any unfinished request of this run."""
         return bool(self._job_of)
 
     def jobs(self, items: Iterator[Job | BadLine | DoneLine | None]) -> Iterator[Job | None]:
-        """Yield the jobs among `items`, and give the others their results.
+        """Yield the jobs among `items`; record a BadLine's error, and take over a DoneLine's earlier result.
 
-        None is yielded where no item is there yet, while too many results wait to be printed, and now and then among
-        many items that are no jobs, so that steps are computed meanwhile.
+        A None tells the engine to compute a step before it asks again. It is yielded for a None in `items` (a pipe has
+        no line yet), while more than MAX_UNPRINTED results wait to be printed, and after every MAX_IN_A_ROW items in a
+        row that are no jobs. At the end a resumed run says on stderr how many results it took over.
         """
         num_in_a_row = 0
         for item in items:
@@ -94,7 +99,11 @@ class Run:
 
     @property
     def _others(self) -> str:
-        """Return what is said of the lines of the output file that the resumed run drops, once all lines are read."""
+        """Return a clause on the lines of the output file that a resumed run drops, or "" if it drops none.
+
+        Example: "; 2 of other prompts and 1 lines that are no results are dropped, out.jsonl.bak keeps them". It is
+        only right once all lines of the input are read. `finished` must not be None.
+        """
         assert self.results is not None
         assert self.finished is not None
         num_results = len(self.finished) - self._num_kept
@@ -107,31 +116,40 @@ class Run:
         return f"; {' and '.join(filter(None, dropped))} are dropped, {self.results.backup.name} keeps them"
 
     def finish(self) -> None:
-        """Replace the output file, if there is one, by one with all results in the order of their lines."""
+        """Sort the output file, if there is one, by line number, after a backup if a resumed run drops lines of it."""
         if self.results is not None:
             self.results.finish(keeps_old=self.finished is not None and bool(self._others))
 
     def start(self) -> None:
-        """Open the output file, if there is one and it is not open yet."""
+        """Open the output file and write the errors that came before; does nothing if it is open, or without a file.
+
+        A resumed run keeps the complete lines of the file, any other run empties it. Raises ConfigError if another run
+        writes the file.
+        """
         if self._is_started or self.results is None:
             return
         self.results.start(0 if self.finished is None else self.finished.end)
         self._is_started = True
-        for number, record in self._held:
+        for number, record in self._unwritten:
             self._append(number, record)
-        self._held.clear()
+        self._unwritten.clear()
 
     def compute(
         self, engine: Engine, head: deque[Job], rest: Iterator[Job | None], sampling: SamplingSummary
     ) -> RunTimes:
-        """Run all jobs, those of `head` first, and record each result as it comes."""
+        """Run the jobs of `head` and then of `rest` on the engine; return how long that took.
+
+        Each result is recorded as it comes, an error too; `sampling` notes the parameters of every job. `head` is empty
+        afterwards. A None in `rest` means that no line has come yet. The text of a single sample is streamed to
+        stdout; otherwise a progress report goes to stderr.
+        """
         compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
         first_token_time: float | None = None
         num_done = 0
-        stream = self.printer.stream if self.printer is not None and self.printer.is_stream else None
+        write_deltas = self.printer.stream if self.printer is not None and self.printer.is_stream else None
         with closing(ProgressReport()) as progress:
             requests = self._requests(engine, chain(_drained(head), rest), sampling)
-            for request, output in engine.run_requests(requests, stream=stream, on_error="return"):
+            for request, output in engine.run_requests(requests, stream=write_deltas, on_error="return"):
                 num_done += 1
                 if (time_s := request.first_token_time) is not None:
                     first_token_time = time_s if first_token_time is None else min(first_token_time, time_s)
@@ -139,9 +157,9 @@ class Run:
                 if output.error is None:
                     self.record(job.number, output_record(job, output, self.options))
                 else:
-                    engine.log_failure(request, is_repeat_logged=False)  # The error itself is said below.
+                    engine.log_failure(request, is_repeat_logged=False)  # The log has the traceback, once per fault.
                     self.fail(job.id, job.number, _message_with_cause(output.error, request.failure))
-                if stream is None:
+                if write_deltas is None:
                     progress("requests", num_done, num_done + len(self._job_of) if self._are_all_made else None)
         elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
         return RunTimes(elapsed_s, first_token_time)
@@ -149,9 +167,9 @@ class Run:
     def _requests(
         self, engine: Engine, jobs: Iterator[Job | None], sampling: SamplingSummary
     ) -> Iterator[Request | None]:
-        """Yield a request for each job, and None where `jobs` has it.
+        """Yield an engine request for each job, and a None for each None in `jobs`.
 
-        A job that does not fit into the engine, which was sized by earlier ones, gets an error as its result.
+        The engine was sized for the first jobs. A later job that does not fit gets an error as its result instead.
         """
         for job in jobs:
             if job is None:
@@ -168,16 +186,19 @@ class Run:
         self._are_all_made = True
 
     def fail(self, id_: str | int | None, number: int, error: InvalidRequestError | str) -> None:
-        """Record an error as the result of a line, and say it on stderr."""
+        """Record an error as the result of line `number`, print it on stderr, and count the line as failed."""
         self.num_failed += 1
         say(f"error: {error}" if id_ is None else f"error: {id_}: {error}")
         self.record(number, error_record(id_, error))
 
     def record(self, number: int, record: dict[str, Any]) -> None:
-        """Note the result of a line."""
+        """Write the result of line `number` to the output file, and give it to the printer.
+
+        Before `start` the result stays in memory; if there are more than MAX_HELD, this opens the file.
+        """
         if not self._is_started:
-            self._held.append((number, record))
-            if len(self._held) > MAX_HELD:
+            self._unwritten.append((number, record))
+            if len(self._unwritten) > MAX_HELD:
                 self.start()
         else:
             self._append(number, record)
@@ -189,7 +210,10 @@ class Run:
             self.results.append(number, record)
 
     def _keep(self, line: DoneLine) -> None:
-        """Take over the result of an earlier run."""
+        """Take over the result that an earlier run wrote for this line.
+
+        The record stays where it is in the file; the printer reads it from there when its turn comes.
+        """
         assert self.results is not None
         assert self.finished is not None
         span = self.finished.span(line.entry)
@@ -203,41 +227,51 @@ class Printer:
     """Prints results on stdout in the order in which their lines were read."""
 
     def __init__(self, *, is_json: bool):
+        """Print JSON lines if `is_json`, escaped to ASCII unless stdout takes UTF-8; else the texts of the samples."""
         self.is_json = is_json
         self.is_stream = False
-        """Whether the text of the only sample of the only job is printed as it comes."""
+        """Whether text is printed token by token, for a single job with one sample."""
         self._has_many = True
-        """Whether there are several jobs, whose texts are labelled."""
+        """Whether there may be several jobs, so that each text begins with its job's id."""
         self._is_ascii = is_json and not _knows_unicode(sys.stdout)
         self._expected: deque[int] = deque()
+        """Numbers of the lines whose results are still to be printed, in order."""
         self._ready: dict[int, dict[str, Any] | Callable[[], bytes]] = {}
+        """Line number → result that waits for an earlier line; see `give`."""
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of results that an earlier one, which is not there yet, keeps from being printed."""
+        """Return the number of results that wait until an earlier line has its result."""
         return len(self._ready)
 
     def expect_no_more(self, *, has_one_sample: bool) -> None:
-        """Note that the job that was read is the only one: its text has no label, and that of one sample streams."""
+        """Record that the input has a single job: its text gets no job id and, if it has one sample, streams."""
         self._has_many = False
         self.is_stream = has_one_sample and not self.is_json
 
     def expect(self, number: int) -> None:
-        """Note that this line comes next; lines are printed in this order."""
+        """Record that line `number` was read; results are printed in the order of these calls."""
         self._expected.append(number)
 
     def stream(self, deltas: Iterable[SampleDelta]) -> None:
-        """Print what is new in the text of the only sample."""
+        """Print the new text of the only sample."""
         for delta in deltas:
             print(delta.text, end="", flush=True)
 
     def give(self, number: int, record: dict[str, Any] | Callable[[], bytes]) -> None:
-        """Print the result of a line, and those that waited for it. A function reads a record as a line of JSON."""
+        """Take the result of line `number`, and print all results that no earlier line holds up any more.
+
+        A result is a record, or a function that reads it from the output file as a line of JSON when it is printed.
+        """
         self._ready[number] = record
         while self._expected and self._expected[0] in self._ready:
             self._print(self._ready.pop(self._expected.popleft()))
 
     def _print(self, result: dict[str, Any] | Callable[[], bytes]) -> None:
+        """Print one result, as JSON or as one labelled text per sample, such as "[3.0] text" (job 3, sample 0).
+
+        A streamed text is printed already, so only its line end is. An error prints nothing as text; stderr has it.
+        """
         record: dict[str, Any] = json.loads(result()) if callable(result) else result
         if self.is_json:
             print(dump_line(record, is_ascii=self._is_ascii), flush=True)
@@ -245,24 +279,24 @@ class Printer:
             print(end="" if "error" in record else "\n", flush=True)
         else:
             for output in record.get("outputs", ()):
-                # The job's id and the sample's index label the text, each where there are several of it.
+                # A label has the job's id if there are several jobs, and the sample's index if it has several samples.
                 labels = [(record["id"], self._has_many), (output["index"], len(record["outputs"]) > 1)]
                 label = ".".join(str(name) for name, is_needed in labels if is_needed)
                 print(f"[{label}] {output['text']}", flush=True)
 
 
 def _drained(jobs: deque[Job]) -> Iterator[Job]:
-    """Yield the jobs, and keep none that was yielded."""
+    """Yield the jobs and remove each from the deque, so that the memory of a finished job can be freed."""
     while jobs:
         yield jobs.popleft()
 
 
 def _knows_unicode(stream: Any) -> bool:
-    """Return whether a text stream writes UTF-8, or keeps text as it is."""
+    """Return whether a text stream writes UTF-8, or has no encoding because it keeps text, as StringIO does."""
     encoding = getattr(stream, "encoding", None)
     return encoding is None or codecs.lookup(encoding).name == "utf-8"
 
 
 def _message_with_cause(error: str, failure: Exception | None) -> str:
-    """Return an output's error with the text of the exception behind it, which the command's own user may see."""
+    """Return an output's error, followed by the text of the exception that caused it, if that has any."""
     return error if failure is None or not str(failure) else f"{error}: {one_line(failure)}"

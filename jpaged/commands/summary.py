@@ -16,27 +16,34 @@ SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 
 
 class SamplingSummary:
-    """The parameters in effect, and where each came from, gathered as requests come.
+    """The sampling parameters in effect and where each came from; `note` adds the requests one by one.
 
     Sources are a flag, a line of the input file, the model's generation_config.json, or the default.
     """
 
     def __init__(self, flags: Mapping[str, Any], model_defaults: Mapping[str, Any]):
+        """`flags` and `model_defaults` are the parameters given by flags and by generation_config.json."""
         self._flags, self._model_defaults = flags, model_defaults
         self._first: SamplingParams | BeamSearchParams | None = None
         self._last: SamplingParams | BeamSearchParams | None = None
         self._varying: set[str] = set()
 
     def note(self, params: SamplingParams | BeamSearchParams) -> None:
-        """Take the parameters of one more request into account."""
+        """Take the parameters of one more request into account: those that differ from the first request's vary."""
         self._first = self._first or params
+        # Lines without own parameters share one object. Beam searches differ only in `max_tokens` and `ignore_eos`.
         if params is self._last or isinstance(params, BeamSearchParams):
             return
         self._last = params
         self._varying |= {name for name in FIELDS if getattr(params, name) != getattr(self._first, name)}
 
     def __str__(self) -> str:
-        """Return one line; parameters left at an inconspicuous default are not shown, of a beam search all are."""
+        """Return the parameters in one line, such as "temperature 0.7 (flag) · top_p 0.9 (model) · n varies (…)".
+
+        Parameters of `SHOWN_PARAMS` are always shown; others only if a flag or the model gives them, or if the value is
+        not the default. If the first request is a beam search, all its parameters are shown, without sources. The text
+        is empty before the first request.
+        """
         first = self._first
         if first is None:
             return ""
@@ -49,13 +56,17 @@ class SamplingSummary:
             if name in self._varying:
                 shown.append(f"{name} varies (lines of the file)")
             elif name in SHOWN_PARAMS or source != "default" or value != SAMPLING_DEFAULTS[name]:
-                known = {**SAMPLING_DEFAULTS, **self._model_defaults, **self._flags}[name]
-                shown.append(f"{name} {value} ({source if value == known else 'line'})")
+                without_line = {**SAMPLING_DEFAULTS, **self._model_defaults, **self._flags}[name]
+                shown.append(f"{name} {value} ({source if value == without_line else 'line'})")
         return " · ".join(shown)
 
 
 def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_token_s: float) -> Iterator[str]:
-    """Give the lines of the summary: device, memory, sampling, start-up times, throughput and pages."""
+    """Yield the lines of the summary, after a blank one: device, memory, sampling, start times, throughput and pages.
+
+    `elapsed_s` is the time of the run without compilation, `first_token_s` the time from the start of the process to
+    the first token. Items that do not apply, such as swapped bytes when nothing was swapped, are left out.
+    """
     stats, sizes, step = engine.stats(), engine.sizes, engine.step_sizes
     yield ""
     device = f"{engine.device.device_kind} ({engine.device.platform})"
@@ -79,6 +90,7 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
     recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
     pages = [
         f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens{sizes.arithmetic.in_groups}",
+        # One host block is the null page, which no request uses.
         sizes.num_host_blocks and f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}",
         f"preemptions {recomputed + swapped} ({recomputed} by recompute, {swapped} by swap)",
         stats["swap_bytes"] and f"swapped {stats['swap_bytes'] / 1e6:.1f} MB",
