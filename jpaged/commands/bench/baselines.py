@@ -71,25 +71,25 @@ class Baseline(Protocol):
     """Something that computes workloads and is timed."""
 
     def run(self, workload: Workload) -> float:
-        """Compute the workload once; return the seconds it took."""
+        """Compute the workload once; return the seconds that this took."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """The padded size of a step, which decides how long the device takes for it without attention."""
+    """The padded size of a step. Without attention, it alone decides how long the device takes."""
 
     num_tokens: int
     num_samples: int
-    """Rows that get logits."""
+    """Number of logits vectors; 0 if the step samples nothing."""
 
 
 @dataclass
 class RecordedEngine:
-    """An engine that records the steps of its last run; several with other sampling may share the engine."""
+    """An engine that records the steps of its last run. Several of these, with other sampling, may share one engine."""
 
     engine: Engine
     sampling: tuple[dict[str, Any], ...] = (GREEDY,)
-    """SamplingParams fields that its requests get in rotation."""
+    """SamplingParams fields of the requests: the first request gets the first dict, and so on, in rotation."""
     shapes: list[StepShape] = field(default_factory=list)
     """Shape of each step; a step that decodes K tokens counts K times."""
     steps: list[StepInputs] = field(default_factory=list)
@@ -102,10 +102,15 @@ class RecordedEngine:
     """Times of each request."""
 
     def __post_init__(self) -> None:
+        """Keep the engine's runner, whose programs and weights other baselines use."""
         self.runner = self.engine.runner
 
     def run(self, workload: Workload) -> float:
-        """Queue all requests at once; return the seconds to the last token. No prefix is cached from the run before."""
+        """Queue all requests of the workload at once; return the seconds until the last token.
+
+        The prefix cache is emptied first, and the records are those of this run afterwards. Requests ignore ends of
+        sequences, so that each generates exactly the tokens that the workload says.
+        """
         engine = self.engine
         engine.reset_prefix_cache()
         for record in (self.shapes, self.steps, self.true_tokens, self.padded_tokens):
@@ -127,7 +132,11 @@ class RecordedEngine:
         return seconds
 
     def dispatched(self, record: StepRecord) -> None:
-        """Record a step, unless it has no rows."""
+        """Record a step that the engine has dispatched, unless it has no rows: then it has no packed inputs.
+
+        A step of K decode iterations counts as K steps, each with the padded tokens. Tokens are counted as "decode" if
+        all rows of the step decode, else as "prompts".
+        """
         step = record.inputs
         if step.layout is None or step.packed is None:
             return
@@ -142,7 +151,7 @@ class RecordedEngine:
         self.padded_tokens[kind] += step.layout.num_tokens * num_iterations
 
     def retired(self, record: StepRecord) -> None:
-        """A step counts once it is dispatched."""
+        """Do nothing: steps are recorded when they are dispatched, but an observer has both methods."""
 
 
 class ReplayBaseline:
@@ -152,7 +161,11 @@ class ReplayBaseline:
         self.recorded = recorded
 
     def run(self, workload: Workload) -> float:
-        """Return the seconds for all steps of the engine's last run; they write what it wrote into its pages."""
+        """Dispatch all steps of the engine's last run again; return the seconds until the device has computed them.
+
+        `workload` is not used: the last run must have been of this workload. The steps write the same keys and values
+        into the same pages as before.
+        """
         steps = [replace(step, packed=jax.device_put(step.packed)) for step in self.recorded.steps]
         jax.block_until_ready([step.packed for step in steps])
         start = time.perf_counter()
@@ -163,7 +176,7 @@ class ReplayBaseline:
 
 
 class BareBaseline:
-    """Steps of the shapes of an engine's last run, with its weights, back to back and without attention."""
+    """Runs steps of the same shapes as an engine's last run, with its weights, but without attention and cache."""
 
     def __init__(self, recorded: RecordedEngine):
         self.recorded = recorded
@@ -171,7 +184,11 @@ class BareBaseline:
         self._programs: dict[StepShape, Any] = {}
 
     def run(self, workload: Workload) -> float:
-        """Return the seconds for as many steps of each shape as the engine took."""
+        """Run one bare step for each step of the engine's last run, back to back; return the seconds.
+
+        `workload` is not used: the last run must have been of this workload. Programs of new shapes are compiled before
+        the time is taken.
+        """
         leaves, token = jax.tree.leaves(self.weights.state), jnp.int32(0)
         for shape in set(self.recorded.shapes) - self._programs.keys():
             self._programs[shape] = jax.jit(bare_step(self.weights, shape)).lower(leaves, token).compile()
@@ -184,19 +201,21 @@ class BareBaseline:
 
 
 def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Array], Array]:
-    """Return a step without attention as a function of the weights' leaves and a token id.
+    """Return a function, to be compiled, that computes the model on `shape.num_tokens` tokens without attention.
 
-    It returns another token id, which the next step takes, so that steps run one after another.
+    It takes the weights' leaves and a token id, and returns another token id for the next step. This dependence makes
+    the device run the steps one after another. Greedy sampling is included if the shape has samples.
     """
     tree = jax.tree.structure(weights.state)
 
     def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
         model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
         positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+        # Only the first token depends on the step before; 7 stands for any id, and & 7 gives an id of every vocabulary.
         hidden, _ = model(unpaged_inputs(jnp.where(positions == 0, token, 7), positions), _NoAttention())
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
-        rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
+        rows = SamplingRows(**{each.name: jnp.zeros(shape.num_samples) for each in fields(SamplingRows)})
         return sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY).token_ids[0] & 7
 
     return run
@@ -206,7 +225,7 @@ class _NoAttention:
     """A cache whose `attend` costs next to nothing, yet uses queries, keys and values, so that all are computed."""
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, step: Any, **options: Any) -> tuple[Any, _NoAttention]:
-        """Return each query plus the key and value of its KV head."""
+        """Return each query [T, N, H] plus the key and value [T, K, H] of its KV head, and this cache."""
         return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), self
 
 
@@ -230,47 +249,58 @@ class _DenseCache:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> tuple[Any, _DenseCache]:
-        """Write at the step's positions, [R × T], then attend to all slots up to them."""
+        """Write keys and values at the step's positions and return the queries' causal attention, and the new cache.
+
+        The tokens are R rows of T tokens each, flattened: `q` is [R·T, N, H], `k` and `v` are [R·T, K, H], and
+        `step.positions` [R·T] says where in its row's cache each token is. A query at position p attends to slots
+        0 … p, with a `window` only to the last `window` of these. Scores are multiplied by `scale`, and limited to
+        ±`soft_cap` by tanh unless that is None.
+        """
         num_rows, num_slots = self.keys.shape[1:3]
         positions = step.positions.reshape(num_rows, -1)
         rows = jnp.arange(num_rows)[:, None]
         k, v = (x.reshape(*positions.shape, *x.shape[1:]) for x in (k, v))
         keys = self.keys.at[layer, rows, positions].set(k)
         values = self.values.at[layer, rows, positions].set(v)
-        grouped = q.reshape(*positions.shape, k.shape[2], -1, q.shape[-1])
-        scores = jnp.einsum("rtkgh,rskh->rkgts", grouped, keys[layer], preferred_element_type=jnp.float32) * scale
+        grouped_q = q.reshape(*positions.shape, k.shape[2], -1, q.shape[-1])  # [R, T, K, G, H]
+        scores = jnp.einsum("rtkgh,rskh->rkgts", grouped_q, keys[layer], preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         slots = jnp.arange(num_slots)[None, None]
-        is_seen = slots <= positions[:, :, None]
+        is_visible = slots <= positions[:, :, None]
         if window is not None:
-            is_seen &= slots > positions[:, :, None] - window
-        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
+            is_visible &= slots > positions[:, :, None] - window
+        weights = jax.nn.softmax(jnp.where(is_visible[:, None, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
         out = jnp.einsum("rkgts,rskh->rtkgh", weights, values[layer], preferred_element_type=jnp.float32)
         return out.reshape(q.shape).astype(q.dtype), replace(self, keys=keys, values=values)
 
 
 class DenseBaseline:
-    """A program without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
+    """Generation without an engine: batches of DENSE_ROWS prompts, padded, decoded until the longest output is done."""
 
     def __init__(self, weights: Weights, model: ModelSpec):
+        """Use these weights of `model`, on one device. The cache is donated to each step."""
         self.weights = weights
         self.leaves, self.tree = jax.tree.flatten(weights.state)
         self.model = model
         self._step = jax.jit(self._forward, donate_argnums=1)
 
     def run(self, workload: Workload) -> float:
-        """Compute one batch after the other. The first run of a workload also compiles for its shapes."""
+        """Compute one batch after the other; return the seconds. The first run of a workload includes compilation."""
         start = time.perf_counter()
         for first in range(0, len(workload.prompts), DENSE_ROWS):
             batch = slice(first, first + DENSE_ROWS)
             self._run_batch(workload.prompts[batch], workload.output_lens[batch])
         return time.perf_counter() - start
 
-    def _run_batch(self, prompts: tuple[tuple[int, ...], ...], outs: tuple[int, ...]) -> None:
-        """Prefill the padded prompts, then decode as many tokens as the longest output has."""
+    def _run_batch(self, prompts: tuple[tuple[int, ...], ...], output_lens: tuple[int, ...]) -> None:
+        """Generate greedily from one batch of prompts, and wait for the tokens.
+
+        One step prefills all prompts, padded with id 0 to the longest one. Then all rows decode one token per step
+        until the longest output is done.
+        """
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
-        num_slots = max(length + out for length, out in zip(lens.tolist(), outs, strict=True))
+        num_slots = max(length + out for length, out in zip(lens.tolist(), output_lens, strict=True))
         ids = np.zeros((len(prompts), int(np.max(lens))), np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
@@ -278,16 +308,17 @@ class DenseBaseline:
         shape = len(layers), len(prompts), num_slots, layers[0].num_kv_heads, layers[0].head_size
         cache = _DenseCache(*(jnp.zeros(shape, self.weights.stream_dtype) for _ in "kv"))
         tokens, cache = self._step(self.leaves, cache, ids, np.zeros_like(lens), lens)
-        drawn = [tokens]
-        for index in range(max(outs) - 1):
+        generated = [tokens]
+        for index in range(max(output_lens) - 1):
             tokens, cache = self._step(self.leaves, cache, tokens[:, None], lens + index, np.ones_like(lens))
-            drawn.append(tokens)
-        np.asarray(jnp.stack(drawn))
+            generated.append(tokens)
+        np.asarray(jnp.stack(generated))  # Waits for the device, and copies the tokens to the host as an engine does.
 
     def _forward(self, leaves: Any, cache: _DenseCache, ids: Any, starts: Any, lens: Any) -> tuple[Any, _DenseCache]:
-        """Compute padded ids [R, T] of true lengths `lens` [R] from the positions `starts` [R] on.
+        """Compute one step: return the most likely next token of each row [R], and the updated cache.
 
-        Returns the likeliest next token of each row, [R], and the cache.
+        `ids` [R, T] are token ids, of which the first `lens[r]` (at least 1) of row r count; the others are padding.
+        The first one of row r has the position `starts[r]`. `leaves` are the leaves of the weights.
         """
         num_rows, row_len = ids.shape
         model = nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))

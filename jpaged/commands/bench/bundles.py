@@ -35,7 +35,11 @@ SPILLS = "VSTORE:SPILL"
 
 
 def prepare(dump: str | None = None) -> None:
-    """Set the environment for a JAX that compiles for TPUs, and dumps its schedules to the folder `dump`."""
+    """Set the environment variables with which JAX compiles for TPUs on a machine that has none.
+
+    `dump` is the folder into which the compiler writes the bundles of each kernel; None to write none. Call this before
+    JAX is imported, which reads the variables at that time.
+    """
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -48,7 +52,11 @@ def prepare(dump: str | None = None) -> None:
 
 
 class Loop(NamedTuple):
-    """A loop of a kernel: the bundles from `begin` to before `end`; `own` of them are in no inner loop."""
+    """A loop of a kernel: its bundles with the indices `begin` … `end` − 1.
+
+    `depth` is 1 for the kernel's outermost loop. `own` counts the bundles that are in no inner loop, and `slots` how
+    often these use each slot, such as "MXU".
+    """
 
     begin: int
     end: int
@@ -58,7 +66,7 @@ class Loop(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of bundles, those of inner loops counted once."""
+        """Return the number of bundles; those of inner loops count once, whatever their number of iterations."""
         return self.end - self.begin
 
     def holds(self, other: Loop) -> bool:
@@ -67,9 +75,13 @@ class Loop(NamedTuple):
 
 
 class Compiler:
-    """Compiles for one chip that is not there; `folder` is the dump that `prepare` has set."""
+    """Compiles for a TPU chip that this machine does not have."""
 
     def __init__(self, chip: str, folder: str):
+        """`chip` is a key of TOPOLOGIES, and `folder` the dump folder that `prepare` was called with.
+
+        `shaped(shape, dtype)` describes an array on the first device of that chip's topology, without any data.
+        """
         import jax
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
@@ -82,7 +94,10 @@ class Compiler:
         self.shaped: Any = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def compile(self, function: Any, *args: Any) -> None:
-        """Compile a function for these arguments; its dump replaces that of the function before."""
+        """Compile a function for these arguments, which may be arrays or only describe them.
+
+        All files in the dump folder are deleted first, so that afterwards it only has those of this function.
+        """
         import jax
 
         for path in self.folder.iterdir():
@@ -91,7 +106,10 @@ class Compiler:
             jax.jit(function).lower(*args).compile()
 
     def loops_of(self, kernel: str) -> list[Loop]:
-        """Return the loops of the kernel of that name, in order; ValueError for a dump of an unknown form."""
+        """Return the loops of the kernel of that name from the dump of the last `compile`, in order of their begin.
+
+        Raises ValueError if the dump lacks a file of the kernel, or if a file has an unknown form.
+        """
         named = [path for path in self.folder.iterdir() if kernel in path.name and "analysis" not in path.name]
         texts = []
         for end in ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt"):
@@ -104,9 +122,10 @@ class Compiler:
     def attention_loops(
         self, backend: TpuBackend, shape: TpuShape, dtype: str | None = None, **options: float
     ) -> tuple[list[Loop], list[Loop]]:
-        """Return the loops of decode and of prefill over pages of that shape; `options` are `attend`'s.
+        """Compile attention over pages of this shape; return the loops of the decode and of the prefill kernel.
 
-        `dtype` is that of queries, keys and values; None is that of the pages, or bfloat16 for one-byte pages.
+        `dtype` is that of queries, keys and values; None means that of the pages, or bfloat16 for one-byte pages.
+        `options` are passed to `PagedCache.attend`, such as `soft_cap`. Nothing runs: all arrays have only a shape.
         """
         import jax.numpy as jnp
 
@@ -120,7 +139,7 @@ class Compiler:
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
         has_scales = layout.dtype.itemsize == 1
         scales = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2) if has_scales else None
-        own_dtype = jnp.dtype(dtype or ("bfloat16" if has_scales else layout.dtype))
+        qkv_dtype = jnp.dtype(dtype or ("bfloat16" if has_scales else layout.dtype))
         cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
         ints: Any = functools.partial(shaped, dtype=jnp.int32)
         step = AttentionMetadata(
@@ -134,7 +153,7 @@ class Compiler:
             plan=ints((backend.plan_len(TOKENS, ROWS),)),
         )
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        q, k, v = (shaped((TOKENS, n, shape.head_size), own_dtype) for n in heads)
+        q, k, v = (shaped((TOKENS, n, shape.head_size), qkv_dtype) for n in heads)
 
         def attend(cache: Any, q: Any, k: Any, v: Any, step: Any) -> Any:
             return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5, **options)
@@ -144,31 +163,43 @@ class Compiler:
 
 
 def page_layout(backend: TpuBackend, shape: TpuShape) -> KVLayout:
-    """Return the layout of one page in one layer; ValueError if the kernels do not take the shape."""
+    """Return the layout of a cache of one page and one layer; ValueError if the kernels do not take the shape."""
     from ...pallas_kernels.ragged_paged_attention.interface import KVShape
 
     return backend.layout(KVShape(1, 1, shape.page_size, shape.num_kv_heads, shape.head_size, shape.dtype))
 
 
 class DecodeLoops(NamedTuple):
-    """Bundles of the decode kernel: of a block of rows without its tiles, of full tiles, and of tails.
+    """Bundles of the decode kernel, split by how often they run.
 
-    `full` and `tail` are the innermost loops; a tile that is not unrolled as a whole has further loops around them.
+    The kernel computes BLOCK_ROWS rows (sequences) at a time. A row's keys and values are full tiles of `sizes.tile`
+    tokens, if it is long enough, and a last tile, its tail. Products over a part of a tile are its sub-tiles.
     """
 
-    around: int
-    """Bundles of a block of rows without its tails."""
-    around_full: int
-    """Bundles of a row that has full tiles, without the tiles."""
+    block_overhead: int
+    """Bundles of a block of rows outside the loops over full tiles and over tails."""
+    row_overhead: int
+    """Bundles of a row that has full tiles, without those of the tiles."""
     full_tile: int
-    tail_piece: int
+    """Bundles of one full tile."""
+    tail_sub_tile: int
+    """Bundles of one sub-tile of the tails of the rows that are computed together."""
     full: Loop
+    """Innermost loop of the full tiles."""
     tail: Loop
-    num_pairs: int
+    """Innermost loop of the tails."""
+    num_tail_groups: int
+    """Number of times that a block computes tails: BLOCK_ROWS divided by the rows whose tails go together."""
 
     @classmethod
     def of(cls, loops: list[Loop], shape: TpuShape, sizes: DecodeSizes) -> DecodeLoops:
-        """Count the loops of a kernel compiled with these sizes; ValueError for loops of an unknown form."""
+        """Count the bundles in the loops of a decode kernel that was compiled with these sizes.
+
+        Full tiles have a loop over tiles; in it there may be one over sub-tiles, and in that one over products, each of
+        some KV heads. Tails have a loop over sub-tiles, and in it there may be one over products. The kernel unrolls
+        the inner loops by rules (`unroll_factor`) that tell here which of them exist. Raises ValueError if the loops
+        have another form.
+        """
         import jax.numpy as jnp
 
         from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS, heads_per_product
@@ -180,83 +211,99 @@ class DecodeLoops(NamedTuple):
 
         dtype = jnp.dtype(shape.dtype)
         heads = heads_per_product(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.max_rows)
-        num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, tail_rows_together(dtype)
-        most = max_unrolled_products(shape.num_heads // num_groups, heads, dtype)
+        num_products, tail_rows = shape.num_kv_heads // heads, tail_rows_together(dtype)
+        max_unrolled = max_unrolled_products(shape.num_heads // num_products, heads, dtype)
         full, tail = _with_products(loops, 2)
 
-        def iterations(num: int, max_unrolled: int) -> list[int]:
-            """Return the iterations of the loop over `num` products, or nothing if it is unrolled."""
-            size = unroll_factor(num, max_unrolled)
-            return [num // size] if size < num else []
+        def iterations(num: int, max_unroll: int) -> list[int]:
+            """Return [iterations] of a loop over `num` items, or [] if it is unrolled as a whole."""
+            factor = unroll_factor(num, max_unroll)
+            return [num // factor] if factor < num else []
 
         def bundles(nest: list[Loop], iterations: list[int]) -> int:
-            """Return the bundles of one iteration of the outermost loop; `iterations` are those of the inner ones."""
-            if len(nest) != len(iterations) + 1:
-                wanted = len(iterations) + 1
-                raise ValueError(f"the compiler's loops: got {len(nest)} of a tile in decode, wanted {wanted}")
-            if not iterations:
-                return nest[0].size
-            return nest[0].size - nest[1].size + iterations[0] * bundles(nest[1:], iterations[1:])
+            """Return the bundles of one iteration of `nest[0]`, where each inner loop runs all its iterations.
 
+            `nest` are loops from the outermost to the innermost, and `iterations` the numbers of iterations of all but
+            the first. Raises ValueError if the lengths do not fit.
+            """
+            wanted = len(iterations) + 1
+            if len(nest) != wanted:
+                raise ValueError(f"the compiler's loops: got {len(nest)} of a tile in decode, wanted {wanted}")
+            inner = iterations[0] * bundles(nest[1:], iterations[1:]) - nest[1].size if iterations else 0
+            return nest[0].size + inner
+
+        # Depth 1 is the loop over blocks; depth 2 those over rows and over groups of tails; tiles begin at depth 3.
         full_nest, tail_nest = (
             [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
             for inner in (full, tail)
         )
         row = _around(full, loops)
+        sub_tile_iterations = iterations(sizes.tile // sizes.full, max_unrolled // num_products)
         return cls(
-            full_tile=bundles(full_nest, iterations(num_pieces, most // num_groups) + iterations(num_groups, most)),
-            tail_piece=bundles(tail_nest, iterations(num_groups, most // pair)),
-            around=loops[0].size - row.size - tail_nest[0].size,
-            around_full=row.size - full_nest[0].size,
+            full_tile=bundles(full_nest, sub_tile_iterations + iterations(num_products, max_unrolled)),
+            tail_sub_tile=bundles(tail_nest, iterations(num_products, max_unrolled // tail_rows)),
+            block_overhead=loops[0].size - row.size - tail_nest[0].size,
+            row_overhead=row.size - full_nest[0].size,
             full=full,
             tail=tail,
-            num_pairs=BLOCK_ROWS // pair,
+            num_tail_groups=BLOCK_ROWS // tail_rows,
         )
 
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
-        """Return the bundles of one of many rows of this length."""
+        """Return the bundles of one row, in a step whose rows all have `context_len` (≥ 1) tokens.
+
+        A row costs its share of its block, its full tiles, and the sub-tiles of its tail. With `tile` 512 and `tail`
+        128, a row of 700 tokens has one full tile and a tail of 188 tokens in two sub-tiles.
+        """
         from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS
 
         num_full = (context_len - 1) // sizes.tile
-        num_pieces = -(-(context_len - num_full * sizes.tile) // sizes.tail)
-        total = self.around / BLOCK_ROWS + self.num_pairs / BLOCK_ROWS * num_pieces * self.tail_piece
-        return total + (self.around_full + num_full * self.full_tile if num_full else 0)
+        num_sub_tiles = -(-(context_len - num_full * sizes.tile) // sizes.tail)
+        bundles_of_block = self.block_overhead + self.num_tail_groups * num_sub_tiles * self.tail_sub_tile
+        return bundles_of_block / BLOCK_ROWS + (self.row_overhead + num_full * self.full_tile if num_full else 0)
 
 
 def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: TpuSizes, tile_q: int) -> int:
-    """Return the bundles of all query tiles of a prompt: those around the loops over heads, and these per key piece.
+    """Return the bundles of the prefill kernel for a prompt of `length` tokens and causal attention.
 
-    A single bunch of heads has no such loop: then the loop over pieces counts once per piece, with all sides of its
-    branches. ValueError for loops of an unknown form.
+    `loops` are the kernel's, compiled with `tile_q` queries to a query tile. A query tile goes through KV tiles of
+    `sizes.tile_kv` keys up to its diagonal, in sub-tiles of `sizes.sub_kv` keys; for each sub-tile there is a loop over
+    chunks of query heads. The kernel has this loop three times: for sub-tiles without a mask, with a mask, and with a
+    mask at half the length. With a single chunk it has none: then each sub-tile counts as the body of the loop over
+    sub-tiles, with all three branches. Raises ValueError if the loops have another form.
     """
     from ...pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
 
-    num_bunches = shape.num_heads // heads_per_chunk(shape.num_heads // shape.num_kv_heads, tile_q)
-    found = _with_products(loops, 1 if num_bunches == 1 else 3)
-    whole, masked, half = found if len(found) == 3 else found * 3
-    key_tiles = _around(whole, loops)
-    around_queries = loops[0].size - key_tiles.size
-    around_keys = key_tiles.size - sum(loop.size for loop in found)
+    num_chunks = shape.num_heads // heads_per_chunk(shape.num_heads // shape.num_kv_heads, tile_q)
+    product_loops = _with_products(loops, 1 if num_chunks == 1 else 3)
+    unmasked, masked, half = product_loops if len(product_loops) == 3 else product_loops * 3
+    kv_tile_loop = _around(unmasked, loops)
+    query_tile_overhead = loops[0].size - kv_tile_loop.size
+    kv_tile_overhead = kv_tile_loop.size - sum(loop.size for loop in product_loops)
     total = 0
     for position in range(0, length, tile_q):
         end = position + tile_q
-        total += around_queries + -(-end // sizes.tile_kv) * around_keys
+        total += query_tile_overhead + -(-end // sizes.tile_kv) * kv_tile_overhead
         for begin in range(0, end, sizes.sub_kv):
-            is_whole, is_long = begin + sizes.sub_kv - 1 <= position, min(end - begin, sizes.sub_kv) > sizes.sub_kv // 2
-            total += num_bunches * (whole if is_whole else masked if is_long else half).size
+            # A sub-tile needs no mask if the first query of the tile already attends to all its keys.
+            is_unmasked, fits_half = begin + sizes.sub_kv - 1 <= position, end - begin <= sizes.sub_kv // 2
+            total += num_chunks * (unmasked if is_unmasked else half if fits_half else masked).size
     return total
 
 
 def _with_products(loops: list[Loop], num: int) -> list[Loop]:
-    """Return the loops whose own bundles use the matrix unit; ValueError if they are not `num`."""
-    found = [loop for loop in loops if loop.slots["MXU"]]
-    if len(found) != num:
-        raise ValueError(f"the compiler's loops: got {len(found)} of {len(loops)} with products, wanted {num}")
-    return found
+    """Return the loops whose own bundles use the matrix unit; ValueError unless there are `num` of them."""
+    product_loops = [loop for loop in loops if loop.slots["MXU"]]
+    if len(product_loops) != num:
+        raise ValueError(f"the compiler's loops: got {len(product_loops)} of {len(loops)} with products, wanted {num}")
+    return product_loops
 
 
 def _around(inner: Loop, loops: list[Loop]) -> Loop:
-    """Return the loop at depth 2, just within the kernel's own, that `inner` lies in."""
+    """Return the loop at depth 2, directly within the kernel's outermost loop, that contains `inner`.
+
+    Raises ValueError if there is none.
+    """
     for loop in loops:
         if loop.depth == 2 and loop.holds(inner):
             return loop
@@ -264,16 +311,18 @@ def _around(inner: Loop, loops: list[Loop]) -> Loop:
 
 
 def read_loops(bundles: str, utilization: str) -> list[Loop]:
-    """Return a kernel's loops from the compiler's text of its bundles and its table of the slots that each one uses.
+    """Return a kernel's loops, in order of their begin, from two files of the compiler's dump.
 
-    ValueError names what has an unknown form.
+    `bundles` lists the bundles: a line such as "0x2 LB: >> { … }" begins a loop ("LB") at depth 2, the number of ">".
+    `utilization` is a table with a row for each bundle and a column for each slot; the line "MXU, …" names the columns.
+    Raises ValueError if the table has another form, or not one row for each bundle.
     """
     lines = re.findall(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:\s*((?:>\s*)*)\{", bundles, re.MULTILINE)
     marks = [(mark, depth.count(">")) for mark, depth in lines]
     names = re.search(r"\n(MXU, .*)\n", utilization)
-    _, found, table = utilization.partition("== UTILIZATION:")
+    _, heading, table = utilization.partition("== UTILIZATION:")
     fault = "the compiler's table of slots: got"
-    if names is None or not found:
+    if names is None or not heading:
         raise ValueError(f"{fault} {utilization[:80]!r}, wanted a line MXU, … and == UTILIZATION:")
     columns = names[1].split(", ")
     slots = [list(map(int, line.split())) for line in table.strip().splitlines() if re.fullmatch(r"[\d ]+", line)]
@@ -283,17 +332,18 @@ def read_loops(bundles: str, utilization: str) -> list[Loop]:
     spans = []
     for begin, (mark, depth) in enumerate(marks):
         if mark == "LB":
-            # A loop goes on to the next mark that lies outside it; unmarked lines may show any depth.
-            outside = (
+            # A loop ends before the next marked line of a lower depth, or before the next loop of the same depth. Lines
+            # without a mark may show any depth.
+            ends = (
                 end
-                for end, (other, of) in enumerate(marks[begin + 1 :], begin + 1)
-                if other and (of < depth or (other == "LB" and of <= depth))
+                for end, (next_mark, next_depth) in enumerate(marks[begin + 1 :], begin + 1)
+                if next_mark and (next_depth < depth or (next_mark == "LB" and next_depth <= depth))
             )
-            spans.append((begin, next(outside, len(marks)), depth))
+            spans.append((begin, next(ends, len(marks)), depth))
     loops = []
     for begin, end, depth in spans:
-        inner = {n for b, e, d in spans if d > depth and begin <= b and e <= end for n in range(b, e)}
-        own = [n for n in range(begin, end) if n not in inner]
+        in_inner_loops = {n for b, e, d in spans if d > depth and begin <= b and e <= end for n in range(b, e)}
+        own = [n for n in range(begin, end) if n not in in_inner_loops]
         totals = [sum(slots[n][column] for n in own) for column in range(len(columns))]
         loops.append(Loop(begin, end, depth, len(own), dict(zip(columns, totals, strict=True))))
     return loops

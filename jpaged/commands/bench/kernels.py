@@ -31,15 +31,16 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of a step: of one length, or of lengths spread evenly between two."""
+    """The rows (sequences) of a step: all of one length, or of lengths spread evenly between two."""
 
     num_rows: int
     context_len: int
-    """Tokens of the longest row, with the step's own tokens."""
+    """Tokens of the longest row, including the step's new tokens."""
     num_layers: int
     query_len: int = 1
+    """New tokens of each row; 1: all rows decode."""
     num_shared: int = 0
-    """Tokens that all rows begin with, whose pages are the same."""
+    """Tokens at the start of all rows whose pages are shared."""
     shortest_len: int | None = None
     """Context of the shortest row; None: as long as the longest."""
     table_len: int | None = None
@@ -56,7 +57,7 @@ class Workload:
 
     @property
     def scale(self) -> float:
-        """Return the factor of the scores."""
+        """Return 1 / √head_size, by which attention scores are multiplied."""
         return self.head_size**-0.5
 
 
@@ -82,7 +83,11 @@ class Program:
 
 
 def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, num_copies: int = 1) -> Program:
-    """Return the workload over pages in random order, in a cache of `num_copies` times the pages that its rows need."""
+    """Return a compiled program that attends the workload's rows to random pages, layer after layer.
+
+    `dtype` is that of queries, keys, values and pages. The pages are in random order, in a cache of `num_copies` times
+    the pages that the rows need.
+    """
     cache, step = random_pages(backend, workload, page_size, dtype, num_copies)
 
     def attend(layer: int, cache: PagedCache, q: Any, k: Any, v: Any) -> tuple[Any, PagedCache]:
@@ -92,7 +97,10 @@ def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, n
 
 
 def measure(programs: dict[str, Program], num_runs: int) -> None:
-    """Time all programs in interleaved runs, after one run of each that is not counted."""
+    """Run each program `num_runs` times, in turns, and record the times in `Program.times_s`.
+
+    A first run of each, which warms up, is not counted; times from before are dropped.
+    """
     for program in programs.values():
         program.time()
         program.times_s.clear()
@@ -104,16 +112,22 @@ def measure(programs: dict[str, Program], num_runs: int) -> None:
 def random_pages(
     backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
 ) -> tuple[PagedCache, AttentionMetadata]:
-    """Return a cache with random pages, and the step's metadata, whose page tables name them in random order."""
+    """Return a paged cache with random contents, and the metadata of a step over the workload's rows.
+
+    The page tables name pages in random order, out of `num_copies` times as many as the rows need. The first
+    `num_shared` tokens, rounded down to whole pages, are in the same pages for all rows. The tables have room for
+    `table_len` tokens (at least `context_len`); the entries beyond a row's pages are the null page.
+    """
     num_layers, num_rows, query_len = workload.num_layers, workload.num_rows, workload.query_len
     tables = random_tables(workload.context_lens, page_size, np.random.default_rng(0))
-    num_pages, num_shared = 1 + num_copies * int(tables.max()), workload.num_shared // page_size
-    tables[:, :num_shared] = tables[0, :num_shared]
+    # Page 0 is the null page.
+    num_pages, num_shared_pages = 1 + num_copies * int(tables.max()), workload.num_shared // page_size
+    tables[:, :num_shared_pages] = tables[0, :num_shared_pages]
     layout = backend.layout(KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype))
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
-    num_more = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
-    tables = np.pad(tables, ((0, 0), (0, num_more)), constant_values=NULL_PAGE)
+    num_unused = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
+    tables = np.pad(tables, ((0, 0), (0, num_unused)), constant_values=NULL_PAGE)
     step = step_of_rows(
         backend,
         [query_len] * num_rows,
@@ -128,7 +142,12 @@ def random_pages(
 
 
 def chain_of_layers(attend: Callable[..., tuple[Any, Any]], cache: Any, workload: Workload, dtype: str) -> Program:
-    """Compile a chain of layers, each of whose queries, keys and values come from what the one before attended to."""
+    """Compile a program that calls `attend(layer, cache, q, k, v)` for each layer; it returns an output and a cache.
+
+    The next layer's queries, keys and values are 0.9 of the former ones plus 0.1 of the output, so that the compiler
+    can neither drop nor reorder layers. The first layer's are random, of type `dtype`. The program's state is the tuple
+    (cache, q, k, v).
+    """
     num_tokens, num_kv_heads = workload.num_rows * workload.query_len, workload.num_kv_heads
     q, k, v = (
         jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, workload.head_size), dtype)
@@ -139,13 +158,13 @@ def chain_of_layers(attend: Callable[..., tuple[Any, Any]], cache: Any, workload
         cache, q, k, v = state
         for layer in range(workload.num_layers):
             out, cache = attend(layer, cache, q, k, v)
-            mean = out[:, :num_kv_heads].astype(dtype)
-            q, k, v = 0.9 * q + 0.1 * out.astype(dtype), 0.9 * k + 0.1 * mean, 0.9 * v + 0.1 * mean
+            kv_out = out[:, :num_kv_heads].astype(dtype)
+            q, k, v = 0.9 * q + 0.1 * out.astype(dtype), 0.9 * k + 0.1 * kv_out, 0.9 * v + 0.1 * kv_out
         return cache, q, k, v
 
     return compiled(run, (cache, q, k, v), workload.num_layers)
 
 
 def compiled(run: Callable[[Any], Any], state: Any, num_layers: int) -> Program:
-    """Compile a function from a donated state to the next state."""
+    """Compile `run`, a function from a state to the next state; the program owns `state` and donates it to each run."""
     return Program(jax.jit(run, donate_argnums=0).lower(state).compile(), state, num_layers, [])

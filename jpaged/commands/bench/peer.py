@@ -22,10 +22,14 @@ from .workloads import Workload
 
 
 class PeerBaseline:
-    """A running peer; its process lives until `close`."""
+    """Another engine in a process of its own, which lives until `close`."""
 
     def __init__(self, name: str, command: str, max_num_seqs: int):
-        """Start the command and wait until it is ready; ConfigError if it cannot be started, or says something else."""
+        """Start `command`, split into words as a shell does it, and wait for the first line: the peer is ready.
+
+        The peer computes at most `max_num_seqs` requests at a time. Raises ConfigError if the command cannot be
+        started, ends, or writes anything but a JSON object.
+        """
         self.name, self.max_num_seqs = name, max_num_seqs
         try:
             self._process = Popen(shlex.split(command), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
@@ -35,7 +39,11 @@ class PeerBaseline:
         """The peer's first line: its name and version."""
 
     def run(self, workload: Workload) -> float:
-        """Return the seconds that the peer measures; ConfigError if it computed another number of tokens."""
+        """Let the peer compute the workload; return the seconds that it measured.
+
+        Raises ConfigError if the peer has ended, answers with no JSON object, or generated another number of tokens
+        than the workload wants.
+        """
         pairs = zip(workload.prompts, workload.output_lens, strict=True)
         requests = [{"prompt": list(prompt), "out": out} for prompt, out in pairs]
         assert self._process.stdin is not None
@@ -49,12 +57,15 @@ class PeerBaseline:
         return float(answer["seconds"])
 
     def close(self) -> None:
-        """End the command."""
+        """Kill the peer's process and wait for its end."""
         self._process.kill()
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:
-        """Wait for the peer's next line; ConfigError if it has ended or writes anything but a JSON object."""
+        """Wait for the peer's next line and return its JSON object.
+
+        Raises ConfigError if the peer has ended or writes anything else.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -19,13 +19,17 @@ from ..flags import FlagParser, check_positive
 
 
 def add_report_flags(parser: FlagParser, num_runs: int, runs: str) -> None:
-    """Add `--runs`, by default `num_runs`, which are such as `runs` says, and `--output`."""
+    """Add `--runs`, whose default is `num_runs` and whose help begins with the text `runs`, and `--output`."""
     parser.add_argument("--runs", type=int, default=num_runs, help=f"{runs}; medians are shown")
     parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
 
 
 def parse_bench(parser: FlagParser, argv: Sequence[str], *positive: str) -> Namespace:
-    """Parse the flags; ConfigError for a value below 1 of `positive` or `runs`, or an output in no folder."""
+    """Return the parsed flags of a bench.
+
+    Raises ConfigError if `--runs` or one of the flags `positive` is below 1, or if the folder of `--output` does not
+    exist.
+    """
     args = parser.parse_args(list(argv))
     check_positive(args, "runs", *positive)
     if args.output and not args.output.absolute().parent.is_dir():
@@ -34,7 +38,7 @@ def parse_bench(parser: FlagParser, argv: Sequence[str], *positive: str) -> Name
 
 
 def machine(device: jax.Device) -> dict[str, Any]:
-    """Return the entries of a report that say where and when it was measured."""
+    """Return the entries of a report that say on which device and machine, with which versions and when it was made."""
     return {
         "device": device.device_kind,
         "machine": f"{_processor()}, {os.cpu_count()} cores",
@@ -45,7 +49,7 @@ def machine(device: jax.Device) -> dict[str, Any]:
 
 
 def write_report(report: dict[str, Any], output: Path | None) -> None:
-    """Write the report as JSON to the file, or to stdout without one."""
+    """Write the report as JSON to the file `output`, or to stdout if that is None."""
     text = json.dumps(report, indent=1, ensure_ascii=False)
     if output:
         output.write_text(text + "\n")
@@ -54,7 +58,7 @@ def write_report(report: dict[str, Any], output: Path | None) -> None:
 
 
 def _processor() -> str:
-    """Return the processor's name, as the operating system gives it."""
+    """Return the processor's name from /proc/cpuinfo, or what Python knows of it elsewhere than on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -58,7 +58,12 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 def bench(kind: str, argv: Sequence[str]) -> int:
-    """Run the bench `kind`, "latency" or "throughput"; the table goes to stderr, the JSON to stdout or a file."""
+    """Run `jpaged bench latency` or `throughput`, as `kind` says, with the arguments `argv`; return the status 0.
+
+    Times the engine and the baselines of `--versus` and `--peer` on the workloads. A table goes to stderr, the report
+    in JSON to stdout or the file of `--output`. Raises ConfigError if a flag is wrong, or if `--max-model-len` is too
+    short for a workload.
+    """
     args = _parse(kind, argv)
     config = engine_config(args)
     handle = open_model(config)
@@ -69,12 +74,13 @@ def bench(kind: str, argv: Sequence[str]) -> int:
         for count in args.num_requests or [None]
     ]
     if args.num_requests and len(args.num_requests) > 1:
-        workloads = [replace(one, name=f"{one.name}, {len(one.prompts)}") for one in workloads]
-    longest = max(workload.max_len for workload in workloads)
+        # Results are kept by name, so each number of requests needs its own, such as "B, 8".
+        workloads = [replace(workload, name=f"{workload.name}, {len(workload.prompts)}") for workload in workloads]
+    max_len = max(workload.max_len for workload in workloads)
     if config.max_model_len is None:
-        config = replace(config, max_model_len=max(longest, min(MIN_MODEL_LEN, handle.spec.max_context_len)))
-    elif config.max_model_len < longest:
-        raise ConfigError(f"max_model_len: got {config.max_model_len}, the workloads need {longest}; raise it")
+        config = replace(config, max_model_len=max(max_len, min(MIN_MODEL_LEN, handle.spec.max_context_len)))
+    elif config.max_model_len < max_len:
+        raise ConfigError(f"max_model_len: got {config.max_model_len}, the workloads need {max_len}; raise it")
     if config.max_num_seqs is None:
         config = replace(config, max_num_seqs=16)
     with ExitStack() as stack:
@@ -86,7 +92,10 @@ def bench(kind: str, argv: Sequence[str]) -> int:
 
 
 def _parse(kind: str, argv: Sequence[str]) -> Namespace:
-    """Parse and check the flags; ConfigError for a value that is not allowed."""
+    """Return the parsed flags of the bench `kind`; ConfigError if a value is not allowed.
+
+    A name in `--peer NAME=COMMAND` must differ from the engine's and the baselines' names.
+    """
     about = "whole workloads, beside what bounds the engine and what else there is."
     description = f"`jpaged bench latency` and `bench throughput`: {about}"
     parser = FlagParser(prog=f"jpaged bench {kind}", description=description, allow_abbrev=False)
@@ -113,9 +122,15 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
 
 
 def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack: ExitStack) -> dict[str, Baseline]:
-    """Return everything that is timed, by name, the engine first; `stack` closes engines and peers."""
+    """Return everything that is timed, by name: the engine first, then the baselines of `--versus` and the peers.
+
+    Engines and peer processes are started here; `stack` closes them at its end. Baselines other than those of
+    OTHER_OPTIONS share the first engine or its weights. Raises ConfigError if a peer cannot be started, or for "dense"
+    with a model on several devices.
+    """
 
     def new_engine(**options: Any) -> RecordedEngine:
+        """Start an engine with these options in place of the flags'."""
         return RecordedEngine(stack.enter_context(Engine.from_engine_args(replace(config, **options), handle)))
 
     ours = new_engine()
@@ -139,7 +154,10 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
 
 
 def _measure(baselines: dict[str, Baseline], workloads: list[Workload], num_runs: int) -> Seconds:
-    """Return the seconds of interleaved runs; a first run of each baseline, which compiles, is not counted."""
+    """Run every baseline on every workload `num_runs` times, in turns; return the seconds of each run.
+
+    A first run of each is not counted, because it compiles. Each run's tokens/s go to stderr.
+    """
     seconds: Seconds = defaultdict(lambda: defaultdict(list))
     for run in range(-1, num_runs):
         for workload in workloads:
@@ -155,7 +173,11 @@ def _measure(baselines: dict[str, Baseline], workloads: list[Workload], num_runs
 def _result(
     kind: str, config: EngineConfig, baselines: dict[str, Baseline], workloads: list[Workload], seconds: Seconds
 ) -> dict[str, Any]:
-    """Return the report as JSON: ratios and rates first, then how they were measured."""
+    """Return the report, to be written as JSON: ratios and rates first, then how they were measured.
+
+    A ratio such as "jpaged ÷ bare" is the engine's speed divided by the baseline's: above 1 the engine is faster. This
+    runs every workload once more, for its details.
+    """
     ours = baselines[ENGINE]
     assert isinstance(ours, RecordedEngine)
     medians = {name: {key: median(values) for key, values in times.items()} for name, times in seconds.items()}
@@ -167,8 +189,8 @@ def _result(
             for name, times in medians.items()
         },
         "tokens_per_s": {
-            one.name: {key: round(one.num_output_tokens / run_s, 1) for key, run_s in medians[one.name].items()}
-            for one in workloads
+            each.name: {key: round(each.num_output_tokens / run_s, 1) for key, run_s in medians[each.name].items()}
+            for each in workloads
         },
         "details": {workload.name: _details(ours, workload) for workload in workloads},
         "workloads": {workload.name: workload.description for workload in workloads},
@@ -190,13 +212,17 @@ def _result(
 
 
 def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
-    """Run the workload once more; return what only the engine reports: times per token, padding and steps."""
+    """Run the workload on the engine once more; return its latencies, padding and number of steps.
+
+    The time per output token of a request leaves out the first token; requests with one output token have none. Padded
+    ÷ true tokens are counted apart for steps that only decode and for steps with prompts.
+    """
     ours.run(workload)
-    first_s = [one.first_token_time - one.arrival_time for one in ours.metrics if one.first_token_time is not None]
+    first_s = [each.first_token_time - each.arrival_time for each in ours.metrics if each.first_token_time is not None]
     between_s = [
-        (one.last_token_time - one.first_token_time) / (out - 1)
-        for one, out in zip(ours.metrics, workload.output_lens, strict=True)
-        if one.first_token_time is not None and one.last_token_time is not None and out > 1
+        (metrics.last_token_time - metrics.first_token_time) / (out - 1)
+        for metrics, out in zip(ours.metrics, workload.output_lens, strict=True)
+        if metrics.first_token_time is not None and metrics.last_token_time is not None and out > 1
     ]
     padding = {kind: round(ours.padded_tokens[kind] / ours.true_tokens[kind], 3) for kind in ours.true_tokens}
     return {
@@ -208,7 +234,7 @@ def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """Print rates, ratios and padding of each workload."""
+    """Print rates, ratios and padding of each workload of a report (`_result`) on stderr."""
     for name, ratios in result["ratios"].items():
         rates = result["tokens_per_s"][name]
         say(f"{name}: {ENGINE} {rates[ENGINE]} tokens/s")

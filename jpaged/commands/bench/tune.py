@@ -33,23 +33,25 @@ if TYPE_CHECKING:
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes, TunedEntry
 
 MIN_GAIN = 0.02
-"""Smallest saving, as a share of a kernel's cost, that is worth an entry."""
+"""Saving, as a share of a kernel's cost, above which other sizes are worth an entry."""
 DTYPES = ("bfloat16", "float32")
 FACTORS = (0.25, 0.5, 2.0, 4.0)
-"""Factors of a size that are tried in its place."""
+"""A size is tried at these multiples of its value."""
 DECODE_SIZES, PREFILL_SIZES = ("max_rows", "full", "tail", "tile", "buffers"), ("sub_kv", "tile_kv")
 FETCHED = ("tile", "buffers", "tile_kv")
+"""Sizes that decide how many tokens are fetched together, so that their effect is in memory time only."""
 CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
 DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
-"""Context length → rows and layers that are timed where `MAX_BYTES` allow them, as they do for 8 heads of 128."""
+"""Context length → rows and layers that are timed if their pages fit into `MAX_BYTES`, as for 8 KV heads of 128."""
 MAX_BYTES = 1 << 30
 """Bytes of pages of one workload; each of up to five candidates holds such pages, on chips of 16 GB."""
 
 Figures = dict[str, float]
+"""Workload, such as "row of 1000" → cost of a kernel for it, in the unit of its source."""
 
 
 class Source(Protocol):
-    """Says what the kernels cost with given sizes."""
+    """A way to find out what the kernels cost with given tile sizes."""
 
     name: str
     unit: str
@@ -57,48 +59,57 @@ class Source(Protocol):
     """Whether costs include the time that kernels wait for memory."""
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
-        """Return the costs of `kind`, decode or prefill, at each of these sizes, or why they cannot be had."""
+        """Return, for each of these sizes, the costs of the kernel `kind`, "decode" or "prefill".
+
+        For sizes that cannot be used it is a string instead, the reason why.
+        """
 
 
 class Bundles:
-    """Costs by the compiler's schedule, in VLIW bundles."""
+    """A source of costs in VLIW bundles, counted in the compiler's schedule."""
 
     name, unit, sees_copies = "bundles", "bundles", False
 
     def __init__(self, compiler: Compiler, shape: TpuShape):
         self.compiler, self.shape = compiler, shape
-        self.known: dict[tuple[str, TpuSizes], Figures | str] = {}
-        self.most_spills: int | None = None
-        """Registers spilled in decode's innermost loops with the first sizes, those that a start would take."""
+        self._figures_of: dict[tuple[str, TpuSizes], Figures | str] = {}
+        """Kernel and sizes → figures, for all sizes that were compiled."""
+        self.max_spills: int | None = None
+        """Registers spilled in decode's innermost loops with the first sizes that were asked for, those of a start."""
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
-        """Return the costs at each of these sizes; equal sizes are compiled once."""
+        """Return the bundles of the kernel `kind` at each of these sizes, as `Source` says; compile each only once."""
         for sizes in candidates:
-            if (kind, sizes) not in self.known:
-                self.known[kind, sizes] = self._figures(kind, sizes)
-        return [self.known[kind, sizes] for sizes in candidates]
+            if (kind, sizes) not in self._figures_of:
+                self._figures_of[kind, sizes] = self._compiled_figures(kind, sizes)
+        return [self._figures_of[kind, sizes] for sizes in candidates]
 
-    def _figures(self, kind: str, sizes: TpuSizes) -> Figures | str:
+    def _compiled_figures(self, kind: str, sizes: TpuSizes) -> Figures | str:
+        """Compile the kernels with these sizes; return the bundles of the kernel `kind`, or why there are none.
+
+        Sizes with which decode spills more registers than with the first sizes are refused: a spill costs memory
+        accesses that the number of bundles does not show.
+        """
         backend = _backend(self.compiler.chip, self.shape, sizes)
         try:
             decode, prefill = self.compiler.attention_loops(backend, self.shape)
             if kind == "decode":
                 loops = DecodeLoops.of(decode, self.shape, sizes.decode)
                 spills = loops.full.slots[SPILLS] + loops.tail.slots[SPILLS]
-                if self.most_spills is None:
-                    self.most_spills = spills
-                if spills > self.most_spills:
+                if self.max_spills is None:
+                    self.max_spills = spills
+                if spills > self.max_spills:
                     return f"spills {spills} registers in its innermost loops"
                 return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
             return {
                 f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS
             }
-        except Exception as error:
+        except Exception as error:  # The compiler has refused the sizes, or the loops have an unknown form.
             return _reason(error)
 
 
 class Measured:
-    """Costs by time on this TPU, in ms; runs of the candidates are interleaved."""
+    """A source of costs in ms per layer, measured on this TPU. Runs of the candidates are interleaved."""
 
     name, unit, sees_copies = "measured", "ms", True
 
@@ -110,25 +121,33 @@ class Measured:
         return _backend(self.chip, self.shape, sizes)
 
     def workloads(self, kind: str) -> dict[str, Any]:
-        """Return what is timed, by name."""
+        """Return the `kernels.Workload`s to time for `kind`, "decode" or "prefill", by name.
+
+        Decode has the rows of DECODES, with one new token each; prefill has one prompt of each of PROMPT_LENS. Rows and
+        layers are fewer if their pages would take more than MAX_BYTES.
+        """
         from .kernels import Workload
 
         heads = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_size")}
         if kind == "decode":
-            found = {n: self._fitting(n, *most) for n, most in DECODES.items()}
-            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in found.items()}
-        found = {n: self._fitting(n, 1, 2) for n in PROMPT_LENS}
-        return {f"prompt of {n}": Workload(1, n, layers, query_len=n, **heads) for n, (_, layers) in found.items()}
+            counts = {n: self._fitting(n, *max_counts) for n, max_counts in DECODES.items()}
+            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in counts.items()}
+        counts = {n: self._fitting(n, 1, 2) for n in PROMPT_LENS}
+        return {f"prompt of {n}": Workload(1, n, layers, query_len=n, **heads) for n, (_, layers) in counts.items()}
 
     def _fitting(self, context_len: int, num_rows: int, num_layers: int) -> tuple[int, int]:
-        """Halve layers, then rows, until their pages take `MAX_BYTES` at most or one of each is left."""
+        """Return rows and layers whose pages take at most MAX_BYTES: halve layers, then rows, but not below 1 each."""
         row_bytes = -(-context_len // self.shape.page_size) * _page_bytes(self.chip, self.shape)
         while num_rows * num_layers > max(1, MAX_BYTES // row_bytes):
             num_rows, num_layers = (num_rows, num_layers // 2) if num_layers > 1 else (num_rows // 2, 1)
         return num_rows, num_layers
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
-        """Return the median times at each of these sizes, or the error of sizes that cannot be compiled or run."""
+        """Return the median ms per layer of the kernel `kind` at each of these sizes; see `Source`.
+
+        Sizes that cannot be compiled or run alone get their error as a string. If a run fails while the candidates take
+        turns, all of them get that error.
+        """
         from .kernels import measure, paged
 
         found: list[Figures | str] = [{} for _ in candidates]
@@ -155,7 +174,7 @@ class Measured:
 
 
 class Tuned(NamedTuple):
-    """The sizes that were found, and the costs of both kernels before and after."""
+    """The best sizes of a search, and the costs of both kernels with the sizes before it and with the best ones."""
 
     sizes: TpuSizes
     before: Figures
@@ -163,41 +182,50 @@ class Tuned(NamedTuple):
 
 
 def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned:
-    """Search the best sizes from `start` on; a kernel's sizes stay unless others gain more than `MIN_GAIN`."""
+    """Search for the tile sizes with the lowest cost on this chip by coordinate descent, and return them.
+
+    Decode's sizes are tuned first, then prefill's: one size after another is set to the best of its value and FACTORS
+    times its value, while all others stay. A kernel keeps its sizes of `start` unless the new ones save more than
+    MIN_GAIN of its cost. With a source that does not see copies, the sizes of FETCHED stay. Every cost goes to stderr.
+    Raises ConfigError if the best sizes so far, at first `start`, have no cost.
+    """
     best, before, after = start, Figures(), Figures()
     for kind, names in (("decode", DECODE_SIZES), ("prefill", PREFILL_SIZES)):
-        first: Figures | None = None
-        last: Figures = {}
+        start_figures: Figures | None = None  # Of this kernel, with its sizes of `start`.
+        trial_figures: Figures = {}
         trial = best
         for name in names:
             if name in FETCHED and not source.sees_copies:
                 continue
             candidates = [trial, *other_sizes(chip, shape, trial, name)]
             costs = dict(zip(candidates, source.figures(kind, candidates), strict=True))
-            held = costs[trial]
-            if isinstance(held, str):
-                raise ConfigError(f"tune: {held}, with sizes that a start would take: {trial}")
-            first = first or held
+            current = costs[trial]
+            if isinstance(current, str):
+                raise ConfigError(f"tune: {current}, with sizes that a start would take: {trial}")
+            start_figures = start_figures or current
             for sizes, figures in costs.items():
-                cost = figures if isinstance(figures, str) else f"{_cost(figures, first):.4f} of the first"
+                cost = figures if isinstance(figures, str) else f"{_cost(figures, start_figures):.4f} of the first"
                 say(f"{kind}: {name} {_size(sizes, name)}: {cost}")
-            known = {sizes: figures for sizes, figures in costs.items() if isinstance(figures, dict)}
-            trial = min(known, key=lambda sizes: _cost(known[sizes], held))
-            last = known[trial]
-        assert first is not None
-        if _cost(last, first) >= 1 - MIN_GAIN:
-            last, trial = first, best
-        best, before, after = trial, before | first, after | last
+            usable = {sizes: figures for sizes, figures in costs.items() if isinstance(figures, dict)}
+            trial = min(usable, key=lambda sizes: _cost(usable[sizes], current))
+            trial_figures = usable[trial]
+        assert start_figures is not None
+        if _cost(trial_figures, start_figures) >= 1 - MIN_GAIN:
+            trial_figures, trial = start_figures, best
+        best, before, after = trial, before | start_figures, after | trial_figures
     return Tuned(best, before, after)
 
 
 def other_sizes(
     chip: str, shape: TpuShape, sizes: TpuSizes, name: str, factors: Sequence[float] = FACTORS
 ) -> list[TpuSizes]:
-    """Return the sizes with `name` times each of `factors`, as far as the kernels could work with them."""
+    """Return copies of `sizes` in which the size `name` is multiplied by each of `factors`.
+
+    `name` is one of DECODE_SIZES or PREFILL_SIZES. Copies that the kernels cannot work with on this chip are left out.
+    """
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import check_sizes
 
-    found = []
+    allowed = []
     for factor in factors:
         change: dict[str, Any] = {name: int(_size(sizes, name) * factor)}
         if name in DECODE_SIZES:
@@ -205,22 +233,22 @@ def other_sizes(
         other = sizes._replace(**change)
         with suppress(ValueError):
             check_sizes(chip, shape, other)
-            found.append(other)
-    return found
+            allowed.append(other)
+    return allowed
 
 
 def _size(sizes: TpuSizes, name: str) -> int:
-    """Return the size of that name, of the prefill kernel or of decode."""
+    """Return the value of the size `name`, one of PREFILL_SIZES or DECODE_SIZES."""
     return getattr(sizes if name in PREFILL_SIZES else sizes.decode, name)
 
 
-def _cost(figures: Figures, of: Figures) -> float:
-    """Return the geometric mean of the ratios of the figures to those of `of`."""
-    return math.exp(sum(math.log(figures[name] / of[name]) for name in of) / len(of))
+def _cost(figures: Figures, reference: Figures) -> float:
+    """Return the geometric mean, over the workloads, of the cost in `figures` ÷ that in `reference`: 0.9 saves 10%."""
+    return math.exp(sum(math.log(figures[name] / reference[name]) for name in reference) / len(reference))
 
 
 def _backend(chip: str, shape: TpuShape, sizes: TpuSizes | None = None) -> TpuBackend:
-    """Return the kernels' backend for the shape, with these sizes or, without any, those that a start takes."""
+    """Return the kernels' backend for the shape. `sizes` None means the sizes that an engine would choose itself."""
     from ...pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 
     return replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
@@ -232,11 +260,15 @@ def _page_bytes(chip: str, shape: TpuShape) -> int:
 
 
 def _reason(error: Exception) -> str:
+    """Return an error as one line of text, such as "ValueError: no room"."""
     return f"{type(error).__name__}: {one_line(error, 200)}"
 
 
 def write_entry(table: Path, entry: dict[str, Any]) -> None:
-    """Put an entry into a table in place of one for the same chip and shape. The table changes in one atomic step."""
+    """Add an entry to a table, a JSON file, in place of any for the same chip and shape.
+
+    A table that does not exist is created; its folder must exist. The file is replaced in one atomic step.
+    """
     entries = json.loads(table.read_text()) if table.exists() else []
     others = [old for old in entries if any(old[key] != entry[key] for key in ("chip", "shape"))]
     temporary = table.with_suffix(".unfinished")
@@ -245,7 +277,11 @@ def write_entry(table: Path, entry: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune one attention shape: progress goes to stderr, the result to the tuning table."""
+    """Run `jpaged tune` with the arguments `argv`; return the exit status 0.
+
+    Progress goes to stderr, and the sizes that were found go to the tuning table. Raises ConfigError if a flag is
+    wrong, or if this machine lacks the TPU or the compiler that `--source` needs.
+    """
     about = "the best tile sizes of the TPU kernels for a shape, found and written down for the next start."
     parser = FlagParser(prog="jpaged tune", description=f"`jpaged tune`: {about}", allow_abbrev=False)
     for name in ("num-heads", "num-kv-heads", "head-size"):
@@ -263,12 +299,12 @@ def main(argv: Sequence[str]) -> int:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError('--source: got bundles, which needs the compiler for TPUs; python -m pip install ".[aot]"')
     with tempfile.TemporaryDirectory() as folder:
-        prepare(folder)
+        prepare(folder)  # Before anything imports JAX.
         return _tune(args, args.chip, Compiler(args.chip, folder))
 
 
 def _check(args: Namespace) -> None:
-    """Refuse flags that no search can take."""
+    """Raise ConfigError if a flag's value is not allowed, or if `--source bundles` lacks a `--chip`."""
     check_positive(args, "num_heads", "num_kv_heads", "head_size", "block_size", "runs")
     if args.num_heads % args.num_kv_heads:
         allowed = f"multiples of --num-kv-heads, {args.num_kv_heads}"
@@ -281,7 +317,11 @@ def _check(args: Namespace) -> None:
 
 
 def _chip_here(args: Namespace) -> str:
-    """Return the name of this machine's TPU; ConfigError if it is none, or not the one of `--chip`."""
+    """Return the name of this machine's TPU chip, such as "v6e".
+
+    Raises ConfigError if JAX's first device is no TPU, a TPU that the kernels have no sizes for, or another one than
+    `--chip` names.
+    """
     import jax
 
     from ...pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS
@@ -298,9 +338,12 @@ def _chip_here(args: Namespace) -> str:
 
 
 def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
-    """Search the sizes of one shape, by bundles of `compiler` or, without one, by time, and write the entry.
+    """Search the best sizes for the shape of the flags and write them as an entry of the table; return 0.
 
-    The table is opened for writing first, because a search takes minutes.
+    Costs are bundles if there is a `compiler`, else times measured on this TPU. The search starts from the sizes that
+    an engine would take now; if it finds nothing better, the table does not change. Raises ConfigError if the table
+    cannot be read or written, or if the kernels do not take the shape. Whether the table can be written is tried before
+    the search, which takes minutes.
     """
     import jax
 
@@ -325,17 +368,17 @@ def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
     try:
         tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else users_tuned(TpuBackend)
         start = sizes_of(chip, shape, tuned)
-        _page_bytes(chip, shape)
+        _page_bytes(chip, shape)  # Raises ValueError if the kernels do not take the shape.
     except ValueError as error:
         raise ConfigError(str(error)) from error
     source: Source = Bundles(compiler, shape) if compiler else Measured(chip, shape, args.runs)
-    found = search(chip, shape, source, start)
-    if found.sizes == start:
+    best = search(chip, shape, source, start)
+    if best.sizes == start:
         say(f"nothing is better by more than {MIN_GAIN:.0%} than what a start takes now: {start}")
         return 0
-    figures = {"unit": source.unit, "before": found.before, "after": found.after}
+    figures = {"unit": source.unit, "before": best.before, "after": best.after}
     entry = {"chip": chip, "shape": shape._asdict()}
-    entry |= {"sizes": {**found.sizes._asdict(), "decode": found.sizes.decode._asdict()}, "source": source.name}
+    entry |= {"sizes": {**best.sizes._asdict(), "decode": best.sizes.decode._asdict()}, "source": source.name}
     write_entry(table, {**entry, "date": date.today().isoformat(), "jax": jax.__version__, "figures": figures})
-    say(f"{found.sizes}: {_cost(found.after, found.before):.3f} of what a start takes now; written to {table}")
+    say(f"{best.sizes}: {_cost(best.after, best.before):.3f} of what a start takes now; written to {table}")
     return 0

@@ -49,7 +49,12 @@ class Workload:
 
 
 def load_workload(name: str, *, vocab_size: int, num_requests: int | None = None) -> Workload:
-    """Return the workload of that name, or its first `num_requests`; ConfigError if the model lacks its token ids."""
+    """Return the workload `name`, one of WORKLOADS, with `num_requests` requests; None means all.
+
+    A fixed workload (A, B or C) is cut to its first `num_requests`. A drawn one has exactly `num_requests`, by default
+    64, with token ids below `vocab_size`. Raises ConfigError if there is no such workload, or if a fixed one has token
+    ids that the model lacks.
+    """
     if name not in WORKLOADS:
         raise refusal("--workload", shown(name), ", ".join(WORKLOADS), error=ConfigError)
     if name not in FIXED:
@@ -65,10 +70,14 @@ def load_workload(name: str, *, vocab_size: int, num_requests: int | None = None
 
 
 def _drawn(name: str, vocab_size: int, num_requests: int) -> Workload:
-    """Return the workload `sharegpt` or `decode`, with random prompts."""
+    """Return the workload `sharegpt` or `decode` with `num_requests` prompts of random token ids below `vocab_size`.
+
+    The seed is fixed, so that the same arguments give the same workload.
+    """
     rng = np.random.default_rng(SEED)
 
     def lengths(mean: float, sigma: float) -> list[int]:
+        """Draw lognormal lengths in tokens. `sigma` is that of their logarithm; `mean` is that before clipping."""
         drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_requests)
         return np.clip(drawn, MIN_TOKENS, MAX_TOKENS).astype(int).tolist()
 
