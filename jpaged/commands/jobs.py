@@ -212,13 +212,13 @@ class JobReader:
                 own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 yield self.job(id_, number, prompt, own_params, digest)
             except InvalidRequestError as error:
-                if id_ is None:
+                if id_ is None:  # Nothing else would tell the user which line it is.
                     text = str(error).removeprefix("line: ")
                     error = InvalidRequestError(f"line {number}: {text}", param=error.param)
                 yield BadLine(id_, number, error)
 
     def _finished_entry(self, line: bytes, number: int, digest: int, ids: IdTable, is_json: bool) -> int | None:
-        """Return the entry of the result that an earlier run has written for this line.
+        """Return the index (entry) in `finished` of the result that an earlier run has written for this line.
 
         Returns None if there is none or the line has changed since, or if an earlier line has entered the same id into
         `ids`: a repeated id is an error. `digest` is the `line_digest` of the line.

@@ -78,6 +78,7 @@ class Run:
         """
         num_in_a_row = 0
         for item in items:
+            # Counts the items since the last job.
             num_in_a_row = 0 if isinstance(item, Job) else num_in_a_row + 1
             if item is None or (num_in_a_row % MAX_IN_A_ROW == 0 and num_in_a_row):
                 yield None
@@ -95,10 +96,10 @@ class Run:
             else:
                 self._keep(item)
         if self.finished is not None:
-            say(f"resume: {self._num_kept} of {self.num_lines} are there already{self._others}")
+            say(f"resume: {self._num_kept} of {self.num_lines} are there already{self._dropped_clause}")
 
     @property
-    def _others(self) -> str:
+    def _dropped_clause(self) -> str:
         """Return a clause on the lines of the output file that a resumed run drops, or "" if it drops none.
 
         Example: "; 2 of other prompts and 1 lines that are no results are dropped, out.jsonl.bak keeps them". It is
@@ -118,7 +119,7 @@ class Run:
     def finish(self) -> None:
         """Sort the output file, if there is one, by line number, after a backup if a resumed run drops lines of it."""
         if self.results is not None:
-            self.results.finish(keeps_old=self.finished is not None and bool(self._others))
+            self.results.finish(keeps_old=self.finished is not None and bool(self._dropped_clause))
 
     def start(self) -> None:
         """Open the output file and write the errors that came before; does nothing if it is open, or without a file.

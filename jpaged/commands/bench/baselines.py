@@ -209,6 +209,7 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
     tree = jax.tree.structure(weights.state)
 
     def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
+        """Compute one step whose first token is `token`, and return an id from 0 to 7 that depends on its results."""
         model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
         positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
         # Only the first token depends on the step before; 7 stands for any id, and & 7 gives an id of every vocabulary.

@@ -232,7 +232,8 @@ class DecodeLoops(NamedTuple):
             inner = iterations[0] * bundles(nest[1:], iterations[1:]) - nest[1].size if iterations else 0
             return nest[0].size + inner
 
-        # Depth 1 is the loop over blocks; depth 2 those over rows and over groups of tails; tiles begin at depth 3.
+        # Depth 1 is the loop over blocks of rows. At depth 2 is one over rows with full tiles, and one over groups of
+        # tails. The loops over tiles and sub-tiles begin at depth 3.
         full_nest, tail_nest = (
             [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
             for inner in (full, tail)
