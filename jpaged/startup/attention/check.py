@@ -61,46 +61,55 @@ PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 def find_failure(
     backend: Backend, model: ModelSpec, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> str | None:
-    """Compare a backend with `xla` on this device, unless that was done before with the same versions.
+    """Compare a backend with `xla` on this device; return why it must not serve, as a clause, or None if it may.
 
-    A backend whose check is made in a subprocess is not compared here (`check_process`). Returns a
-    clause that says why the backend must not serve: it differs, or it cannot be run. None if it may serve.
-    Where this user's files cannot be kept, it is compared at each start, with a warning.
+    Compares attention, and also matrix products and norms if the backend has its own. The reason not to serve is that
+    results differ or that the comparison failed. An agreement is remembered in this user's cache:
+    a backend that agreed before with the same versions is not compared again. If the cache cannot be used, a warning
+    says so and each start compares. A backend whose check is made in a subprocess (`check_process`) is not compared
+    here, and the result is None.
     """
     if not backend.needs_check or backend.check_guard is CheckGuard.CHILD:
         return None
     where = f"on {device.device_kind}"
-    mark: Path | None = None
+    agreement_file: Path | None = None  # Where an agreement is to be remembered; only agreements have files.
     try:
         key = check_key(backend, model, dtype, kv_dtype, block_size, device)
         try:
             path = result_file(key)
             if path.exists():
                 return None
-            mark = path
+            agreement_file = path
         except (OSError, RuntimeError) as problem:
             logger.warning(EACH_START, backend.name, problem)
         with _watchdog(backend):
             error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, device))
-    except Exception as failure:
+    except Exception as failure:  # A kernel that does not compile may raise anything.
         return f"it failed its check {where}: {one_line(failure, 500)}"
     if difference := too_different(error, device):
         return difference
     logger.info("%s agrees with xla %s to %.2g", backend.name, where, error)
-    if mark is not None:
-        keep_result(mark, {"checked": key, "error": error}, backend.name)
+    if agreement_file is not None:
+        keep_result(agreement_file, {"checked": key, "error": error}, backend.name)
     return None
 
 
 def result_file(key: Any) -> Path:
-    """Return the file that remembers the comparison of this key, of JSON values; RuntimeError if it has no place."""
+    """Return the path of the file that remembers the comparison with this key, which consists of JSON values.
+
+    The file may not exist. RuntimeError if the user has no home directory.
+    """
     return user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
 
 
 def keep_result(path: Path, result: Any, name: str) -> bool:
-    """Write a result to the file that remembers it; return whether that was possible. `name` is for the warning."""
+    """Write the result of a comparison to `path` as JSON, so that later starts find it. Return whether that worked.
+
+    If it did not, a warning says that each start will compare the backend `name`. `result` is anything that msgspec can
+    encode.
+    """
     try:
         make_private(path.parent)
         path.write_bytes(msgspec.json.encode(result))
@@ -120,7 +129,11 @@ def too_different(error: float, device: jax.Device) -> str | None:
 
 @contextlib.contextmanager
 def _watchdog(backend: Backend) -> Iterator[None]:
-    """End the process with one line after WATCHDOG_S, for a backend that asks for it: nothing ends a hanging kernel."""
+    """End the whole process if this context lasts longer than WATCHDOG_S, with one line on stderr that says what to do.
+
+    This is for a backend whose `check_guard` is WATCHDOG; for others the context does nothing. The process ends because
+    nothing can cancel a kernel that hangs.
+    """
 
     def end_process() -> None:
         message = f"error: attention: the check of {backend.name} has given no answer within {WATCHDOG_S:g} s; "
@@ -128,7 +141,7 @@ def _watchdog(backend: Backend) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 stream.flush()
         os.write(2, f'{message}use --attention-backend xla, or Engine(attention_backend="xla")\n'.encode())
-        os._exit(1)
+        os._exit(1)  # sys.exit would only end this timer's thread.
 
     timer = threading.Timer(WATCHDOG_S, end_process)
     timer.daemon = True
@@ -143,7 +156,11 @@ def _watchdog(backend: Backend) -> Iterator[None]:
 def check_key(
     backend: Backend, model: ModelSpec, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> list[Any]:
-    """Return the backend, shape, chip, driver and versions of a comparison; where one differs, it is made anew."""
+    """Return all that the result of a comparison depends on, as JSON values: if one differs, the check is made anew.
+
+    These are the backend, the model's shape, the data types, the page size, the chip, its driver, the versions of JAX,
+    and a digest of the kernels' source.
+    """
     windows = sorted({window or 0 for window in model.windows})
     heads = attention_shape(model, kv_dtype)
     shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows, heads.has_soft_cap]
@@ -152,7 +169,7 @@ def check_key(
 
 
 def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
-    """Return a digest of the source of all backends: a changed kernel is another one, whatever our version says."""
+    """Return a digest of the source of all backends, so that a changed kernel is checked anew without a new version."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -160,13 +177,14 @@ def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
 
 
 def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size: int, device: jax.Device) -> float:
-    """Return the largest difference from `xla`, as a share of an output row's norm, over prefill and decode steps.
+    """Return the largest difference between this backend's attention and that of `xla`, as a share of a row's norm.
 
-    Compares attention in the second of two layers, for each window of `shape`, with queries, keys and values in
-    `dtype`. All steps have the same shapes, so that each backend compiles two programs per window: the one for
-    steps that only decode is another than that for prompts.
+    Both backends run the steps of `check_steps`, prefills and decodes, with the same random queries, keys and values of
+    `dtype`. Each has a cache of its own, whose second layer of two is used. Each window of `shape` is compared.
+    All steps have the same shapes, so each backend compiles two programs per window: one for steps with prompts, one
+    for steps that only decode. The result is infinity if an output is not finite.
     """
-    worst, head_size = 0.0, shape.head_size
+    largest_error, head_size = 0.0, shape.head_size
     soft_cap = CHECK_SOFT_CAP if shape.has_soft_cap else None
     for window in dict.fromkeys(shape.windows or (None,)):
         options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
@@ -174,22 +192,21 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
         rng = np.random.default_rng(0)
         layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
         context_len = backend.check_context_len(shape.num_heads, layout, dtype)
-        tables, num_tokens, works = check_steps(block_size, context_len, rng)
+        tables, num_tokens, steps = check_steps(block_size, context_len, rng)
         kv_shape = shape.kv_shape(block_size, num_layers=2, num_pages=int(tables.max()) + 1)
         caches = [_unwritten_cache(each, kv_shape) for each in (backend, XlaBackend(platform=device.platform))]
-        lens = np.zeros(len(tables), int)
-        for work in works:
-            lens += work
+        context_lens = np.zeros(len(tables), int)
+        for query_lens in steps:
+            context_lens += query_lens
             heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
             inputs = [jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype) for num in heads]
-            rows, outs = np.flatnonzero(work), []
-            query_lens, context_lens = work[rows].tolist(), lens[rows].tolist()
-            is_decode = bool((work[rows] == 1).all())
+            rows, outs = np.flatnonzero(query_lens), []  # Rows without new tokens are left out of the step.
+            is_decode = bool((query_lens[rows] == 1).all())
             for index, cache in enumerate(caches):
                 step = step_of_rows(
                     cache.backend,
-                    query_lens,
-                    context_lens,
+                    query_lens[rows].tolist(),
+                    context_lens[rows].tolist(),
                     tables[rows],
                     page_size=block_size,
                     num_tokens=num_tokens,
@@ -198,62 +215,69 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
                 )
                 with jax.default_device(device):
                     out, caches[index] = attend(cache, 1, *inputs, step)
-                outs.append(np.asarray(out[: work.sum()], np.float32))
-            worst = max(worst, _largest_difference(*outs))
-    return worst
+                outs.append(np.asarray(out[: query_lens.sum()], np.float32))
+            largest_error = max(largest_error, _largest_difference(*outs))
+    return largest_error
 
 
 def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device) -> float:
-    """Return the largest difference of products, columns and norms from `XLA_OPS`, as a share of a row's norm."""
-    rng, matrix, worst = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
-    columns = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))
-    gains, ids = rng.normal(size=hidden_size).astype(columns.dtype), np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
-    stored = [_stored(each, columns, matrix) for each in (ops, XLA_OPS)]
+    """Return the largest difference between the results of `ops` and those of `XLA_OPS`, as a share of a row's norm.
+
+    Compares a matrix product, columns taken from the matrix, and both norms, for each number of rows in PRODUCT_ROWS.
+    Inputs are random arrays of `dtype`; each implementation stores the same matrix in its own way. The result is
+    infinity if an output is not finite.
+    """
+    rng, matrix, largest_error = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
+    weight_t = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))  # Wᵀ [out, in], as checkpoints have it.
+    gains, ids = rng.normal(size=hidden_size).astype(weight_t.dtype), np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
+    stored = [_stored(each, weight_t, matrix) for each in (ops, XLA_OPS)]
 
     def outputs(each: LayerOps, weight: np.ndarray, x: np.ndarray) -> list[np.ndarray]:
+        """Return the results of one implementation for inputs `x` [rows, in] and its stored matrix `weight`."""
+
         @jax.jit
         def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
-            rows = each.columns(weight, jnp.asarray(ids), hidden_size)
+            columns = each.columns(weight, jnp.asarray(ids), hidden_size)
             normed = each.rms_norm(x, gains, NORM_EPS), each.layer_norm(x, gains, gains, NORM_EPS)
-            return [each.product(x, weight, PRODUCT_COLUMNS), rows, *normed]
+            return [each.product(x, weight, PRODUCT_COLUMNS), columns, *normed]
 
         with jax.default_device(device):
             return [np.asarray(out, np.float32) for out in run(weight, x, gains)]
 
     for num_rows in PRODUCT_ROWS:
-        x = rng.normal(size=(num_rows, hidden_size)).astype(columns.dtype)
+        x = rng.normal(size=(num_rows, hidden_size)).astype(weight_t.dtype)
         ours, theirs = (outputs(each, weight, x) for each, weight in zip((ops, XLA_OPS), stored, strict=True))
-        worst = max([worst, *map(_largest_difference, ours, theirs)])
-    return worst
+        largest_error = max([largest_error, *map(_largest_difference, ours, theirs)])
+    return largest_error
 
 
-def _stored(ops: LayerOps, columns: np.ndarray, matrix: tuple[int, int]) -> np.ndarray:
-    """Return the matrix with these columns, [out, in], as `ops` stores it."""
-    out = np.empty(ops.matrix_shape(*matrix, columns.dtype), columns.dtype)
+def _stored(ops: LayerOps, weight_t: np.ndarray, matrix: tuple[int, int]) -> np.ndarray:
+    """Return a matrix W as `ops` stores it. `weight_t` is Wᵀ [out, in], and `matrix` is (in, out)."""
+    out = np.empty(ops.matrix_shape(*matrix, weight_t.dtype), weight_t.dtype)
     _, write = ops.matrix_rows(out, [(0, size) for size in out.shape], matrix)
-    write(0, columns)
+    write(0, weight_t)
     return out
 
 
 def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return the largest norm of a row's difference, as a share of the row's norm; infinity if one is not finite."""
+    """Return max over rows of |ours − theirs| ÷ |theirs|, by norms of rows; infinity if a quotient is not finite."""
     errors = np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
     return float(errors.max()) if np.isfinite(errors).all() else np.inf
 
 
-def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
-    """Return page tables [rows, P], the token capacity of a step, and the new tokens of each row in each step.
+def check_steps(block_size: int, long_len: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
+    """Return page tables [rows, P], the token capacity of a step, and for each step the new tokens of each row [rows].
 
-    There are four short rows, two of them a token shorter and longer than a page, and one of `long` tokens, which is
-    prefilled in two chunks; then all five decode twice. Both prefill steps fill about half of all tokens.
+    There are four short rows, two of them one token shorter and longer than a page, and a fifth of `long_len` tokens.
+    Step 1 prefills the short rows and the first chunk of the long one, step 2 its second chunk; then all rows decode
+    twice. The capacity is half of all prompt tokens, rounded up to a multiple of CHECK_TOKENS.
     """
     short_lens = np.array([1, 17, block_size - 1, block_size + 1])
-    num_tokens = -(-(short_lens.sum() + long) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
+    num_tokens = -(-(short_lens.sum() + long_len) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
     first_chunk = int(num_tokens - short_lens.sum())
-    works = [
-        np.array(work) for work in ([*short_lens, first_chunk], [0, 0, 0, 0, long - first_chunk], [1] * 5, [1] * 5)
-    ]
-    return random_tables(np.sum(works, axis=0).tolist(), block_size, rng), int(num_tokens), works
+    prefills = [*short_lens, first_chunk], [0, 0, 0, 0, long_len - first_chunk]
+    steps = [np.array(query_lens) for query_lens in (*prefills, [1] * 5, [1] * 5)]
+    return random_tables(np.sum(steps, axis=0).tolist(), block_size, rng), int(num_tokens), steps
 
 
 def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:

@@ -97,10 +97,11 @@ class CheckResult:
 
 @functools.cache
 def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str | None:
-    """Return a clause that says why the backend must not serve, None if it may; asked once per process.
+    """Compare a backend with `xla` in a child process; return why it must not serve, as a clause, or None if it may.
 
-    A child that crashes, answers nothing within `limit_s`, or finds a difference is a failure. Where the lasting result
-    of an earlier start is remembered, no child is started.
+    A child that crashes, does not answer within `limit_s` seconds, or finds a difference is a failure. Lasting results,
+    failures too, are remembered in this user's cache, and no child is started if an earlier start has left one. Within
+    a process each request is answered once, by `functools.cache`.
     """
     path = _result_path(request)
     try:
@@ -118,14 +119,16 @@ def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str 
 
 
 def _with_hint(failure: str | None, path: Path) -> str | None:
-    """Return a failure with the way to have it looked for again."""
+    """Return a failure with the hint that the check is made again if the file `path` is deleted; None stays None."""
     return failure and f"{failure}; remembered in {path}, delete it to check again"
 
 
 def _result_path(request: CheckRequest) -> Path | None:
-    """Return the file that remembers the result of this request on this machine; None if there is no place for it.
+    """Return the path of the file that remembers the result of this request on this machine, or None with a warning.
 
-    None also where the driver does not say what GPUs there are: results of one chip must not count for another.
+    The name of the file is a digest of all that the result depends on: the request, the GPUs, their driver, and the
+    versions of Python, JAX and its plugins. None if there is no home directory. None also if the driver does not tell
+    which GPUs there are, since a result of one chip must not count for another. The file may not exist.
     """
     try:
         driver = [line for line in _driver_lines() if line.startswith(DRIVER_FIELDS)]
@@ -149,9 +152,15 @@ def _driver_lines() -> Iterator[str]:
 
 
 def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
-    """Make the comparison in a child process, which is gone after `limit_s`, or nearly so."""
-    # -P and _import_path: no modules of the current folder are imported, which may be a downloaded model. Its own
-    # session: a child of the child is ended too.
+    """Run `main` in a child process and return its result, or a failure if it crashes or takes longer than `limit_s`.
+
+    The child is killed, with its own children, when its time is over or this process is interrupted. An answer counts
+    even if the child crashes or hangs after it. The result is lasting if the child answered, hung after it had opened
+    the device, or was ended by a signal of a crash, such as SIGSEGV. It is not lasting if the child could not start or
+    failed otherwise. Nothing is raised for a failed child.
+    """
+    # -P and _import_path keep modules of the current folder, which may be a downloaded model, from being imported.
+    # A session of its own lets `_end` kill the children of the child too.
     command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}"]
     with TemporaryFile() as answer, TemporaryFile() as errors:
 
@@ -165,23 +174,23 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
             child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         except OSError as problem:
             return CheckResult(f"its check cannot be started: {problem}", is_lasting=False)
-        is_late = False
+        is_late = False  # Whether the child was killed after `limit_s`.
         try:
             child.communicate(msgspec.json.encode(request), timeout=limit_s)
         except subprocess.TimeoutExpired:
             is_late = True
             _end(child)
-        except BaseException:  # Such as Ctrl-C: the child would keep the GPU's memory.
+        except BaseException:  # On Ctrl-C, for example, a child that lives on would keep the GPU's memory.
             _end(child)
             raise
-        # An answer counts also if the child then crashes or hangs on its way out.
+        # The answer is complete if its line ends with the JSON object's brace.
         answers = [line.removeprefix(RESULT) for line in lines(answer) if line.startswith(RESULT)]
         if answers and answers[-1].endswith("}"):
             return msgspec.json.decode(answers[-1], type=CheckResult)
         if is_late:
             failure = f"its check in a subprocess gave no answer within {limit_s:g} s"
             return CheckResult(failure, is_lasting=DEVICE_IS_OPEN in lines(answer))
-        if child.returncode < 0:
+        if child.returncode < 0:  # Ended by the signal of this number, negated.
             number = -child.returncode
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             return CheckResult(f"its check in a subprocess ended by {name}", is_lasting=name not in ENDED_BY_OTHERS)
@@ -191,7 +200,7 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
 
 
 def _import_path() -> str:
-    """Return this process's paths of modules for PYTHONPATH, without the current folder unless jpaged is in it."""
+    """Return `sys.path` as a value of PYTHONPATH, without the current folder unless jpaged itself is in it."""
     here, own = Path.cwd().resolve(), Path(__file__).resolve().parents[3]
     return os.pathsep.join(path for path in map(str, sys.path) if here == own or Path(path).resolve() != here)
 
@@ -204,7 +213,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main(limit_s: float) -> int:
-    """Answer the request on stdin by one line on stdout, RESULT and JSON."""
+    """Answer the request on stdin, JSON, by one line on stdout: RESULT and the result as JSON. Return 0.
+
+    `limit_s` is the time in seconds after which the parent kills this process.
+    """
     # If the parent is gone, SIGALRM ends this process, also while native code hangs.
     signal.alarm(math.ceil(limit_s) + KILL_WAIT_S)
     result = _compare(msgspec.json.decode(sys.stdin.read(), type=CheckRequest))
@@ -213,7 +225,11 @@ def main(limit_s: float) -> int:
 
 
 def _compare(request: CheckRequest) -> CheckResult:
-    """Compare in this process. A backend that does not take the device or the model has no failure to tell here."""
+    """Compare a backend with `xla` in this process, which is the child, and return the result.
+
+    A backend that cannot be made for the device or the model is no failure of the check: the parent meets the same
+    error when it makes the backend, and reports it. Running out of device memory is a failure that is not remembered.
+    """
     module, name = request.backend.split(":")
     backend_class: type[Backend] = getattr(importlib.import_module(module), name)
     try:
@@ -224,7 +240,7 @@ def _compare(request: CheckRequest) -> CheckResult:
     try:
         backend = backend_class.for_devices([device], request.shape, deterministic=request.is_deterministic)
     except (BackendUnavailableError, ValueError):
-        return CheckResult(None, is_lasting=True)  # The start finds the same, and says it.
+        return CheckResult(None, is_lasting=True)
     try:
         error = kernel_error(backend, request.shape, request.dtype, request.block_size, device)
     except Exception as problem:  # A kernel that does not compile may raise anything.
@@ -238,10 +254,11 @@ def _compare(request: CheckRequest) -> CheckResult:
 def check_before_opening(
     config: EngineConfig, model: ModelSpec, report: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compare the backends of a GPU in child processes while this process has not opened the GPU, if there is one.
+    """Compare the backends that may serve on a GPU in child processes, before this process opens the GPU.
 
-    The result is asked for again once the backend is chosen. `report(done, total)` is told of a comparison, which may
-    take a minute.
+    After that the child might find too little memory. The results are only remembered here; they count once a backend
+    is chosen. Does nothing if there is no GPU or the options exclude it. `model` is the model as one device has it.
+    `report(done, total)` is called before and after a comparison, which may take a minute.
     """
     kinds = [config.device] if config.device != "auto" else visible_accelerators()
     if "gpu" not in kinds or not _jax_may_use_gpus():
@@ -254,7 +271,7 @@ def check_before_opening(
         try:
             backend = load_backend(entry)
         except BackendUnavailableError:
-            continue  # The choice of the backend says so.
+            continue  # `choose_attention` will report it.
         if backend.check_guard is CheckGuard.CHILD:
             if report is not None:
                 report(0, 1)
@@ -264,9 +281,10 @@ def check_before_opening(
 
 
 def check_request(config: EngineConfig, model: ModelSpec, backend: type[Backend], platform: str) -> CheckRequest:
-    """Return the comparison to be made before this backend serves the model.
+    """Return the comparison that must succeed before this backend serves the model on `platform`.
 
-    Models that differ in their number of layers alone are compared once: each window occurs once in the request.
+    `model` is the model as one device has it. Each window occurs once in the request, so that models which differ only
+    in their number of layers have equal requests and share a result.
     """
     dtype, kv_dtype = chosen_dtypes(config, model, platform)
     shape = attention_shape(model, kv_dtype)

@@ -47,7 +47,10 @@ class AttentionChoice:
 
 
 def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
-    """Return what a backend knows of a model."""
+    """Return what a backend has to know of a model: its heads, windows, KV data type, and whether it caps scores.
+
+    Raises ConfigError if layers differ in their number or size of heads, since they share pages.
+    """
     heads = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in model.layers}
     if len(heads) > 1:
         shapes = ", ".join(f"{n} query and {k} KV heads of {size}" for n, k, size in sorted(heads))
@@ -60,10 +63,11 @@ def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
 def choose_attention(
     asked: str, shape: AttentionShape, devices: Sequence[jax.Device], *, deterministic: bool = False
 ) -> AttentionChoice:
-    """Choose the backend for `attention_backend` = `asked` on these devices, all of one kind.
+    """Choose the attention backend for these devices, all of one kind. `asked` is the option `attention_backend`.
 
-    `deterministic`: a row's bits must not depend on the other rows of its step. ConfigError if a backend that was asked
-    for by name cannot serve, or if the user's table of tuned sizes is broken.
+    With "auto", the first backend in BACKENDS is taken that is a default of the platform and can serve, else the
+    fallback. Any other value names a backend: ConfigError if it cannot serve. ConfigError also if the user's table of
+    tuned sizes is broken. `deterministic`: a row's bits must not depend on the other rows of its step.
     """
     if asked != "auto":
         backend = backend_by_name(asked, shape, devices, deterministic=deterministic)
@@ -74,6 +78,7 @@ def choose_attention(
         if devices[0].platform not in entry.platforms:
             continue
         if why_not := _why_not_default(entry, devices[0], deterministic=deterministic):
+            # A backend that `deterministic` excludes is replaced as the user wished, so there is nothing to warn of.
             reason, is_replacement = f"not {entry.name}: {why_not}", not deterministic
             continue
         try:
@@ -94,7 +99,11 @@ def choose_attention(
 def backend_by_name(
     name: str, shape: AttentionShape, devices: Sequence[jax.Device], *, deterministic: bool = False
 ) -> Backend:
-    """Return the backend of that name for models of this shape; ConfigError if it cannot serve on these devices."""
+    """Return the backend `name`, made for models of this shape on these devices, with the user's tuned sizes.
+
+    Raises ConfigError if it does not run on this platform, cannot be imported, or does not take the shape. `name` is a
+    name in BACKENDS.
+    """
     entry, device = ENTRIES[name], devices[0]
     if not entry.runs_on(device.platform):
         allowed = ", ".join(["auto", *(other.name for other in BACKENDS if other.runs_on(device.platform))])
@@ -112,13 +121,13 @@ def backend_by_name(
 
 
 def cannot_serve(name: str, reason: str) -> ConfigError:
-    """Return the error of a start that asked for a backend by its name, where the backend cannot serve."""
+    """Return the error for a backend that the user asked for by name and that cannot serve, for this reason."""
     way_out = f"use --attention-backend {FALLBACK.name}"
     return ConfigError(f"attention_backend: got {name}, which cannot serve here: {reason}; {way_out}")
 
 
 def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: bool) -> str:
-    """Return why `auto` does not choose this backend for the device, "" if it may. Imports no code of the backend."""
+    """Return why `auto` does not choose this backend, or "" if it may. Imports no code of the backend."""
     if entry.min_jax and jax.__version_info__ < entry.min_jax:
         return f"it needs jax {'.'.join(map(str, entry.min_jax))} or later, this is {jax.__version__}"
     if deterministic and entry.not_deterministic:
@@ -127,16 +136,16 @@ def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: 
 
 
 def _not_verified(entry: BackendEntry, device: jax.Device) -> str:
-    """Return what a start says beside the reason where the backend's check script has not passed on such a device."""
+    """Return a note that the backend's check script has not passed on this kind of device; "" if it has or is none."""
     if not entry.check_script or device.device_kind in entry.verified_on:
         return ""
     return f"; not yet verified on {device.device_kind} by {entry.check_script}"
 
 
 def load_backend(entry: BackendEntry) -> type[Backend]:
-    """Import the class of a backend; BackendUnavailableError if a package that it needs cannot be imported.
+    """Import and return the class of a backend. Call it only for a backend that may serve: Pallas takes 0.25 s.
 
-    Pallas takes a quarter of a second to import: this is done for a chosen backend only.
+    Raises BackendUnavailableError, which names the package, if a package that the backend needs cannot be imported.
     """
     module, name = entry.class_path.rsplit(".", 1)
     try:
@@ -157,9 +166,9 @@ def tuned_path(backend: type[Backend]) -> Path:
 
 
 def users_tuned(backend: type[Backend]) -> tuple[Any, ...]:
-    """Return the sizes that this user has tuned for a backend, if there is such a table; ConfigError if it is broken.
+    """Return the tile sizes that this user has tuned for a backend by `jpaged tune`; empty if there are none.
 
-    A table that cannot be looked for is a warning.
+    If the table cannot be looked for, a warning is logged and the result is empty. ConfigError if the table is broken.
     """
     if backend.tuned_table is None:
         return ()
@@ -179,10 +188,11 @@ def users_tuned(backend: type[Backend]) -> tuple[Any, ...]:
 def block_size_of(
     backend: Backend, shape: AttentionShape, asked: int | None, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Return the tokens per page: `asked`, or the backend's default.
+    """Return the tokens per page: `asked`, or else the backend's default or a larger size.
 
-    Where page tables of the default size would take more than half of their room, the smallest larger size with which
-    they fit is taken, since every layer fetches them anew. ConfigError if those of so many sequences cannot fit.
+    Some devices have little room for page tables, and every layer fetches the tables anew. If those of `max_num_seqs`
+    sequences of `max_model_len` tokens take more than half of that room with the default size, the smallest larger size
+    with which they fit is taken. Raises ConfigError if they fit with no size that may be taken.
     """
     sizes, limit = [asked or backend.block_sizes[0]], backend.page_table_limit
     if limit is None:
@@ -190,10 +200,11 @@ def block_size_of(
     # The largest steps have room for a few rows more than there are sequences.
     num_rows = sample_sizes(max_num_seqs)[-1]
 
-    def num_entries(block_size: int) -> int:
+    def num_entries(block_size: int) -> int:  # Entries of the page tables of all rows.
         return num_rows * (-(-max_model_len // block_size) + limit.row_entries)
 
     if asked is None and 2 * num_entries(sizes[0]) > limit.max_entries:
+        # The default size comes last: it is taken only if no larger size serves.
         sizes = [size for size in backend.block_sizes[1:] if _takes_pages(backend, shape, size)] + sizes
     for size in sizes:
         if num_entries(size) <= limit.max_entries:
