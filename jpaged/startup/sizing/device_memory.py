@@ -28,15 +28,16 @@ def reserve_device_memory() -> None:
 
 
 def unreserved_memory_note(device: jax.Device) -> str:
-    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all.
+    """Return a note for the end of the memory plan's text: how much of a GPU's memory JAX leaves unused.
 
-    ConfigError if the environment variable that sets JAX's share is no number.
+    It begins with "; ". It is empty on other devices, and if JAX's share of the memory is LARGE_SHARE or more. Raises
+    ConfigError if the environment variable that sets the share is not a number.
     """
     stats = device.memory_stats() if device.platform == "gpu" else None
     if stats is None:
         return ""
     name = next((name for name in FRACTIONS if os.environ.get(name)), FRACTIONS[0])
-    share_text = os.environ.get(name) or str(DEFAULT_SHARE)
+    share_text = os.environ.get(name) or str(DEFAULT_SHARE)  # An empty variable counts as not set.
     try:
         share = float(share_text)
     except ValueError:

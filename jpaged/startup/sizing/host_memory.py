@@ -27,9 +27,11 @@ _MEMORY_FILES = {
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process can still allocate: the kernel's `MemAvailable`, within its control groups.
+    """Return the bytes that this process can still allocate.
 
-    Where /proc is missing (not Linux), all physical memory counts as free.
+    That is the kernel's `MemAvailable`, or less if a control group (a container's, for example) has less below its
+    memory limit. Where /proc is missing (not Linux), all physical memory counts as free. `proc` and `cgroup` are the
+    mount points.
     """
     free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -43,7 +45,7 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         _, controllers, path = line.split(":", 2)
         root = {"": cgroup, "memory": cgroup / "memory"}.get(controllers)
         if root is not None:
-            # The limits of the process's control group hold, and those of all groups that this one is in.
+            # Limits are inherited: those of all groups that contain the process's group hold too.
             process_group = root / path.strip("/")
             outer_groups = process_group.parents[: len(process_group.parts) - len(root.parts)]
             for group in (process_group, *outer_groups):
@@ -52,9 +54,10 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def _free_in_group(group: Path, files: _MemoryFiles, unlimited_bytes: int) -> int:
-    """Return the bytes below the limit of the control group with this directory, or `unlimited_bytes` without a limit.
+    """Return the bytes that are free below the memory limit of the control group whose directory is `group`.
 
-    File pages that are not in use now count as free, since the kernel takes them back when memory is short.
+    Returns `unlimited_bytes` if the group has no limit; version 1 has a very large number instead. Cached file pages
+    that are inactive count as free, since the kernel takes them back when memory is short.
     """
     try:
         limit = (group / files.limit).read_text().strip()
@@ -68,7 +71,11 @@ def _free_in_group(group: Path, files: _MemoryFiles, unlimited_bytes: int) -> in
 
 
 def num_host_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that this process may keep busy: those it may run on, as its control group lets it."""
+    """Return the number of cores that this process may keep busy, at least 1.
+
+    That is the number of cores that it may run on, or less if the control group at `cgroup` (version 2) has a quota:
+    "150000 100000" in cpu.max, microseconds of processor time per period, is rounded down to 1 core.
+    """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()

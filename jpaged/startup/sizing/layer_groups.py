@@ -35,15 +35,16 @@ class LayerGroups:
 
 
 def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
-    """Form groups of nearly equal size with the least padding, which is groups × largest size − layers.
+    """Assign each attention layer to a page-table group, such that a group has layers of one window only.
 
-    Of partitions with equal padding the one is taken in which full attention, whose pages are never given back, has the
-    least of it, and of these the one with fewest groups. ConfigError for more than `MAX_GROUPS` different windows, and
-    for a layer that reads the keys and values of a layer with another window.
+    Every page has room for the layers of the largest group, so the padding is groups × largest size − layers. The
+    groups are chosen with the least padding. Ties go to the least padding under full attention, whose pages are kept as
+    long as the sequence, then to the fewest groups. Raises ConfigError if there are more than MAX_GROUPS different
+    windows, or if a layer reads the keys and values of a layer with another window.
     """
-    num_unsorted = Counter(layer.window for layer in layers if layer.pages_of is None)
-    windows_in_order = sorted(num_unsorted, key=lambda window: window or 0)  # Full attention, None, comes first.
-    num_layers_of = {window: num_unsorted[window] for window in windows_in_order}
+    layer_counts = Counter(layer.window for layer in layers if layer.pages_of is None)
+    windows_in_order = sorted(layer_counts, key=lambda window: window or 0)  # Full attention, None, comes first.
+    num_layers_of = {window: layer_counts[window] for window in windows_in_order}
     if len(num_layers_of) > MAX_GROUPS:
         shown_windows = ", ".join(map(_shown, num_layers_of))
         fault = f"its attention layers have {len(num_layers_of)} different windows ({shown_windows})"
@@ -66,10 +67,11 @@ def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
 
 
 def _windows_of_groups(num_layers_of: Mapping[int | None, int]) -> tuple[int | None, ...]:
-    """Return the window of each group, for the number of layers of each window; equal windows are neighbours.
+    """Return the window of each group in the best partition; groups of the same window are neighbours.
 
-    Tries every largest size of a group. Example: {None: 2, 512: 5} with at most 3 layers per group gives
-    (None, 512, 512).
+    `num_layers_of` maps each of at most MAX_GROUPS windows to its number of layers. Every cap on the layers of a group
+    is tried. Example: {None: 2, 512: 5} with at most 3 layers per group gives (None, 512, 512). The best partition has
+    at most MAX_GROUPS groups and the least `cost`.
     """
     partitions = [
         tuple(window for window, num_layers in num_layers_of.items() for _ in range(-(-num_layers // max_layers)))
@@ -77,7 +79,8 @@ def _windows_of_groups(num_layers_of: Mapping[int | None, int]) -> tuple[int | N
     ]
 
     def cost(windows: tuple[int | None, ...]) -> tuple[int, int, int]:
-        # The number of layers is the same for all partitions, so the least room is the least padding.
+        # In layers: the room of a page in every group, that under full attention, and the number of groups. All
+        # partitions have the same layers, so the least room has the least padding.
         max_layers = _max_group_layers(num_layers_of, windows)
         return len(windows) * max_layers, windows.count(None) * max_layers, len(windows)
 

@@ -148,9 +148,10 @@ def requested_max_seqs(config: EngineConfig) -> int | None:
 def size_engine(
     config: EngineConfig, model: ModelSpec, costs: MemoryCosts, free: FreeMemory, demands: Sequence[Demand] = ()
 ) -> EngineSizes:
-    """Choose every size that the options leave open; ConfigError if the options or the memory do not allow any.
+    """Choose every size that the options leave open. ConfigError if the options or the free memory allow none.
 
-    `demands` are the requests that will come, if all are known: the engine need not have room for more sequences.
+    `model` is the model as one device has it. `demands` are the requests that will come, if all are known: the engine
+    need not have room for more sequences. `notes` of the result say which defaults were lowered, and why.
     """
     dtype, kv_dtype = chosen_dtypes(config, model, free.platform)
     max_model_len = requested_max_len(config, model)
@@ -235,17 +236,17 @@ def _page_arithmetic(config: EngineConfig, model: ModelSpec, step: StepSizes, pl
 def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
     """Return max_num_seqs and max_num_batched_tokens: the options' values, else the platform's defaults.
 
-    Known requests lower the number of sequences to what they need. Without chunked prefill a step takes the longest
-    sequence in tokens; ConfigError if that is more than a step can have.
+    Known requests lower the default number of sequences to what they need. Without chunked prefill the default number
+    of tokens is at least `max_model_len`, since a prompt is one step. ConfigError if that exceeds MAX_STEP_TOKENS.
     """
     max_seqs, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
     if max_seqs is None:
         max_seqs = CPU_SEQS if platform == "cpu" else DEVICE_SEQS
         if demands and not config.deterministic:  # Powers of two, so that few shapes are ever compiled.
             max_seqs = min(max_seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
-            # All samples of a prompt run together.
+            # All samples of a prompt run at the same time, even if they are more than the default.
             max_seqs = max(max_seqs, _power_of_two(max(demand.num_samples for demand in demands)))
-        max_seqs = min(max_seqs, max_tokens or max_seqs)
+        max_seqs = min(max_seqs, max_tokens or max_seqs)  # Each sequence has at least one token in a step.
     if max_tokens is not None:
         return max_seqs, max_tokens
     max_tokens = max(max_seqs, CPU_TOKENS if platform == "cpu" else DEVICE_TOKENS)
@@ -266,9 +267,9 @@ def _power_of_two(minimum: int) -> int:
 def _block_size(
     config: EngineConfig, costs: MemoryCosts, kv_dtype: str, max_num_seqs: int, max_model_len: int, min_seqs: int
 ) -> tuple[int, int]:
-    """Return the tokens per page and max_num_seqs, which is halved while the page tables of all sequences do not fit.
+    """Return (tokens per page, max_num_seqs). max_num_seqs is halved while the page tables of all sequences do not fit.
 
-    It is not halved below `min_seqs`, nor if the user gave it: ConfigError if the page tables do not fit then.
+    It is not halved below `min_seqs`, nor if the user set it: then page tables that do not fit are a ConfigError.
     """
     while True:
         try:
@@ -287,11 +288,11 @@ def _pool(
     sizes: StepSizes,
     arithmetic: PageArithmetic,
 ) -> tuple[int, MemoryPlan]:
-    """Return the pages of the pool without the null page, and what the memory is used for.
+    """Return the number of pages in one device's pool, without the null page, and the plan of that device's memory.
 
-    If no option gives the pool's size, it holds `max_num_seqs` sequences of the longest length, or as many pages as
-    memory has room for beside the weights and the largest step. ConfigError for a pool that does not fit, or that is
-    too small.
+    `num_blocks` or `kv_cache_memory_bytes` give the pool's size. Otherwise the pool holds `max_num_seqs` sequences of
+    the longest length, or as many pages as fit beside the weights and the largest step if these are fewer. ConfigError
+    for a pool that does not fit, or that has less than one page per page-table group.
     """
     page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
     weights_bytes = costs.weights_bytes(sizes.dtype)
@@ -300,7 +301,7 @@ def _pool(
     step_limits = itemsize, sizes.max_num_batched_tokens, sizes.max_num_seqs
     program_bytes = estimated_program_bytes(model, *step_limits)
     step_bytes = program_bytes + state_bytes(model, *step_limits)
-    # A sequence of few tokens has a page in each page-table group.
+    # The shortest sequence has one page in each page-table group. "- 1" stands for the null page, here and below.
     min_pages, max_pages = arithmetic.num_groups, MAX_SLOTS // sizes.block_size - 1
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
@@ -320,7 +321,7 @@ def _pool(
             min_pool_bytes = _round_up(min_pages + 1) * page_bytes
             raise _no_room(config, free, weights_bytes + step_bytes, min_pool_bytes)
     if not min_pages <= num_pages <= max_pages:
-        # The option counts pages, or bytes.
+        # num_blocks counts pages, kv_cache_memory_bytes counts bytes.
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
         pages = f"pages of {sizes.block_size} tokens{arithmetic.in_groups}"
         allowed = f"from {(min_pages + 1) * unit} to {(max_pages + 1) * unit} with {pages}"
@@ -347,13 +348,13 @@ def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights_b
 def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, free_bytes: int, page_bytes: int, step: StepSizes) -> int:
     """Return the pages of the host pool, its null page included; 0 for no host pool.
 
-    The options give its size, or it takes a quarter of the host's `free_bytes`, at most HOST_POOL_BYTES. `page_bytes`
-    are those of one page on all devices together. ConfigError for a pool that does not fit.
+    `num_host_blocks` or `swap_space` give its size, else it takes a quarter of the host's `free_bytes`, at most
+    HOST_POOL_BYTES. `page_bytes` is one page on all devices together. ConfigError for a pool that does not fit.
     """
     max_pages = min(free_bytes // page_bytes, MAX_SLOTS // step.block_size)
     if config.num_host_blocks is None and config.swap_space is None:
         if is_cpu and config.preemption_mode != "swap":
-            return 0
+            return 0  # The device's pool is in the host's memory already.
         num_pages = min(HOST_POOL_BYTES // page_bytes, _round_down(free_bytes // 4 // page_bytes), max_pages)
         if num_pages < 2 and config.preemption_mode == "swap":
             reason = f"a quarter of the host's free memory ({_gb(free_bytes)} GB) holds no page of {page_bytes} bytes"
@@ -377,7 +378,7 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, free_bytes: int, pag
 
 
 def _check_samples(demands: Sequence[Demand], num_pages: int, arithmetic: PageArithmetic, max_model_len: int) -> None:
-    """Refuse a pool that cannot hold all samples of one known prompt at the same time."""
+    """Raise ConfigError if the pool's `num_pages` cannot hold all samples of one known prompt at the same time."""
     for demand in demands:
         needed_pages = demand.num_pages(arithmetic, max_model_len)
         if demand.num_samples > 1 and needed_pages > num_pages:
@@ -388,7 +389,7 @@ def _check_samples(demands: Sequence[Demand], num_pages: int, arithmetic: PageAr
 
 
 def _no_room(config: EngineConfig, free: FreeMemory, needed_bytes: int, min_pool_bytes: int) -> ConfigError:
-    """Return the error for a model whose weights and largest step, `needed_bytes`, leave too little for the pool."""
+    """Return the error if weights and step, `needed_bytes`, leave no room for the smallest pool, `min_pool_bytes`."""
     take = f"take at most {_gb(needed_bytes)} GB"
     if free.is_cpu:
         # The pool gets half of what is left.
@@ -410,9 +411,10 @@ def _no_room(config: EngineConfig, free: FreeMemory, needed_bytes: int, min_pool
 def _lowered_len(
     config: EngineConfig, capacity: int, max_model_len: int, missing_bytes: int, demands: Sequence[Demand]
 ) -> int:
-    """Return `capacity`, the tokens of the pool, as max_model_len; ConfigError if the user or a demand needs more.
+    """Return `capacity` as the new max_model_len. ConfigError if the user set max_model_len, or a demand needs more.
 
-    `missing_bytes` is what the pool lacks for one sequence of `max_model_len` tokens.
+    `capacity` is the tokens of the longest sequence that the pool holds, less than `max_model_len`. `missing_bytes` is
+    what the pool lacks for one sequence of `max_model_len` tokens.
     """
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:

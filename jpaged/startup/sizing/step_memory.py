@@ -14,10 +14,13 @@ LOGIT_ARRAYS = 12
 def estimated_program_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:
     """Return an upper estimate of the bytes that the largest program of a step takes beside its arguments.
 
-    That is a forward program or a sample program; a decode program does the work of both. Activations have `itemsize`
-    bytes. For 8,192 tokens and 256 sequences of a model with 8e9 parameters the estimate is 1.63 GB; compiled for an
-    H100 the largest program takes 0.71, for a v6e 1.06 and for a v7x, with rules and logprobs, 1.42. With a vocabulary
-    of 8,192, over 8 H100, the estimate is 0.52 GB on each, and the largest program takes 0.41.
+    A forward program holds the activations of `num_tokens` tokens, `itemsize` bytes each. A sample program holds those
+    of one row per sequence and LOGIT_ARRAYS arrays of float32 logits. A decode program does the work of both, one after
+    the other. So the larger of the two is returned, plus ATTENTION_BYTES.
+
+    Compared with compiled programs for 8,192 tokens and 256 sequences of a model with 8e9 parameters, the estimate is
+    1.63 GB; the largest program takes 0.71 GB on an H100, 1.06 GB on a v6e and, with rules and logprobs, 1.42 GB on a
+    v7x. With a vocabulary of 8,192, over 8 H100, the estimate is 0.52 GB per device, the largest program 0.41 GB.
     """
     width = model.activation_width
     forward_bytes = itemsize * num_tokens * width
