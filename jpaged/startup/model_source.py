@@ -64,9 +64,10 @@ class ModelSource:
 
     @property
     def identity(self) -> str:
-        """Return a name that tells this model from others: its resolved path, or its hub name with the revision.
+        """Return a name that tells this model from others.
 
-        Files that change under the same path keep the same identity.
+        It is the name of a built-in, the resolved path of a local model, or "org/name@" and the commit of the snapshot
+        for a model of the hub. Files that change under the same path keep the same identity.
         """
         if self.name in BUILTIN_MODELS:
             return self.name
@@ -82,17 +83,18 @@ class ModelSource:
 def resolve_model(
     model: str, *, revision: str | None = None, load_format: str = "auto", with_weights: bool = True
 ) -> ModelSource:
-    """Find `model` and download it if necessary; a path that exists goes before a name of the hub.
+    """Find the files of `model`, download them if necessary, and return where they are. No weights are read.
 
-    A directory with safetensors and a folder of orbax is read as the former, unless `load_format` is orbax; of folders
-    of orbax that are named by steps, the newest is. Without `with_weights`, no weights come from the hub. Raises
-    ModelLoadError, one line with the way out, if there is no model of that name, and ConfigError if its weights have
-    another format than `load_format`. Weights are not read.
+    A built-in name is taken first, then a path that exists, then a name of the hub. A directory with both safetensors
+    and an orbax checkpoint counts as safetensors, unless `load_format` is orbax. If there are orbax checkpoints in
+    folders named by training step, the newest is taken. If `with_weights` is false, no weights are downloaded from the
+    hub, and the format of weights is not checked. Raises ModelLoadError, one line with the way out, if there is no such
+    model, and ConfigError if its weights have another format than `load_format`.
     """
     if model in BUILTIN_MODELS:
         _refuse_revision(model, revision)
         if with_weights:
-            _check_format(model, "gguf", load_format)  # Before it is fetched.
+            _check_format(model, "gguf", load_format)  # Before the download.
         builtin = BUILTIN_MODELS[model]
         sampling = {"temperature": builtin.temperature, "top_p": builtin.top_p}
         found = ModelSource(model, "gguf", fetch_builtin(builtin), sampling)
@@ -113,7 +115,11 @@ def resolve_tokenizer(tokenizer: str) -> Path:
 
 
 def _find(kind: str, name: str, revision: str | None, load_format: str, with_weights: bool) -> Path:
-    """Return the path of this name, or the hub's snapshot; `kind` is what errors call it."""
+    """Return the path `name` if it exists, else the downloaded snapshot of the hub's repository of that name.
+
+    `kind` is "model" or "tokenizer", for error messages. Raises ModelLoadError if there is neither, or if a revision is
+    given for a path or given twice; ConfigError if `load_format` asks for weights that the hub's files do not have.
+    """
     with _readable(kind, name):
         path = Path(name).expanduser()
         if name and path.exists():
@@ -131,7 +137,10 @@ def _find(kind: str, name: str, revision: str | None, load_format: str, with_wei
 
 @contextmanager
 def _readable(kind: str, name: str) -> Iterator[None]:
-    """Turn an error of the system into a ModelLoadError: a folder may not be entered, `~user` names no user."""
+    """Turn an operating system error into a ModelLoadError, such as a folder that may not be read.
+
+    RuntimeError is what `Path.expanduser` raises if `~user` names no user.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -148,12 +157,12 @@ def _check_format(model: str, kind: str, load_format: str) -> None:
 
 
 def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> dict[str, Any]:
-    """Read the sampling defaults of the model's generation config; only the keys that it sets are returned.
+    """Read the sampling defaults in the model's generation_config.json. Only keys that the file sets are returned.
 
-    Keys: temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list of ids that end a reply.
-    `do_sample: false` becomes temperature 0. With `only_eos` only eos_token_id is read. Without a file the result is
-    empty, or the model card's defaults of a built-in model. A warning names the other keys that would change what
-    transformers generates. Raises ModelLoadError for a value of a wrong type.
+    They may be temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list of the ids that end a
+    reply. `do_sample: false` becomes temperature 0. With `only_eos` only eos_token_id is read. Without such a file the
+    result is empty, or has the model card's defaults of a built-in model if `only_eos` is false. A warning names other
+    keys by which transformers would generate differently. Raises ModelLoadError if a value has a wrong type.
     """
     path = source.path / GENERATION_FILE
     if source.kind == "gguf" or not path.exists():
@@ -178,7 +187,11 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
 
 
 def _warn_of_unused(path: Path, data: Mapping[str, Any], *, is_random: bool) -> None:
-    """Name the keys of a generation config that are not used and whose values do not mean off."""
+    """Log one warning that names the keys of a generation config that this engine ignores although they are not off.
+
+    `path` is the file and `data` its content. `is_random` is the file's `do_sample`: without it, keys that only change
+    how tokens are drawn have no effect in transformers either, and are not named.
+    """
     unused = [
         f"{key} {shown(data[key])}"
         for key, off_values in UNUSED_GENERATION_KEYS.items()
@@ -198,7 +211,10 @@ def _refuse_revision(model: str, revision: str | None) -> None:
 
 
 def _local_source(model: str, path: Path, load_format: str, with_weights: bool) -> ModelSource:
-    """Return the model in this directory or file; ModelLoadError if it is of no format."""
+    """Return the model in the directory or GGUF file `path`, which exists.
+
+    Raises ModelLoadError for a file that is not GGUF, and for a directory without a checkpoint that can be read.
+    """
     if path.is_dir():
         return _directory_source(model, path, load_format, with_weights)
     with path.open("rb") as file:
@@ -210,30 +226,35 @@ def _local_source(model: str, path: Path, load_format: str, with_weights: bool) 
 
 
 def _directory_source(model: str, path: Path, load_format: str, with_weights: bool) -> ModelSource:
-    """Return the model of a directory: its safetensors, or the one folder of orbax that it is or holds.
+    """Return the model in a directory: its safetensors, or else the one orbax checkpoint that it is or holds.
 
-    config.json is in the directory; that of a folder of orbax may be inside of the folder or up to two levels above it,
-    as above root/step/default of orbax's CheckpointManager.
+    config.json must be in the directory. For an orbax checkpoint it may also be in the checkpoint's folder or up to two
+    levels above, because orbax's CheckpointManager writes root/step/default. Without `with_weights` only config.json is
+    needed. Raises ModelLoadError if config.json is missing or there are several orbax checkpoints.
     """
-    trees = _trees(path)
+    trees = _trees(path)  # Folders of orbax checkpoints.
     has_safetensors = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     trees = trees if load_format == "orbax" or not has_safetensors else []
-    homes = [path, trees[0], *list(trees[0].parents)[:2]] if trees else [path]
-    home = next((home for home in homes if (home / CONFIG_FILE).is_file()), None)
-    if home is None:
+    config_dirs = [path, trees[0], *list(trees[0].parents)[:2]] if trees else [path]
+    config_dir = next((folder for folder in config_dirs if (folder / CONFIG_FILE).is_file()), None)
+    if config_dir is None:
         raise ModelLoadError(f"model {model!r}: {_missing_config(path, trees)}")
     if not with_weights or not trees:
-        return ModelSource(model, "safetensors", home)
+        return ModelSource(model, "safetensors", config_dir)
     if len(trees) > 1:
         names = ", ".join(tree.relative_to(path).as_posix() for tree in trees[:10])
         raise ModelLoadError(f"model {model!r}: holds {len(trees)} orbax checkpoints ({names}): give one of them")
     if trees[0] != path and _step(trees[0], path) is not None:
         logger.info("%s: step %s is read, the newest one", path, _step(trees[0], path))
-    return ModelSource(model, "orbax", home, orbax=trees[0])
+    return ModelSource(model, "orbax", config_dir, orbax=trees[0])
 
 
 def _trees(path: Path) -> list[Path]:
-    """Return the folders of orbax in a directory, or the directory itself; of folders named by steps, the newest."""
+    """Return the folders of orbax checkpoints to choose from: `path` itself, or folders in it. May be empty.
+
+    If folders in `path` are named by training step, such as path/12 or path/12/default, only those of the highest step
+    are returned; otherwise the checkpoints directly in `path`. Checkpoints that orbax has not finished are left out.
+    """
     if (path / TREE_FILE).is_file():
         return [path]
     found = [file.parent for pattern in (f"*/{TREE_FILE}", f"[0-9]*/*/{TREE_FILE}") for file in path.glob(pattern)]
@@ -245,13 +266,16 @@ def _trees(path: Path) -> list[Path]:
 
 
 def _step(tree: Path, root: Path) -> int | None:
-    """Return the step that the folder below `root` is named by; None for another name."""
+    """Return the training step that the first folder of `tree` below `root` is named by, or None for another name."""
     name = tree.relative_to(root).parts[0]
     return int(name) if name.isascii() and name.isdigit() else None
 
 
 def _missing_config(path: Path, trees: list[Path]) -> str:
-    """Return what a directory without config.json holds instead, and the way out."""
+    """Return the error text for the directory `path`, where no config.json was found: what it holds, and what to do.
+
+    `trees` are the folders of orbax checkpoints in it.
+    """
     if trees:
         where = "inside or up to two levels above it"
         return f"the orbax checkpoint {trees[0]} has no config.json {where}: put the model's there"
@@ -264,7 +288,11 @@ def _missing_config(path: Path, trees: list[Path]) -> str:
 
 
 def _unknown_model(kind: str, name: str, path: Path) -> str:
-    """Return the error text for a name that is no model, with the nearest name that is."""
+    """Return the error text for a name that is no model, with a name that is spelled nearly the same, if any.
+
+    Built-in models are searched first, then the entries of the folder that `path` would be in. `kind` is "model" or
+    "tokenizer".
+    """
     near: object = nearest(name, BUILTIN_MODELS)
     if near is None and path.parent.is_dir():
         sibling = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
@@ -277,7 +305,11 @@ def _unknown_model(kind: str, name: str, path: Path) -> str:
 
 
 def _hub_snapshot(kind: str, name: str, repo: str, revision: str | None, with_weights: bool) -> Path:
-    """Return the snapshot's directory in the hub's own cache; download missing files unless HF_HUB_OFFLINE is set."""
+    """Return the directory of the repository's snapshot in the hub's own cache, after downloading what is missing.
+
+    With HF_HUB_OFFLINE set, nothing is downloaded. `revision` None is the main branch. Without `with_weights` all files
+    but the weights are fetched. `kind` and `name` are for errors: ModelLoadError if there is no snapshot to return.
+    """
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -69,16 +69,20 @@ class ModelHandle:
 
     @property
     def ends(self) -> str:
-        """Return the tokens that end a reply, that of the tokenizer first, such as "2 (<|im_end|>), 0 (<|end|>)"."""
+        """Return the tokens that end a reply as text for messages, such as "2 (<|im_end|>), 0 (<|end|>)".
+
+        The tokenizer's own end token comes first, then the others by id. Without a tokenizer there are only ids.
+        """
         first = None if self.tokenizer is None else self.tokenizer.eos_token_id
         ids = sorted(self.eos_token_ids, key=lambda token_id: (token_id != first, token_id))
         texts = [None if self.tokenizer is None else self.tokenizer.backend.id_to_token(token_id) for token_id in ids]
         return ", ".join(f"{i} ({text})" if text else str(i) for i, text in zip(ids, texts, strict=True))
 
     def check_weight_files(self) -> None:
-        """Compare the files of the weights with the list of sums in the directory of the model; ModelLoadError.
+        """Compare the SHA-256 sums of the weight files with the manifest in the model's directory.
 
-        Every byte of them is read, so that all else that can be wrong is checked before. There may be no weights.
+        Every byte of the weights is read, so call this after all cheaper checks. Does nothing if the weights come from
+        no file, or if there is no manifest. Raises ModelLoadError if a sum differs, or a file is missing or unlisted.
         """
         if self.checkpoint is not None and self.source is not None:
             _check_sums(self.source, [file.relative_to(self.source.directory) for file in self.checkpoint.files()])
@@ -92,7 +96,12 @@ class ModelHandle:
 
 
 def open_model(config: EngineConfig) -> ModelHandle:
-    """Find and open the model of `config`. Raises ModelLoadError, naming the file and the way out."""
+    """Find the model that `config` names, download it if necessary, and read all of it but the weights.
+
+    Reads config, tensor headers, tokenizer and sampling defaults, and checks that they belong together. Weight files
+    are needed neither with `load_format` dummy, which makes random weights, nor with `params`, which holds the arrays.
+    Raises ModelLoadError, which names the file and what to do, and ConfigError if `load_format` does not fit the files.
+    """
     is_read = config.load_format != "dummy" and config.params is None
     source = resolve_model(config.model, revision=config.revision, load_format=config.load_format, with_weights=is_read)
     _check_sums(source, _small_files(config, source))
@@ -109,9 +118,10 @@ def open_model(config: EngineConfig) -> ModelHandle:
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
+    # The end tokens are no sampling parameter: they are taken out of the defaults here.
     end_ids = _end_ids((*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())), tokenizer, model_config.spec)
     try:
-        SamplingParams(**defaults)
+        SamplingParams(**defaults)  # Made only for its checks of the values.
     except InvalidRequestError as error:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
@@ -119,9 +129,11 @@ def open_model(config: EngineConfig) -> ModelHandle:
 
 
 def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
-    """Return a caller's own module as a model. Raises ModelLoadError, and ConfigError for options about files.
+    """Return a model that is the caller's own `module` rather than files.
 
-    Its weights are `config.params`, or else its own arrays; its tokenizer is the one that `config` names, if any.
+    The weights are `config.params`, or the module's own arrays if `params` is None. The tokenizer is the one that
+    `config` names, if any. There are no sampling defaults. Raises ModelLoadError if the module or the tokenizer cannot
+    serve, and ConfigError if one of FILE_OPTIONS differs from its default.
     """
     defaults = EngineConfig()
     for name in FILE_OPTIONS:
@@ -137,13 +149,17 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
 
 
 def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: ModelSpec) -> frozenset[int]:
-    """Return those of a model's token ids, and the tokenizer's, that end a reply and that a step can give."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return frozenset(one for one in (*token_ids, own) if one is not None and one < model.vocab_size)
+    """Return the ids that end a reply: `token_ids` and the tokenizer's end token, without ids beyond the vocabulary."""
+    tokenizer_id = None if tokenizer is None else tokenizer.eos_token_id
+    return frozenset(i for i in (*token_ids, tokenizer_id) if i is not None and i < model.vocab_size)
 
 
 def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | None:
-    """Return the checkpoint of an engine's model, opened anew; None if its weights came from no file."""
+    """Open the checkpoint of a running engine's model once more, to read its weights again.
+
+    Returns None if the weights came from no file. Raises ModelLoadError if the files cannot be opened, or if they now
+    have an output matrix of their own while the engine uses the embedding for both.
+    """
     if handle.source is None or config.params is not None or config.load_format == "dummy":
         return None
     source = handle.source
@@ -157,16 +173,17 @@ def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | 
 def _small_files(config: EngineConfig, source: ModelSource) -> list[PurePath]:
     """Return the files that are read before the weights, relative to the directory of the model."""
     if source.kind == "gguf":
-        return []  # All is in the file of the weights.
+        return []  # A GGUF file holds config, tokenizer and weights.
     has_own_tokenizer = not config.skip_tokenizer_init and config.tokenizer is None
     names = (CONFIG_FILE, GENERATION_FILE, *((*TOKENIZER_FILES, *MORE_FILES) if has_own_tokenizer else ()))
     return [PurePath(name) for name in names]
 
 
 def _check_sums(source: ModelSource, files: list[PurePath]) -> None:
-    """Compare files with the list of sums in the directory of the model. Raises ModelLoadError.
+    """Compare `files`, relative to the model's directory, with the manifest of SHA-256 sums there, if there is one.
 
-    A list beside a GGUF file may be about other files. Any other list must have all that is read.
+    Raises ModelLoadError if a sum differs, a listed file is missing, or the manifest does not list one of `files`. An
+    unlisted GGUF file is only logged, because the manifest may be about other files in the same directory.
     """
     if not (unlisted := check_manifest(source.directory, files)):
         return
@@ -178,11 +195,12 @@ def _check_sums(source: ModelSource, files: list[PurePath]) -> None:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, num_rows: int, path: object) -> None:
-    """Refuse a tokenizer whose vocabulary is larger than the embedding; ModelLoadError. `path` is what errors name.
+    """Raise ModelLoadError if a tokenizer does not fit an embedding of `num_rows` rows. Errors name `path`.
 
-    So are tokens beyond it that begin or end sequences. Others are no fault: Gemma 3 has one for images in models of
-    text alone. Prompts that hold one are refused.
+    The base vocabulary and the tokens that begin and end sequences must have rows. Added tokens may lie beyond: Gemma 3
+    has one for images even in models of text alone. They are logged, and prompts that hold one are refused later.
     """
+    # A list times a bool: empty if the base vocabulary fits.
     faults = [f"the tokenizer has {tokenizer.base_vocab_size} ids"] * (tokenizer.base_vocab_size > num_rows)
     for name, token_id in ("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id):
         if token_id is not None and token_id >= num_rows:
@@ -201,9 +219,11 @@ def _check_vocabulary(tokenizer: Tokenizer, num_rows: int, path: object) -> None
 def _open_tokenizer(
     config: EngineConfig, source: ModelSource | None, checkpoint: Checkpoint | None
 ) -> Tokenizer | None:
-    """Return the tokenizer that serves; None if there is to be none, or no weights and no tokenizer are read.
+    """Return the tokenizer that `config` names, or else the one in the model's files.
 
-    `source` may be None if the config names a tokenizer.
+    Returns None with `skip_tokenizer_init`. Also None if the model's weights are not read from files (random, or
+    `params`) and its directory has no tokenizer. `source` may be None only if `config` names a tokenizer or skips it.
+    `checkpoint` saves reading a GGUF file twice. Raises ModelLoadError if a tokenizer is missing or broken.
     """
     if config.skip_tokenizer_init:
         return None

@@ -31,34 +31,40 @@ def warmup_keys(
     *,
     is_cpu: bool,
 ) -> tuple[list[Key], list[Key]]:
-    """Return the keys to compile while the weights are read, and those to compile after the first step.
+    """Return two lists of program keys: those to compile while the weights are read, and those after the first step.
 
-    `demands` and `modes` are the known requests and their sampling modes; both empty if they are not known.
+    `demands` are the requests that are known to come, `modes` their sampling modes; both are empty if the requests are
+    not known. With `warmup=full` the first list has all programs; with `off` both lists are empty, and each program is
+    compiled at its first use. With `lazy` the first list has what the first token of the known requests needs. The
+    second list has what decoding them needs and, except on a CPU, all programs; a key may be in both lists.
     """
-    everything = _by_need(programs.lower)
+    all_keys = _by_need(programs.lower)
     if config.warmup == "full":
-        return everything, []
+        return all_keys, []
     if config.warmup == "off":
         return [], []
     if not demands:
-        return [], [] if is_cpu else everything
+        return [], [] if is_cpu else all_keys
     buckets = builder.buckets
     num_seqs = min(sum(demand.num_samples for demand in demands), builder.sizes.max_num_seqs)
     samplers = dict.fromkeys(sample_key(buckets, num_seqs, mode) for mode in modes)
     decodes = [decode_key(buckets, num_seqs, mode) for mode in modes]
     decodes.append(forward_key(buckets, num_seqs, decodes_only=True))
+    # A mode without a decode program has the key None, which is left out here.
     deferred = [key for key in dict.fromkeys(decodes) if key in programs.lower]
-    return [*_prompt_keys(config, builder, demands), *samplers], deferred if is_cpu else [*deferred, *everything]
+    return [*_prompt_keys(config, builder, demands), *samplers], deferred if is_cpu else [*deferred, *all_keys]
 
 
 def _by_need(keys: Iterable[Key]) -> list[Key]:
-    """Return the keys in the order in which unknown requests are likely to need them.
+    """Return the keys sorted by how soon requests that are not known yet are likely to need the programs.
 
-    A first prompt comes, long or short: the largest forward programs, which also take longest to compile; then the
-    samplers and decode programs for few rows and for more; then the smaller forwards, and what moves pages.
+    First the allocation of the device state, without which no step runs. Then the forward programs of long steps, the
+    largest first: they serve any first prompt and take longest to compile. Then samplers and decode programs, for few
+    rows first. Then the other forward programs, and last those without a size, such as page moves.
     """
 
     def need(key: Any) -> tuple[int, int]:
+        # A key is (name,), (name, size) or (name, size, mode). The result is (rank of the kind, rank in the kind).
         name, size = key[0], key[1] if len(key) > 1 else 0
         if name == "forward":
             return (1, -size) if size >= LONG_STEP else (3, -size)
@@ -68,19 +74,22 @@ def _by_need(keys: Iterable[Key]) -> list[Key]:
 
 
 def _prompt_keys(config: EngineConfig, builder: StepInputBuilder, demands: Sequence[Demand]) -> dict[Key, None]:
-    """Return the forward programs that the first token waits for, in order.
+    """Return the keys of the forward programs that the first token waits for, in the order of their steps.
 
-    A single prompt waits for the steps of all of its chunks; of several prompts only the first step is known.
+    The keys are those of a dict, so that each occurs once. A single prompt is followed through the steps of all its
+    chunks, as the scheduler cuts them. Of several prompts only the first step can be foretold, which takes as many of
+    their tokens as a step may have. `demands` must not be empty.
     """
     buckets, max_tokens = builder.buckets, builder.sizes.max_num_batched_tokens
-    num_left = sum(demand.prompt_len for demand in demands)
+    num_uncomputed = sum(demand.prompt_len for demand in demands)
     if len(demands) == 1 and config.enable_chunked_prefill:
         max_tokens = min(max_tokens, config.long_prefill_token_threshold or max_tokens)
     keys: dict[Key, None] = {}
-    while num_left and (len(demands) == 1 or not keys):
-        num_tokens = min(num_left, max_tokens)
+    while num_uncomputed and (len(demands) == 1 or not keys):
+        num_tokens = min(num_uncomputed, max_tokens)
         if config.enable_chunked_prefill:
+            # The scheduler may leave tokens to the next step, so that this one fills its bucket.
             num_tokens = filled_tokens(buckets.num_tokens, num_tokens)
         keys[forward_key(buckets, num_tokens)] = None
-        num_left -= num_tokens
+        num_uncomputed -= num_tokens
     return keys
