@@ -20,10 +20,11 @@ EXTRAS = {"gpu": "jpaged[cuda13] or jpaged[cuda12]", "tpu": "jpaged[tpu]"}
 
 
 def select_devices(kind: str) -> list[jax.Device]:
-    """Return this process's devices of a kind: "cpu", "gpu", "tpu" or "auto", the accelerator if JAX has one, else CPU.
+    """Return all devices of one kind that this process may use.
 
-    Raises RuntimeError, which says what to install, if there is no device of the kind, or if "auto" would choose the
-    CPU although the machine has an accelerator that this JAX cannot use.
+    `kind` is "cpu", "gpu", "tpu" or "auto". "auto" means JAX's default: an accelerator if JAX has one, else the CPU.
+    Raises RuntimeError, which says what to install, if there is no device of the kind. Raises it also if "auto" would
+    choose the CPU although the machine has an accelerator that this JAX cannot use.
     """
     try:
         devices = jax.local_devices(backend=None if kind == "auto" else kind)
@@ -33,7 +34,7 @@ def select_devices(kind: str) -> list[jax.Device]:
             f"{f'install {EXTRAS[kind]}, or ' if kind in EXTRAS else ''}check JAX_PLATFORMS, or give --device auto"
         ) from error
     if kind == "auto" and devices[0].platform == "cpu":
-        for visible in visible_accelerators():
+        for visible in visible_accelerators():  # The error names the first one only.
             raise RuntimeError(
                 f"device: auto found a {visible.upper()} on this machine that JAX {jax.__version__} cannot use; "
                 f"install {EXTRAS[visible]}, or give --device cpu"
@@ -49,7 +50,10 @@ def devices_of_a_chip(devices: Sequence[jax.Device]) -> int:
 
 
 def visible_accelerators() -> list[str]:
-    """Return the kinds of accelerator ("gpu", "tpu") that the operating system shows, also those JAX cannot use."""
+    """Return the kinds of accelerator, "gpu" and "tpu", whose device files exist, even if JAX cannot use them.
+
+    Newer TPUs have files of vfio, a driver for any device. There a PCI device made by Google must exist too.
+    """
     kinds = [kind for kind, pattern in ACCELERATOR_FILES.items() if glob.glob(pattern)]
     if "tpu" not in kinds and glob.glob(VFIO_FILES):
         vendors = (Path(path) for path in glob.glob(PCI_VENDOR_FILES))

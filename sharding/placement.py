@@ -28,14 +28,15 @@ def device_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def sharding_of(mesh: Mesh, logical_axes: Sequence[str | None]) -> NamedSharding:
-    """Return the sharding of an array with these logical axes, None for an unnamed one.
+    """Return the sharding of an array whose axes have these logical names, such as ("embed", "heads").
 
-    KeyError for unknown names, ValueError for two axes that would be split over one axis of the mesh.
+    None stands for an axis without a name, of which every device has the whole. Raises KeyError for an unknown name,
+    and ValueError if two axes of the array would be split over the same axis of the mesh.
     """
-    spec = [None if axis is None else LOGICAL_TO_MESH[axis] for axis in logical_axes]
-    if len(split := [axis for axis in spec if axis is not None]) > len(set(split)):
+    mesh_axes = [None if axis is None else LOGICAL_TO_MESH[axis] for axis in logical_axes]
+    if len(split := [axis for axis in mesh_axes if axis is not None]) > len(set(split)):
         raise ValueError(f"logical axes: got {tuple(logical_axes)}, wanted at most one that is split over {split[0]!r}")
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, PartitionSpec(*mesh_axes))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
