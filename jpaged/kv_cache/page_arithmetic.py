@@ -55,9 +55,10 @@ class PageArithmetic:
         the step that the pages are taken for, because pages are given back only when a step retires. Each step computes
         at most `max_chunk` tokens of the sequence.
         """
-        # The window - 1 tokens before the first query, then the tokens of the steps. In the worst case these begin at
-        # the last token of a page, so the block_size - 1 tokens before them in that page are counted too.
-        return self.pages_for(window - 1) + self.pages_for(self.block_size - 1 + num_steps * self.max_chunk)
+        # The window - 1 tokens before the first query, and one more that a fork has got from its parent
+        # (`BlockManager.share`), then the tokens of the steps. In the worst case these begin at the last token of a
+        # page, so the block_size - 1 tokens before them in that page are counted too.
+        return self.pages_for(window) + self.pages_for(self.block_size - 1 + num_steps * self.max_chunk)
 
     def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
         """Return the most pages that sequences of `total_lens` tokens take if they share their first `fork_len` tokens.

@@ -55,8 +55,11 @@ def set_waiting(sequence: SampleSequence, is_waiting: bool) -> None:
 
 
 def share_nothing(sequence: SampleSequence) -> None:
-    """Note that a sample computes all of its tokens itself, in pages of its own."""
-    sequence.fork_len, sequence.awaits_parent = 0, False
+    """Record that a sample computes all of its tokens itself, in pages of its own.
+
+    One that has a parent stays its child by their first token alone, for which no page is shared.
+    """
+    sequence.fork_len, sequence.awaits_parent = 0 if sequence.parent is None else 1, False
 
 
 def remove(sequence: SampleSequence) -> None:

@@ -377,10 +377,13 @@ class Lifecycle:
         """Give a sample its parent's pages of the tokens that they share, which the parent has computed.
 
         The last token that the sample has is not shared, because it computes that one to draw the next. If the sample's
-        parent has ended, it gets what the prefix cache has instead, or nothing if too few pages are free for that.
+        parent has ended, it gets what the prefix cache has instead, or nothing if too few pages are free for that. The
+        same holds if a window of the parent has passed pages that the sample needs: the sample waited for another one,
+        which ended, and this parent has computed far more.
         """
-        if sequence.parent is not None:
-            self._share_all(sequence.parent, sequence, min(sequence.fork_len, sequence.num_tokens - 1))
+        parent, num_shared = sequence.parent, min(sequence.fork_len, sequence.num_tokens - 1)
+        if parent is not None and self.blocks.can_share(parent, num_shared):
+            self._share_all(parent, sequence, num_shared)
             return
         sample_tree.share_nothing(sequence)
         match = self.prefixes.match(sequence, self.demand.match_limit(sequence))

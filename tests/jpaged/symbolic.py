@@ -545,6 +545,7 @@ class Host:
         """Sequence → (state, number of tokens) when its end was first seen."""
         self.versions = WeightVersions(self.scheduler)
         self.num_recomputed = {}
+        self.awaits_old_keys = set()
         """Request → how often it had lost its pages when its keys were last followed."""
         self.extras = {}
         self.claims = {}
@@ -642,6 +643,7 @@ class Host:
         for sequence, num in num_kept.items():
             self.solos[sequence].change_weights(self._extra(sequence.request), num)
             self.num_claimed.pop(sequence, None)
+        self.awaits_old_keys = {sequence for sequence, num in num_kept.items() if num and sequence.awaits_parent}
         for request in self.unfinished:
             self.num_recomputed[request] = request.num_preemptions - request.num_swaps
         self.check()
@@ -651,7 +653,9 @@ class Host:
         if sequence.request.state is RequestState.WAITING:
             return 0
         if sequence.awaits_parent:
-            return min(sequence.fork_len, self._num_kept(sequence.parent))
+            if sequence.parent is None:
+                return 0  # Its parent ended before it had computed anything for it.
+            return min(sequence.fork_len, sequence.num_tokens - 1, self._num_kept(sequence.parent))
         return min(sequence.num_computed, len(sequence.token_ids))
 
     def _follow_recomputations(self, work):
@@ -663,6 +667,19 @@ class Host:
                 for sequence in request.live:
                     assert len(sequence.token_ids) == len(self.solos[sequence].tokens), "tokens in flight"
                     self.solos[sequence].change_weights(self._extra(request), 0)
+
+    def _follow_lone_forks(self, chunks=()):
+        """Note which samples that awaited keys of older weights compute them anew: their parent cannot give them.
+
+        The parent has ended, or its window has passed the pages. `chunks` are those of a step that was just scheduled.
+        """
+        starts = {chunk.sequence: chunk.start for chunk in chunks}
+        for sequence in [one for one in self.awaits_old_keys if not one.awaits_parent]:
+            self.awaits_old_keys.remove(sequence)
+            # A sample alone keeps a fork_len of at most 1, and starts where the prefix cache ends.
+            is_lone = sequence.fork_len < 2 and starts.get(sequence, sequence.num_computed) != 1
+            if is_lone and not sequence.state.is_finished:
+                self.solos[sequence].change_weights(self._extra(sequence.request), 0)
 
     def abort(self, request):
         self.core.abort(request)
@@ -683,6 +700,7 @@ class Host:
             work = self.core.dispatch()
         finally:
             self._follow_recomputations(self.scheduler._work)
+            self._follow_lone_forks(self.scheduler._work.chunks)
             self._note_admissions(self.scheduler._work, waiting)
         for request in work.ignored:
             self._note_ends(request)
@@ -707,6 +725,7 @@ class Host:
                 self._follow(request)
             raise
         self.written.popleft()
+        self._follow_lone_forks()
         for request in dict.fromkeys(sequence.request for sequence in samples):
             self._follow(request)
             self._note_ends(request)
