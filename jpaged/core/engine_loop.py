@@ -106,21 +106,22 @@ class EngineLoop:
         `call` names the method in errors. Raise ConfigError if requests are unfinished, if another thread has reserved
         the engine, inside of a step, or while the engine sleeps.
         """
-        caller = threading.get_ident()
+        reservation = threading.get_ident(), call
 
         def begin() -> None:
             self.check_ready(call)
-            self.check_shared(call, caller)
+            self.check_shared(call, reservation[0])
             if self.requests:
                 got = f"an engine with {len(self.requests)} unfinished requests of add_request"
                 raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
-            self._alone = caller, call
+            self._alone = reservation
 
-        self.call(call, begin)
         try:
+            self.call(call, begin)
             yield
         finally:
-            self._alone = None
+            if self._alone is reservation:  # An interrupt may have come before, or as soon as it was made.
+                self._alone = None
 
     def check_shared(self, call: str, caller: int) -> None:
         """Raise ConfigError if a thread other than `caller` has reserved the engine; `call` is named in the error."""

@@ -272,7 +272,8 @@ def check_steps(block_size: int, long_len: int, rng: np.random.Generator) -> tup
     Step 1 prefills the short rows and the first chunk of the long one, step 2 its second chunk; then all rows decode
     twice. The capacity is half of all prompt tokens, rounded up to a multiple of CHECK_TOKENS.
     """
-    short_lens = np.array([1, 17, block_size - 1, block_size + 1])
+    # Rows of one query come first in a step: with pages of 2 tokens the row that is one shorter is such a row.
+    short_lens = np.array(sorted([1, 17, block_size - 1, block_size + 1], key=lambda query_len: query_len != 1))
     num_tokens = -(-(short_lens.sum() + long_len) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
     first_chunk = int(num_tokens - short_lens.sum())
     prefills = [*short_lens, first_chunk], [0, 0, 0, 0, long_len - first_chunk]

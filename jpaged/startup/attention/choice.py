@@ -79,7 +79,7 @@ def choose_attention(
             continue
         if why_not := _why_not_default(entry, devices[0], deterministic=deterministic):
             # A backend that `deterministic` excludes is replaced as the user wished, so there is nothing to warn of.
-            reason, is_replacement = f"not {entry.name}: {why_not}", not deterministic
+            reason, is_replacement = f"not {entry.name}: {why_not}", not (deterministic and entry.not_deterministic)
             continue
         try:
             backend_class = load_backend(entry)

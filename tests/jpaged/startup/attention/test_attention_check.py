@@ -161,6 +161,9 @@ def test_the_long_row_of_a_cpu_is_prefilled_in_two_chunks(block_size):
     _, _, works = check_steps(block_size, context_len, np.random.default_rng(0))
     assert works[0][4] > 0
     assert works[1][4] > 0
+    for query_lens in works:
+        is_longer = [query_len != 1 for query_len in query_lens if query_len]
+        assert is_longer == sorted(is_longer), "rows of one query come first in a step"
 
 
 def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
