@@ -1,5 +1,6 @@
 """Every test runs JAX strictly: no silent dtype or rank promotion, and array annotations hold when a function runs."""
 
+import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -47,6 +48,9 @@ quick_compile.use_in_unoptimized_programs()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Compiling makes many objects and little garbage, which Python would look for a twelfth of the time.
+gc.set_threshold(20_000, 20, 50)
+
 # CI tries the same examples each time; other runs draw new ones.
 settings.register_profile("ci", derandomize=True, database=None)
 # scripts/named_mutants.py needs a failure, not the smallest example of it.
@@ -67,6 +71,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     options = config.option
     if config.pluginmanager.has_plugin("xdist") and options.numprocesses is None and not options.usepdb:
         options.numprocesses, options.dist = NUM_PROCESSES, "worksteal"
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and tests of this run out of all searches for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import pytest
 
+from jpaged.step import step_sizes
 from jpaged.step.programs import Programs
 
+from .fewest_buckets import fewest_buckets
 from .tiny_model import write_tiny_model
 
 
@@ -61,4 +63,16 @@ def shared_executables() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "__init__", init_shared)
+        yield
+
+
+@pytest.fixture(scope="module")
+def few_buckets() -> Iterator[None]:
+    """Pad steps to two sizes instead of up to six: compiling a program for each takes most of a short test's time.
+
+    For modules whose tests say nothing of the sizes that a CPU pads to; step/, batch invariance and the golden files
+    have all of them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_sizes, "make_buckets", fewest_buckets)
         yield

@@ -1,7 +1,9 @@
 """Runs one engine after another over virtual devices of a CPU, and prints as JSON what each has drawn.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_engine.py DIRECTORY TENSOR_PARALLEL_SIZE…
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
+        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS TENSOR_PARALLEL_SIZE…
 
+BUCKETS are `make_buckets`, or fewer, which take less time to compile: `fewest_buckets` or `one_mode`.
 The requests are the same for each: greedy and drawn samples, logprobs, penalties, a fork and beams, with prompts in
 chunks beside each other, sequences that lose their pages by swap and by recompute, and a prompt that comes again.
 """
@@ -17,7 +19,11 @@ import jax
 from safetensors.numpy import load_file
 
 from jpaged import BeamSearchParams, Engine, SamplingParams
+from jpaged.scheduling.buckets import make_buckets
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
+from jpaged.step import step_sizes
+
+from .fewest_buckets import fewest_buckets, one_mode
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "long_prefill_token_threshold": 12, "block_size": 4,
@@ -25,6 +31,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 UPDATED = (2, 8)
 """Numbers of devices whose engines get their weights once more, as a trainer's."""
+BUCKETS = {make.__name__: make for make in (make_buckets, fewest_buckets, one_mode)}
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, output_kind="final_only")
 DRAWN = replace(GREEDY, temperature=0.8, seed=7, n=3, max_tokens=10, logprobs=2, prompt_logprobs=1)
 RULED = replace(GREEDY, max_tokens=10, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3)
@@ -64,7 +71,8 @@ def draw(engine: Engine, tokens: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    directory, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
+    directory, sizes = Path(sys.argv[1]), map(int, sys.argv[3:])
+    step_sizes.make_buckets = BUCKETS[sys.argv[2]]
     tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
     for num_devices in sizes:
         options: dict[str, Any] = {"tensor_parallel_size": num_devices}

@@ -21,7 +21,7 @@ from jpaged.text.output_processor import OutputProcessor
 from .sampling.test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
 from .tiny_model import CONFIG, SIZE_FLAGS
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 POISON = 99
 """The token whose embedding is NaN. Neighbours are kept from drawing it."""
 NEIGHBOURS = {

@@ -14,7 +14,7 @@ from jpaged.core.step_record import StepRecord
 
 from .tiny_model import SIZES
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["one", "two and three", [20, 30, 40], {"prompt": "four"}, {"prompt_token_ids": [9, 8, 7]}]
 

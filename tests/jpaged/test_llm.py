@@ -6,7 +6,7 @@ from jpaged import LLM, BeamSearchParams, Engine, SamplingParams
 
 from .tiny_model import SIZES
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 

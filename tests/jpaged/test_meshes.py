@@ -30,7 +30,9 @@ GOLDEN = ROOT / "tests" / "golden" / "families"
 FAST = {
     "three_kv_heads": (1, 2, 8), "four_kv_heads": (1, 8), "eight_kv_heads": (1, 8), "olmo2": (1, 8), "gemma3": (1, 2),
 }  # fmt: skip
-"""Model → numbers of devices. The slow tests have all models and numbers."""
+"""Model → numbers of devices. The slow tests have all models, numbers and buckets, and two layers of each model."""
+BOTH_MODES = "three_kv_heads"
+"""The model whose tokens are drawn in both modes of samplers in fast tests too, and over two layers."""
 SLOW = (
     "four_kv_heads", "eight_kv_heads", "olmo2", "gemma3", "llama", "llama_tied", "llama_bias", "llama_gelu_heads",
     "mistral_window", "qwen2", "qwen2_layer_types_tied", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial",
@@ -51,16 +53,17 @@ def process(*arguments: str, num_threads: int = 16, given: str = "") -> str:
     return result.stdout
 
 
-def run(directory: Path, *sizes: int) -> list[dict[str, Any]]:
-    """Return what engines over so many devices drew."""
-    script = Path(__file__).with_name("mesh_engine.py")
-    return [json.loads(line) for line in process(str(script), str(directory), *map(str, sizes)).splitlines()]
+def run(directory: Path, buckets: str, *sizes: int) -> list[dict[str, Any]]:
+    """Return what engines over so many devices drew with these buckets."""
+    arguments = "-m", "tests.jpaged.mesh_engine", str(directory), buckets, *map(str, sizes)
+    return [json.loads(line) for line in process(*arguments).splitlines()]
 
 
-def random_model(directory: Path, num_heads: int, num_kv_heads: int) -> Path:
+def random_model(directory: Path, num_heads: int, num_kv_heads: int, num_layers: int = 2) -> Path:
     """Make a model with so many heads, and biases, whose MLP and vocabulary do not divide 2 or 8 devices."""
     source = json.loads((GOLDEN / "llama_bias" / "config.json").read_text())
     sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 8}
+    sizes["num_hidden_layers"] = num_layers
     content = {**source, **sizes, "intermediate_size": 81, "vocab_size": 97, "dtype": "float32"}
     config = config_from_hf(content, Path("config.json"))
     state = abstract_weights(config, "float32", device_mesh(jax.devices()[:1])).state
@@ -87,8 +90,10 @@ from jpaged.models.weights.saving import save_checkpoint
 from jpaged.sharding import device_mesh
 from jpaged.startup.model_source import resolve_model
 
-path = Path(sys.argv[1])
-for argument in sys.argv[2:]:
+for argument in sys.argv[1:]:
+    if ":" not in argument:
+        path = Path(argument)
+        continue
     num_devices, format = argument.split(":")
     source = resolve_model(str(path))
     config, checkpoint = open_checkpoint(source.path, orbax=source.orbax)
@@ -106,7 +111,10 @@ for argument in sys.argv[2:]:
     path = path / "saved"
     save_checkpoint(weights, path, format=format)
 """
-"""Loads a model over so many devices and saves it in a format, and what was saved again; prints the values read."""
+"""Loads a model over so many devices and saves it in a format, and what was saved again; prints the values read.
+
+Arguments: a folder, then DEVICES:FORMAT…; then perhaps another folder, and so on.
+"""
 
 
 def assert_saved(directory: Path, saved: Path) -> dict[str, np.ndarray]:
@@ -118,19 +126,31 @@ def assert_saved(directory: Path, saved: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-@pytest.mark.parametrize(("heads", "num_devices"), [((9, 3), 8), ((9, 3), 2), ((8, 8), 8)])
+SAVED = (((9, 3), 8), ((9, 3), 2), ((8, 8), 8))
+"""Heads, and devices that the model is loaded over."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[Path, int]]:
+    """Give the folder of each case of SAVED, with the model that was saved, and the number of values read."""
+    folders = [random_model(tmp_path_factory.mktemp("saved"), *heads) for heads, _ in SAVED]
+    arguments = [(str(folder), f"{size}:safetensors") for folder, (_, size) in zip(folders, SAVED, strict=True)]
+    found = process("-c", SAVES, *sum(arguments, ())).splitlines()
+    return {case: (folder, int(count)) for case, folder, count in zip(SAVED, folders, found, strict=True)}
+
+
+@pytest.mark.parametrize("case", SAVED, ids=str)
 def test_a_model_is_read_once_over_several_devices_and_saved_without_what_pads(
-    heads: tuple[int, int], num_devices: int, tmp_path: Path
+    case: tuple[Any, int], saved: dict[Any, tuple[Path, int]]
 ) -> None:
-    directory = random_model(tmp_path, *heads)
-    result = process("-c", SAVES, str(directory), f"{num_devices}:safetensors")
+    (directory, num_read), num_devices = saved[case], case[1]
     tensors = assert_saved(directory, directory / "saved")
     # What several devices have is read for each: norms, biases of the stream, and the KV heads of 3 on 8 devices.
     num_values = sum(tensor.size for tensor in tensors.values())
     on_all = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 1 and tensor.size == 64)
     of_kv_heads = sum(tensor.size for name, tensor in tensors.items() if "k_proj" in name or "v_proj" in name)
     num_copies = read_config(directory).shares(num_devices).kv_copies
-    assert int(result) <= 1.05 * num_values + (num_devices - 1) * on_all + (num_copies - 1) * of_kv_heads
+    assert num_read <= 1.05 * num_values + (num_devices - 1) * on_all + (num_copies - 1) * of_kv_heads
 
 
 def test_orbax_is_saved_from_any_mesh_and_restored_on_any_other(tmp_path: Path) -> None:
@@ -174,15 +194,21 @@ def test_what_a_mesh_cannot_have_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "sizes", "buckets"),
     [
-        *(pytest.param(name, sizes, id=name) for name, sizes in FAST.items()),
-        *(pytest.param(name, (1, 2, 4, 8), id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
+        *(
+            pytest.param(name, sizes, "fewest_buckets" if name == BOTH_MODES else "one_mode", id=name)
+            for name, sizes in FAST.items()
+        ),
+        *(pytest.param(name, (1, 2, 4, 8), "make_buckets", id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
     ],
 )
-def test_engines_over_several_devices_draw_the_same_tokens(name: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
-    directory = random_model(tmp_path, *HEADS[name]) if name in HEADS else GOLDEN / name
-    whole, *spread = run(directory, *sizes)
+def test_engines_over_several_devices_draw_the_same_tokens(
+    name: str, sizes: tuple[int, ...], buckets: str, tmp_path: Path
+) -> None:
+    num_layers = 1 if buckets == "one_mode" else 2
+    directory = random_model(tmp_path, *HEADS[name], num_layers) if name in HEADS else GOLDEN / name
+    whole, *spread = run(directory, buckets, *sizes)
     num_kv_heads = read_config(directory).num_kv_heads
     for num_devices, found in zip(sizes[1:], spread, strict=True):
         assert found.pop("first") == (6 if num_devices == 2 else 0), "the devices of the caller's mesh, or the first"

@@ -21,7 +21,7 @@ from jpaged import Engine, InvalidRequestError, RequestOutput, SamplingParams
 from .host_requests import new_request
 from .tiny_model import CONFIG, SIZES
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 Z = SIZES["block_size"]
 """Tokens per page."""
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, ignore_eos=True, seed=11)

@@ -14,7 +14,7 @@ from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from .host_requests import new_request
 from .tiny_model import SIZES, reference_logits, write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 Z, WINDOW, CHUNK = 4, 8, 7
 """Tokens per page, of a window, and of a chunk: some chunks begin at the last token of a page."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

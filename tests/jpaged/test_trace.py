@@ -14,7 +14,7 @@ from jpaged.errors import InvalidRequestError
 
 from .tiny_model import SIZES
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 
 MAX_EXECUTABLES = 36
 DEFAULTS: dict[str, Any] = {"max_model_len": 128, "block_size": 16}

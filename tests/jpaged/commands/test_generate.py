@@ -26,7 +26,7 @@ from jpaged.startup.open_model import open_model
 from ..tiny_model import SIZE_FLAGS, tensors, write_tiny_model
 from .command_line import BAD_LINE, NUM_LINES, ROOT, Run, generate, records
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 QUESTION = "What is the capital of France?"
 OFFLINE = {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
 """Environment in which nothing can be fetched: the package index does not answer and the hub is said to be away."""

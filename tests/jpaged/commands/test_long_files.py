@@ -20,7 +20,7 @@ from jpaged.text.prompts import EncodedPrompt
 from ..tiny_model import SIZE_FLAGS
 from .command_line import ROOT, command, generate, records
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from jpaged.step.step_inputs import StepInputBuilder
 from ..tiny_model import CHAT_TEMPLATE, SIZE_FLAGS
 from .command_line import BAD_LINE, NUM_LINES, ROOT, command, generate, records, without_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 
 
 def kill_half_way(args: list[Any], path: Path) -> int:

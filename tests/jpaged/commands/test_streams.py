@@ -19,7 +19,7 @@ from jpaged.commands.generate import main
 from ..tiny_model import SIZE_FLAGS, SIZES
 from .command_line import ROOT, command, records, without_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 FLAGS = [*SIZE_FLAGS, "-n", "3", "--ignore-eos"]
 CLOSED = [streams for size in (1, 2, 3) for streams in itertools.combinations(range(3), size)]
 

@@ -9,7 +9,7 @@ from .trainer_requests import NEW, OLD, PARAMS, PROMPTS, tokens
 
 
 @pytest.fixture(scope="module")
-def drawn(tiny: str, shared_executables: None) -> dict[str, list[tuple[int, ...]]]:
+def drawn(tiny: str, shared_executables: None, few_buckets: None) -> dict[str, list[tuple[int, ...]]]:
     """Give the tokens of every request, by the name of the weights."""
     found = {}
     for name, tree in (("old", OLD), ("new", NEW)):

@@ -13,7 +13,7 @@ from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 from ..tiny_model import SIZES, reference_logits
 from .trainer_requests import NEW, OLD, PROMPTS
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
 MODES = ("raw_logprobs", "tempered_logprobs", "processed_logprobs")
 

@@ -10,7 +10,7 @@ from jpaged import ConfigError, Engine, SamplingParams
 from ..tiny_model import SIZES
 from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 
 
 def live_bytes() -> int:

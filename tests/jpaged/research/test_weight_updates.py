@@ -20,7 +20,7 @@ from ..tiny_model import CONFIG, SIZES, reference_logits, write_tiny_model
 from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
 
 README = Path(__file__).parents[3] / "README.md"
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 
 
 @pytest.fixture

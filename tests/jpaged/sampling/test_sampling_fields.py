@@ -28,7 +28,7 @@ from jpaged.sampling.sampling_params import FIELDS
 from ..tiny_model import CONFIG, SPECIALS, reference_logits, write_tiny_model
 from .test_logit_rules import expected
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 VOCAB_SIZE = CONFIG["vocab_size"]
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox jumps over the lazy dog, again and again."]
 NUM_TOKENS = 24

@@ -14,7 +14,7 @@ from jpaged.sampling.sampling_params import FIELDS
 from .. import tiny_model
 from ..tiny_model import reference_logits, write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("shared_executables")
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 EOS_IDS = (0, 26, 83, 170, 192)
 """They are so many that beams end often."""
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox"]
