@@ -19,9 +19,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from allpairspy import AllPairs
 
 from jpaged import Engine, RequestOutput, RequestOutputKind, SamplingParams
+from jpaged.scheduling.buckets import Buckets, make_buckets
+from jpaged.step import step_sizes
 
 from .shrinking_pool import withdraw
 
@@ -40,6 +43,16 @@ IS_SCORED = (False, True)
 """A further dimension of covering arrays: whether every request asks for logprobs, which are read token by token."""
 FEW: dict[str, tuple[Any, ...]] = {"num_requests": (1, 7, 32), "block_size": (8, 32)}
 """Dimensions that have fewer values in the fast suite."""
+
+
+def few_buckets(**options: Any) -> Buckets:
+    """Return about every other padded size, for the fast suite: of one row, of few, of many, and of prompts."""
+    buckets = make_buckets(**options)
+    samples = 1, 16, buckets.max_samples
+    sizes = *samples, buckets.num_tokens[-1]
+    return replace(buckets, num_tokens=sizes, num_samples=samples, num_plain_samples=samples, forward_tokens=sizes[1:])
+
+
 MIN_PREEMPTED = 32
 """Number of requests from which on a pool that is too small must preempt some."""
 OF_ENGINE = "chunk", "block_size", "cache", "preemption", "is_ahead"
@@ -266,10 +279,20 @@ class Setup:
     """Greatest difference of logprobs where the bits may differ."""
     is_text: bool = False
     """`vocab` holds the tokens of a text in their order, and prompts are pieces of it."""
+    buckets: Callable[..., Buckets] = make_buckets
+    """Makes the padded sizes of its engines' steps."""
 
     def solo(self, block_size: int = 16) -> Solo:
         sizes = {**self.sizes, "num_blocks": self.num_blocks(block_size)}
-        return Solo(self.model, block_size=block_size, is_deterministic=self.is_deterministic, **sizes)
+        with self._with_buckets():
+            return Solo(self.model, block_size=block_size, is_deterministic=self.is_deterministic, **sizes)
+
+    @contextmanager
+    def _with_buckets(self) -> Iterator[None]:
+        """Let engines that are made here have these buckets."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_sizes, "make_buckets", self.buckets)
+            yield
 
     def num_blocks(self, block_size: int) -> int:
         """Return the size of a pool that holds every sequence at full length: engines of one size share programs."""
@@ -290,18 +313,19 @@ class Setup:
         block_size, cache, preemption = case["block_size"], case["cache"], case["preemption"]
         ahead = {} if case["is_ahead"] else {"async_scheduling": False, "num_decode_steps": 1}
         num_blocks = self.num_blocks(block_size)
-        return Engine(
-            self.model,
-            **{"deterministic": self.is_deterministic, **self.sizes, **ahead},
-            block_size=block_size,
-            num_blocks=num_blocks,
-            long_prefill_token_threshold=case["chunk"],
-            enable_chunked_prefill=case["chunk"] > 0 or self.is_deterministic,
-            enable_prefix_caching=cache != "off",
-            max_cached_blocks=MAX_CACHED if cache == "evicting" else None,
-            preemption_mode="auto" if preemption == "none" else preemption,
-            num_host_blocks=num_blocks if preemption == "swap" else 0,
-        )
+        with self._with_buckets():
+            return Engine(
+                self.model,
+                **{"deterministic": self.is_deterministic, **self.sizes, **ahead},
+                block_size=block_size,
+                num_blocks=num_blocks,
+                long_prefill_token_threshold=case["chunk"],
+                enable_chunked_prefill=case["chunk"] > 0 or self.is_deterministic,
+                enable_prefix_caching=cache != "off",
+                max_cached_blocks=MAX_CACHED if cache == "evicting" else None,
+                preemption_mode="auto" if preemption == "none" else preemption,
+                num_host_blocks=num_blocks if preemption == "swap" else 0,
+            )
 
     def run(self, engine: Engine, case: Case, comparison: Comparison) -> None:
         """Give the engine the case's requests and compare; counters prove that the case was what it is called."""

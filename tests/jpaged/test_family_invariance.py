@@ -14,7 +14,8 @@ FAMILIES = ("gemma3", "granite", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3_pa
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES[:2])) for name in FAMILIES]
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 8, "num_blocks": 513,
-    "enable_prefix_caching": False, "warmup": "off", "skip_tokenizer_init": True, "attention_backend": "native",
+    "num_decode_steps": 1, "enable_prefix_caching": False, "warmup": "off", "skip_tokenizer_init": True,
+    "attention_backend": "native",
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=5, ignore_eos=True, detokenize=False)
 
