@@ -26,8 +26,8 @@ from jpaged.sampling.sampling_params import SampleMode
 from jpaged.sampling.top_blocks import block_rows
 from jpaged.sampling.truncation import KeptTokens, TruncationLimits, truncate
 
-pytestmark = pytest.mark.usefixtures("optimized")  # Without vectors, sums over a vocabulary round more.
-
+OPTIMIZED = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": False}
+"""Compiler options of functions for many rows, or for the sums of a large vocabulary, which round less with vectors."""
 NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
 RULES = {
@@ -65,17 +65,17 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
     seeds = np.broadcast_to(np.asarray(seed, np.uint64), num_rows)
 
     def ints(values):
-        return jnp.asarray(np.broadcast_to(np.asarray(values), num_rows).astype(np.int32))
+        return np.broadcast_to(np.asarray(values), num_rows).astype(np.int32)
 
     def floats(name):
-        return jnp.asarray(np.array([rule[name] for rule in rules], np.float32))
+        return np.array([rule[name] for rule in rules], np.float32)
 
     return SamplingRows(
         ruled_slot=ints(0),
         forced_token=ints(0),
         score=ints(Score.OWN | Score.TOPS),
-        seed_low=jnp.asarray((seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)),
-        seed_high=jnp.asarray((seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)),
+        seed_low=(seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
+        seed_high=(seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
         sample_index=ints(sample_index),
         output_index=ints(output_index),
         top_k=ints([rule["top_k"] for rule in rules]),
@@ -86,10 +86,12 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
 
 run = jax.jit(sample, static_argnums=(2, 3))
+run_many = jax.jit(sample, static_argnums=(2, 3), compiler_options=OPTIMIZED)
 jitted_branches = jax.jit(draw_branches)
+jitted_uniforms = jax.jit(uniforms, static_argnums=(1, 2))
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(jax.jit, static_argnums=2, compiler_options=OPTIMIZED)
 def truncated(logits, rows, control_flow):
     """Return the weights of logits whose row maximum is 0, and which tokens truncation keeps."""
     limits = TruncationLimits(rows.min_p, rows.top_k, rows.top_p)
@@ -115,8 +117,9 @@ def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, *, is_padded=Tru
     settings = SampleSettings(max_logprobs=max_logprobs, control_flow=control_flow)
     num_rows = len(rules)
     num_more = -num_rows % 32 if is_padded else 0
-    rows = jax.tree.map(lambda leaf: jnp.pad(leaf, (0, num_more)), make_rows(rules, **which))
-    drawn = run(jnp.pad(jnp.asarray(logits), ((0, num_more), (0, 0))), rows, mode, settings)
+    rows = jax.tree.map(lambda leaf: np.pad(leaf, (0, num_more)), make_rows(rules, **which))
+    function = run_many if num_rows > 1000 else run
+    drawn = function(np.pad(logits, ((0, num_more), (0, 0))), rows, mode, settings)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], drawn)
 
 
@@ -309,7 +312,7 @@ def test_uniforms_follow_the_documented_key_path():
     samples, outputs = rng.integers(0, 128, 40), rng.integers(0, 2**17, 40)
     for purpose in (PURPOSE_SAMPLE, 1):
         rows = make_rows([NO_RULE] * 40, seed=seeds, sample_index=samples, output_index=outputs)
-        got = np.asarray(uniforms(rows, purpose, 5))
+        got = np.asarray(jitted_uniforms(rows, purpose, 5))
         for values, seed, sample_index, output_index in zip(got, seeds.tolist(), samples, outputs, strict=True):
             key = jax.random.wrap_key_data(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), impl="threefry2x32")
             for part in (sample_index, output_index, purpose):
@@ -428,7 +431,7 @@ def test_draws_rarely_change_with_the_rounding_of_another_executable():
     logits = np.sort(rng.normal(0, 2.5, (64, 49152)), axis=1)[:, ::-1][:, rng.permutation(49152)].astype(np.float32)
     moved = (logits + rng.normal(0, 5e-6, logits.shape)).astype(np.float32)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=OPTIMIZED)
     def drawn(logits, uniform):
         rows, none = block_rows(logits), jnp.zeros(64)
         return draw_tokens(rows, jnp.exp, KeptTokens(none, jnp.exp(rows.blocks).sum(axis=2)), uniform)
@@ -530,7 +533,8 @@ def test_tempered_logprobs_are_those_before_truncation_in_every_mode_that_scores
 def test_no_vocabulary_is_drawn_from_or_ranked_outside_of_what_is_run_on_demand(num_rows):
     """XLA moves what is the same in each turn of a loop in front of it: then every step pays, and ranking is a sort."""
     rows = make_rows([NO_RULE] * num_rows)
-    step = jax.jit(lambda logits, rows: sample(logits, rows, SampleMode.FULL, SampleSettings(max_logprobs=20)))
+    sampler = partial(sample, mode=SampleMode.FULL, settings=SampleSettings(max_logprobs=20))
+    step = jax.jit(sampler, compiler_options=OPTIMIZED)
     branches, entry = step.lower(jnp.asarray(make_logits(num_rows, 1000)), rows).compile().as_text().split("\nENTRY ")
     assert '"TopK"' in branches
     assert '"TopK"' not in entry
