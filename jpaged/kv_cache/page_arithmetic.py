@@ -48,17 +48,20 @@ class PageArithmetic:
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
-    def window_pages(self, window: int, num_steps: int = 1) -> int:
+    def window_pages(self, window: int, num_steps: int = 1, *, is_fork: bool = False) -> int:
         """Return the most pages that a sequence has in a group with a sliding window of `window` tokens.
 
         The limit holds for every length of the sequence. `num_steps` counts the steps that have not retired, including
         the step that the pages are taken for, because pages are given back only when a step retires. Each step computes
-        at most `max_chunk` tokens of the sequence.
+        at most `max_chunk` tokens of the sequence. A fork takes pages over from its parent (`BlockManager.share`), with
+        one token more than its window sees.
         """
-        # The window - 1 tokens before the first query, and one more that a fork has got from its parent
-        # (`BlockManager.share`), then the tokens of the steps. In the worst case these begin at the last token of a
-        # page, so the block_size - 1 tokens before them in that page are counted too.
-        return self.pages_for(window) + self.pages_for(self.block_size - 1 + num_steps * self.max_chunk)
+        num_tokens = num_steps * self.max_chunk
+        # The window - 1 tokens before the first query, then the tokens of the steps. In the worst case these begin at
+        # the last token of a page, so the block_size - 1 tokens before them in that page are counted too.
+        num_pages = self.pages_for(window - 1) + self.pages_for(self.block_size - 1 + num_tokens)
+        # That token has a page of its own where the fork begins at the first token of a page.
+        return max(num_pages, self.pages_for(window) + self.pages_for(num_tokens)) if is_fork else num_pages
 
     def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
         """Return the most pages that sequences of `total_lens` tokens take if they share their first `fork_len` tokens.
@@ -77,7 +80,7 @@ class PageArithmetic:
         pages_under_full_attention = shared_pages + sum(unshared_pages)
         num_pages = self.windows.count(None) * pages_under_full_attention
         for _, window in self.window_groups:
-            window_pages = self.window_pages(window, num_steps)
+            window_pages = self.window_pages(window, num_steps, is_fork=len(lens) > 1)
             # While the sequences still attend to their common tokens, they share pages as under full attention.
             unshared_bound = sum(min(window_pages, shared_pages + pages) for pages in unshared_pages)
             num_pages += min(pages_under_full_attention, unshared_bound)

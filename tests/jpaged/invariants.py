@@ -122,8 +122,8 @@ def _check_table(blocks: BlockManager, sequence: SampleSequence) -> None:
 
 def _check_windows(arithmetic: PageArithmetic, running: Sequence[SampleSequence], num_steps: int) -> None:
     for group, window in arithmetic.window_groups:
-        most = arithmetic.window_pages(window, num_steps)
         for sequence in running:
+            most = arithmetic.window_pages(window, num_steps, is_fork=len(sequence.request.sequences) > 1)
             num_pages = len(sequence.pages[group]) - sequence.num_passed[group]
             assert num_pages <= most, "a window has more pages than counted"
 

@@ -37,17 +37,24 @@ def test_samples_share_the_pages_of_a_window_that_is_longer_than_their_prompt():
     assert some.max_pages(4096, [4096 + 255] * 80) == 2 * (63 + 80 * 5)
 
 
+@pytest.mark.parametrize("is_fork", [False, True])
 @given(block_size=st.integers(1, 5), window=st.integers(1, 12), max_chunk=st.integers(1, 9), start=st.integers(0, 40))
-def test_no_chunk_after_any_token_needs_more_pages_than_a_window_is_said_to_take(block_size, window, max_chunk, start):
-    """Pages are given back up to the page in which the chunk begins; the bound is reached."""
+def test_no_chunk_after_any_token_needs_more_pages_than_a_window_is_said_to_take(
+    is_fork, block_size, window, max_chunk, start
+):
+    """Pages are given back up to the page in which the chunk begins, and a fork has those of one token more.
+
+    The bound is reached.
+    """
     some = arithmetic(block_size, windows=(window,), max_chunk=max_chunk)
 
     def num_pages(start):
-        first_seen = max(0, start - start % block_size - window + 1)
+        first_seen = max(0, min(start - start % block_size - window + 1, start - window + (not is_fork)))
         return len({position // block_size for position in range(first_seen, start + max_chunk)})
 
-    assert num_pages(start) <= some.window_pages(window)
-    assert max(num_pages(100 + at) for at in range(block_size)) == some.window_pages(window)
+    most = some.window_pages(window, is_fork=is_fork)
+    assert num_pages(start) <= most
+    assert max(num_pages(100 + at) for at in range(block_size)) == most
 
 
 @given(

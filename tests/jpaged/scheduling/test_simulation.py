@@ -65,6 +65,8 @@ REGRESSIONS = {
     282: "a fork without a state slot drew a token in the null slot",
     842: "forks that share all of their tokens took more pages than the pool was said to need",
     5999: "the gate was not asked about a request that was swapped in",
+    8711: "a fork had a page more behind its window than was counted",
+    18906: "a fork whose parent ended was to share pages that a window of its next parent had passed",
     15164: "a swapped request with a pinned prefix held other pages, and could never be swapped in",
 }
 """Seed → the bug that it has found, and finds again when that is put back."""
