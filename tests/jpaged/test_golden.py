@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from jpaged import Engine, RequestOutput, SamplingParams
+from jpaged.step import step_sizes
+
+from .fewest_buckets import fewest_buckets
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -108,7 +111,13 @@ def test_conversations_are_written_out_as_transformers_does(engine: Engine) -> N
 
 @pytest.mark.parametrize("items", [pytest.param(SHORT[:1], id="one"), *SLOW])
 def test_plain_xla_gives_the_tokens_and_logprobs_of_transformers(items: list[dict[str, Any]]) -> None:
-    with Engine(**SIZES, attention_backend="xla") as engine:
+    """One prompt in steps of one size: two programs, where XLA takes eight seconds for each."""
+    few = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "num_decode_steps": 1} if len(items) == 1 else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if few:
+            patch.setattr(step_sizes, "make_buckets", fewest_buckets)
+        engine = Engine(**SIZES | few, attention_backend="xla")
+    with engine:
         assert engine.backend.name == "xla"
         run(engine, items)
 

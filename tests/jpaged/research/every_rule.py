@@ -5,9 +5,12 @@ import sys
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 
 from jpaged import BeamSearchParams, Engine, LogitsProcessor, SamplingParams
+from jpaged.step import step_sizes
 
+from ..fewest_buckets import fewest_buckets
 from ..tiny_model import SIZES
 
 IDS = [5, 99, 200, 7, 31] * 3
@@ -30,6 +33,12 @@ PARAMS: list[Any] = [
 
 def tokens_by_every_rule(directory: str) -> list[list[tuple[int, ...]]]:
     """Return the tokens of all samples of each of PARAMS, by two attention backends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_sizes, "make_buckets", fewest_buckets)
+        return _tokens(directory)
+
+
+def _tokens(directory: str) -> list[list[tuple[int, ...]]]:
     found: list[list[tuple[int, ...]]] = []
     options: dict[str, Any]
     for options, chosen in (
