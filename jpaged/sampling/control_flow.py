@@ -47,20 +47,21 @@ class ControlFlow:
         *,
         num_keys: int,
     ) -> T:
-        """Apply state = update(rows, state) to batches of rows until each needed row was in one; return the state.
+        """Apply state = update(selection, state) to batches that hold every row of `is_needed`; return the last state.
 
-        Rows with near `sort_keys` share a batch; here all rows are one. A batch may hold rows that are not needed, and
-        a row may be in two batches, so `update` must write the same for it each time. Keys are from 0 to
-        `num_keys` − 1.
+        This class makes one batch of all rows, so it reads neither `is_needed` nor `sort_keys`. The subclass makes
+        small batches of needed rows, where rows with near sort keys (0 to `num_keys` − 1) share a batch. A batch may
+        hold rows that are not needed, and a row may be in two batches: `update` must then write the same results twice.
         """
         return update(slice(None), state)
 
     def repeat_while(
         self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
     ) -> T:
-        """Apply state = step(state) while `has_work(state)`, which is at most `max_steps` times; return the state.
+        """Apply state = step(state) while `has_work(state)` is true; return the last state.
 
-        Here all `max_steps` steps run. Steps without work must change nothing that the caller reads.
+        The caller guarantees that at most `max_steps` steps have work. This class always runs `max_steps` steps and
+        never asks `has_work`, so a step without work must change nothing that the caller reads.
         """
         return lax.fori_loop(0, max_steps, lambda _, state: step(state), state)
 
@@ -85,21 +86,25 @@ class DynamicControlFlow(ControlFlow):
         *,
         num_keys: int,
     ) -> T:
-        """Sort the rows that need an update by their keys, and update them in batches of 4 or 8 rows.
+        """Apply state = update(row indices, state) to batches of 4 or 8 rows of `is_needed`; return the state.
 
-        Example with 20 rows, of which 11 are needed: batches of 8, the first 16 rows of the sorted order.
+        Needed rows are sorted by `sort_keys` (0 to `num_keys` − 1), so that a batch holds rows with similar work. The
+        last batch is filled up with rows that are not needed, or with rows of the batch before. With 20 rows of which
+        11 are needed, two batches of 8 hold these 11 and 5 others. Without a needed row, `update` does not run.
         """
         num_rows = len(sort_keys)
         batch_size = 8 if num_rows > 16 else 4
         if num_rows <= batch_size:
-            # Not a loop: its body would be the same each time, and XLA computes such a body before it asks how often.
+            # A branch and not a loop: the body would not depend on the loop's index, and XLA would move it in front of
+            # the loop, where it runs even if no row is needed.
             return lax.cond(jnp.any(is_needed), lambda x: update(slice(None), x), lambda x: x, state)
-        # Rows that need no update get a key behind all others.
+        # Rows that need no update get the key `num_keys`, so they are sorted after all needed rows.
         order = jnp.argsort(jnp.where(is_needed, sort_keys, num_keys), stable=True)
         num_batches = (jnp.sum(is_needed.astype(jnp.int32)) + batch_size - 1) // batch_size
 
         def update_batch(index: Int[Array, ""], state: T) -> T:
-            # dynamic_slice moves a last batch that would reach beyond the end back, onto rows of the one before.
+            # If the last batch would reach beyond the last row, dynamic_slice starts it earlier: some rows of the
+            # batch before are then updated again.
             return update(lax.dynamic_slice_in_dim(order, index * batch_size, batch_size), state)
 
         return lax.fori_loop(0, num_batches, update_batch, state)

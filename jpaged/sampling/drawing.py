@@ -27,14 +27,17 @@ def num_draw_levels(vocab_size: int) -> int:
 def draw_tokens(
     logits: BlockRows, weigh: RowFunction, kept: KeptTokens, uniforms_rL: Float[Array, "r L"]
 ) -> Int[Array, " r"]:
-    """Draw one of the kept tokens of each selected row by its weight: first its block, then the token of the block.
+    """Return one kept token of each selected row, drawn with a probability proportional to its weight.
 
-    `weigh` turns logits [r, n] into weights. Return token ids [r], 0 for a row without any weight.
+    A block of BLOCK consecutive tokens is drawn first, by the sums of the kept weights of blocks, then a token of that
+    block. `weigh` turns logits [r, n] into weights. `uniforms_rL` holds `num_draw_levels` random numbers in [0, 1) for
+    each row. The result is 0 for a row without any weight.
     """
     num_block_levels = num_levels(kept.block_sums.shape[1])
     block_ids = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])
     weights_rB = weigh(logits.take_blocks(block_ids[:, None])[:, 0])
-    # The block holds a kept token, also if its weight is rounded in another way here than where it was summed.
+    # A drawn block holds a kept token. Its weight may be rounded to just below the threshold here, as it was computed
+    # in another fusion when blocks were summed up: so the block's largest weight is always kept.
     threshold = jnp.minimum(kept.threshold, jnp.max(weights_rB, axis=1))
     weights_rB = jnp.where(weights_rB >= threshold[:, None], weights_rB, 0.0)
     return block_ids * BLOCK + draw_branches(weights_rB, uniforms_rL[:, num_block_levels:])
@@ -49,11 +52,12 @@ def num_levels(num_weights: int) -> int:
 
 
 def draw_branches(weights_Rn: Float[Array, "R n"], uniforms_RL: Float[Array, "R L"]) -> Int[Array, " R"]:
-    """Draw one of n weights in each row: down a tree, at each node by the inverse CDF of its branches' weights.
+    """Return the index of one of n weights in each row, drawn with a probability proportional to the weight.
 
-    Return the index of the drawn weight, [R]. `uniforms_RL` has one random number in [0, 1) for each level of the tree,
-    the root's first. Where a level has n nodes, the children of node g are nodes g, g + n, g + 2 n … of the level
-    below, so that the sums over children are sums of slices.
+    The draw goes down a tree with NUM_BRANCHES children per node, at each node by the inverse CDF of its children's
+    sums. `uniforms_RL` holds one random number in [0, 1) for each of the L = `num_levels(n)` levels, the root's first.
+    If a level has m nodes, the children of node g are the nodes g, g + m, g + 2 m … of the level below, so that sums
+    over children are sums of slices. A row without any weight gives 0.
 
     Example with 40 weights: the root's 3 branches are the nodes of the level below. If branch 1 is drawn, and then
     branch 5 of that node, the result is 1 + 5 × 3 = 16.
@@ -75,11 +79,10 @@ def draw_branches(weights_Rn: Float[Array, "R n"], uniforms_RL: Float[Array, "R 
 def _inverse_cdf(
     weights: Float[Array, "R n"], running_sums: Float[Array, "R n"], target: Float[Array, " R"]
 ) -> Int[Array, " R"]:
-    """Return the first index with a weight whose running sum exceeds the target; the last index with a weight if no
-    running sum does.
+    """Return the first index of each row with a weight above 0 and a running sum above `target`.
 
-    Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum says. A
-    row without any weight gives 0.
+    If no running sum exceeds the target, return the last index with a weight above 0; a row without any weight gives 0.
+    Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum is.
     """
     indices = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
     has_weight = weights > 0

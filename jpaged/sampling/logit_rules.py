@@ -63,15 +63,17 @@ def new_rules(spec: LogitRulesSpec, num_slots: int) -> LogitRulesState:
 
 
 def set_rules(rules: LogitRulesState, packed: Int[Array, " n"], slot: Int[Array, ""]) -> LogitRulesState:
-    """Return the rules with those of a slot's new sequence: `packed` is the int32 row that `LogitRulesSpec.row` made.
+    """Return the rules of all slots after those of one state slot are replaced by a new sequence's.
 
-    The row holds the slot's entries of all fields, one field after the other, floats as their bits.
+    `packed` is the int32 array that `LogitRulesSpec.row` made: the slot's values of all fields of `rules`, one field
+    after the other, floats as their bits.
     """
     offset = 0
     leaves = {}
     for name, leaf in vars(rules).items():
         row = lax.bitcast_convert_type(packed[offset : offset + leaf.shape[1]], leaf.dtype)
-        leaves[name] = lax.dynamic_update_slice(leaf, row[None], (slot, jnp.int32(0)))  # One dtype, also with x64.
+        # Both start indices must have one dtype: with x64, a Python 0 would be an int64 beside the int32 slot.
+        leaves[name] = lax.dynamic_update_slice(leaf, row[None], (slot, jnp.int32(0)))
         offset += leaf.shape[1]
     return LogitRulesState(**leaves)
 
@@ -83,17 +85,18 @@ def apply_rules(
     output_index: Int[Array, " R"],
     processors: Sequence[LogitsProcessor] = (),
 ) -> Float[Array, "R V"]:
-    """Return the logits of each row after the rules of its slot; `output_index` counts the tokens it has drawn.
+    """Return the logits of each row after the rules of its state slot; slot 0 has no rules.
 
-    The order is that of the module's docstring, but for bad words, which come last where there are no processors. A row
-    that holds a NaN or +inf, holds one afterwards, except where a processor replaces it: −inf is added, not set.
+    `output_index` is how many tokens each row has drawn. Allowed tokens, bad words, min_tokens and logit bias come
+    first; all of them only add to logits. Then come the engine's `processors`, then penalties. −inf is added to the
+    logits of forbidden tokens: a row with a NaN or +inf still holds one afterwards, unless a processor replaces it.
     """
     tokens_RV, words_RB, values_RA = rules.tokens[slots], rules.words[slots], rules.values[slots]
     parameters = {name: values_RA[:, index, None] for index, name in enumerate(RULE_PARAMETERS)}
     is_too_early = (output_index[:, None].astype(jnp.float32) < parameters["min_tokens"]) & (tokens_RV & ENDS != 0)
     logits_RV = logits_RV + jnp.where(is_too_early, -jnp.inf, rules.bias[slots])
     would_complete_word = may_come_next(words_RB, jnp) & (words_RB & IS_LAST != 0)
-    # Entries that ban no token get an id behind the vocabulary, which the scatter drops.
+    # Entries of `words_RB` that ban no token get the vocabulary's size as id, which the scatter drops.
     banned_RB = jnp.where(would_complete_word, words_RB & ID_MASK, logits_RV.shape[1])
 
     def without_bad_words(logits_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
@@ -104,22 +107,24 @@ def apply_rules(
         logits_RV = _process(logits_RV, values_RA, processors)
     logits_RV = _penalize(logits_RV, tokens_RV, parameters)
     # Without processors, bad words may come last, since penalties do not change −inf. XLA:CPU writes out an array that
-    # is scattered into; earlier, it would compute everything above once for each reader.
+    # it scatters into, so the logits are computed once. If the scatter came earlier, XLA:CPU would repeat the work
+    # after it for each reader of the result.
     return logits_RV if processors else without_bad_words(logits_RV)
 
 
 def _process(
     logits_RV: Float[Array, "R V"], values_RA: Float[Array, "R A"], processors: Sequence[LogitsProcessor]
 ) -> Float[Array, "R V"]:
-    """Apply the engine's processors in turn, each to the rows that give all of its arguments.
+    """Return the logits after the engine's processors, one after another.
 
-    `values_RA` holds RULE_PARAMETERS and then the arguments of all processors; NaN stands for those not given.
+    `values_RA` holds each row's RULE_PARAMETERS, then the arguments of all processors in their order; NaN stands for an
+    argument that the request has not given. A row that lacks an argument of a processor is not changed by it.
     """
     offset = len(RULE_PARAMETERS)
     for processor in processors:
         arguments = values_RA[:, offset : offset + len(processor.arguments)]
         offset += len(processor.arguments)
-        processed = jax.vmap(lambda logits, row, apply=processor.apply: apply(logits, *row))(logits_RV, arguments)
+        processed = jax.vmap(lambda logits, given, apply=processor.apply: apply(logits, *given))(logits_RV, arguments)
         logits_RV = jnp.where(jnp.isnan(arguments).any(axis=1, keepdims=True), logits_RV, processed)
     return logits_RV
 
@@ -127,9 +132,11 @@ def _process(
 def _penalize(
     logits_RV: Float[Array, "R V"], tokens_RV: Int[Array, "R V"], parameters: Mapping[str, Float[Array, "R 1"]]
 ) -> Float[Array, "R V"]:
-    """Apply the repetition penalty, and then the frequency and presence penalties.
+    """Return the logits after the repetition penalty and then the frequency and presence penalties.
 
-    `tokens_RV` are the rows of `LogitRulesState.tokens`: how often each token was drawn, and whether the prompt has it.
+    `tokens_RV` says how often each token was drawn (COUNT_MASK) and whether the prompt holds it (IN_PROMPT). The
+    repetition penalty divides positive logits of tokens drawn or in the prompt, and multiplies the others of them. The
+    frequency penalty is subtracted once per draw of a token, the presence penalty once if it was drawn at all.
     """
     counts_RV = (tokens_RV & COUNT_MASK).astype(jnp.float32)
     is_drawn_RV = counts_RV > 0
@@ -141,8 +148,12 @@ def _penalize(
 
 
 def record_tokens(rules: LogitRulesState, slots: Int[Array, " R"], token_ids: Int[Array, " R"]) -> LogitRulesState:
-    """Count the token that each slot drew and advance its bad words' matches; the rules of slot 0 stay as they are."""
-    slots_to_write = jnp.where(slots > 0, slots, rules.tokens.shape[0])  # Slot 0 gets an index that is dropped.
+    """Return the rules after each row has drawn a token: its count is raised, and matches of bad words are advanced.
+
+    `slots` are the state slots of the rows; rows without rules have slot 0, whose rules stay as they are.
+    """
+    # Slot 0 is replaced by an index beyond the last slot, which the scatters drop.
+    slots_to_write = jnp.where(slots > 0, slots, rules.tokens.shape[0])
     words_RB = advance_matches(rules.words[slots], token_ids[:, None], jnp)
     return replace(
         rules,

@@ -58,14 +58,17 @@ class LogitRulesSpec:
         return sum(self.widths.values())
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse `extra_args` that no processor takes, and those that are only some of a processor's arguments."""
+        """Raise InvalidRequestError if `extra_args` do not fit the engine's processors.
+
+        Each name must be an argument of a processor, and a processor's arguments are given all together or not at all.
+        """
         extra_args = params.extra_args or {}
         for name in extra_args:
             if name not in self.arguments:
-                known = f"arguments of this engine's logits_processors: {', '.join(self.arguments) or 'it has none'}"
+                allowed = f"arguments of this engine's logits_processors: {', '.join(self.arguments) or 'it has none'}"
                 similar_name = nearest(name, self.arguments)
-                way_out = f"did you mean {similar_name}?" if similar_name else "leave it out"
-                raise refusal("extra_args", shown(name), known, way_out)
+                advice = f"did you mean {similar_name}?" if similar_name else "leave it out"
+                raise refusal("extra_args", shown(name), allowed, advice)
         for processor in self.processors:
             missing = [name for name in processor.arguments if name not in extra_args]
             if missing and len(missing) < len(processor.arguments):
@@ -81,14 +84,15 @@ class LogitRulesSpec:
         stop_ids: Collection[int],
         bad_words: Sequence[Sequence[int]],
     ) -> np.ndarray:
-        """Pack the rules of a sequence with this prompt and output so far: all fields of `widths`, int32 [width].
+        """Return the logit rules of a sequence as one array, int32 [width]: the fields of `widths` in order.
 
-        `stop_ids` are the tokens that end the sequence; `bad_words` are the token ids of words that it must not hold,
-        at most MAX_BAD_TOKENS together. The words' matches go on from the end of the output.
+        `prompt` and `output` are its token ids so far, which penalties count. `stop_ids` are the tokens that end the
+        sequence. `bad_words` are the token ids of each word that the output must not hold, at most MAX_BAD_TOKENS
+        together, which the caller has checked. Words that the end of the output has begun are marked as matched so far.
         """
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
         tokens[np.asarray(prompt, np.intp)] |= IN_PROMPT
-        # A model's own end-of-sequence id may have no row in its head.
+        # An end-of-sequence id of the model may lie outside the vocabulary, so that it has no logit.
         tokens[[token_id for token_id in self.eos_token_ids.union(stop_ids) if token_id < self.vocab_size]] |= ENDS
         bias = np.zeros(self.vocab_size, np.float32)
         if params.allowed_token_ids is not None:
@@ -97,7 +101,7 @@ class LogitRulesSpec:
         if params.logit_bias:
             bias[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
         words = _pack_words(bad_words)
-        # Earlier tokens can be no part of a match that goes on.
+        # A match holds at most as many tokens as the longest word, so earlier tokens need not be read.
         max_word_len = max(map(len, bad_words), default=0)
         for token_id in output[max(0, len(output) - max_word_len) :]:
             words = advance_matches(words, token_id, np)
@@ -111,8 +115,9 @@ class LogitRulesSpec:
 
 
 def _pack_words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the words' tokens one after the other, int32 [MAX_BAD_TOKENS], with no token matched yet; 0 behind them.
+    """Return the tokens of all words one after another, int32 [MAX_BAD_TOKENS], padded with 0; none is matched yet.
 
+    No word may be empty, and together they must fit, which callers have checked.
     Example: [[7, 8], [9]] gives 7 | IS_FIRST, 8 | IS_LAST, 9 | IS_FIRST | IS_LAST, 0, 0 …
     """
     words = np.zeros(MAX_BAD_TOKENS, np.int32)
@@ -126,21 +131,23 @@ def _pack_words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def may_come_next(words: Any, xp: ModuleType) -> Any:
-    """Return, as bools [..., B], at which entries of `words` the next token would start or continue a bad word.
+    """Return, as bools [..., B], which entries of `words` the next token may match: it starts or continues a bad word.
 
-    These are the first token of each word, and the one behind each matched token. `words` is int32 [..., B], as
-    `_pack_words` lays it out, an array of `xp`, which is numpy or jax.numpy.
+    `words`, int32 [..., B], is an array of `xp` (numpy or jax.numpy). It holds the bad words one after another: an
+    entry is one token of a word, with the bits IS_FIRST, IS_LAST and IS_MATCHED, and padding is 0. The result is true
+    for the first token of each word and for the entry after each matched one. `roll` moves the last entry in front of
+    entry 0, which does no harm: entry 0 is a first token or padding. Padding has no IS_LAST and so ends no word.
     """
     is_behind_matched = xp.roll(words, 1, axis=-1) & IS_MATCHED != 0
     return (words & IS_FIRST != 0) | is_behind_matched
 
 
 def advance_matches(words: Any, token_id: Any, xp: ModuleType) -> Any:
-    """Return `words`, int32 [..., B], with the IS_MATCHED bits that they have after one more token of the output.
+    """Return `words`, int32 [..., B], with the IS_MATCHED bits after the output has got `token_id` as its next token.
 
-    This is the Shift-And algorithm, over all words at once: with the words [7, 8] and [7, 9] and token 7 drawn, the
-    entries 0 and 2 are matched, and a token 9 then matches entry 3 alone. `words` is an array of `xp`, which is numpy
-    or jax.numpy; `token_id` broadcasts against it.
+    An entry is matched if the output ends with its word's tokens up to this one. This is the Shift-And algorithm over
+    all words at once: with the words [7, 8] and [7, 9], token 7 matches the entries 0 and 2, and a token 9 after it
+    matches entry 3 alone. `words` is an array of `xp` (numpy or jax.numpy); `token_id` broadcasts against it.
     """
     is_matched = may_come_next(words, xp) & (words & ID_MASK == token_id)
     return xp.where(is_matched, words | IS_MATCHED, words & ~IS_MATCHED)

@@ -27,7 +27,11 @@ class LogitsProcessor:
     apply: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a processor that requests could not ask for, or that cannot be called."""
+        """Check the fields, and keep `arguments` as a tuple.
+
+        Raises ConfigError if `name` is no string or only spaces, if `arguments` are not a list or tuple of different
+        strings, at least one, or if `apply` cannot be called.
+        """
         if not isinstance(self.name, str) or not self.name.strip():
             self._refuse(f"the name {shown(self.name)}", "a string that says what it does, since errors name it")
         names = self.arguments if isinstance(self.arguments, list | tuple) else ()

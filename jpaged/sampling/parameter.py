@@ -53,7 +53,12 @@ def parameter(
     is_rule: bool = False,
     hash: bool | None = None,
 ) -> Any:
-    """Return a field of the table. `is_rule`: a value other than the default changes logits, in mode FULL."""
+    """Return a dataclass field of a sampling parameter, with what is known of it in the field's metadata.
+
+    `rule` takes a caller's value and returns the value to keep, or raises Unfit. `flag` is None if no command-line flag
+    sets the parameter, `column` is None if it does not travel to the device as one number. `is_rule`: a value other
+    than the default is a logit rule, which only samplers of mode FULL apply. `hash` is as in `dataclasses.field`.
+    """
     return checked(default, rule, hash=hash, flag=flag, column=column, is_rule=is_rule or column is Column.RULE)
 
 
@@ -66,7 +71,11 @@ def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
-    """Take a string or a list of strings as a tuple; None is an empty one."""
+    """Return a string, or a list or tuple of strings, as a tuple of strings; None gives an empty tuple.
+
+    Raises Unfit for another type, more than MAX_STOPS strings, or a string that is empty, longer than MAX_STOP_CHARS or
+    holds a lone surrogate.
+    """
     items, allowed = [value] if isinstance(value, str) else value, "a non-empty string or a list of them"
     strings = _items(items, lambda item: isinstance(item, str) and item, allowed)
     if len(strings) > MAX_STOPS or any(len(string) > MAX_STOP_CHARS for string in strings):
@@ -98,7 +107,11 @@ def words(value: Any) -> tuple[str, ...]:
 
 
 def biases(value: Any) -> dict[int, float]:
-    """Take a mapping of token ids to numbers; ids may be written as strings, as the keys of JSON are."""
+    """Return a mapping of token ids to biases as a dict of int to float.
+
+    Ids may be strings of digits too, because the keys of JSON objects are strings. Raises Unfit for a value that is no
+    mapping of ids to numbers, a bias outside ±MAX_BIAS, more than MAX_BIASES ids, or an id given twice (1 and "1").
+    """
     allowed = f"a mapping of token ids ≥ 0 to numbers in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
     if not isinstance(value, Mapping):
         raise Unfit(allowed)

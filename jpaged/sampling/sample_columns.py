@@ -53,10 +53,11 @@ def pack_columns(
     stop_ids: Iterable[int],
     given_token: int | None = None,
 ) -> np.ndarray:
-    """Return the columns of a sequence behind STEP_FIELDS, int32 [len(SAMPLE_FIELDS) − len(STEP_FIELDS)].
+    """Return the SAMPLE_FIELDS after STEP_FIELDS of one sequence, int32: those fixed while it has its state slot.
 
-    `seed` has 64 bits and travels as two columns. `given_token` is the token that the sequence gets instead of drawing
-    one. Of `stop_ids` the lowest are packed; the host finds the others once it has read the token.
+    `sample_index` is the sequence's index in its request. `seed` has 64 bits and travels as two columns, the low half
+    first. `given_token` is a token that the sequence gets instead of drawing one, None for a draw. Of `stop_ids`, the
+    token ids that end the sequence, the lowest four are packed. The host checks all of them when it reads a token.
     """
     stops = sorted(stop_ids)[: len(STOP_FIELDS)]
     packed = _PACKED.pack(

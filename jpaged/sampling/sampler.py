@@ -141,12 +141,13 @@ def sample(
     settings: SampleSettings = PLAIN,
     rules: LogitRulesState | None = None,
 ) -> SampledRows:
-    """Sample a token for every row from its logits, after its rules if there are any, and score it if the mode does.
+    """Return a token for every row, with whether its logits are finite; with scores in the modes SCORED and FULL.
 
-    The likeliest token of every row is found first. Then the rows that need rules or a draw are computed in batches
-    that overwrite its results, and last the rows that need scores.
+    `rows` are the parameters of the rows, `rules` the logit rules of all state slots; None if the mode reads none.
+    The likeliest token of every row is found first, as if all were greedy. Rows that need rules or a draw are then
+    computed in batches, which replace these results. Last, the rows that ask for scores are scored.
     """
-    if mode is SampleMode.SCORED:
+    if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
     control_flow = settings.control_flow
     batch = _Batch(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules, mode is SampleMode.FULL)
@@ -171,9 +172,9 @@ def sample(
     is_finite = drawn.is_finite & is_finite_before_rules
 
     def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
-        return _with_rows(scores, selection, batch.score(selection, token_ids[selection]))
+        return _with_rows(scores, selection, batch.score_tokens(selection, token_ids[selection]))
 
-    shapes = jax.eval_shape(lambda: batch.score(slice(None), token_ids))
+    shapes = jax.eval_shape(lambda: batch.score_tokens(slice(None), token_ids))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     scores = control_flow.for_row_batches(rows.score > 0, row_work, score, no_scores, num_keys=len(RowWork))
     scores = replace(scores, log_kept_masses=drawn.log_masses if batch.has_masses else None)
@@ -215,9 +216,11 @@ class _Batch:
     """Whether rows may ask for the probability that truncation left."""
 
     def with_rules(self, selection: RowSelection, use: Callable[[BlockRows], T]) -> T:
-        """Return what `use` gives for the logits of the selected rows after their rules.
+        """Return `use(logits)` for the logits of the selected rows, after the rules of their state slots.
 
-        If no selected row has rules, `use` reads the model's logits in place, without a copy.
+        If no selected row has rules (all have the ruled slot 0), `use` reads the model's logits in place, without a
+        copy. With control flow that has branches, this is decided when the program runs; else it applies the rules of
+        slot 0, which change nothing.
         """
         rules, params = self.rules, self.rows.at(selection)
         unruled = self.logits._replace(selection=selection)
@@ -232,9 +235,12 @@ class _Batch:
         return self.settings.control_flow.compute_if(jnp.any(params.ruled_slot > 0), use_ruled, lambda: use(unruled))
 
     def draw(self, logits: BlockRows, selection: RowSelection, is_drawn: Bool[Array, " r"]) -> _DrawnRows:
-        """Return a token for each selected row: a draw after truncation, or the likeliest where none is drawn.
+        """Return a token of each selected row, whether its logits are finite, and the probability mass of its draw.
 
-        `logits` are those of the selected rows after their rules.
+        `logits` are those of the selected rows after their rules. Rows with `is_drawn` get a random token among those
+        that truncation keeps. Greedy rows get the likeliest token; the token of the remaining rows, which are given
+        theirs, is not used. The mass is the logarithm of the probability of all kept tokens together, and 0 for rows
+        that do not ask for it.
         """
         params, likeliest = self.rows.at(selection), _first_maximum(logits, self.vocab_size)
         control_flow = self.settings.control_flow
@@ -242,6 +248,7 @@ class _Batch:
         no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
         def draw_all() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
+            """Return the tokens and the log masses of all selected rows; greedy rows keep their likeliest token."""
             uniforms_rL = uniforms(params, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
             weigh, kept = self._truncate(logits, params, is_drawn)
 
@@ -254,17 +261,26 @@ class _Batch:
                 masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
             return jnp.where(params.is_greedy, likeliest, draw_tokens(logits, weigh, kept, uniforms_rL)), masses
 
-        if self.rules is None:  # Then rows are selected only because a token of theirs is drawn.
+        if self.rules is None:  # Without rules, only rows with a draw are selected, so no branch is needed.
             token_ids, masses = draw_all()
         else:
             token_ids, masses = control_flow.compute_if(jnp.any(is_drawn), draw_all, lambda: (likeliest, no_masses))
         return _DrawnRows(token_ids, _is_finite(logits), masses)
 
-    def score(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
-        """Score one token of each selected row by the logits that `logprobs_mode` names."""
+    def score_tokens(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
+        """Return the logprob and rank of one token of each selected row, and the row's most likely tokens if wanted.
+
+        The setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
+        truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
+        A row with a forced token (`forced_token` is 1 + the token's id, or 0 for none) draws nothing, as its token is a
+        prompt's or was given by the request. Its logprob is tempered in both of the last two modes, by the temperature
+        that the host has packed for the row: 0, which is greedy, if the logprob must not be tempered. Greedy rows are
+        computed with temperature 1.
+        """
         params = self.rows.at(selection)
-        score_rows = partial(
+        compute = partial(
             token_scores,
+            # The column `score` holds `Score` bits: which results each row's request asks for.
             wants_tops=jnp.any(params.score & Score.TOPS > 0),
             max_logprobs=self.settings.max_logprobs,
             vocab_size=self.vocab_size,
@@ -273,19 +289,19 @@ class _Batch:
         if self.settings.logprobs_mode == "processed_logprobs":
             ones = jnp.ones_like(params.temperature)  # Processed logits have been divided by the temperature.
             return self.with_rules(
-                selection, lambda logits: score_rows(self._processed(logits, selection), token_ids, ones)
+                selection, lambda logits: compute(self._processed(logits, selection), token_ids, ones)
             )
-        # The row of a forced token has a temperature only if that token's logprob is to be tempered.
         is_tempered = (params.forced_token > 0) | (self.settings.logprobs_mode == "tempered_logprobs")
         temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
-        return score_rows(self.logits._replace(selection=selection), token_ids, temperature)
+        return compute(self.logits._replace(selection=selection), token_ids, temperature)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]
     ) -> tuple[RowFunction, KeptTokens]:
-        """Return the function that turns logits of the selected rows into weights, and which tokens are kept.
+        """Return the function that turns logits of the selected rows into weights, and the tokens that are kept.
 
-        A weight is exp((logit − row maximum) ÷ temperature), so that the largest of a row is 1.
+        A weight is exp((logit − row maximum) ÷ temperature), so that the largest of a row is 1; greedy rows have
+        temperature 1 and keep all tokens. The kept tokens' block sums are valid in rows with `is_drawn` only.
         """
         scale = _scale(logits, params)
 
@@ -295,18 +311,20 @@ class _Batch:
         return weigh, truncate(logits, weigh, params.limits, is_drawn, self.settings.control_flow)
 
     def _processed(self, logits: BlockRows, selection: RowSelection) -> BlockRows:
-        """Return the logits of the distribution that the selected rows are drawn from, divided by their temperatures.
+        """Return (logit − row maximum) ÷ temperature of the selected rows, with −inf for tokens that truncation drops.
 
-        Tokens that truncation leaves out get −inf; `logits` are those after the rules.
+        These are the logits of the distribution that tokens are drawn from. `logits` are those after the rules.
         """
         params = self.rows.at(selection)
         scale = _scale(logits, params)
+        # No row counts as drawn, since only the threshold of the kept tokens is used, not their block sums.
         weigh, kept = self._truncate(logits, params, jnp.zeros_like(params.is_greedy))
 
         def heights(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
             """Return 1 ÷ (1 − x) of scaled logits x ≤ 0: it ascends with x as eˣ does, but is never rounded to 0."""
             return 1.0 / (1.0 - scale(logits_rn))
 
+        # Weights of unlikely tokens are rounded to 0, where they tie: top-k is applied again to heights, which do not.
         is_kept = weigh(logits.values) >= kept.threshold[:, None]
         is_kept &= is_in_top_k(logits, heights, params.limits.top_k, self.settings.control_flow)
         return block_rows(jnp.where(is_kept, scale(logits.values), -jnp.inf))
@@ -339,18 +357,21 @@ def _is_finite(logits: BlockRows) -> Bool[Array, " r"]:
 
 
 def uniforms(rows: SamplingRows, purpose: int, num_draws: int) -> Float[Array, "R num_draws"]:
-    """Return random numbers in [0, 1) per row, with 24 random bits each; a larger `num_draws` only adds to them.
+    """Return `num_draws` random numbers in [0, 1) for each row, multiples of 2⁻²⁴.
 
-    The key is Threefry's, from the seed, with the sample index, the output index and the purpose folded in.
+    Each row has a Threefry key of its own: its 64-bit seed, with the sample index, the output index and `purpose` (such
+    as PURPOSE_SAMPLE) folded in. The numbers depend on nothing else, and a larger `num_draws` keeps the first ones.
     """
 
     def row_bits(
         low: UInt32[Array, ""], high: UInt32[Array, ""], sample_index: Int[Array, ""], output_index: Int[Array, ""]
     ) -> UInt32[Array, " num_draws"]:
+        """Return the random bits of one row, whose seed has the halves `low` and `high`."""
         key = jax.random.wrap_key_data(jnp.stack([high, low]), impl="threefry2x32")
         for part in (sample_index, output_index, jnp.int32(purpose)):
             key = jax.random.fold_in(key, part)
-        # JAX's default, set here because without it the bits would depend on `num_draws`.
+        # This is JAX's default. It is set here because a process may have turned it off, and the first bits would then
+        # depend on `num_draws`.
         with jax.threefry_partitionable(True):
             return jax.random.bits(key, (num_draws,), jnp.uint32)
 

@@ -180,7 +180,11 @@ class SamplingParams(
     """Arguments of the engine's `logits_processors`, by name."""
 
     def __post_init__(self) -> None:
-        """Check each field by its rule, then those that depend on another one. Raises InvalidRequestError."""
+        """Check each field by its own rule, then the pairs of fields that exclude each other.
+
+        Raises InvalidRequestError if a rule refuses a value, for several greedy samples, for `min_tokens` above
+        `max_tokens`, for `log_kept_mass` without `logprobs`, and for `stop` without `detokenize`.
+        """
         self._check_fields()
         if self.n > 1 and self.is_greedy:
             allowed = f"1 at temperature {self.temperature:g}, where all samples are equal"
@@ -254,9 +258,11 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
         return self.beam_width + num_end_ids
 
     def as_samples(self, num_top_tokens: int) -> SamplingParams:
-        """Return the parameters of a request that computes a beam search: its samples are the running beams.
+        """Return the sampling parameters of the request that computes this beam search: one sample per running beam.
 
-        Each step scores the `num_top_tokens` most likely next tokens of each beam; the search chooses among them.
+        Each step gives the logprobs of the `num_top_tokens` most likely next tokens of each beam. The search chooses
+        among them on the host, so what the samples draw does not matter. Text is not decoded, and there are no outputs
+        before the end.
         """
         return SamplingParams(
             n=self.beam_width,

@@ -56,9 +56,10 @@ class _Bounds(NamedTuple):
 def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minimum: KeptMinimum) -> Int[Array, " R"]:
     """Return by bisection the highest threshold ≥ `low` of each limited row that keeps at least `minimum`.
 
-    Thresholds are the bits of float32 numbers, as int32; weights are in [0, 1]. The range is halved until at most one
-    weight lies between the bounds of every limited row: further passes would not change which weights are kept. What is
-    returned for rows that are not limited means nothing. Without a limited row there is no pass at all.
+    A threshold keeps the weights that reach it. Thresholds are the bits of float32 numbers, as int32; weights are in
+    [0, 1]. `low` must keep enough; if it does not, it is returned. The range is halved until at most one weight lies
+    between the bounds of every limited row: further passes would not change which weights are kept. The results for
+    rows that are not limited mean nothing. Without a limited row there is no pass at all.
     """
 
     def is_open(bounds: _Bounds) -> Bool[Array, ""]:
@@ -73,20 +74,23 @@ def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minim
         lowered = bounds._replace(high=middle, num_high=count)
         return jax.tree.map(partial(jnp.where, is_enough), raised, lowered)
 
+    # No weight is above 1. The number of weights that reach `low` is not known yet: all of them is an upper bound.
     high, num_low = jnp.full_like(low, BITS_OF_ONE + 1), jnp.full_like(low, weights.shape[1])
     return lax.while_loop(is_open, halve, _Bounds(low, high, num_low, jnp.zeros_like(low))).low
 
 
 def section_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minimum: KeptMinimum) -> Int[Array, " R"]:
-    """Return what `bisect_thresholds` returns, or thresholds that keep the same weights, in NUM_CUTS passes.
+    """Return the highest threshold ≥ `low` of each limited row that keeps at least `minimum`, in NUM_CUTS passes.
 
-    A section search: each pass cuts the range of bits [low, high) into NUM_PARTS parts, with a threshold at each inner
-    edge, and goes on in the part that holds the answer. The last range holds one number. Rows that are not limited are
-    searched like the others.
+    Thresholds are the bits of float32 numbers, as int32; weights are in [0, 1], and `low` must keep enough of them.
+    This is a section search: each pass cuts the range of bits [low, high) into NUM_PARTS parts, tries a threshold at
+    each inner edge, and continues in the part that holds the answer. The last range holds one number. The results for
+    rows that are not limited mean nothing.
     """
     num_edges = NUM_PARTS - 1
 
     def cut(_: Array, bounds: tuple[Int[Array, " R"], Int[Array, " R"]]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+        """Return the part of each row's range (low, high) that begins at the last edge that keeps enough weights."""
         low, high = bounds
         part_size = (high - low + NUM_PARTS - 1) // NUM_PARTS
         edges = low[:, None] + part_size[:, None] * jnp.arange(1, num_edges + 1)[None]
@@ -94,7 +98,8 @@ def section_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], mini
         is_enough = (
             (edges < high[:, None]) & (counts >= minimum.min_count[:, None]) & (masses >= minimum.min_mass[:, None])
         )
-        # Rounding may let a sum rise where it should not: the first edge that keeps too little ends the range.
+        # Sums should fall from edge to edge, but rounding may raise one. So only the edges before the first one that
+        # keeps too little count: the running product is 1 up to there.
         low += part_size * jnp.sum(jnp.cumprod(is_enough.astype(jnp.int32), axis=1), axis=1)
         return low, jnp.minimum(low + part_size, high)
 
@@ -116,9 +121,9 @@ def kept_mass(weights: Float[Array, "*rows n"], threshold: Float[Array, "*rows"]
 def kept_count_and_mass(
     weights: Float[Array, "*rows n"], threshold: Float[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
-    """Return how many weights reach the threshold, and their sum.
+    """Return how many weights along the last axis reach the threshold of their row, and the sum of these weights.
 
-    Both come from one reduction: two of them take a CPU ten times as long.
+    Both come from one reduction, because two separate reductions take a CPU ten times as long.
     """
     is_kept = weights >= threshold[..., None]
     operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
@@ -135,10 +140,11 @@ def sum_pairs(counts: Int[Array, "*rows n"], masses: Float[Array, "*rows n"], *,
 def kept_counts_and_masses(
     weights: Float[Array, "R V"], thresholds: Float[Array, "R n"]
 ) -> tuple[Int[Array, "R n"], Float[Array, "R n"]]:
-    """Return how many weights reach each threshold of their row, and their sum; thresholds are above 0.
+    """Return, for each of a row's n thresholds, how many weights reach it and the sum of these weights.
 
-    One reduction along each block of weights gives the n counts and the n sums of all blocks, and a second one adds up
-    the blocks: a single running sum over a vocabulary would be off by 1e-5.
+    Thresholds must be above 0, and V a multiple of BLOCK (rows are padded with weights of 0). One reduction along each
+    block gives the n counts and the n sums of that block, and a second one adds up the blocks: a single running sum
+    over a vocabulary would be off by 1e-5.
     """
     num_rows, num_thresholds = thresholds.shape
     blocks_RbB = weights.reshape(num_rows, -1, BLOCK)

@@ -34,9 +34,11 @@ class TokenScores:
     """The logarithm of the probability that truncation left, 0 for rows that do not ask for it; in mode FULL alone."""
 
     def top(self, row: int, num_tops: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and logprobs of the `num_tops` most likely tokens of a row, most likely first; −1 asks for all.
+        """Return the token ids and logprobs of the `num_tops` most likely tokens of a row, most likely first.
 
-        Runs on the host, once the scores have been copied there.
+        −1 asks for the whole vocabulary, which needs `all_logprobs`. Of tokens with equal logprobs the lower id comes
+        first. If no other tokens were scored, `num_tops` must be 0, and both arrays are empty. Call this on the host,
+        after the scores have been copied there.
         """
         if self.all_logprobs is None and self.top_token_ids is None:
             assert num_tops == 0, "no other tokens were scored"
@@ -47,7 +49,7 @@ class TokenScores:
             return np.asarray(self.top_token_ids[row, :num_tops]), np.asarray(self.top_logprobs[row, :num_tops])
         logprobs = np.asarray(self.all_logprobs[row])
         if 0 <= num_tops < len(logprobs):
-            # Tokens that tie with the last one are candidates too: the lower id goes first.
+            # Sort only the tokens that reach the logprob of the last one wanted. All that tie with it are candidates.
             lowest_logprob = np.partition(logprobs, -num_tops)[-num_tops] if num_tops else np.inf
             ids = np.flatnonzero(logprobs >= lowest_logprob)
         else:
@@ -66,11 +68,12 @@ def token_scores(
     vocab_size: int,
     control_flow: ControlFlow,
 ) -> TokenScores:
-    """Score one token of each selected row by log-softmax of logits ÷ temperature, with its rank in the row.
+    """Return the logprob and rank of one token of each selected row, by the log-softmax of logits ÷ temperature.
 
-    `max_logprobs` is how many most likely tokens are scored beside it: 0 for none, −1 for the whole vocabulary. They
-    may be left out, as zeros, if `wants_tops` is false: no row asks for more than its own token's score. The row
-    maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
+    `max_logprobs` is how many most likely tokens are returned beside it: 0 for none, −1 for the logprobs of the whole
+    vocabulary. If `wants_tops` is false, no row asks for the most likely tokens, and zeros may be returned for them.
+    The row maximum is subtracted from logits first, before the logarithm of the total: in the other order, the rounding
+    of large logits would show in the result.
     """
     block_ids = token_ids[:, None] // BLOCK
     token_logit = jnp.take_along_axis(logits.take_blocks(block_ids)[:, 0], token_ids[:, None] % BLOCK, axis=1)
@@ -105,11 +108,12 @@ def _ranks_and_log_totals(
     row_max: Float[Array, "r 1"],
     scale: Float[Array, "r 1"],
 ) -> tuple[Int[Array, " r"], Float[Array, "r 1"]]:
-    """Return the rank of each row's token, which is 1 for the largest logit, and the logarithm of the row's total.
+    """Return the rank of each row's token and the logarithm of the row's total, the softmax's denominator.
 
-    The total is Σ exp((logit − row_max) × scale) over the vocabulary. Both results come from one reduction along the
-    blocks, and one over the blocks' results: a CPU would take longer for the ranks than for the exponentials, and a
-    single running sum over a vocabulary would be off by 1e-6.
+    The rank is 1 + the number of larger logits. The total is Σ exp((logit − row_max) × scale) over the vocabulary;
+    `scale` is 1 ÷ temperature. One reduction along the blocks gives both results of each block, since a separate one
+    for ranks would take a CPU longer than the exponentials. A second one adds up the blocks: a single running sum over
+    a vocabulary would be off by 1e-6.
     """
     is_larger = (blocks > token_logit[:, :, None]).astype(jnp.int32)
     num_larger, totals = sum_pairs(is_larger, jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]), axis=2)

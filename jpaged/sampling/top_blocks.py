@@ -33,10 +33,10 @@ class TopBlocks(NamedTuple):
     """The largest number of all other blocks; −inf if there are no others."""
 
     def indices_in_row(self, value_indices: Int[Array, "r k"]) -> Int[Array, "r k"]:
-        """Turn indices along `values` into indices along the whole row.
+        """Return the indices in the whole row [R, V] of numbers that are given by their indices in `self.values`.
 
-        Example: with BLOCK = 128 and block_ids [[2, 7]], index 130 of `values` is number 2 of block 7: the result is
-        7 × 128 + 2 = 898.
+        A row of `values` holds the numbers of the taken blocks alone, block after block. With BLOCK = 128 and the
+        `block_ids` [[2, 7]], index 130 of `values` is number 2 of block 7, so the result is 7 × 128 + 2 = 898.
         """
         block_ids = jnp.take_along_axis(self.block_ids, value_indices // BLOCK, axis=1, mode="promise_in_bounds")
         return block_ids * BLOCK + value_indices % BLOCK
@@ -70,21 +70,26 @@ class BlockRows(NamedTuple):
         return self.blocks.at[row_ids[:, None], block_ids].get(mode="promise_in_bounds")
 
     def top_blocks(self, num_blocks: int) -> TopBlocks:
-        """Return the t = min(num_blocks, b) blocks with the largest maxima of each selected row."""
+        """Return the t = min(num_blocks, b) blocks with the largest maxima of each selected row.
+
+        They are in the order in which they stand in the row. If the row has no more blocks than `num_blocks`, they are
+        all of its blocks, and the largest number outside of them is −inf. Of equal maxima the first ones are taken.
+        """
         maxima_rb = self.maxima[self.selection]
         num_rows, blocks_per_row = maxima_rb.shape
         if blocks_per_row <= num_blocks:
             block_ids = jnp.broadcast_to(jnp.arange(blocks_per_row)[None], (num_rows, blocks_per_row))
             return TopBlocks(self.values, block_ids, jnp.full(num_rows, -jnp.inf, jnp.float32))
-        # One maximum more than is taken: it is the largest number of the blocks that are left out.
+        # One more maximum than blocks are taken: the last one is the largest number of the blocks that are left out.
         top_maxima, top_ids = _top_k(maxima_rb, num_blocks + 1)
         block_ids = jnp.sort(top_ids[:, :num_blocks], axis=-1)
         return TopBlocks(self.take_blocks(block_ids).reshape(num_rows, -1), block_ids, top_maxima[:, num_blocks])
 
     def top_k(self, k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:
-        """Return the k largest numbers of each selected row and their indices in the row.
+        """Return the k largest numbers of each selected row, the largest first, and their indices in the row.
 
-        The largest comes first; of equal numbers the one with the lower index.
+        Of equal numbers the one with the lower index comes first. Only the k blocks with the largest maxima are
+        searched, which hold the k largest numbers.
         """
         top = self.top_blocks(k)
         values, value_indices = _top_k(top.values, k)
@@ -92,10 +97,10 @@ class BlockRows(NamedTuple):
 
 
 def _top_k(values: Float[Array, "r n"], k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:
-    """Return the k largest values of each row and their indices, in a form that XLA:CPU leaves as it is.
+    """Return the k largest values of each row, the largest first, and their indices; k is at most n.
 
-    Without a barrier XLA:CPU would merge the search with slices of its result, and sort all values. One barrier for
-    both results would end the process where a program is for several devices.
+    The barriers keep XLA:CPU from merging `top_k` with slices of its results, which would make it sort all values. Each
+    result has its own barrier: a single one for both crashes the process if the program is for several devices.
     """
     largest, indices = lax.top_k(values, k)
     return lax.optimization_barrier(largest), lax.optimization_barrier(indices)

@@ -55,10 +55,11 @@ def truncate(
     is_drawn: Bool[Array, " r"],
     control_flow: ControlFlow = DYNAMIC,
 ) -> KeptTokens:
-    """Apply min-p, top-k and top-p to the weights of the selected rows, of which the largest is 1.
+    """Return the tokens of each selected row that min-p, top-k and top-p keep: a threshold, and sums of kept weights.
 
-    `weigh` turns logits [r, n] into weights. Each rule raises the row's threshold: top-k to the weight of its k-th
-    token, top-p to the highest one that keeps the share `top_p` of what is left. The block sums of rows without
+    `weigh` turns logits [r, n] into weights, of which a row's largest is 1. A token is kept if its weight reaches the
+    threshold. Min-p gives the first threshold. Then top-k raises it to the weight of the k-th token, and top-p to the
+    highest threshold that still keeps the share `top_p` of the remaining weights. The block sums of rows without
     `is_drawn` may be wrong.
     """
     has_top_k = _has_top_k(logits, limits.top_k)
@@ -82,9 +83,10 @@ def truncate(
 def is_in_top_k(
     logits: BlockRows, heights: RowFunction, top_k: Int[Array, " r"], control_flow: ControlFlow = DYNAMIC
 ) -> Bool[Array, "r bB"]:
-    """Return which tokens are among the `top_k` of their row, ranked by `heights`; rows without a limit keep all.
+    """Return which tokens are among the `top_k` most likely ones of their row; tokens that tie with the k-th are too.
 
-    `heights` turns logits [r, n] into numbers in (0, 1] that ascend with them. Tokens that tie with the k-th are kept.
+    For rows whose `top_k` is 0, or at least the padded vocabulary, all tokens are. `heights` turns logits [r, n] into
+    numbers in (0, 1] that ascend with the logits, which the search ranks tokens by.
     """
     no_mass = jnp.zeros(len(top_k), jnp.float32)
     search = _threshold_search(logits, heights, control_flow)
@@ -142,7 +144,10 @@ class _LikelyFirstSearch(_WholeRowSearch):
     """
 
     def __init__(self, logits: BlockRows, weigh: RowFunction, control_flow: ControlFlow) -> None:
-        """Weigh the tokens of each row's likely blocks, and find the weight that no token elsewhere reaches."""
+        """Weigh the tokens of each row's likely blocks, and find the lowest weight that no token elsewhere reaches.
+
+        `logits` must have more than NUM_LIKELY_BLOCKS blocks per row.
+        """
         super().__init__(logits, weigh, control_flow)
         top = logits.top_blocks(NUM_LIKELY_BLOCKS)
         largest_unlikely = weigh(top.largest_outside[:, None])[:, 0]
@@ -153,7 +158,11 @@ class _LikelyFirstSearch(_WholeRowSearch):
         self.likely_block_ids = top.block_ids
 
     def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
-        """Search likely blocks from `complete_from` on where their tokens suffice, and whole rows elsewhere."""
+        """Return the bits of each limited row's highest threshold, at least the given one, that keeps `minimum`.
+
+        If a row's likely blocks hold enough weights from `complete_from` on, the answer lies at or above it, where
+        likely blocks hold all tokens, and so only they are searched. Other rows are searched whole.
+        """
         search, (is_limited, *_) = self.control_flow.highest_thresholds, minimum
         complete_from = lax.bitcast_convert_type(self.complete_from, jnp.float32)
         suffices = minimum.is_met(*kept_count_and_mass(self.likely_weights, complete_from))
@@ -167,13 +176,17 @@ class _LikelyFirstSearch(_WholeRowSearch):
         return self._where_likely_suffice(suffices, is_limited, raised_bits, search_whole_rows)
 
     def kept_mass(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, " r"]:
-        """Return each row's kept mass, from its likely blocks if all tokens that reach the threshold lie there."""
+        """Return the sum of each row's weights that reach its threshold, from likely blocks alone if they hold them."""
         suffices, likely_mass = self._are_all_likely(threshold), kept_mass(self.likely_weights, threshold)
         from_whole_rows = partial(kept_mass, threshold=threshold)
         return self._where_likely_suffice(suffices, is_needed, likely_mass, from_whole_rows)
 
     def block_sums(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, "r b"]:
-        """Scatter the sums of the likely blocks to their indices in the row; the other blocks' sums are 0."""
+        """Return the sums of each block's weights that reach the threshold; anything in rows without `is_needed`.
+
+        If all of these weights lie in likely blocks, their sums are scattered to the blocks' indices in the row, and
+        the other blocks have the sum 0. Else whole rows are summed.
+        """
         block_ids, num_blocks = self.likely_block_ids, self.logits.maxima.shape[1]
         zeros_rb = jnp.zeros((len(block_ids), num_blocks), jnp.float32)
         likely_blocks = zeros_rb.at[jnp.arange(len(block_ids))[:, None], block_ids]
@@ -193,9 +206,10 @@ class _LikelyFirstSearch(_WholeRowSearch):
         from_likely_blocks: Array,
         from_whole_rows: Callable[[Float[Array, "r bB"]], Array],
     ) -> Array:
-        """Return `from_likely_blocks` in rows where likely blocks suffice, and elsewhere what all their weights give.
+        """Return `from_likely_blocks` for rows with `suffices`, and for others `from_whole_rows` of all their weights.
 
-        Whole rows are weighed only if a needed row has too few likely tokens.
+        Whole rows are read only if a row with `is_needed` does not suffice; otherwise the result of rows that do not
+        suffice is `from_likely_blocks` too, and means nothing.
         """
 
         def mixed() -> Array:
