@@ -337,7 +337,7 @@ def _scale(logits: BlockRows, params: SamplingRows) -> RowFunction:
 
 
 def _first_maximum(logits: BlockRows, vocab_size: int) -> Int[Array, " r"]:
-    """Return the index of each row's first maximum, in the first block with that maximum; of NaNs, the last index."""
+    """Return the lowest index of each row's maximum; the vocabulary's last index if the maximum is a NaN."""
     row_max = logits.row_max[:, None]
     block_ids = _first_true(logits.maxima[logits.selection] == row_max)
     block_starts = block_ids * BLOCK

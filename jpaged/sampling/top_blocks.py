@@ -49,7 +49,7 @@ class BlockRows(NamedTuple):
     """−inf fills up the last one."""
     maxima: Float[Array, "R b"]
     has_nan: Bool[Array, "R b"]
-    """Whether a block holds a NaN, of which the maxima say nothing: on a CPU, XLA's maximum passes over it."""
+    """Whether a block holds a NaN. The maxima may not show it, because XLA's maximum ignores NaNs on a CPU."""
     selection: RowSelection = slice(None)
     """The rows that the methods read. They read them from `blocks` directly, without a copy of all their blocks."""
 

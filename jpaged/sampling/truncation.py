@@ -30,7 +30,7 @@ search among, is at most 1, and 0 for −inf."""
 
 
 class TruncationLimits(NamedTuple):
-    """Parameters of R rows."""
+    """The truncation parameters of R rows."""
 
     min_p: Float[Array, " R"]
     """Smallest weight of a token that is kept; 0 keeps all."""
@@ -139,8 +139,8 @@ class _WholeRowSearch:
 class _LikelyFirstSearch(_WholeRowSearch):
     """Searches thresholds in the NUM_LIKELY_BLOCKS blocks with a row's likeliest tokens, and in whole rows if needed.
 
-    A row whose likely blocks suffice is answered from these alone, as nearly every row is; whole rows are read only if
-    there is one for which they do not. Which of the two answers a row depends on that row only.
+    Likely blocks suffice for a row if they hold all tokens that the answer depends on, as in nearly every row. Whole
+    rows are read only if a row needs them. Which of the two gives a row's result depends on that row only.
     """
 
     def __init__(self, logits: BlockRows, weigh: RowFunction, control_flow: ControlFlow) -> None:
