@@ -42,14 +42,16 @@ class CompilePlan:
         num_compilers: int = 2,
         on_compiled: Callable[[Key, jax.stages.Compiled], None] | None = None,
     ):
-        """`programs`: key → the function that lowers the program. `num_compilers` are compiled at the same time.
+        """Take the programs, and listen to JAX's compilations; nothing is compiled before `start`, `defer` or `get`.
 
-        `occasional` are further programs, which no step runs: each is compiled at its first use. `on_compiled` is given
-        each executable, on the thread that has compiled it.
+        `programs`: key → the function that lowers the program. `num_compilers` programs are compiled at the same time.
+        `occasional` are further programs that no step runs, such as those that replace weights: each is compiled when
+        `get` first asks for it. `on_compiled` is called with each key and its executable, on the thread that compiled
+        it; if it raises, `get` raises its error.
         """
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
-        self._occasional = dict(occasional or {})
+        self._extra_programs = dict(occasional or {})
         self._on_compiled = on_compiled
         self.waited_s = 0.0
         """Seconds that calls of `get` have waited for compilations, or for the persistent compilation cache."""
@@ -73,7 +75,8 @@ class CompilePlan:
                 count_event(event)
 
         jax.monitoring.register_event_duration_secs_listener(listen)
-        # JAX keeps its listeners. This one keeps no plan: an engine that is dropped without `close` is freed too.
+        # JAX keeps listeners forever. This one holds a weak reference only, so that a plan that is dropped without
+        # `close` is freed too; the finalizer then removes the listener.
         self._stop_listening = weakref.finalize(self, _unregister, listen)
 
     @property
@@ -90,14 +93,15 @@ class CompilePlan:
             return bool(self._deferred) or not all(future.done() for future in self._futures.values())
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile these keys in the background, in this order; report each by `progress(num_done, total)`.
+        """Start compiling these keys in the background, in this order, and return at once.
 
-        Keys that were started before are left out. Raises KeyError for a key outside the plan, because the set of
-        shapes is fixed at start.
+        Keys that were started before are left out. `progress(num_done, total)` is called once with `num_done` 0, and
+        then after each new key has ended, also if it failed. Raises KeyError for a key outside the plan, because the
+        set of shapes is fixed; no key is started then.
         """
         with self._lock:
             new_keys = [key for key in dict.fromkeys(keys) if key not in self._futures]
-            if unknown := [key for key in new_keys if key not in self.programs and key not in self._occasional]:
+            if unknown := [key for key in new_keys if key not in self.programs and key not in self._extra_programs]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
             if progress is not None and new_keys:
                 progress(0, len(new_keys))
@@ -108,7 +112,10 @@ class CompilePlan:
                     future.add_done_callback(lambda _: progress(next(num_done), len(new_keys)))
 
     def defer(self, keys: Iterable[Key]) -> None:
-        """Compile these in the background once `start_deferred` is called, or after DEFERRED_START_S seconds."""
+        """Compile these keys in the background once `start_deferred` is called, or after DEFERRED_START_S seconds.
+
+        They replace keys that were deferred before and are not started yet.
+        """
         with self._lock:
             self._deferred = list(keys)
             if self._deferred:
@@ -124,9 +131,10 @@ class CompilePlan:
                 self.start(keys)
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """Return the executable of `key`; wait for it if it is not ready, but not for others before it in the queue.
+        """Return the executable of `key`; if it is not ready, compile it at once and wait for it.
 
-        Raises what its compilation raised.
+        A key that still waits in the queue goes to a thread for urgent keys, past all others; the time waited is added
+        to `waited_s`. Raises what the compilation raised, and KeyError for a key outside the plan.
         """
         with self._lock:
             future = self._futures.get(key)
@@ -134,7 +142,7 @@ class CompilePlan:
             wait_start_s = time.monotonic()
             with self._lock:
                 self.start([key])
-                # A compilation can be cancelled while it is still in the queue; it then goes past the queue.
+                # `cancel` succeeds only while the key still waits in the queue.
                 if self._futures[key].cancel():
                     self._futures[key] = self._urgent.submit(self._compile, key)
                 future = self._futures[key]
@@ -143,9 +151,9 @@ class CompilePlan:
         return future.result()
 
     def wait(self) -> None:
-        """Wait for everything that was asked for; raise what a compilation raised.
+        """Wait until every key that was started is compiled; raise the error of the first one that failed, in order.
 
-        Must not be called while another thread may be in `get`, which replaces futures.
+        Must not be called while another thread may be in `get`, which cancels futures and replaces them.
         """
         with self._lock:
             futures = list(self._futures.values())
@@ -162,7 +170,7 @@ class CompilePlan:
             self._serving.discard(threading.get_ident())
 
     def stats(self) -> dict[str, float | int]:
-        """Count executables and the time that steps waited for them, under the names of `Engine.stats`."""
+        """Return counts of executables, and the seconds that `get` has waited, under the names of `Engine.stats`."""
         return {
             "executables": self.num_compiled,
             "planned_executables": len(self.programs),
@@ -171,7 +179,10 @@ class CompilePlan:
         }
 
     def close(self) -> None:
-        """Stop compiling and counting, and drop the executables. Waits for compilations that have begun."""
+        """Stop compiling and counting, and drop the executables. Further calls do nothing.
+
+        Compilations that wait in a queue are cancelled; those that have begun are waited for.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -184,15 +195,19 @@ class CompilePlan:
         self._futures.clear()
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        """Lower and compile the program of `key`, on a thread of the plan; log an error as well as raise it."""
+        """Lower and compile the program of `key`, and return its executable. Runs on a thread of the plan.
+
+        Programs are traced without x64, whatever the process has set, since engines compute with 32 bits. An error of
+        tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it.
+        """
         try:
             with without_x64():
-                compiled = (self.programs.get(key) or self._occasional[key])().compile()
+                compiled = (self.programs.get(key) or self._extra_programs[key])().compile()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
             return compiled
         except Exception as error:
-            # `get` raises it, with its traceback, but may never be called.
+            # `get` raises the error with its traceback, but it may never be called for this key.
             logger.error("%s was not compiled: %s: %s", key, type(error).__name__, one_line(error))
             raise
 
@@ -205,8 +220,8 @@ class CompilePlan:
 def without_x64() -> AbstractContextManager[None]:
     """Return a context in which JAX traces without x64, whatever the process has set.
 
-    An engine's arrays are of 32 bits at most, and its kernels are written for indices of 32 bits. `jax_enable_x64`
-    would widen what a program computes between them, and so draw other tokens, or none.
+    An engine's arrays have 32 bits at most, and its kernels are written for indices of 32 bits. With `jax_enable_x64`
+    programs would compute intermediate values in 64 bits, and so draw other tokens or fail.
     """
     return jax.enable_x64(False)
 

@@ -60,8 +60,8 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
     """Return the key of the forward program for a step of this many tokens.
 
-    `decodes_only`: each row has one token. Some token buckets have a program for such steps alone, and some of them
-    have no other.
+    `decodes_only` says that each row of the step has one token. Such steps run a program of their own in some token
+    buckets. A bucket that has no other program runs this one even if `decodes_only` is false.
     """
     bucket = buckets.tokens_for(num_tokens)
     has_decode_program = buckets.has_decodes_apart(bucket)
@@ -115,10 +115,10 @@ class Programs:
         hidden_size: int,
         options: ProgramOptions | None = None,
     ):
-        """`weights` and `cache` hold shapes only: weights as `abstract_weights` makes them, a cache without pages.
+        """Make the functions in `lower`; nothing is lowered or compiled yet, and no device memory is taken.
 
-        The buckets of the builder say which forward programs, samplers and decode programs there are. The token
-        buckets, state slots and page tables are those of `builder`.
+        `weights` and `cache` hold shapes only: weights as `abstract_weights` makes them, a cache without pages. The
+        token buckets, modes, state slots and page tables are those of `builder`, so that its steps fit the programs.
         """
         options = options or ProgramOptions()
         self.weights = weights
@@ -157,7 +157,10 @@ class Programs:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
     def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
-        """Lower the forward program for steps of one layout."""
+        """Lower the forward program for steps of one layout; the device state is donated.
+
+        The executable takes the weights as a flat tuple of arrays, as calls with a tree of modules are slower.
+        """
         leaves, tree = jax.tree.flatten(self.weights.state)
 
         def run(leaves: Leaves, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
@@ -167,9 +170,9 @@ class Programs:
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-        """Yield a sample program, and a decode program if there is one: the name, the function and its arguments.
+        """Yield (name, function, abstract arguments) of one sample program, and of one decode program if there is any.
 
-        They are for tracing: the arguments are abstract shapes.
+        They let a caller check by tracing alone what a model computes after a forward step. One size is enough.
         """
         mode = self._buckets.modes[0]
         yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
@@ -178,7 +181,10 @@ class Programs:
             yield "decode", *self._decode_program(self._builder.layouts[size, True], mode)
 
     def _decode_program(self, layout: StepLayout, mode: SampleMode) -> Program:
-        """Return the decode program of one mode for steps of one layout, and the shapes of its arguments."""
+        """Return the function of a decode program, for steps of one layout in one mode, and its abstract arguments.
+
+        The function takes the weights as a flat tuple, (device state, logit rules), and a step's buffer.
+        """
         leaves, tree = jax.tree.flatten(self.weights.state)
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
 
@@ -201,7 +207,11 @@ class Programs:
         return self._rules if mode is SampleMode.FULL else None
 
     def _sample_program(self, num_rows: int, mode: SampleMode) -> Program:
-        """Return the sampler of this many rows, and the shapes of its arguments."""
+        """Return the function of a sample program, for this many rows in one mode, and its abstract arguments.
+
+        The function takes only the weights that logits need, the sampling state, the hidden states, and the columns of
+        the largest sample bucket, of which it reads the first `num_rows`.
+        """
         leaves, unflatten = self.weights.split_logits()
 
         def run(leaves: Leaves, state: SamplingState, hidden: jax.Array, columns: jax.Array) -> Any:
@@ -237,9 +247,11 @@ class Programs:
 
 
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
-    """Return the programs that move pages of a cache of this layout; without host pages, only the copy.
+    """Return the functions that lower the programs which move pages of a cache: copy, swap-out and swap-in, by key.
 
-    Each moves up to MAX_MOVES pages. The copy and the swap-in take the cache's arrays as donated arguments.
+    If `num_host_blocks` is 0 there is only the copy. Each program moves MAX_MOVES pages, padding included. A swap-out
+    returns the pages as arrays of their own, which a swap-in takes. Copy and swap-in change the cache: they take its
+    arrays as donated arguments and return them.
     """
     cache = cache_arrays(layout, mesh)
     page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))

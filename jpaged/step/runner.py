@@ -50,7 +50,7 @@ class StepOutputs:
 
     sampled: SampledRows | None
     scored: tuple[SampledRows, ...] = ()
-    """Scores of prompt tokens, one piece per sampler call; only the last piece has padding rows."""
+    """Scores of prompt tokens, one object per sampler call; only the last one has padding rows."""
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.sampled, self.scored)):
@@ -74,7 +74,10 @@ class Runner:
     """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
     def __init__(self, *, weights: Weights, compile_plan: CompilePlan, buckets: Buckets, mesh: Mesh):
-        """Take weights that are on their devices, and run `compile_plan`'s program that makes the device state."""
+        """Take weights that are on their devices, and allocate the device state; wait for that program's compilation.
+
+        `compile_plan` holds the executables, `buckets` the padded sizes and modes that they are compiled for.
+        """
         self.store = WeightStore(weights)
         self.state: DeviceState
         self.rules: LogitRulesState
@@ -105,7 +108,9 @@ class Runner:
     def dispatch(self, step: StepInputs) -> StepOutputs:
         """Start a step: its page moves in order, its page-table changes and logit rules, then its rows.
 
-        Returns before the device is done, unless more than MAX_SWAPS_UNDER_WAY batches of pages would be under way.
+        Returns before the device is done; waits only if more than MAX_SWAPS_UNDER_WAY batches of swapped pages would be
+        under way, or for an executable that is not compiled yet. A step with `decode_lens` runs a decode program. Any
+        other step with rows runs a forward program, and then samplers for sampled rows and for scored prompt tokens.
         """
         self._move(step.moves)
         for changes in step.table_updates:
@@ -123,9 +128,10 @@ class Runner:
         return StepOutputs(sampled, tuple(self._score(step)))
 
     def measure_swap(self) -> float:
-        """Return how many bytes per second go to the host and back, measured on a batch of null pages.
+        """Return the bytes per second of swapping pages, out and in counted together; measured on MAX_MOVES pages.
 
-        Waits for the device; must not be called while a step is in flight.
+        All of them are the null page, which belongs to no sequence, so no content is lost. Waits for the device; must
+        not be called while a step is in flight.
         """
         null_pages = [NULL_PAGE] * MAX_MOVES
 
@@ -168,7 +174,10 @@ class Runner:
         return columns
 
     def _decode(self, step: StepInputs) -> SampledRows:
-        """Start the decode program of a step and return its sampled rows, [K, R]."""
+        """Start the decode program of a step and return its sampled rows, [K, R], which may not be computed yet.
+
+        A program of mode FULL reads and changes the logit rules; others take None for them and return None.
+        """
         assert step.layout is not None
         assert step.packed is not None
         mode = self.buckets.decode_mode_for(step.mode)
@@ -187,9 +196,10 @@ class Runner:
             num_left -= num_rows
 
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
-        """Start the sampler for the hidden states of the last forward program; return its results.
+        """Start the sample program on the hidden states of the last forward program; return the sampled rows.
 
-        `columns` are the SAMPLE_FIELDS of `num_rows` rows, and of padding behind them.
+        `columns` are the SAMPLE_FIELDS of `num_rows` rows, then padding; the results are padded to the sample bucket. A
+        program of mode FULL reads and changes the logit rules; others take None for them and return None.
         """
         mode = self.buckets.mode_for(mode)
         key = sample_key(self.buckets, num_rows, mode)
@@ -200,9 +210,10 @@ class Runner:
         return sampled
 
     def _move(self, moves: list[PageMove]) -> None:
-        """Dispatch the page moves in their order; consecutive moves of one `MoveKind` form a batch.
+        """Start the page moves in their order, in batches of consecutive moves of one `MoveKind`.
 
-        Sources and destinations are page numbers of the device pool, of the host pool on the host side of a swap.
+        Sources and destinations are page numbers of the device pool; only the destination of a swap-out and the source
+        of a swap-in are page numbers of the host pool. Swapped bytes are added to `swap_bytes`.
         """
         for kind, batch in _batches(moves):
             sources = [move.source for move in batch]
@@ -219,10 +230,10 @@ class Runner:
                     self._swap_in([self._host_pages[source] for source in sources], destinations)
 
     def _swap_out(self, sources: list[int]) -> list[Page]:
-        """Start copying device pages to the host; return the host pages.
+        """Start copying these device pages, at most MAX_MOVES, to the host; return the host pages in the same order.
 
-        The pages are first gathered into arrays of their own, so that later steps may run, and overwrite the pages,
-        during the transfer.
+        The pages are first gathered into arrays of their own on the device, so that later steps may overwrite the pages
+        during the transfer. Waits first if MAX_SWAPS_UNDER_WAY batches are under way.
         """
         self._wait_for_room()
         staged = self._run(programs.SWAP_OUT_KEY, self._pages, self._page_list(sources))
@@ -231,10 +242,14 @@ class Runner:
         return pages
 
     def _swap_in(self, pages: list[Page], destinations: list[int]) -> None:
-        """Start copying host pages into the cache, to these pages of the device pool."""
+        """Start copying host pages, at most MAX_MOVES, into the cache, to these pages of the device pool.
+
+        They travel to arrays of their own on the device; a program then writes these into the cache. Waits first if
+        MAX_SWAPS_UNDER_WAY batches are under way.
+        """
         self._wait_for_room()
         staged = jax.device_put(pages, [self._device_shardings] * len(pages))
-        staged += staged[-1:] * (MAX_MOVES - len(staged))  # Padding, which goes to the null page.
+        staged += staged[-1:] * (MAX_MOVES - len(staged))  # Padding repeats the last page; it goes to the null page.
         page_list = self._page_list(destinations)
         cache_pages, completion = self._run(programs.SWAP_IN_KEY, self._pages, tuple(staged), page_list)
         self._replace_pages(cache_pages)
@@ -264,6 +279,7 @@ class Runner:
         return self.state.cache.pages
 
     def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:
+        """Make these arrays the pages of the paged cache."""
         self.state = replace(self.state, cache=replace(self.state.cache, pages=pages))
 
     def drop_state(self) -> None:
@@ -283,7 +299,7 @@ def _batches(moves: list[PageMove]) -> Iterator[tuple[MoveKind, list[PageMove]]]
 
 
 def _shortest_s(run: Callable[[], object]) -> float:
-    """Return the seconds of the shortest of three runs: the first run may also compile and pin memory."""
+    """Call `run` three times and return the seconds of the shortest call; the first may also compile and pin memory."""
     times_s = []
     for _ in range(3):
         start = time.perf_counter()

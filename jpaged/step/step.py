@@ -93,15 +93,16 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 def forward(
     graph: nnx.GraphDef[Any], weights: nnx.State, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
-    """Compute every token of the step; return the new state and the buffer's SAMPLE_FIELDS, for the sampler.
+    """Run the model on every token of the step; return the new device state, and the rows to sample as SAMPLE_FIELDS.
 
     `graph` and `weights` are the two halves of the model (`nnx.merge`); `packed` is a step's buffer, which `layout`
-    cuts into sections. `state` is donated: its pages take the new keys and values, its `hidden` the hidden states.
+    cuts into sections. `state` is donated: its pages take the new keys and values, and its `hidden` takes the hidden
+    states of the step's tokens, from which a sampler computes logits afterwards. Nothing is sampled here.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     packed_ids = view["token_ids"]
-    # An id −(s + 1) stands for the token that state slot s has sampled last.
+    # An id −(s + 1) stands for the token that state slot s has sampled last; s ≥ 1, since slot 0 is no sequence's.
     from_slot = state.last_tokens[jnp.where(packed_ids <= -2, -packed_ids - 1, 0)]
     model = _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
@@ -120,12 +121,13 @@ def trial(
     tables: Int[Array, "groups slots P"],
     packed: Int[Array, " n"],
 ) -> Float[Array, "T D"]:
-    """Return the hidden states of a step without a device state, to trace a model without running it.
+    """Return the hidden states of one step. Callers only trace this function, to check a model without running it.
 
-    `layers` are the attention layers that the model's config announces, `tables` the page tables of all state slots.
+    `packed` is a step's buffer, which `layout` cuts into sections. `tables` are the page tables of all state slots,
+    `layers` the attention layers that the model's config announces.
 
-    Raises ValueError for a model that does not attend as `layers` say, or that returns something other than the cache
-    of its last `attend`.
+    Raises ValueError if the model does not attend exactly as `layers` say, or if it returns something other than the
+    cache that its last `attend` returned.
     """
     view, model = layout.view(packed), _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
@@ -145,7 +147,11 @@ def _merged(graph: nnx.GraphDef[Any], weights: nnx.State) -> Model:
 
 
 def _metadata(view: Sections, tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
-    """Return what attention reads of a step; each row gets the page table of its state slot."""
+    """Return what attention reads of a step, from the sections of its buffer (`view`).
+
+    `tables` are the page tables of all state slots after the step's changes; each row gets that of its own slot.
+    `decodes_only` says that every row has exactly one token.
+    """
     counts = _counts(view)
     return AttentionMetadata(
         positions=view["positions"],
@@ -175,9 +181,11 @@ def sample_rows(
     settings: SampleSettings,
     mesh: Mesh | None = None,
 ) -> tuple[SamplingState, SampledRows]:
-    """Sample rows, padding included; keep each token in its state slot, and in its slot's rules.
+    """Sample one token for each of R rows, padding included; return the new sampling state and the sampled rows.
 
-    `columns` are the SAMPLE_FIELDS of the rows; they say which hidden state each row is drawn from, or scored.
+    `columns` are the SAMPLE_FIELDS of the rows; the field "token" says which hidden state a row is sampled from. The
+    row's token is written to its state slot (padding and rows that only score a prompt token write slot 0), and is
+    counted in the logit rules of that slot if there are rules. `mesh` is None on a single device.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
     logits_RV = _whole_logits(_merged(graph, weights), hidden_TD[columns[TOKEN]], mesh)
@@ -189,11 +197,11 @@ def sample_rows(
 
 
 def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
-    """Return the logits of the whole vocabulary in float32, whatever dtype a caller's own module gives them in.
+    """Return the logits of the whole vocabulary on every device, in float32 whatever dtype the model returns.
 
     On a mesh each device computes the logits of a part of the vocabulary, and gathers those of the others, so that all
-    devices draw the same tokens. The gather stands outside of loops and branches of the sampler: a TPU's compiler hangs
-    on communication inside of a branch. It is explicit, because XLA by itself would gather the head's weights instead.
+    devices draw the same tokens. The gather stands outside of the sampler's loops and branches, because the compiler
+    for TPUs hangs on communication in a branch. It is explicit, because XLA would otherwise gather the head's weights.
     """
     logits_RX = model.logits(hidden_RD)
     if mesh is None:
@@ -201,8 +209,9 @@ def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | Non
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # The slice cuts off what pads the vocabulary of a Decoder; a caller's own module pads nothing. The layout is row by
-    # row: XLA would leave the logits as they were gathered, column by column, and a GPU's sampler sums along rows.
+    # The slice cuts off what pads the vocabulary of a Decoder to equal shares of the devices; a caller's own module has no
+    # `vocab_size` and no padding. The layout is set to row-major, because a GPU's sampler sums along rows: XLA would
+    # leave the logits column-major, as they were gathered.
     whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
     return with_layout_constraint(whole_RV, Layout((0, 1)))
 
@@ -227,12 +236,14 @@ def decode(
     layout: StepLayout,
     sampling: DecodeSampling,
 ) -> tuple[tuple[DeviceState, LogitRulesState | None], SampledRows]:
-    """Decode up to K = `sampling.num_steps` tokens of every row, one after another; return rows by iteration, [K, R].
+    """Decode up to K = `sampling.num_steps` tokens of every row, one after another.
 
-    A row is live until it has its `decode_lens` tokens or draws one that ends its sequence. The loop runs until no row
-    is live; with static control flow it runs K times. What later iterations hold for a row means nothing. Rows that are
-    no longer live are computed beside the others with unchanged inputs, so they write again what they have written. A
-    row whose last token ends its sequence already draws nothing. `state` and `rules` are donated.
+    Return the new state and rules, and the sampled rows of each iteration, [K, R]. `packed` is a step's buffer, which
+    `layout` cuts into sections; every row has one token. A row is live until it has drawn its `decode_lens` tokens or
+    one that ends its sequence; it is not live at all if its last token has ended its sequence. The loop runs until no
+    row is live; with static control flow it runs K times. A row that is not live is computed again with unchanged
+    inputs beside the others: it rewrites the same keys and values, and its results mean nothing. `state` and `rules`
+    are donated.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
@@ -275,21 +286,21 @@ class _DecodeCarry:
     token_ids: Int[Array, " R"]
     """Token that each row computes next."""
     num_ahead: Int[Array, " R"]
-    """Tokens by which each row is ahead of the packed inputs."""
+    """How many tokens each row has moved on since the first iteration."""
     is_live: Bool[Array, " R"]
-    """Sampled rows that draw another token."""
+    """Whether each sample draws another token."""
     num_done: Int[Array, ""]
     """Iterations done."""
     rows: SampledRows
-    """Sampled rows by iteration, [K, R]."""
+    """Results of the samples by iteration, [K, R]."""
 
 
 @dataclass(frozen=True)
 class _DecodeLoop:
-    """All that stays the same in the iterations of `decode`.
+    """The values that stay the same in all iterations of `decode`.
 
-    Row r of the step computes a token; sample s draws one from the hidden state of row `row_of_sample[s]`. Both have R
-    entries, padding included.
+    Row r of the step computes a token; sample s draws one from the hidden state of row `row_of_sample[s]`. There are R
+    rows and R samples, padding included; their orders may differ.
     """
 
     graph: nnx.GraphDef[Any]
@@ -315,14 +326,19 @@ class _DecodeLoop:
     """Tokens that each sample draws at most; 0 for padding."""
 
     def start(self, state: DeviceState, rules: LogitRulesState | None) -> _DecodeCarry:
-        """Return the loop state before the first iteration."""
+        """Return the loop state before the first iteration: no row has moved, and the results are placeholders.
+
+        Each row of the attention inputs computes the last token of its state slot first. Each sample, which draws a
+        token from the hidden state of one of the rows, is live unless that last token has ended its sequence.
+        `num_ahead` counts the tokens that each row has moved on.
+        """
         hidden = jax.ShapeDtypeStruct((len(self.slot_of_row), state.hidden.shape[1]), self.hidden_dtype)
 
         def draw(hidden_RD: Float[Array, "R D"]) -> SampledRows:
             model = _merged(self.graph, self.weights)
             return self._sample(_whole_logits(model, hidden_RD, self.sampling.mesh), self.params, rules)
 
-        drawn = jax.eval_shape(draw, hidden)
+        drawn = jax.eval_shape(draw, hidden)  # Shapes of one iteration's results; nothing is computed.
         num_steps = self.sampling.num_steps
         return _DecodeCarry(
             cache=state.cache,
@@ -332,15 +348,18 @@ class _DecodeLoop:
             num_ahead=jnp.zeros_like(self.slot_of_row),
             is_live=self._stays_live(state.last_tokens[self.slot_of_sample], jnp.int32(0)),
             num_done=jnp.int32(0),
-            # Rows that no iteration computes count as finite, with token 0.
+            # Results of iterations that do not run: True in bool arrays (`is_finite`), 0 in all others (token 0).
             rows=jax.tree.map(lambda row: jnp.full((num_steps, *row.shape), row.dtype == bool, row.dtype), drawn),
         )
 
     def decode_one(self, carry: _DecodeCarry) -> _DecodeCarry:
-        """Compute one token of each row, draw the next one, and move the live rows on by one position."""
+        """Run one iteration: compute one token of each row, draw one for each sample, move live rows by one position.
+
+        Only live samples write their token to their state slot and to its logit rules; the others write slot 0.
+        """
         step = self._advanced_step(carry.num_ahead)
-        # Merged in the loop's own trace: nnx's transforms, which a caller's own module may use, refuse variables of
-        # another trace.
+        # The model is merged inside the loop's body, because nnx's transforms, which a caller's own module may use,
+        # refuse variables that were made in another trace.
         model = _merged(self.graph, self.weights)
         hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=step), carry.cache)
         sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
@@ -366,9 +385,10 @@ class _DecodeLoop:
         )
 
     def _advanced_step(self, num_ahead: Int[Array, " R"]) -> AttentionMetadata:
-        """Return what attention reads once each row is `num_ahead` tokens further than in the first iteration.
+        """Return what attention reads when each row is `num_ahead` tokens further than in the first iteration.
 
-        Padding rows write KV slot 0.
+        A row's KV slot is page × page size + offset, with the page that its page table has for the new position; the
+        table already holds pages for all tokens of the step. Padding rows write KV slot 0, which no sequence reads.
         """
         positions = self.step.positions + num_ahead
         page_indices = positions // self.page_size
@@ -395,6 +415,6 @@ class _DecodeLoop:
         """Return which rows have a live sample, given which samples are live."""
         num_padded_rows = len(self.slot_of_row)
         has_live_sample = jnp.zeros(num_padded_rows, bool)
-        # A sample that is not live gets an index behind all rows, which the scatter drops.
+        # A sample that is not live gets an index beyond the last row, which the scatter drops.
         rows = jnp.where(is_live, self.row_of_sample, num_padded_rows)
         return has_live_sample.at[rows].set(True, mode="drop")

@@ -80,7 +80,7 @@ class _RowVectors:
         return int(self.query_ends[-1])
 
     def chunk_starts(self, num_chunks: int) -> list[int]:
-        """Return where each chunk begins among the tokens of the step; chunks are the last `num_chunks` of the work."""
+        """Return the index of each chunk's first token in the step; chunks are the last `num_chunks` of the work."""
         return self.query_starts[self.row_of_work[len(self.row_of_work) - num_chunks :]].tolist()
 
 
@@ -110,9 +110,10 @@ class StepInputBuilder:
         rules_spec: LogitRulesSpec,
         windows: tuple[int | None, ...] = (None,),
     ):
-        """Take the limits of steps, their padded sizes, and the backend whose plans they carry.
+        """Take the limits of steps, their padded sizes (`buckets`), and the attention backend that plans each step.
 
-        `windows` has an entry for each page-table group: None, full attention, comes first.
+        `windows` has the sliding window of each page-table group in tokens; None is full attention, and these groups
+        come first. `rules_spec` packs the logit rules of sequences.
         """
         self.num_table_groups, self.num_full_attention_groups = len(windows), windows.count(None)
         assert None not in windows[self.num_full_attention_groups :], "page-table groups of full attention come first"
@@ -139,12 +140,12 @@ class StepInputBuilder:
         """The previous step and its rows, if each row decoded one token and every sequence still has its slot."""
 
     def build(self, work: SchedulerOutput) -> tuple[StepInputs, StepRows]:
-        """Pack the scheduler's work into one step; return what the device computes, and whose results these are.
+        """Pack the scheduler's work into one step; return its inputs, and the sequences that its results belong to.
 
         Rows with one token come first, longest context first, so that a backend can process rows of similar length
-        together. Sampled rows keep the order of the work: decodes, then the samples drawn from each chunk. In
-        deterministic engines each token of a chunk is a row of its own, so that it is rounded as if it were decoded,
-        wherever its prompt was cut into chunks.
+        together. Sampled rows keep the order of the work: decodes, then the samples drawn from each chunk. Work without
+        decodes and chunks gives inputs without rows: only page moves, page-table changes and logit rules. A step whose
+        decodes are those of the previous step is made from that step's buffer.
         """
         rules: dict[int, np.ndarray] = {}
         for sequence in work.new_in_slots:
@@ -165,10 +166,10 @@ class StepInputBuilder:
         return packed.inputs, packed.step_rows
 
     def null_prefill(self, num_tokens: int) -> tuple[StepInputs, int]:
-        """Build a prefill that fills this token bucket, for measuring; return it and its number of tokens.
+        """Return a prefill that fills this token bucket, for measuring, and its number of tokens without padding.
 
-        Its rows are as long as page tables allow. All of them stand in state slot 0, whose pages are null pages, so
-        that running the step changes nothing that a sequence uses.
+        Its rows are as long as page tables allow, or one token each if the bucket has no program for longer rows. All
+        rows use state slot 0, whose page table holds null pages only: running the step changes no sequence's pages.
         """
         row_len = min(num_tokens, self.sizes.max_pages * self.sizes.block_size)
         if num_tokens not in self.buckets.forward_tokens:
@@ -185,7 +186,12 @@ class StepInputBuilder:
         return StepInputs([], (), {}, packed, layout), rows.num_tokens
 
     def _pack(self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]) -> _Packed:
-        """Pack a step with rows into a new buffer; `changes` and `rules` are those that the step makes first."""
+        """Return a step that has at least one row, packed into a new buffer.
+
+        `changes`, int32 [4, N], are the page-table changes and `rules` the logit rules by state slot that the device
+        applies before it computes the rows. If the changes do not fit the buffer, they become `table_updates`.
+        """
+        # Each token becomes a row of its own, so that rounding does not depend on how a prompt is cut into chunks.
         if self.sizes.is_deterministic:
             work = replace(work, chunks=[token for chunk in work.chunks for token in chunk.tokens()])
         rows = self._rows(work)
@@ -213,9 +219,10 @@ class StepInputBuilder:
         return _Packed(inputs, StepRows(samples, scored), rows)
 
     def _next_decode(self, previous: _Packed, changes: np.ndarray, moves: list[PageMove]) -> _Packed:
-        """Return what `_pack` would return for a step in which the rows of the previous step decode their next token.
+        """Return a step in which every row of the previous step decodes its next token: a changed copy of its buffer.
 
-        Most steps are of this kind, and differ from the one before only in positions, pages and the plan.
+        Most steps are of this kind. They differ from the one before only in positions, page-table changes (`changes`,
+        int32 [4, N]), page moves and the backend's plan, so copying is faster. The result is what `_pack` would return.
         """
         last, vectors = previous.inputs, previous.vectors
         assert last.packed is not None
@@ -255,7 +262,7 @@ class StepInputBuilder:
         )
 
     def _assign_slot(self, sequence: SampleSequence) -> None:
-        """Record the numbers of a sequence that stay the same for as long as it has its state slot."""
+        """Record what stays the same while a sequence has its state slot: prompt length, sampling mode and columns."""
         slot, request = sequence.seq_slot, sequence.request
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
@@ -269,7 +276,10 @@ class StepInputBuilder:
         )
 
     def _rules_row(self, sequence: SampleSequence) -> np.ndarray:
-        """Return the logit rules of a sequence that gets its slot; the host must know all of its tokens."""
+        """Return the packed logit rules of a sequence that has just got its state slot, int32 [width].
+
+        The host must know all tokens that earlier steps have drawn for the sequence, because its penalties count them.
+        """
         request, token_ids = sequence.request, sequence.token_ids
         assert sequence.num_tokens - len(token_ids) <= 1, "a slot is assigned while tokens are in flight"
         return self.rules_spec.row(
@@ -315,7 +325,10 @@ class StepInputBuilder:
         return ()
 
     def _fill_rows(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
-        """Write query starts, context lengths and state slots, one number per row each, then plan and positions."""
+        """Write the rows' sections of the buffer, then plan and positions; the other sections are left as they are.
+
+        Query starts after the last row are the number of tokens, so that padding rows hold no token.
+        """
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
@@ -327,9 +340,10 @@ class StepInputBuilder:
         self._fill_positions(view, rows)
 
     def _fill_plan(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
-        """Let the backend plan its work for the final context lengths.
+        """Have the attention backend write its plan for the step's rows into the section "plan", which must be zeroed.
 
-        A plan holds for all shorter contexts too: the device reads the true lengths.
+        It plans for the context lengths at the end of the step. A plan holds for all shorter contexts too, because the
+        device reads the true lengths: in a step of several decoded tokens, one plan serves all of them.
         """
         plan_rows = PlanRows(
             query_lens=rows.query_lens,
@@ -345,7 +359,7 @@ class StepInputBuilder:
         self.backend.plan(plan_rows, view["plan"])
 
     def _fill_positions(self, view: _View, rows: _RowVectors) -> None:
-        """Write each token's position in its sequence, and in each page-table group the KV slot for its key and value.
+        """Write each token's position in its sequence, and the KV slot of its key and value in each page-table group.
 
         A KV slot is page × block_size + offset: with 16 slots a page, position 35 of a row whose page table begins with
         the pages 4, 9 and 7 has slot 7 × 16 + 3.
@@ -372,10 +386,10 @@ class StepInputBuilder:
     ) -> tuple[list[tuple[Request, range]], tuple[np.ndarray, ...]]:
         """Return which prompt tokens are scored, and the SAMPLE_FIELDS of the sampler rows that score them, in batches.
 
-        The row of a scored token reads the hidden state of the token before it and has that next token as its forced
-        token. It writes state slot 0, which belongs to no sequence, and has a temperature if its request's logprobs
-        are to be tempered. For a chunk of the positions 4 … 6 that begins at token 10 of the step, with the positions 5
-        and 6 in `scored`, the rows read the tokens 11 and 12 and are forced to the prompt's tokens 6 and 7.
+        A prompt token is scored by the hidden state of the token before it: it is the row's forced token, packed as
+        1 + its id. The row writes state slot 0, which belongs to no sequence; its temperature is 0 unless the request's
+        prompt logprobs are tempered. For a chunk of the positions 4 … 6 that begins at token 10 of the step, with the
+        positions 5 and 6 in `scored`, the rows read the tokens 11 and 12 and are forced to the prompt's tokens 6 and 7.
         """
         scored: list[tuple[Request, range]] = []
         columns_of_chunks: list[np.ndarray] = []
@@ -400,8 +414,8 @@ class StepInputBuilder:
         """Write the SAMPLE_FIELDS of the sampled rows; return their sequences and the sampling mode.
 
         Samples are in the order of the work: each decode, then the samples drawn from each chunk, none, one or several.
-        With one decode in row 0 and chunks in the rows 2 and 1 that 0 and 3 samples are drawn from, `row_of_sample` is
-        [0, 1, 1, 1]. Every sampled sequence decodes in its next step, from the end of the row that it was sampled from.
+        With one decode in row 0, a chunk in row 2 with no samples and a chunk in row 1 with three, `row_of_sample` is
+        [0, 1, 1, 1]. A sampled sequence decodes in its next step, at the position after its row: this is recorded too.
         """
         num_decodes = len(work.decodes)
         samples = [*work.decodes, *(sample for chunk in work.chunks for sample in chunk.samples)]

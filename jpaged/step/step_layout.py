@@ -60,7 +60,10 @@ class StepLayout:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the name of each section → its offset in the buffer and its shape, both in int32 values."""
+        """Return the name of each section → its offset and its shape, both in int32 values; they lie without gaps.
+
+        The module's docstring says what each section holds. The dict's order is the order in the buffer.
+        """
         shapes: dict[str, tuple[int, ...]] = {
             "counts": (len(COUNT_FIELDS),),
             "samples": (len(SAMPLE_FIELDS), self.num_samples),
@@ -74,6 +77,7 @@ class StepLayout:
             "decode_lens": (self.num_rows,),
             "plan": (self.plan_len,),
         }
+        # Not strict: `offsets` has one value more than there are sections, the end of the last one.
         offsets = accumulate(map(prod, shapes.values()), initial=0)
         return {name: (offset, shape) for offset, (name, shape) in zip(offsets, shapes.items(), strict=False)}
 

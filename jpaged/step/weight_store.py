@@ -22,11 +22,14 @@ MAX_PENDING = 4
 class WeightStore:
     """The arrays of a model's weights, as programs take them.
 
-    An array may be a caller's own: such are never deleted here, only given up.
+    An array may belong to the caller. The store never deletes such an array; it only drops its reference.
     """
 
     def __init__(self, weights: Weights):
-        """Take weights that are on their devices, in the memory that programs read."""
+        """Take weights that are on their devices, in the memory that programs read.
+
+        Later weights must have the same tree, shapes and shardings.
+        """
         self._without_state, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
         self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
@@ -61,10 +64,12 @@ class WeightStore:
     ) -> None:
         """Replace all weights by those of a checked tree, one by one, and wait until they are there.
 
-        `program(key)` returns the compiled program of `live` with that key. With `copy`, no new weight is one of the
-        tree's own arrays. No step may be in flight. Beside the tree and the weights, memory holds MAX_PENDING weights
-        at most. If this fails, all weights are gone.
+        `checked` is the tree and where each weight is in it; `program(key)` returns the compiled program of `live` with
+        that key. With `copy`, no new weight is one of the tree's own arrays; without it, arrays of the tree that fit
+        are taken as they are, and stay the caller's. No step may be in flight. Beside the tree and the weights, memory
+        holds at most MAX_PENDING weights that are being made. If this fails, the store is empty.
         """
+        # After `drop` there are paths but no arrays, so that `old` is empty.
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
         tree, _ = checked
         is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, tree.arrays.values()))
@@ -73,15 +78,18 @@ class WeightStore:
         self._borrowed = set()
 
         def take(path: Path) -> jax.Array | None:
-            """Return a weight's old array if the new one may take its memory; else free the array if we own it."""
+            """Give up the old array of a weight: return it if the new weight may be made in its memory, else None.
+
+            In the latter case its memory is freed, unless the array is a caller's or shares memory with the tree.
+            """
             leaf = old.pop(path, None)
-            # An array may be the caller's, and a tree may hold weights of this engine that were given to the caller.
+            # The tree may hold this engine's own weights, which were given to the caller before.
             if leaf is None or leaf.is_deleted() or path in borrowed or tree_buffers & _buffers(leaf):
                 return None
             if is_reusable:
                 return leaf
             leaf.delete()
-            gc.collect(0)  # JAX lets go of a host's memory when Python collects garbage.
+            gc.collect(0)  # JAX frees memory of the host only when Python collects garbage.
             return None
 
         made: dict[Path, jax.Array] = {}
@@ -98,9 +106,11 @@ class WeightStore:
         self._take([made[path] for path in self._paths])
 
     def move(self, memory_kind: str | None) -> None:
-        """Move all weights to this memory kind of their devices; None moves them back to the memory programs read.
+        """Move all weights to this JAX memory kind of their devices, such as "pinned_host", one after another.
 
-        If this fails, each weight is in one of the two memories, and another call moves the rest.
+        None moves them back to the memory that programs read. Weights that are there already stay. The old arrays are
+        deleted, unless they are a caller's; the new ones are the engine's own. If this fails, each weight is in one of
+        the two memories, and another call moves the rest.
         """
         self._is_reusable, self.is_ready = not self._is_on_cpu, False
         for index, (path, placement) in enumerate(zip(self._paths, self._placement, strict=True)):
@@ -117,7 +127,7 @@ class WeightStore:
         self.is_ready = memory_kind is None
 
     def drop(self) -> None:
-        """Free the memory of the weights. Further calls do nothing."""
+        """Empty the store, and delete its arrays but for those of a caller. Further calls do nothing."""
         self.is_ready = False
         for path, leaf in zip(self._paths, self.leaves, strict=bool(self.leaves)):
             if path not in self._borrowed and not leaf.is_deleted():
