@@ -69,7 +69,10 @@ class TpuLayout(KVLayout):
 
 
 def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
-    """Raise ValueError if decode's tiles, of at least a page and at least 128 tokens, do not fit into the VMEM."""
+    """Raise ValueError if decode's KV tiles do not fit into the VMEM of a core of `chip`.
+
+    A tile has at least one page and at least 128 tokens of all KV heads; this smallest tile is checked.
+    """
     token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
     tile_bytes, vmem_bytes = max(layout.page_size, LANES) * token_bytes, CHIPS[chip].vmem_bytes
     needed_bytes = decode_vmem_bytes(tile_bytes, buffers_of(chip, tile_bytes), spare_bytes=CHIPS[chip].spare_bytes)
@@ -110,7 +113,7 @@ class TpuBackend(Backend):
     check_guard = CheckGuard.WATCHDOG
 
     def __post_init__(self) -> None:
-        """Raise ValueError for tiles of queries and chips that the kernels do not take."""
+        """Raise ValueError if `tile_q` is no power of two from 16 on, or if the kernels have no sizes for `chip`."""
         if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):
             raise ValueError(
                 f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKEN_UNROLL} on"
@@ -131,7 +134,8 @@ class TpuBackend(Backend):
     ) -> TpuBackend:
         """Return the backend for these TPUs of one kind; `shape` holds the heads of one device.
 
-        `tuned` are entries of a user's table of tile sizes. ValueError for a chip that the kernels have no sizes for.
+        `tuned` are entries of a user's table of tile sizes. `deterministic` has no effect: the table of backends has
+        ruled this backend out where it is set. Raises ValueError if the kernels have no sizes for the chip.
         """
         device_kind = devices[0].device_kind
         if device_kind not in TPU_CHIPS:
@@ -142,7 +146,7 @@ class TpuBackend(Backend):
         return cls.for_heads(TPU_CHIPS[device_kind], shape.num_heads, shape.head_size, tuned)
 
     def describe(self) -> str:
-        """See `Backend.describe`: chips that nothing was tuned for have the sizes of the nearest one."""
+        """Return, for the log, the chip whose sizes are used if nothing was tuned for this chip; else an empty text."""
         nearest = CHIPS[self.chip].rule
         return f"sizes of {nearest}, not tuned for {self.chip}" if nearest else ""
 
@@ -156,9 +160,9 @@ class TpuBackend(Backend):
         return cls(chip, tile_q=tile_q_of(chip, num_heads, head_size), tuned=tuned)
 
     def layout(self, shape: KVShape) -> TpuLayout:
-        """Return the layout of a cache of these sizes; ValueError names what these kernels cannot take.
+        """Return the layout of a cache of these sizes; raise ValueError if the kernels cannot take one of them.
 
-        A page has at least the slots that one DMA can address, and a KV tile of whole pages must fit into VMEM.
+        A page must have at least the slots that one DMA can address, and a KV tile of whole pages must fit into VMEM.
         """
         page_size = shape.page_size
         if shape.num_kv_heads < 1:
@@ -176,7 +180,10 @@ class TpuBackend(Backend):
         return layout
 
     def sizes_for(self, num_heads: int, layout: KVLayout, dtype: DTypeLike) -> TpuSizes:
-        """Return the sizes of the KV tiles for that many query heads of `dtype` over pages of `layout`."""
+        """Return the sizes of the KV tiles for that many query heads of `dtype` over pages of `layout`.
+
+        They are `self.sizes` if given, else those of the tuned tables, else those of the rule.
+        """
         if self.sizes is not None:
             return self.sizes
         shape = TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size)
@@ -186,17 +193,18 @@ class TpuBackend(Backend):
         return sizes_of(self.chip, shape, self.tuned)
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
-        """Return how many int32 values a plan has: the number of query tiles, then four for each tile that may be.
+        """Return how many int32 numbers a plan has: one that counts the query tiles, and four for each possible tile.
 
-        Each prefill row may begin and end with a tile that is not full. Steps of decode rows only need no plan.
+        Each prefill row may begin and end with a tile that is not full. A step of decode rows only has an empty plan.
         """
         return 0 if decodes_only else PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Cut the prefill rows into query tiles, (row, first token, its position, length), at multiples of `tile_q`.
+        """Cut the prefill rows into query tiles and write these into `out`: (row, first token, its position, length).
 
-        The multiples are positions in the sequence, so that the mask's diagonal lies alike in all tiles but a row's
-        first and last. With `tile_q` 32, a row's positions 40 … 99 become tiles of 24, 32 and 4 tokens.
+        Tiles are cut at positions that are multiples of `tile_q`, so that the causal mask's diagonal lies in the same
+        way in every tile but the first and the last of a row. With `tile_q` 32, a row's positions 40 … 99 become tiles
+        of 24, 32 and 4 tokens. `out` has the number of tiles first, then each field of all tiles.
         """
         if rows.decodes_only:
             return
@@ -227,7 +235,7 @@ class TpuBackend(Backend):
             k, v = inputs.k, inputs.v
             if inputs.kv_scales is None:
                 k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
-            else:  # q's dtype holds one-byte numbers exactly; kernels transpose numbers of two or four bytes.
+            else:  # Kernels transpose only numbers of two or four bytes; q's dtype holds one-byte numbers exactly.
                 k_scales, v_scales = inputs.kv_scales
                 k = quantize(k, k_scales, kv_pages.dtype).astype(q_dtype)
                 v = quantize(v, v_scales, kv_pages.dtype).astype(q_dtype)

@@ -57,7 +57,8 @@ def decode_vmem_bytes(
 ) -> int:
     """Return the bytes of VMEM that decode may need: full tiles, two tails of each row of a block, and the spare bytes.
 
-    `tile_bytes` is one KV tile, keys and values of all heads; `buffers` of them hold full tiles.
+    `tile_bytes` are the bytes of one KV tile, keys and values of all heads. `buffers` counts the full tiles. A tail is
+    the last KV tile of a row; it is double-buffered.
     """
     return spare_bytes + (buffers + 2 * block_rows) * tile_bytes
 
@@ -77,10 +78,10 @@ def decode_attention(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "C K S Z L"]]:
     """Attend the queries of the step's R decode rows, tokens 0 … R − 1, to their rows' tokens, the last one new.
 
-    One kernel call over blocks of rows: grouped-query attention with an online softmax, KV tiles double-buffered, see
-    the module. `layer.k` and `layer.v` are the new keys and values (for pages of one byte a number: such numbers, in
-    more bytes); without them nothing is written, because the pages hold them already. L is 128. Return `layer.q` with
-    outputs in the place of those queries, and the written pages; both arrays are donated.
+    One kernel call over blocks of rows: grouped-query attention with an online softmax; KV tiles are fetched while
+    earlier ones are computed. `layer.k` and `layer.v` are the new keys and values (for one-byte pages: numbers already
+    quantized, in two or four bytes each). If they are None, the pages hold them already and nothing is written. L is
+    128. Return `layer.q` with outputs in the place of those queries, and the written pages; both arrays are donated.
     """
     q, k, v = layer.q, layer.k, layer.v
     num_tokens, num_heads, head_size = q.shape
@@ -150,7 +151,7 @@ def _row_schedule(
 
     A row is long if it has a full tile: its query attends to keys before the KV tile that the row ends in. With tiles
     of 512 tokens, rows of 1,100, 80 and 700 tokens give `next_long_row` 0, 2, 2, and 3 in the padding: none is left.
-    The padding is read because the kernel looks one block ahead of the last one.
+    The padding is needed because the kernel also reads the entries of the block after the last one.
     """
     num_padded_rows = context_lens.shape[0]
     row = jnp.arange(num_padded_rows)

@@ -1,4 +1,4 @@
-"""The body of the decode kernel: one grid step, a block of rows. `decode` draws what it computes and where it lies.
+"""The body of the decode kernel: one grid step, a block of rows. The docstring of `decode` draws work and memory.
 
 `DecodeKernel.run` in order: start fetching the next block's tails; prepare this block's queries and softmax state;
 compute its full tiles; wait for its tails, put the new tokens into them and start writing these to their pages; compute
@@ -65,7 +65,10 @@ class DecodeKernel:
     options: AttendOptions
 
     def __post_init__(self) -> None:
-        """Derive the sizes of the block from the shapes of its references, and read the step's scalars."""
+        """Derive the sizes of the block from the shapes of its references, and read the step's scalars.
+
+        The dtype that limits unrolling is float32 if products are computed in float32, else that of the pages.
+        """
         scalars, inputs, outputs, scratch, options = self.scalars, self.inputs, self.outputs, self.scratch, self.options
         self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
         _, self.block_rows, self.num_kv_heads, _, self.tile_tokens, _ = scratch.tail_tiles.shape
@@ -97,7 +100,7 @@ class DecodeKernel:
 
         for row_in_block in range(self.block_rows):
             self._begin_row(row_in_block)
-        next_long_row = self.scalars.next_long_row
+        next_long_row = self.scalars.next_long_row  # For each row, the first one from it on that has full tiles.
         has_full_tiles = next_long_row[self.block * self.block_rows] < (self.block + 1) * self.block_rows
         pl.when(has_full_tiles)(self._attend_full_tiles)
         rows = [self._row_scalars(self.block * self.block_rows + index) for index in range(self.block_rows)]
@@ -115,10 +118,8 @@ class DecodeKernel:
             num_written = sum(jnp.minimum(row.context_len, 1) for row in rows)
             written_slots = pl.ds(0, self.sizes.write_slots)
             written = self.scratch.tail_tiles.at[self.tail_buffer, pl.ds(0, num_written), :, :, written_slots]
-            # No copy is started: the descriptor only tells `wait` how many bytes the started copies write together.
+            # No copy is started: the descriptor tells `wait` the bytes that the copies of all decoded rows write.
             pl.when(num_written > 0)(pltpu.make_async_copy(written, written, self.scratch.write_sem).wait)
-
-    # Rows
 
     def _row_scalars(self, index: Scalar) -> Row:
         """Read the length of row `index` of the step, and find the KV tiles that its query attends to."""
@@ -138,8 +139,8 @@ class DecodeKernel:
     def _begin_call(self) -> None:
         """Prepare the scratch memory of the whole call, before the first block.
 
-        The blocks of `diagonal_q` off the diagonal become zero and stay so. The first `num_buffers` − 1 full tiles are
-        fetched: from here on so many are under way while one is computed.
+        `diagonal_q` becomes zero; later only its diagonal blocks are written, so the others stay zero. The fetches of
+        the first `num_buffers` − 1 full tiles start, so that as many are under way whenever a tile is computed.
         """
         scratch, first_long_row = self.scratch, self.scalars.next_long_row[0]
         scratch.next_buffer[0] = 0
@@ -156,7 +157,8 @@ class DecodeKernel:
 
         Of a product over h KV heads with G query heads each, the queries of the i-th KV head fill rows i·G … (i + 1)·G
         and lanes i·W … (i + 1)·W of `diagonal_q` [h·G, h·W]: against the keys of all h heads side by side, each query
-        meets only the keys of its own head. A sink counts as a key without a value, of weight 1.
+        meets only the keys of its own head. W is H rounded up to 128 lanes. A sink is a score without a value: with it
+        the running maximum begins at the sink, and the sum of weights at 1.
         """
         scratch, group_size, width = self.scratch, self.product_rows // self.heads_per_product, self.lanes.width
         for product in range(self.num_products):
@@ -176,7 +178,7 @@ class DecodeKernel:
                 scratch.running_sum[row_in_block, product] = jnp.ones(state_shape, jnp.float32)
 
     def _end_row(self, row_in_block: int) -> None:
-        """Write a row's outputs [N, H]: acc ÷ running_sum, the end of the online softmax, without the padding lanes."""
+        """Write a row's outputs [N, H]: acc ÷ running_sum × the scale of one-byte values, without padding lanes."""
         scratch, lanes = self.scratch, self.lanes
         for product in range(self.num_products):
             query_heads = pl.ds(product * self.product_rows, self.product_rows)
@@ -199,8 +201,6 @@ class DecodeKernel:
             def _(row_in_block: int = row_in_block) -> None:
                 self.outputs.out[row_in_block] = self.inputs.q[row_in_block]
 
-    # Full tiles
-
     def _wait_full_tile(self, row: Row, tile_index: Scalar, buffer: Scalar) -> None:
         """Wait until a full tile's pages have arrived in `buffer`: all of them, or those that the window reaches.
 
@@ -215,7 +215,7 @@ class DecodeKernel:
             self.copies.wait(span.end - span.begin, semaphore)
 
     def _fetch_full_tile(self, buffer: Scalar) -> None:
-        """Start the copies of the full tile (row, index) that `next_fetch` names to a buffer; none if the row is R."""
+        """Start copying the full tile that `next_fetch`, (row, tile), names to `buffer`; nothing if no row is left."""
         row_index, tile_index = self.scratch.next_fetch[0], self.scratch.next_fetch[1]
         row, has_tile = self._row_scalars(jnp.minimum(row_index, self.last_row)), row_index < self.num_rows
         target, semaphore = self.scratch.full_tiles.at[buffer], self.scratch.full_sems.at[buffer]
@@ -226,9 +226,9 @@ class DecodeKernel:
             pl.when(has_tile)(lambda: self.copies.fetch(row.row_index, tile_index, span, target, semaphore))
 
     def _advance_fetch(self) -> None:
-        """Move `next_fetch`, (row, tile), to the full tile that is computed after it; to row R after the last one.
+        """Move `next_fetch`, (row, tile), to the full tile that is computed after it; after the last one, to row R.
 
-        That is the next tile of the same row, or the first tile of the next row that has full tiles. With tiles of 512
+        The next tile is that of the same row, or the first tile of the next row that has full tiles. With tiles of 512
         tokens and rows of 1,100, 80 and 700 tokens, the sequence is (0, 0), (0, 1), (2, 0).
         """
         next_fetch = self.scratch.next_fetch
@@ -246,8 +246,8 @@ class DecodeKernel:
     def _attend_full_tiles(self) -> None:
         """Attend every row of the block to its full tiles, each in sub-tiles of `full_sub_tokens` tokens.
 
-        The full tiles lie in a ring of `num_buffers`. The tile that is `num_buffers` − 1 ahead is fetched into the
-        buffer whose tile was computed last; it may belong to a later row or block.
+        The full tiles lie in a ring of `num_buffers`, a power of two. The tile that is `num_buffers` − 1 ahead is
+        fetched into the buffer whose tile was computed last; it may belong to a later row or block.
         """
         scratch, sub_tokens = self.scratch, self.full_sub_tokens
 
@@ -260,7 +260,7 @@ class DecodeKernel:
                 buffer = scratch.next_buffer[0]
                 self._fetch_full_tile((buffer - 1) & (self.num_buffers - 1))
                 self._wait_full_tile(row, tile_index, buffer)
-                # Behind the wait, since the compiler moves no instruction of the tile's computation before it.
+                # After the wait, scalar work overlaps with the tile's computation, which cannot begin before the wait.
                 scratch.next_buffer[0] = (buffer + 1) & (self.num_buffers - 1)
                 self._advance_fetch()
 
@@ -277,8 +277,6 @@ class DecodeKernel:
                     first_position = self._first_visible_position(row.context_len)
                     num_hidden_tokens = jnp.maximum(first_position - tile_index * self.tile_tokens, 0)
                     pl.loop(divide(num_hidden_tokens, sub_tokens), self.tile_tokens // sub_tokens)(attend_sub_tile)
-
-    # Tails
 
     def _fetch_tails(self, block: Scalar) -> None:
         """Start the copies of the tail (last KV tile) of each row of a block into the block's half of `tail_tiles`.
@@ -332,9 +330,9 @@ class DecodeKernel:
     def _put_new_token(self, row_in_block: int, row: Row) -> Ref:
         """Put a row's new key and value into its tail in VMEM, and return the DMA that writes them to the page.
 
-        The DMA is not started yet. It can only address aligned blocks of `write_slots` slots, so the new token goes
-        together with its neighbours, as they were read. With 8 slots to a block, the token at offset 21 of the tail is
-        slot 5 of the block at offset 16.
+        The DMA is not started yet. It can only address aligned blocks of `write_slots` slots, so it writes the new
+        token together with its neighbours, as they were fetched. With 8 slots to a block, the token at offset 21 of the
+        tail is slot 5 of the block at offset 16.
         """
         k, v = self.inputs.k, self.inputs.v
         assert k is not None
@@ -358,15 +356,13 @@ class DecodeKernel:
         target = self.outputs.pages.at[page, :, :, pl.ds(page_offset, block_slots)]
         return pltpu.make_async_copy(tail.at[:, :, pl.ds(block_offset, block_slots)], target, self.scratch.write_sem)
 
-    # Attention
-
     def _attend(self, sub_tiles: list[SubTile], *, is_masked: bool) -> None:
-        """Add one sub-tile of each of some rows to the softmax states of these rows, product after product."""
+        """Add each of `sub_tiles`, all of different rows, to the softmax state of its row, product after product."""
         attend_product = functools.partial(self._attend_product, sub_tiles, is_masked)
         unrolled_loop(self.num_products, self.max_products // len(sub_tiles), attend_product)
 
     def _attend_product(self, sub_tiles: list[SubTile], is_masked: bool, product: Scalar) -> None:
-        """Do one step of the online softmax for the h KV heads of a product, for one sub-tile of each of some rows.
+        """Do one step of the online softmax for the h KV heads of product `product`; every sub-tile has its own row.
 
         Each stage (scores, maxima, weights, weighted values, update) is done for all rows before the next one: the rows
         are independent, so the matrix unit works for one while the vector unit works for another.
@@ -398,7 +394,7 @@ class DecodeKernel:
     def _base2_scores(self, sub_tile: SubTile, product: Scalar, *, is_masked: bool) -> Array:
         """Return the scores [h·G, T] of a sub-tile, times log₂ e; `MASK_VALUE` where a query may not attend.
 
-        One product of the block-diagonal queries [h·G, h·W] with the keys of h KV heads side by side, [T, h·W].
+        They are the block-diagonal queries [h·G, h·W] times the keys [T, h·W] of h KV heads side by side, transposed.
         """
         scratch, lanes = self.scratch, self.lanes
         keys = concat_lanes([lanes.keys(sub_tile.kv, head) for head in self._kv_heads(product)])
@@ -411,9 +407,10 @@ class DecodeKernel:
         return jnp.where(self._is_visible(sub_tile, iota(scores.shape, 1)), scores, MASK_VALUE) if is_masked else scores
 
     def _weighted_values(self, sub_tile: SubTile, product: Scalar, weights: Array, *, is_masked: bool) -> Array:
-        """Return `weights` [h·G, T] times the values of all h KV heads: [h·G, h·W], of which the diagonal is kept.
+        """Return P · V [h·G, h·W]: `weights` P [h·G, T], values V [T, h·W] of the h KV heads of product `product`.
 
-        Slots behind the row's end may hold NaN, which a weight of 0 does not hide, so masked values become zeros.
+        Block (i, j), of G rows and W lanes, is the weights of KV head i times the values of head j. Callers use only
+        the blocks with i = j. Slots after the row's end may hold NaN, and 0 × NaN is NaN: masked values become zeros.
         """
         dtype = self.scratch.diagonal_q.dtype
         values = [self.lanes.values(sub_tile.kv, head) for head in self._kv_heads(product)]
@@ -427,7 +424,7 @@ class DecodeKernel:
     ) -> None:
         """Update a row's online-softmax state: rescale sum and accumulator by `decay`, and add one sub-tile.
 
-        Of `weighted` [h·G, h·W] only the diagonal counts: rows i·G … (i + 1)·G take lanes i·W … (i + 1)·W, the
+        Of `weighted` [h·G, h·W] only the diagonal blocks count: rows i·G … (i + 1)·G take lanes i·W … (i + 1)·W, the
         values of their own KV head i. The other blocks are products with other heads' values.
         """
         scratch, width, group_size = self.scratch, self.lanes.width, self.product_rows // self.heads_per_product

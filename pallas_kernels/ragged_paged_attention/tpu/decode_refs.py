@@ -135,7 +135,7 @@ class SubTile(NamedTuple):
 
 
 def tail_rows_together(dtype: np.dtype[Any]) -> int:
-    """Return the rows of a block whose tails are computed together; more of them do not fit into registers.
+    """Return how many rows' tails (last KV tiles) are computed together; the registers do not hold the data of more.
 
     `dtype` is that of the pages, or float32 if products are computed in float32.
     """
@@ -143,10 +143,12 @@ def tail_rows_together(dtype: np.dtype[Any]) -> int:
 
 
 def max_unrolled_products(rows: int, heads: int, dtype: np.dtype[Any]) -> int:
-    """Return how many products of `rows` rows and `heads` KV heads may stand in one stretch of instructions.
+    """Return how many products one loop body may hold before the compiler spills registers; at least 1.
 
-    With more, the compiler spills registers. `dtype` is as in `tail_rows_together`. A product in float32 takes six
-    passes, of three parts of each number; float8 numbers are widened in many steps.
+    A product has `rows` rows of scores and the keys and values of `heads` KV heads. `dtype` is that of the pages, or
+    float32 if products are computed in float32. A float32 product takes six passes, over three bfloat16 parts of each
+    number, and a float8 number is widened in many steps. For int8, 32 KV heads in one loop body spilled registers on
+    v5e; 16 did not.
     """
     limit = {"float32": 1, "float8_e4m3fn": MAX_UNROLLED_PRODUCTS // 2}.get(dtype.name, MAX_UNROLLED_PRODUCTS)
     max_heads = MAX_UNROLLED_HEADS // 2 if dtype.name == "int8" else MAX_UNROLLED_HEADS
@@ -154,7 +156,7 @@ def max_unrolled_products(rows: int, heads: int, dtype: np.dtype[Any]) -> int:
 
 
 def unroll_factor(num_iterations: int, max_unroll: int) -> int:
-    """Return how many iterations stand in one loop body: all if `max_unroll` allows it, else a divisor of their number.
+    """Return how many iterations one loop body holds: all if `max_unroll` allows it, else a divisor of their number.
 
     Example: 12 iterations with `max_unroll` 8 are unrolled by gcd(12, 8) = 4, in a loop of 3.
     """
@@ -162,9 +164,9 @@ def unroll_factor(num_iterations: int, max_unroll: int) -> int:
 
 
 def unrolled_loop(num_iterations: int, max_unroll: int, do: Callable[[Any], None]) -> None:
-    """Call `do(0)` … `do(num_iterations − 1)`, unrolled by `unroll_factor`; without a loop if that is all of them.
+    """Call `do(0)` … `do(num_iterations − 1)` in a loop whose body holds `unroll_factor` of the calls.
 
-    `do` takes a Python integer without a loop, else a traced one.
+    If one body holds all calls, there is no loop and `do` gets Python integers; else it gets traced ones.
     """
     unroll = unroll_factor(num_iterations, max_unroll)
 

@@ -38,8 +38,9 @@ def rows_shape(num_tokens: int, num_heads: int, dtype: DTypeLike) -> tuple[int, 
 def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
     """Copy the 128 lanes from `lane` on of `tokens` [T, N, H], two or four bytes a number, into the scratch `rows`.
 
-    Lanes from H on are filled with zeros. Row token · pitch + n of `rows`, of 32 bits a lane, holds head n of a token,
-    or of two-byte numbers heads 2n and 2n + 1; an odd number of heads is filled up with zeros.
+    T is a multiple of `TOKEN_UNROLL`. `rows` is int32 [T · pitch, 128]; a token takes `pitch` rows. Row t · pitch + n
+    holds head n of token t if numbers have four bytes, else its heads 2n (low halves) and 2n + 1 (high halves). Lanes
+    from H on are zeros, and so is the head that is missing if N is odd.
     """
     _, num_heads, head_size = tokens.shape
     width = min(LANES, head_size - lane)
@@ -55,11 +56,12 @@ def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
 def heads_from_rows(
     rows: Ref, first_token: Scalar, num_tokens: int, num_heads: int, dtype: DTypeLike
 ) -> Iterator[jax.Array]:
-    """Load each head in turn, [num_tokens, 128] from token `first_token` on, out of the scratch `rows`.
+    """Yield each head in turn, [num_tokens, 128] from token `first_token` on, out of the scratch `rows`.
 
-    Four-byte numbers: row token · pitch + head is one head of one token, so a head is one strided load. Two-byte
-    numbers: that row holds heads 2n (low halves) and 2n + 1 (high halves), but the result must hold two tokens of one
-    head in a row; the rows of even and of odd tokens are loaded apart and their halves exchanged.
+    A token takes `pitch` int32 rows. Four-byte numbers: row t · pitch + n holds head n of token t, so a head is one
+    strided load. Two-byte numbers: row t · pitch + n holds heads 2n (low halves) and 2n + 1 (high halves) of token t,
+    while the result packs two tokens of one head into a row. Therefore the 1st, 3rd, … and the 2nd, 4th, … of the
+    tokens are loaded separately and their halves exchanged. `num_tokens` must be even then; `first_token` may be odd.
     """
     pitch = _pitch(num_heads, dtype)
     for row in range(_rows_per_token(num_heads, dtype)):
@@ -77,9 +79,9 @@ def heads_from_rows(
 def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref, tokens: Ref) -> None:
     """Write `load_head(n)`, the array [T, 128] of head n, to the 128 lanes from `lane` on of `tokens` [T, N, H].
 
-    This is `heads_from_rows` and `tokens_to_rows` backwards: each head is stored into the scratch `rows` by one strided
-    store (of two-byte numbers, two heads at a time with their halves exchanged), and each token is copied from there.
-    Lanes from H on are dropped.
+    This undoes `tokens_to_rows` and `heads_from_rows`. First each head is stored into the scratch `rows` by one strided
+    store; two heads of two-byte numbers are stored together, with their halves exchanged. Then each token is copied
+    from there. Lanes from H on are dropped. T is a multiple of `TOKEN_UNROLL`.
     """
     num_tokens, num_heads, head_size = tokens.shape
     pitch, num_rows = _pitch(num_heads, tokens.dtype), _rows_per_token(num_heads, tokens.dtype)
@@ -102,9 +104,10 @@ def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref,
 
 
 def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None]) -> None:
-    """Call `do(tokens, rows, token)` for blocks of `TOKEN_UNROLL` tokens and their rows, and each token in the block.
+    """Call `do(block_tokens, block_rows, token)` for each token, with its index in its block of `TOKEN_UNROLL` tokens.
 
-    Only the tokens of a block are unrolled, to keep compile times short. The rows of a block begin at a multiple of 8.
+    `block_rows` are the rows of that block in the scratch `rows`; they begin at a multiple of 16. Tokens after the last
+    whole block are left out. Only the tokens of a block are unrolled, to keep compile times short.
     """
     num_tokens, num_heads = tokens.shape[:2]
 

@@ -50,10 +50,11 @@ def call_kernel(
     The arguments are records: `scalars` of int32 arrays, `inputs` of arrays or None, `in_specs` of their block
     specifications, `scratch` of scratch types. `outputs` names fields of `inputs`: each output has the shape and block
     specification of that input and takes its memory, so that the caller must not use the input again. Inputs that are
-    not in SMEM are kept in HBM: XLA may otherwise place an operand in the VMEM that the kernel counts on.
+    not in SMEM are kept in HBM: XLA may otherwise place an operand in the VMEM that the kernel counts on. `vmem_bytes`
+    is the VMEM that the kernel needs, which is cut to that of the chip. `name` is the kernel's name in profiles.
 
-    There is one grid step at least, also where `num_steps` is 0: what a TPU does with the windows of an empty grid is
-    not documented. The kernel must then write each output's window, and touch nothing else.
+    There is at least one grid step, also if `num_steps` is 0: what a TPU does with the windows of an empty grid is not
+    documented. The kernel must then write each output's window, and touch nothing else.
     """
     present = [field for field, array in inputs._asdict().items() if array is not None]
     pinned = [field for field in present if getattr(in_specs, field).memory_space is not pltpu.SMEM]

@@ -71,7 +71,10 @@ class HeadLanes:
         return LANES // 2 if self.is_packed else 0
 
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Lay the keys and values of one head, [T, H] each, out as pages hold them: S arrays [T, 128], in order."""
+        """Return the keys and values of one head, [T, H] each, as pages hold them: S arrays [T, 128] in order.
+
+        The order is that of the pages: one packed row, or all rows of the key and then all rows of the value.
+        """
         k, v = self.padded(k), self.padded(v)
         rows_by_index: dict[int, jax.Array] = {}
         for first_lane in range(0, self.width, LANES):
@@ -104,7 +107,7 @@ class HeadLanes:
     def values(self, tile: Ref, head: Scalar) -> jax.Array:
         """Load the values [T, width] of KV head `head` from a tile [K, S, T, 128] in VMEM.
 
-        The output's lanes are those from `value_lane` on; in a packed tile the lanes before them hold the key.
+        In a packed tile the lanes before `value_lane` hold the key, so only the result's lanes from there on count.
         """
         return self._rows(tile, head, 0 if self.is_packed else self.num_tiles)
 
@@ -151,9 +154,9 @@ def compute_dtype(dtype: DTypeLike, kv_dtype: DTypeLike) -> Any:
 def row_mask_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:
     """Build the int32 mask that `zero_rows` applies to an array of the shape and dtype of `like`, [rows, 128].
 
-    `is_kept` maps row indices to booleans. Rows of one- and two-byte numbers share 32-bit rows, so each of them owns
-    8 or 16 bits of the mask: of two-byte numbers, row 5 owns the upper 16 bits of mask row 2, which are all ones if
-    the row is kept and all zeros otherwise.
+    `is_kept` maps an array of row indices to booleans. Four rows of one-byte numbers, or two of two-byte numbers, share
+    one row of 32-bit numbers, so each of them owns 8 or 16 bits of the mask: all ones if the row is kept, else zeros.
+    Example: row 5 of two-byte numbers owns the upper 16 bits of mask row 2.
     """
     bits_per_number = 8 * like.dtype.itemsize
     numbers_per_word = 32 // bits_per_number

@@ -44,7 +44,7 @@ class PageCopies(NamedTuple):
 
     @property
     def pages_per_tile(self) -> int:
-        """Pages of one full tile."""
+        """Return the number of pages of one full tile."""
         return self.tile // self.page_size
 
     def page(self, row: Scalar, table_index: Scalar) -> Scalar:
@@ -65,7 +65,10 @@ class PageCopies(NamedTuple):
         )
 
     def fetch(self, row: Scalar, tile_index: Scalar, span: PageSpan, target: Ref, semaphore: Ref) -> None:
-        """Start the DMA of each page of `span` to its tokens' offset in the tile `target`."""
+        """Start one DMA for each page of `span`, from HBM to the offset of the page's tokens in the tile `target`.
+
+        `span` lies within tile `tile_index`. The caller waits for the bytes at `semaphore` with `wait`.
+        """
 
         @pl.loop(span.begin, span.end)
         def _(table_index: Array) -> None:
@@ -76,10 +79,10 @@ class PageCopies(NamedTuple):
     def fetch_full(
         self, row: Scalar, tile_index: Scalar, target: Ref, semaphore: Ref, *, is_needed: bool | Array
     ) -> None:
-        """Start the DMAs of all pages of a tile, without a loop, if `is_needed`.
+        """If `is_needed`, start the DMAs of all pages of a tile, without a loop.
 
-        The page table is read in either case: `row` and `tile_index` must be valid even if the tile is not needed.
-        A branch that contains only the starts of copies takes the fewest VLIW bundles.
+        The page table is read in either case, outside the branch: a branch that contains only the starts of copies
+        takes the fewest VLIW bundles. `row` and `tile_index` must therefore be valid even if the tile is not needed.
         """
         first_of_tile = tile_index * self.pages_per_tile
         pages = [self.page(row, first_of_tile + index) for index in range(self.pages_per_tile)]
@@ -90,7 +93,7 @@ class PageCopies(NamedTuple):
                 self._start(page, target, index * self.page_size, semaphore)
 
     def wait(self, num_pages: Scalar, semaphore: Ref) -> None:
-        """Wait until as many bytes as `num_pages` pages have arrived at the semaphore, in any order.
+        """Wait until the bytes of `num_pages` pages have arrived at the semaphore, whichever pages they are.
 
         No copy is started: the descriptor only tells `wait` how many bytes to expect. `num_pages` must not exceed the
         pages of the cache.

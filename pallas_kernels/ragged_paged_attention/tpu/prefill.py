@@ -127,9 +127,9 @@ def prefill_buffers(
     """Return shape and dtype of each VMEM buffer, for tiles of `tile_q` queries and `tile_kv` keys and values.
 
     `dtype` is that of queries and outputs, `kv_dtype` that of the pages. Copies of queries and of keys and values are
-    double-buffered: the first axis, 2, selects the buffer. `queries` and the softmax state hold a tile by chunks of
-    heads, each row a (head, query) pair; the running maximum and sum repeat their number on all lanes. `head_rows` is
-    room for sorting heads, as words of 32 bits.
+    double-buffered: the first axis, 2, selects the buffer. A chunk is the query heads of one product. `queries` and the
+    softmax state are [chunk, (head, query), lanes]; the running maximum and sum repeat their number on all lanes.
+    `head_rows` is int32 scratch memory for the transposition between [token, head] and [head, token] order.
     """
     lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
     num_chunks, rows = num_heads // chunk, chunk * tile_q
@@ -157,8 +157,9 @@ def prefill_attention(
 ) -> Float[Array, "T N H"]:
     """Attend the queries of prefill rows causally to their rows' pages; return `layer.q` with outputs in their place.
 
-    All other tokens keep what `layer.q` holds, which is donated. `tile_kv` counts keys, a multiple of the page size and
-    of `sub_kv`; `tile_q` is the largest number of queries of a tile; L is 128.
+    `layer.q` is donated; tokens of other rows keep its content. The pages already hold the keys and values of this
+    step. `tile_kv` is the number of keys of a KV tile, a multiple of the page size and of `sub_kv`, the keys of one
+    product. `tile_q` is the largest number of queries of a tile. L is 128.
     """
     q, (_, num_heads, head_size) = layer.q, layer.q.shape
     sinks = None if layer.sinks is None else layer.sinks.astype(jnp.float32) * LOG2_E
@@ -261,6 +262,7 @@ def _attend_query_tile(
         """Add the keys and values in `kv` [K, S, keys, 128], from `kv_position` on, to all heads' softmax states."""
 
         def attend_chunk(chunk_index: Scalar, _: int) -> int:
+            """Do one step of the online softmax for the query heads of a chunk; they share KV head `head`."""
             dtype, head = scratch.queries.dtype, divide(chunk_index, num_chunks // num_kv_heads)
             keys, values = lanes.keys(kv, head), lanes.values(kv, head)
             factor = options.scale if inputs.scales is None else options.scale * inputs.scales[0, head]
@@ -285,7 +287,7 @@ def _attend_query_tile(
             return 0
 
         def is_visible_to_any(key: Array) -> Array:
-            """Return whether a query attends to `kv_position` + `key`. Other values may be NaN, and 0 × NaN is NaN."""
+            """Return whether any query attends to `kv_position` + `key`. Other values may be NaN; 0 × NaN is NaN."""
             is_visible = key < end_position - kv_position
             return is_visible if window is None else is_visible & (key >= first_visible_position(q_tile) - kv_position)
 
@@ -375,7 +377,10 @@ def _attend_query_tile(
 
 
 def padded_bytes(buffer: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of an array in VMEM, whose tiles are 128 lanes wide and 32 bytes of numbers high."""
+    """Return the bytes of an array in VMEM, with its last two axes padded to whole tiles of the memory.
+
+    A tile is 128 lanes wide, and as many rows high as 32 bytes hold numbers: 8 rows of float32, 16 of bfloat16.
+    """
     shape, itemsize = buffer.shape, buffer.dtype.itemsize
     rows = 32 // itemsize
     return itemsize * math.prod((*shape[:-2], -(-shape[-2] // rows) * rows, -(-shape[-1] // LANES) * LANES))

@@ -102,29 +102,35 @@ ENTRY_KEYS = {"chip", "shape", "sizes", "source", "date", "jax", "figures"}
 
 def sizes_of(chip: str, shape: TpuShape, tuned: tuple[TunedEntry, ...] = ()) -> TpuSizes:
     """Return the sizes of exactly this shape in `tuned`, else those in our own table, else those by the rule."""
-    known = {entry[:2]: entry.sizes for entry in (*_shipped_entries(), *tuned)}
-    return known.get((chip, shape)) or sizes_by_rule(chip, shape)
+    tuned_sizes = {(entry.chip, entry.shape): entry.sizes for entry in (*_shipped_entries(), *tuned)}
+    return tuned_sizes.get((chip, shape)) or sizes_by_rule(chip, shape)
 
 
 def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
-    """Read the entries of a table. ValueError names the file and the first entry that cannot be used."""
+    """Return the entries of a JSON table of tile sizes.
+
+    Raises ValueError if the file cannot be read or an entry cannot be used; the text names the file and the entry.
+    """
     try:
         entries = json.loads(table.read_text())
         if not isinstance(entries, list):
             raise ValueError(f"got {type(entries).__name__}, allowed: a list of entries")
     except (OSError, ValueError) as error:
         raise ValueError(f"{table}: {error}; delete it, and tune again") from error
-    found = []
+    tuned_entries = []
     for index, entry in enumerate(entries):
         try:
-            found.append(_entry(entry))
+            tuned_entries.append(_entry(entry))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{table}: entry {index}: {error}; delete the entry, and tune again") from error
-    return tuple(found)
+    return tuple(tuned_entries)
 
 
 def _entry(entry: dict[str, Any]) -> TunedEntry:
-    """Check one JSON entry and return it; ValueError, TypeError or KeyError says what is wrong with it."""
+    """Return one JSON entry of a table as a `TunedEntry`, after checking it.
+
+    Raises ValueError for a bad value, TypeError or KeyError for an unknown or a missing field.
+    """
     if not isinstance(entry, dict) or set(entry) != ENTRY_KEYS:
         raise ValueError(f"got {entry!r}, allowed: an object of {', '.join(sorted(ENTRY_KEYS))}")
     for name, allowed in (("chip", CHIPS), ("source", SOURCES)):
@@ -169,14 +175,14 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
 
 
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
-    """Return KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
+    """Return sizes by a rule: KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
 
-    All sizes are tokens but for `max_rows` (rows of scores): `tile` those of a KV tile, `full` and `tail` those of one
-    product over a full tile and over a row's last tile.
+    `tile` counts the tokens of a KV tile of decode; `full` and `tail` count the tokens of one product over a full tile
+    and over a row's last tile; `max_rows` is the largest number of rows of scores in one product.
 
-    `in_float32` says that products are computed in float32 although the pages hold narrower numbers. Every size is
-    rounded down so that sub-tiles divide the tile and pages do, too. Example: 8 KV heads of 128 in bfloat16 take 4 KiB
-    a token, so 2 MiB hold a tile of 512 tokens.
+    `in_float32` says that products are computed in float32 although the pages hold narrower numbers. Sizes are rounded
+    down, so that a KV tile is whole sub-tiles and whole pages. Example: 8 KV heads of 128 in bfloat16 take 4 KiB a
+    token, so 2 MiB hold a tile of 512 tokens.
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes, tile_bytes = _token_bytes(shape), CHIPS[chip].tile_bytes
@@ -229,10 +235,10 @@ def write_slots_of(chip: str, dtype: DTypeLike) -> int:
 
 @functools.cache
 def _chip_rule(chip: str, itemsize: int) -> tuple[int, int]:
-    """Return decode's `max_rows` and `full` for pages of `itemsize` bytes a number.
+    """Return decode's `max_rows` and `full` from `rules.json`, for pages of `itemsize` bytes a number.
 
-    Of the values that spill no register at the shapes in the file, they are those whose schedule of a full tile is
-    shortest, within one percent.
+    The values were chosen from those that spill no register at the shapes named in the file: their compiled schedule
+    of a full tile is the shortest, or within one percent of it.
     """
     rules = json.loads(resources.files(__package__).joinpath("rules.json").read_text())["chips"]
     rule = rules[CHIPS[chip].rule or chip]

@@ -73,8 +73,8 @@ def write_prefill(
 ) -> Float[Array, "C K S Z L"]:
     """Write the layer's new keys and values of prefill tokens into the pages, which are donated, and return the pages.
 
-    For pages of one byte a number, `layer.k` and `layer.v` hold such numbers exactly, in two or four bytes each.
-    `tile_q` is the largest number of tokens of a tile; L is 128. One kernel call, a grid step per tile.
+    `layer.k` and `layer.v` must be given. For pages of one byte a number, they hold the quantized numbers, in two or
+    four bytes each. `tile_q` is the largest number of tokens of a tile. L is 128. The kernel has a grid step per tile.
     """
     k, v = layer.k, layer.v
     assert k is not None
@@ -128,7 +128,7 @@ def _write_tile(
     buffer = lax.rem(tile, 2)
 
     def kv_copies(tile: Scalar, buffer: Scalar) -> list[Ref]:
-        """Return the copies of a tile's keys and values. An equal copy can be waited for: its semaphore counts."""
+        """Return the copies of a tile's keys and values: to start them, or to wait, for which equal copies serve."""
         source, target = pl.ds(scalars.first_tokens[tile], scalars.lens[tile]), pl.ds(block, scalars.lens[tile])
         return [
             pltpu.make_async_copy(tokens.at[source], tiles.at[buffer, target], scratch.kv_sems.at[buffer])
@@ -163,6 +163,7 @@ def _write_tile(
 
     @pl.loop(first_block, end_block)
     def _(block_index: Scalar) -> None:
+        """Compute one block [K, S, block, 128] by KV head, and start its copy to the page."""
         block_buffer = lax.rem(block_index - first_block, 2)
         block_position = block_index * block
 
@@ -191,7 +192,7 @@ def _write_tile(
                     scratch.blocks[block_buffer, head, lane_row] = new_rows
         write_copy(block_index, block_buffer).start()
 
-    # The loop has waited for all copies but the last two. An equal copy can be waited for: its semaphore counts bytes.
+    # The loop has waited for all copies but the last two. Waiting takes an equal copy: the semaphore counts bytes.
     pl.when(end_block - first_block >= 2)(
         lambda: write_copy(end_block - 2, lax.rem(end_block - 2 - first_block, 2)).wait()
     )
