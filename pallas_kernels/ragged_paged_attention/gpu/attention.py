@@ -67,9 +67,10 @@ of the KV tile that is fetched next."""
 def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None:
     """Compute attention of one tile class by flash attention with split-KV: all pieces of `launch.section`.
 
-    One kernel call over thread blocks (list, KV head); see the module. Outputs take the place of their queries in
-    `inputs.queries`, a mutable array. Return the partial results of tiles whose keys are split, or None if no tile of
-    this class can be split.
+    A tile class is all query tiles of one size; a piece is a query tile over a range of its row's keys. The plan has
+    dealt the pieces out to lists, and one kernel call runs a thread block for each list and KV head. Outputs overwrite
+    their queries in `inputs.queries`, a mutable array. Return the partial results of tiles whose keys are split, for
+    `merge` to combine, or None if no tile of this class can be split.
     """
     num_kv_heads, _, head_size = inputs.queries.shape
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
@@ -117,8 +118,8 @@ def _compute_list(
 ) -> None:
     """Compute the pieces of this thread block's list one after another: a piece is a query tile over a range of keys.
 
-    With `launch.reads_ahead`, the next piece's row and lengths are loaded while a piece is computed; with two query
-    tiles in shared memory, its queries are copied as well (double buffering across pieces).
+    With `launch.reads_ahead`, the next piece's row and lengths are loaded while a piece is computed. With two query
+    tiles in shared memory, its queries are copied meanwhile, too (double buffering across pieces). A list may be empty.
     """
     plan, lists_offset, list_index = inputs.plan, launch.section.lists_offset, lax.axis_index("list")
     begin_piece, end_piece = plan[lists_offset + list_index], plan[lists_offset + list_index + 1]
@@ -128,7 +129,10 @@ def _compute_list(
         return PieceRow(row, inputs.context_lens[row], inputs.query_starts[row + 1] - inputs.query_starts[row])
 
     def compute_piece(piece_index: Scalar, piece_row: PieceRow | None) -> PieceRow | None:
+        """Compute one piece. With `reads_ahead`, take its row and return the next piece's row; else both are None."""
+
         def fetch_next() -> PieceRow | None:
+            """With `reads_ahead`, load the next piece's row; with two query tiles, start to copy its queries."""
             if not launch.reads_ahead:
                 return None
             next_row = read_row(jnp.minimum(piece_index + 1, end_piece - 1))
@@ -152,9 +156,10 @@ def _compute_list(
 
 
 def _read_piece(inputs: AttentionInputs, launch: Launch, index: Scalar) -> Piece:
-    """Return the fields of piece `index`, read from the plan: they lie field by field, `max_pieces` numbers each.
+    """Return the fields of piece `index`, read from the plan.
 
-    The compiler drops the loads of fields that a caller does not use.
+    The plan holds the pieces as a structure of arrays: `max_pieces` numbers of the first field, then as many of the
+    second one, and so on. All fields are loaded here, but the compiler drops the loads that the caller does not use.
     """
     section = launch.section
     offsets = [section.pieces_offset + field * section.tiles.max_pieces for field in range(PIECE_FIELDS)]
@@ -191,8 +196,8 @@ def _compute_piece(
 
     KV tiles of `tile_kv` keys go through `num_stages` buffers of shared memory with an online softmax. A piece that is
     its whole tile stores outputs; a piece of a split tile (split-KV) stores its partial result, which `merge` combines
-    with the others. `piece_row` is the row of this piece. Return the next piece's row as `fetch_next` does, which is
-    called once the copies of the first keys have started.
+    with the others. `piece_row` is the row of this piece. `fetch_next` is called once the copies of the first keys have
+    started, and its result, the row of the next piece or None, is returned.
     """
     chip, tile_kv, num_stages, group_size = launch.chip, launch.tile_kv, launch.num_stages, launch.group_size
     products, options = launch.products, launch.options
@@ -218,10 +223,11 @@ def _compute_piece(
     num_kv_tiles = jnp.maximum(end_tile - first_tile, 0)
 
     def tile_pages(tile_index: Scalar) -> tuple[Scalar, ...]:
-        """Return the pages of a KV tile of this piece; behind the last page that any query attends to, that page again.
+        """Return the pages of a KV tile of this piece.
 
-        By contract a context fits its page table, and the table's entries are pages. Clamping to the table and to the
-        pages makes a broken contract give wrong numbers instead of reading other memory.
+        Pages before the first one or after the last one that any query attends to are replaced by that page. The other
+        two clamps, to the table and to the cache, guard memory: a caller that passes a context longer than its table,
+        or entries that are no pages, gets wrong numbers, but no read beyond the arrays.
         """
         table_len = inputs.page_tables.shape[0] // inputs.context_lens.shape[0]
         pages = []
@@ -270,7 +276,7 @@ def _compute_piece(
         return lax.cond(is_unmasked, lambda scores: scores, lambda scores: mask_scores(scores, first_key), scores)
 
     def mask_scores(scores: Array, first_key: Scalar) -> Array:
-        """Replace the scores of keys behind a query's position or before its window; the tile begins at `first_key`."""
+        """Replace the scores of keys after a query's position or before its window; the tile begins at `first_key`."""
         iota = partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=acc_layout)
         query_position = row_position + lax.div(first_query_row + iota(0), jnp.int32(group_size))
         key_position = first_key + iota(1)
@@ -336,8 +342,8 @@ def _compute_piece(
         with_sinks = sinks, plgpu.layout_cast(jnp.ones((tile_rows,), jnp.float32), state_layout)
         running_max, running_sum = lax.cond(begin_key == 0, lambda: with_sinks, lambda: (running_max, running_sum))
 
-    # Wait for the queries, then compute KV tile after KV tile. On Ampere the copies of the next piece's queries are
-    # counted by no wait: they are older than the KV tiles of every wait in the loop.
+    # Wait for the queries, then compute KV tile after KV tile. On Ampere no wait counts the copies of the next piece's
+    # queries among the later ones: a copy that is not counted can only make a wait longer.
     wait_copies(q_barrier, 2 * pages_per_tile * (num_stages - 1), chip)
     carry = acc, running_max, running_sum, tile_pages(jnp.int32(num_stages - 1))
     acc, running_max, running_sum, _ = lax.fori_loop(0, num_kv_tiles, attend, carry)
@@ -362,10 +368,10 @@ def _compute_piece(
 
 
 def repeat_sinks(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:
-    """Repeat the G sinks of each KV head cyclically to G + M numbers, so that M follow from any of the first G on.
+    """Repeat the G sinks of each KV head cyclically to G + M numbers, so that a tile of M rows can begin at any head.
 
-    The rows of a tile are (query, head) pairs, so a tile may begin at any head. With G = 3 and M = 4, the sinks a b c
-    become a b c a b c a, and a tile that begins at head 2 loads c a b c.
+    M is `tile_rows`. The rows of a tile are (query, head) pairs, so its first row may belong to any of the G heads.
+    With G = 3 and M = 4, the sinks a b c become a b c a b c a, and a tile that begins at head 2 loads c a b c.
     """
     sinks_KG = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
     group_size = sinks_KG.shape[1]

@@ -89,7 +89,7 @@ class GpuBackend(GpuPlanner, Backend):
         )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a JAX without `mma` and for fields that the kernels do not take; the text names each."""
+        """Raise ValueError if this JAX has no `mma`, or if the kernels do not take a field; the text names it."""
         if not hasattr(plgpu, "mma"):
             raise ValueError(
                 f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
@@ -115,8 +115,8 @@ class GpuBackend(GpuPlanner, Backend):
             )
 
     def layout(self, shape: KVShape) -> KVLayout:
-        """Return the layout of a cache of these sizes; ValueError names what these kernels cannot take."""
-        # The cache's dtype is auto by default, which is the model's.
+        """Return the layout of a cache of these sizes; raise ValueError if the kernels cannot take one of them."""
+        # `kv_cache_dtype` is auto by default, which means the model's dtype.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)
         self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
@@ -133,10 +133,10 @@ class GpuBackend(GpuPlanner, Backend):
     def launches(
         self, num_tokens: int, num_rows: int, options: AttendOptions, *, decodes_only: bool = False
     ) -> list[Launch]:
-        """Return one launch for each tile class that a step of that size may have.
+        """Return one launch of the attention kernel for each size of query tiles that a step of that size may have.
 
-        A layer whose window has no section of the plan takes that of full attention and skips the keys that its window
-        hides.
+        Each launch names its section of the plan. If the plan has no section for the layer's window, the layer takes
+        the section of full attention, and the kernel skips the keys that the window hides.
         """
         windows = self.planned_windows
         window_index = windows.index(options.window) if options.window in windows else 0
@@ -161,8 +161,9 @@ class GpuBackend(GpuPlanner, Backend):
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """See `Backend.attend`: scatter k and v into the pages, then flash attention with split-KV.
 
-        The queries are gathered into a mutable array [K, A, H], aligned by KV head; each launch overwrites those of its
-        tiles by their outputs. A launch whose keys are split leaves partial results, which `merge` combines.
+        The queries are gathered into a mutable array [K, A, H], by KV head, with the A query rows of each sequence
+        aligned to eight. Each launch overwrites the queries of its tiles by their outputs. If keys can be split, a
+        launch returns partial results too, and `merge` combines them.
         """
         q, k, v, step = inputs.q, inputs.k, inputs.v, inputs.step
         k_pages, v_pages = pages
@@ -190,7 +191,10 @@ class GpuBackend(GpuPlanner, Backend):
         return rows.restore(queries[...]), (k_pages, v_pages)
 
     def _refuse_misfits(self, inputs: LayerInputs, k_pages: Array) -> None:
-        """Raise ValueError for queries or a plan that the kernels, compiled for this backend's sizes, would misread."""
+        """Raise ValueError if the queries, the pages' heads or the plan do not fit the sizes of this backend.
+
+        The kernels are compiled for these sizes and would misread the arrays.
+        """
         q, step = inputs.q, inputs.step
         if q.dtype != COMPUTE_DTYPE:
             raise ValueError(

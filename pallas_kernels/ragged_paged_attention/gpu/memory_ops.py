@@ -46,14 +46,14 @@ class Chip:
 
 
 def smem_tile(shape: tuple[int, ...], dtype: DTypeLike, chip: Chip, lanes: int | None = None) -> Any:
-    """Return the type of a tile [rows, lanes] in shared memory that products read without bank conflicts.
+    """Return the type of a tile in shared memory, [rows, lanes] in its last axes, that products read without conflicts.
 
-    `lanes` is the width of a product's operand where it is narrower than the tile. A row's bytes lie in blocks of 128,
-    64 or 32, the largest that divides the row: x & −x is the largest power of two that divides x. A row of 96 bfloat16
-    is 192 bytes, three blocks of 64.
+    A row lies in swizzled blocks of 128, 64 or 32 bytes, the largest size that divides the row; x & −x is the largest
+    power of two that divides x. On Hopper a row of 96 bfloat16, 192 bytes, is three blocks of 64. `lanes` is given if a
+    product reads fewer lanes at a time than the tile has: then the block size divides the bytes of these.
     """
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
-    # The four warps that copy on Ampere want an even number of blocks to share 16 rows.
+    # On Ampere, four warps share the copy of 16 rows, which takes an even number of blocks in a row.
     bytes_to_divide = row_bytes if chip.has_tma or lanes else row_bytes // 2
     block_bytes = max(min(bytes_to_divide & -bytes_to_divide, 128), 32)
     tiling = plgpu.TilingTransform((8, block_bytes // jnp.dtype(dtype).itemsize))
@@ -69,10 +69,10 @@ def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> Non
 
 
 def wait_copies(barrier: Ref | None, num_later: int, chip: Chip) -> None:
-    """Wait for the copies that arrive at one barrier; without TMA, for all copies but the last `num_later` started.
+    """Wait for the copies that arrive at `barrier`; without TMA, for all copies but the last `num_later` started.
 
-    cp.async has no barrier: its copies end in the order of their start, and a thread waits until at most `num_later`
-    of them are left.
+    Copies by cp.async arrive at no barrier. They end in the order of their start, so each thread waits until at most
+    `num_later` of its own are left; then the threads of the block meet, and each of them sees the data of all.
     """
     if chip.has_tma:
         plgpu.barrier_wait(barrier)
@@ -81,7 +81,7 @@ def wait_copies(barrier: Ref | None, num_later: int, chip: Chip) -> None:
 
 
 def fence_before_copy(chip: Chip) -> None:
-    """Order earlier reads and writes of shared memory by ordinary instructions before TMA copies that follow."""
+    """Make later TMA copies wait for earlier reads and writes of shared memory by ordinary instructions."""
     if chip.has_tma:
         plgpu.commit_smem()
 
@@ -102,12 +102,12 @@ def store_global(target: Ref, value: jax.Array) -> None:
 def start_query_copies(
     source: Ref, head: Scalar, aligned_row: jax.Array, num_rows: Scalar, target: Ref, barrier: Ref | None, chip: Chip
 ) -> None:
-    """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target`.
+    """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target` in shared memory.
 
-    Rows are copied ROW_ALIGN = 8 at a time. Behind the last row the last 8 rows are copied once more, because what
-    follows in `source` may belong to another thread block that is writing it: 20 rows to a tile of 32 copy the rows
-    0 … 7, 8 … 15, 16 … 23 and 16 … 23 again. Ampere cannot copy so few rows and copies the rows that follow; results
-    computed from them are not stored.
+    Rows are copied ROW_ALIGN = 8 at a time, until the tile is full. In place of rows after the last one, the last 8
+    rows are copied again, because another thread block may be writing the rows that follow in `source`: 20 rows to a
+    tile of 32 copy the rows 0 … 7, 8 … 15, 16 … 23 and 16 … 23 again. Ampere cannot copy so few rows at a time and
+    copies the rows that follow; results computed from them are not stored.
     """
     if not chip.has_tma:
         return start_copy(source.at[head, pl.ds(aligned_row, target.shape[0])], target, barrier, chip)
@@ -122,8 +122,8 @@ def store_query_rows(
 ) -> None:
     """Store the first `num_rows` rows of `values` to target[head, aligned_row:], through shared memory `staging`.
 
-    Rows go ROW_ALIGN at a time, sixteen bytes a thread at head size 128. The last of these may be padding rows, which
-    are written as well.
+    Rows are stored ROW_ALIGN = 8 at a time, 16 bytes per thread at head size 128. `num_rows` is therefore rounded up to
+    a multiple of 8, which overwrites only padding rows: the rows of each sequence begin at a multiple of 8.
     """
     staging[...] = values.astype(staging.dtype)
     for first_row in range(0, staging.shape[0], ROW_ALIGN):
@@ -135,10 +135,10 @@ def store_query_rows(
 
 
 def row_layout(head_size: int, chip: Chip) -> Any:
-    """Return the register layout of ROW_ALIGN rows: neighbouring lanes in one thread, two rows to a warp.
+    """Return the register layout of ROW_ALIGN = 8 rows: each of the four warps has two rows, a thread adjacent lanes.
 
-    A warp takes the largest power of two of lanes at once that divides the head size. On Ampere 64 or 32 of these lie
-    in two blocks of shared memory, so a warp has half of them in four rows there.
+    The layout repeats after so many lanes as the largest power of two that divides the head size, 128 at most. On
+    Ampere 64 or 32 lanes lie in two blocks of shared memory, so there a warp has half of the lanes of four rows.
     """
     lanes_at_once = min(head_size & -head_size, 128)
     if lanes_at_once in (32, 64) and not chip.has_tma:
@@ -149,7 +149,10 @@ def row_layout(head_size: int, chip: Chip) -> Any:
 
 
 def to_compute_dtype(stored: jax.Array, chip: Chip) -> jax.Array:
-    """Convert one-byte numbers of a page to bfloat16, exactly: they fit into its eight bits of mantissa."""
+    """Convert one-byte numbers of a page, int8 or float8_e4m3fn, to bfloat16, which is exact.
+
+    Chips before Hopper, which have no TMA, have no instruction for the conversion either.
+    """
     if chip.has_tma:
         return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
     if stored.dtype == jnp.int8:
@@ -168,8 +171,9 @@ def _int8_to_float32(stored: jax.Array) -> jax.Array:
 def _float8_to_float32(bits: jax.Array) -> jax.Array:
     """Convert the bits of float8_e4m3fn to float32, NaN included, without the conversion instruction.
 
-    Shifted left by 7, exponent and mantissa are those of a float16 whose exponent is too small by 8, the difference of
-    the two formats' biases (15 − 7): a factor of 2⁸ = 256 makes up for it.
+    Exponent and mantissa, shifted left by 7, are those of a float16. Its exponent is too small by 8, the difference of
+    the two formats' biases (15 − 7), so the result is multiplied by 2⁸ = 256. The sign is in bit 15, because the
+    conversion to int32 repeats it in all higher bits. NaN has ones in the seven lower bits.
     """
     bits = bits.astype(jnp.int32)
     half = lax.bitcast_convert_type((((bits << 7) & 0x3F80) | (bits & -0x8000)).astype(jnp.int16), jnp.float16)

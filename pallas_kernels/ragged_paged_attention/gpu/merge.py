@@ -24,13 +24,15 @@ from .plan import MERGE_FIELDS, ROW_ALIGN, Merge, PlanSection
 def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: PlanSection, chip: Chip) -> None:
     """Merge the partial results of each query tile whose keys were split, and write the outputs over its queries.
 
-    `queries` is a mutable [K, A, H]: A counts query rows, aligned per sequence by `QueryRows`. `section` says where the
-    merges of this tile size stand in `plan`. One thread block computes one merge and KV head.
+    Each such tile has one entry of type `Merge` in `plan`; `section` holds the offset of these entries and of their
+    number. `queries` is a mutable array [K, A, H], where each sequence's query rows begin at a multiple of `ROW_ALIGN`.
+    One thread block computes one tile and KV head; thread blocks beyond the number of entries do nothing.
     """
     tiles = section.tiles
     num_kv_heads, _, head_size = queries.shape
 
     def body(queries: Ref, partials: Partials, plan: Ref, staging: Ref) -> None:
+        """Merge one tile for one KV head, if the plan has so many; the outputs go through shared memory, `staging`."""
         merge_index, head = lax.axis_index("merge"), lax.axis_index("head")
 
         @pl.when(merge_index < plan[section.num_merges_offset])
@@ -55,14 +57,16 @@ def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: 
 def _merged(partials: Partials, head: Scalar, split_tile: Merge) -> Float[Array, "M H"]:
     """Return the outputs [M, H] of one split tile and KV head: its partial results combined by log-sum-exp.
 
-    `split_tile` names `num_partials` consecutive entries of `partials`. Sums and weighted values are rescaled from each
-    partial's maximum to the largest one, added up, and divided.
+    `split_tile` names `num_partials` consecutive entries of `partials`, each the sum of weights and the weighted sum of
+    values over one part of the keys, relative to the maximum of the scores there. They are rescaled to the largest
+    maximum and added up; then the weighted sum is divided by the sum of weights. Maxima are scores times log₂ e.
     """
     tile_rows, head_size = partials.acc.shape[2:]
     layout = mma.acc_layout(tile_rows)
     state_layout = layout.reduce(1)
 
     def add_partial(index: Scalar, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Add partial result `index` to the state: weighted sum of values, maximum and sum of weights so far."""
         acc, running_max, running_sum = state
         partial = split_tile.first_partial + index
         piece_max = load_global(partials.running_max.at[partial, head], state_layout)

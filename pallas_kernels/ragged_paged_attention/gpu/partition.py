@@ -38,14 +38,15 @@ class Partition(NamedTuple):
 def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits: int, min_share: int) -> Partition:
     """Partition tiles with keys in the granules [begin, end), at least one each, into `num_lists` lists of equal cost.
 
-    The tiles keep their order: lists are cuts of the tiles laid end to end. A cut inside a tile splits the tile's keys
-    (split-KV). Two lists for tiles of 10 and 2 granules, costs 12 and 4, share 8 each: tile 0 is split at its granule 6
-    (`PIECE_COST` is 2), if a split is allowed; else the border distance to the end of tile 0.
+    A granule is a fixed number of keys. The tiles keep their order: they are laid end to end, and borders cut them into
+    lists. A border inside a tile splits the tile's keys (split-KV). Example: tiles of 10 and 2 granules cost 12 and 4
+    (`PIECE_COST` is 2), so each of two lists gets a share of 8. If a split is allowed, tile 0 is split at granule 6;
+    else the border moves to the end of tile 0.
 
-    `min_share` is the cost that a list gets before the next one gets any. With `max_splits` ≥ the number of borders,
-    all lists but the last cost the same. With fewer, the best of three partitions is taken: all lists, some borders
-    moved; as many lists as there are splits for; as many as split every tile into the same number of pieces. Lists
-    that are not used are empty.
+    `min_share` is the cost that a list gets before the next one gets any. No tile is split if the partition without
+    splits is balanced. If `max_splits` is at least the number of borders, all lists but the last cost the same. If it
+    is smaller, the best of four partitions is taken: no splits; all lists, with some borders moved; as many lists as
+    there are splits for; as many lists as split every tile into the same number of pieces. Unused lists are empty.
     """
     cost = end - begin + PIECE_COST
     ends = cost.cumsum()
@@ -75,10 +76,10 @@ class _EqualShares:
     def __init__(
         self, begin: np.ndarray, end: np.ndarray, cost: np.ndarray, ends: np.ndarray, num_shares: int, share: int
     ):
-        """Find the tile that each border lies in, the granule there, and the nearest end of a tile.
+        """Find the tile that each border lies in, the granule there, and the distance to the nearest end of a tile.
 
-        The shares of three tiles of cost 4, 8 and 4 with `share` 8 meet at cost 8: in the middle of tile 1, at distance
-        −4 from its begin.
+        Example: three tiles of cost 4, 8 and 4 with `share` 8 have a border at cost 8, in the middle of tile 1. Its
+        distance to the nearest end, the begin of tile 1, is −4.
         """
         self.num_tiles, self.total = len(begin), ends[-1]
         self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)
@@ -95,9 +96,10 @@ class _EqualShares:
         self.is_inside = (self.granule > begin[self.tile]) & (self.granule < end[self.tile])
 
     def split(self, num_lists: int, max_splits: int) -> Partition:
-        """Split at the `max_splits` borders that are farthest from an end of a tile, and move the others there.
+        """Return the partition that splits tiles at `max_splits` borders at most, those farthest from an end of a tile.
 
-        No border passes another: of two borders inside one tile, the one that moves is nearer to the end it moves to.
+        All other borders move to the nearest end of a tile. No border passes another: of two borders inside one tile,
+        the one that moves is nearer to the end it moves to. Lists after the last share are empty.
         """
         split_borders = self.is_inside.nonzero()[0]
         if len(split_borders) > max_splits:

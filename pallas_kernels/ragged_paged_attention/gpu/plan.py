@@ -170,9 +170,10 @@ class GpuPlanner:
 
     @property
     def small_tile_rows(self) -> int:
-        """Return the query rows of a small tile: as few as the heads of one query need.
+        """Return the query rows of a small tile: as few as the heads of one query need, but 16 or 32 at least.
 
-        In a tile of 16 rows four warps share the columns of a product, eight at a time, in one of 32 rows two do.
+        A tile of 16 rows takes head sizes that are multiples of 32: four warps share the columns of a product, eight
+        columns at a time. In a tile of 32 rows only two warps do.
         """
         min_rows = 16 if self.head_size % 32 == 0 else 32
         return min(max(1 << (self.group_size - 1).bit_length(), min_rows), self.large_tile_rows)
@@ -192,7 +193,10 @@ class GpuPlanner:
         return 2 if has_memory and self.reads_ahead(tile_rows) else 1
 
     def blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int = 1) -> int:
-        """Return the thread blocks that registers (2 or 3) and shared memory of a multiprocessor hold, at least 1."""
+        """Return how many thread blocks fit on a multiprocessor, at least 1.
+
+        Shared memory and registers limit the number; the registers hold three blocks with tiles of 16 rows, else two.
+        """
         # One-byte pages take half of this and a tile in two bytes.
         kv_bytes = self.num_stages * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
@@ -201,7 +205,7 @@ class GpuPlanner:
 
     @property
     def partial_bytes(self) -> int:
-        """Return the bytes for partial results: what the queries leave of `TEMP_BYTES`, between 4 and 11 MiB."""
+        """Return the bytes for partial results: what the queries leave of `TEMP_BYTES`, but 4 to 11 MiB."""
         return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 11 << 20)
 
     @property
@@ -214,39 +218,41 @@ class GpuPlanner:
         return self.sections(num_tokens, num_rows, decodes_only=decodes_only)[-1][-1].end
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Write the plan of these rows into `out`: tiles of queries, cut into pieces of equal cost (split-KV).
+        """Write the plan of these sequences into `out`: their queries in tiles, and the tiles in lists of equal cost.
 
-        With 4 query heads per KV head and small tiles of 16, a row of 4 queries (16 query rows) has one small tile, and
-        a row of 5 queries goes into large ones.
+        A query row is one (query, query head) pair of a KV head: a sequence of n queries has n × `group_size` of them.
+        Sequences whose query rows fit into one small tile get a small tile, all others large tiles. With 4 query heads
+        per KV head and small tiles of 16 query rows, 4 queries go into one small tile, 5 into large ones. Each tile
+        size and window has a section of the plan of its own, where a tile's keys may be split (split-KV).
         """
         query_rows, min_query_rows = rows.query_lens * self.group_size, 1
         for sections in self.sections(rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only):
             tile_rows = sections[0].tiles.tile_rows
-            is_in_class = query_rows >= min_query_rows
+            has_tile_size = query_rows >= min_query_rows
             if tile_rows < self.large_tile_rows:
-                is_in_class &= query_rows <= tile_rows
+                has_tile_size &= query_rows <= tile_rows
                 min_query_rows = tile_rows + 1
-            rows_of_class = np.flatnonzero(is_in_class)
-            tiles = _cut_tiles(rows_of_class, rows.query_lens, rows.context_lens, self.group_size, tile_rows)
+            rows_of_size = np.flatnonzero(has_tile_size)
+            tiles = _cut_tiles(rows_of_size, rows.query_lens, rows.context_lens, self.group_size, tile_rows)
             for section, window in zip(sections, self.planned_windows, strict=True):
                 self._write_section(section, tiles, window, out)
 
     def max_tiles(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
-        """Return the largest number of tiles of one class in a step of that size.
+        """Return the largest number of tiles of `tile_rows` query rows in a step of that size.
 
-        A row of few queries has one small tile; every other row may end in a partial large tile.
+        A sequence of few queries has one small tile; every other sequence may end in a large tile that is not full.
         """
         if tile_rows < self.large_tile_rows:
             return min(num_tokens, num_rows)
-        # The fewest queries of a row that has large tiles: one more than fit a small tile.
+        # The fewest queries of a sequence that has large tiles: one more than fit a small tile.
         min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group_size + 1
         return num_tokens * self.group_size // tile_rows + min(num_tokens // min_queries, num_rows)
 
     def sections(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> list[list[PlanSection]]:
-        """Return the sections of the small tiles and of the large ones, each by window as in `planned_windows`.
+        """Return two lists of plan sections, for the small tiles and for the large ones, in order of `planned_windows`.
 
-        There are only large tiles if the heads of one query fill them; else only small ones in a step that only
-        decodes.
+        There is one list if small and large tiles have the same size, because the heads of one query fill a large tile.
+        Else a step that only decodes has the list of the small tiles only.
         """
         return _sections(self, num_tokens, num_rows, decodes_only)
 
@@ -255,7 +261,8 @@ class GpuPlanner:
 
         Each split makes one more piece of its tile. Of three tiles with one split, in tile 1, the pieces 0 … 3 belong
         to the tiles 0, 1, 1, 2: `first_piece` is [0, 1, 3], the split begins piece 2, and the pieces 1 and 2 get the
-        partial results 0 and 1, which one merge combines.
+        partial results 0 and 1, which one merge combines. `window` is None for full attention. Without tiles, only the
+        lists and the number of merges are written, as zeros.
         """
         if not len(tiles.row):
             out[section.lists_offset : section.num_merges_offset + 1] = 0
@@ -281,6 +288,7 @@ class GpuPlanner:
         pieces = Piece(*out[section.pieces_offset : section.merges_offset].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
         pieces.row[:], pieces.first_query_row[:] = tiles.row[piece_tile], tiles.first_query_row[piece_tile]
         pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[piece_tile], partial_index
+        # Where a tile's keys begin and end, the kernel sees from the lengths on the device, which may be shorter.
         pieces.begin[:], pieces.end[:] = 0, NO_END
         pieces.begin[split_piece] = pieces.end[split_piece - 1] = split_granules * SPLIT_GRANULE
         list_begins = out[section.lists_offset : section.num_merges_offset]
@@ -298,9 +306,10 @@ class GpuPlanner:
 
 @cache
 def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only: bool) -> list[list[PlanSection]]:
-    """Compute `GpuPlanner.sections`, once for each size of a step: it would take a third of the time of a plan.
+    """Return what `GpuPlanner.sections` returns, cached by size of a step: it would take a third of a plan's time.
 
-    The sections follow one another in the plan, first those of the small tiles, one per window.
+    The sections follow one another in the plan: first those of the small tiles, one per window, then those of the large
+    ones. `max_splits` follows from the room for partial results: each split adds at most two of them.
     """
     sections: list[list[PlanSection]] = []
     section_offset = 0
@@ -335,10 +344,11 @@ class QueryTiles(NamedTuple):
 def _cut_tiles(
     rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group_size: int, tile_rows: int
 ) -> QueryTiles:
-    """Cut the query rows of `rows` into tiles of at most `tile_rows`; the lengths are those of all rows of the step.
+    """Cut the queries of the sequences with indices `rows` into tiles of at most `tile_rows` query rows.
 
-    `group_size` is G, the query heads per KV head: a row has query length × G query rows. With G = 4 and tiles of 16,
-    a row of 6 queries has 24 query rows and two tiles: query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5).
+    `query_lens` and `context_lens` are of all sequences of the step. `group_size` is G, the query heads per KV head: a
+    sequence of n queries has n × G query rows. With G = 4 and tiles of 16, 6 queries are 24 query rows and two tiles:
+    query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5).
     """
     query_rows = query_lens * group_size
     aligned_lens = -(-query_rows // ROW_ALIGN) * ROW_ALIGN

@@ -42,6 +42,7 @@ class QueryRows:
     def align(self, q: Float[Array, "T N H"]) -> Float[Array, "K A H"]:
         """Gather queries into aligned query rows, [KV head, aligned query row, H]; padding rows hold any query.
 
+        Each sequence (row of the step) begins at a multiple of `ROW_ALIGN` = 8; its query rows are (query, head) pairs.
         With G = 2 and rows of 3 and 5 queries, row 0 takes the aligned rows 0 … 5 (and 6, 7 as padding), row 1 the
         aligned rows 8 … 17: aligned row 11 is query (11 − 8) // 2 = 1 of row 1, by head 2k + 1 of KV head k.
         """
@@ -60,10 +61,10 @@ class QueryRows:
         return q.reshape(-1, head_size)[(token * num_heads)[None] + head_KA]
 
     def restore(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
-        """Gather results back into the order of tokens, with zeros for padding tokens.
+        """Return the results of aligned query rows in the order of tokens: this undoes `align`.
 
-        This undoes `align`. Padding tokens get zeros because a tile may have computed the query rows behind the last
-        row from keys that no query attends to.
+        Padding tokens get zeros: the query rows after the last sequence may hold results computed from keys that no
+        query attends to.
         """
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
