@@ -182,7 +182,10 @@ class KVLayout(KVShape):
 
     @property
     def unwritten(self) -> Any:
-        """Return the element that checks fill the arrays with before any write: NaN, or the largest number."""
+        """Return the element that checks fill the arrays with before any write: NaN, or the largest integer.
+
+        An element of `stored_dtype` may hold several numbers of `dtype`; then each of them has that value.
+        """
         is_integer = np.issubdtype(self.dtype, np.integer)
         number = np.iinfo(self.dtype).max if is_integer else np.nan
         numbers_per_element = np.dtype(self.stored_dtype).itemsize // np.dtype(self.dtype).itemsize
@@ -282,8 +285,8 @@ class Backend(ABC):
         """Return the backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 
         `deterministic`: a row's bits must not depend on the other rows of its step. `tuned` are entries that
-        `read_tuned` returned. ValueError names what this backend cannot take, and the way out;
-        BackendUnavailableError says what this machine lacks.
+        `read_tuned` returned. Raises ValueError if this backend cannot take the shape or the device, with a text that
+        says what to do instead, and BackendUnavailableError if this machine lacks something, whatever the model.
         """
         backend = cls.on(devices, shape, deterministic, tuned)
         backend.layout(shape.kv_shape(cls.block_sizes[0]))
@@ -292,11 +295,14 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> Self:
-        """Return the backend for these devices; arguments and errors are those of `for_devices`, which checks pages."""
+        """Return the backend for these devices, without checking that it can lay out pages of the default size.
+
+        `for_devices` calls this and checks the pages; the arguments and errors are the same.
+        """
 
     @abstractmethod
     def layout(self, shape: KVShape) -> KVLayout:
-        """Return the layout of a cache of these sizes; ValueError names what this backend cannot take."""
+        """Return the layout of a cache of these sizes; raise ValueError if this backend cannot take one of them."""
 
     @abstractmethod
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
@@ -307,26 +313,33 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Write the order of work for these rows into `out`: zeros, int32, `plan_len` long. Pure numpy, on the host."""
+        """Write the backend's plan for these rows, for example its tiles of queries, into `out`, by numpy on the host.
+
+        `out` is int32, of `plan_len` numbers, all zeros.
+        """
 
     @abstractmethod
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """Write k and v into the layer's pages, attend, and return the output and the new pages.
 
-        Inputs fit the cache: `PagedCache.attend`, which says what they mean, has checked them. One trace serves all
-        layers of the same options: which pages are those of a layer is data.
+        `pages` holds the arrays that `layout` lists, each with the pages of all layers. This layer's page 0 is entry
+        `inputs.first_page`, a traced value, so that one trace serves all layers with the same options. If k and v are
+        None, nothing is written. `PagedCache.attend` has checked that the inputs fit the cache.
         """
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
-        """Return the tokens of the longest row in the check at start: enough to take every path of this backend."""
+        """Return the tokens of the longest row in the check at start: enough for every code path of this backend."""
         return 1000
 
     def with_shared_prefixes(self) -> Backend | None:
-        """Return this backend with rows attending together to first pages that they share; None if it cannot."""
+        """Return this backend with attention to shared first pages done once for all rows that share them.
+
+        Return None if this backend cannot do so.
+        """
         return None
 
     def refuse_unlisted(self, name: str, got: Any, allowed: Sequence[Any], way_out: str) -> None:
-        """Raise ValueError unless `got`, the value of the option `name`, is one that this backend takes."""
+        """Raise ValueError unless `got`, the value of option `name`, is allowed; `way_out` says what to do instead."""
         if got not in allowed:
             raise ValueError(
                 f"{name}: got {got}, the {self.name} backend takes {', '.join(map(str, allowed))}; {way_out}"

@@ -38,7 +38,10 @@ def is_quantized(dtype: DTypeLike) -> bool:
 
 
 def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLike) -> Array:
-    """Round x / scale to the nearest numbers of `dtype`, clipped to its largest; NaN stays NaN in float8."""
+    """Return x / scale, rounded to the nearest numbers of `dtype` and clipped to ± its largest number.
+
+    `scale` is positive, one per KV head. `dtype` is int8, clipped to ±127, or float8_e4m3fn, in which NaN stays NaN.
+    """
     scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):
         max_number = jnp.iinfo(dtype).max

@@ -26,9 +26,10 @@ Page = tuple[Array, ...]
 
 
 def copy_pages(pages: Pages, sources: Int[Array, " N"], destinations: Int[Array, " N"], *, layout: KVLayout) -> Pages:
-    """Copy pages within the cache, in the order given. Padding copies the null page to itself.
+    """Copy page `sources[i]` to page `destinations[i]` in all layers, one after another, and return the new arrays.
 
-    Return the new arrays; `pages`, to be donated, are overwritten. The copy needs memory for one page.
+    The caller must donate `pages`, whose memory the result takes. Padding entries copy the null page to itself. The
+    copy needs memory for one page.
     """
     for source, destination in zip(sources, destinations, strict=True):
         target_entries, source_entries = _entries(destination, layout), _entries(source, layout)
@@ -46,9 +47,9 @@ def put_pages(
 ) -> tuple[Pages, Int[Array, ""]]:
     """Write N pages, which came from `take_pages`, into the arrays of the cache, `pages`, which the caller must donate.
 
-    Padding entries have the null page as destination, and any content. Returns the new arrays, and a scalar that only
-    serves to wait for the program: all outputs of a program are ready together, and a caller cannot wait for the
-    arrays, whose memory the next step takes.
+    Padding entries have the null page as destination, and any content. Return the new arrays, and a scalar whose only
+    use is to wait for the program: all outputs of a program are ready together, and a caller cannot wait for the
+    arrays, since they are donated to the next step.
     """
     for page, destination in zip(taken, destinations, strict=True):
         target_entries = _entries(destination, layout)

@@ -13,8 +13,8 @@ def write_rows(
     """Write the tokens' keys or values to their `slots` in the layer whose page 0 is `first_page` of `pages`.
 
     The pages are viewed as rows of H values, and rows are scattered: with other indices XLA would copy the whole cache
-    on a TPU to lay it out anew. With one KV head it would copy the cache for that view on a CPU, so the pages are
-    indexed directly. Slot 70 in pages of 64 is offset 6 of page 1.
+    on a TPU to lay it out anew. With one KV head XLA would copy the cache for that view on a CPU, so the pages are
+    indexed directly. Slot 70 in pages of 64 is offset 6 of page 1. The caller should donate `pages`.
     """
     _, num_kv_heads, page_size, head_size = pages.shape
     page, offset = first_page + lax.div(slots, jnp.int32(page_size)), lax.rem(slots, jnp.int32(page_size))

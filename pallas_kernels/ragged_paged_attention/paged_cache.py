@@ -60,9 +60,9 @@ class PagedCache:
 
         A query at position p attends to positions max(0, p − window + 1) … p. Scores are
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
-        take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
-        shares the pages of the layer it names. v = None alone means that the values are the first lanes of
-        the keys (MLA), which is not supported. ValueError for that, for a window below 1,
+        take part in the softmax's denominator and carry no value. If k and v are None, nothing is written: a model
+        layer without keys of its own attends to the pages of `layer`. v = None alone would mean that the values are
+        the first lanes of the keys (MLA), which is not supported. Raises ValueError for that, for a window below 1,
         a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
         for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
 
@@ -101,9 +101,10 @@ class PagedCache:
         sinks: Array | None,
         options: AttendOptions,
     ) -> tuple[Array, PagedCache]:
-        """Attend on every device of the mesh with its own KV heads and their query heads: devices exchange nothing.
+        """Attend on every device of the mesh with its own KV heads and their query heads; devices exchange nothing.
 
-        This is tensor parallelism over heads, by `shard_map`: inside, the cache is one device's part and has no mesh.
+        This is tensor parallelism over heads by `shard_map`. Inside, the cache is one device's part and has no mesh.
+        Raises ValueError if the KV heads are no multiple of the devices.
         """
         mesh, layout, axis = self.mesh, self.layout, self.mesh_axis
         assert mesh is not None
@@ -119,7 +120,7 @@ class PagedCache:
         )
 
         def attend_on_device(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
-            """Attend with the parts of the arguments that lie on one device."""
+            """Attend with the parts of the arguments that lie on one device, and return outputs and pages."""
             cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
             out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
             return out, cache.pages
@@ -188,5 +189,5 @@ class PagedCache:
 def _attend_layer(
     backend: Backend, layout: KVLayout, pages: Pages, inputs: LayerInputs
 ) -> tuple[Float[Array, "T N H"], Pages]:
-    """Call the backend in a function of its own, which JAX traces once and not once a layer."""
+    """Call the backend in a jitted function, which JAX traces once for all layers with the same static options."""
     return backend.attend(pages, layout, inputs)

@@ -17,7 +17,10 @@ from .interface import NULL_PAGE, AttentionMetadata, Backend, PlanRows
 def random_tables(
     context_lens: Sequence[int], page_size: int, rng: np.random.Generator, *, first_page: int = NULL_PAGE + 1
 ) -> np.ndarray:
-    """Return page tables [rows, P] of rows that share no page: shuffled pages from `first_page` on, then null pages."""
+    """Return page tables [rows, P] of rows that share no page: shuffled pages from `first_page` on, then null pages.
+
+    P is the largest number of pages that a row of `context_lens` takes.
+    """
     num_pages = -(-np.asarray(context_lens) // page_size)
     tables = np.full((len(num_pages), num_pages.max()), NULL_PAGE, np.int32)
     tables[np.arange(num_pages.max()) < num_pages[:, None]] = first_page + rng.permutation(num_pages.sum())
@@ -35,10 +38,11 @@ def step_of_rows(
     num_rows: int,
     decodes_only: bool = False,
 ) -> AttentionMetadata:
-    """Build a step of these rows, those with one query first, padded to `num_tokens` and `num_rows`.
+    """Build a step of these rows, padded to `num_tokens` and `num_rows`, with the plan that `backend` makes for it.
 
-    `tables` are the page numbers of each row [rows, P], in one page-table group. `decodes_only`: the step is for a
-    program that takes rows with one query only.
+    `query_lens` are the tokens of each row in the step, `context_lens` its tokens in all, these included. `tables` are
+    the page numbers of each row [rows, P], in one page-table group. `decodes_only`: the step is for a program that
+    takes rows with one query only. Raises ValueError unless the rows with one query come first.
     """
     lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)  # Tokens in the step, and in all.
     num_given_rows, num_queries, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))

@@ -42,7 +42,7 @@ class PlanSections(NamedTuple):
     """[R]: pages that each row of the step attends to in a shared tile; 0 for rows that share none."""
 
     def without_shared_tiles(self) -> PlanSections:
-        """Return the plan in which each decode row goes through its pages alone."""
+        """Return the plan in which each decode row attends to all its pages alone."""
         return self._replace(num_shared_tiles=0 * self.num_shared_tiles, num_shared_pages=0 * self.num_shared_pages)
 
 
@@ -66,7 +66,7 @@ class TilePlanner:
     def sections(self, plan: Any, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> PlanSections:
         """Return the parts of the plan of a step that is padded to that many tokens and rows.
 
-        A step of decode rows only has no query tiles.
+        They are views of a numpy `plan`, or slices of a traced one. A step of decode rows only has no query tiles.
         """
         offsets = np.cumsum([0, *self._lens(num_tokens, num_rows, decodes_only)]).tolist()
         sections = PlanSections(*(plan[begin:end] for begin, end in itertools.pairwise(offsets)))
@@ -74,7 +74,10 @@ class TilePlanner:
         return sections._replace(query_tiles=query_tiles, shared_tiles=shared_tiles)
 
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Write the plan for these rows into `out`: int32 zeros, the plan of decode rows that share nothing."""
+        """Write the plan for these rows into `out`, int32, which the caller has filled with zeros.
+
+        All zeros are a valid plan, without tiles: that of decode rows that share no pages. Nothing is written then.
+        """
         if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
             return
         sections = self.sections(out, rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only)
@@ -84,13 +87,13 @@ class TilePlanner:
 
     def _lens(self, num_tokens: int, num_rows: int, decodes_only: bool) -> tuple[int, ...]:
         """Return the lengths of the parts of a plan, in the order of the fields of `PlanSections`."""
-        # Each prefill row may end in a query tile that is not full, and each set of rows in such a shared tile.
+        # Each prefill row may end in a query tile that is not full, each set of rows in a shared tile that is not.
         num_query_tiles = 0 if decodes_only else num_tokens // self.tile_q + num_rows
         num_shared_tiles = MAX_PREFIXES + num_rows // min(self.shared_rows, num_rows)
         return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
 
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
-        """Cut the rows behind the decode rows, each of which has one token, into tiles of at most `tile_q` tokens.
+        """Cut the prefill rows, which follow the decode rows of one token each, into tiles of at most `tile_q` tokens.
 
         With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles (row, first token, length) are
         (1, 1, 16), (1, 17, 4) and (2, 21, 3).
@@ -109,7 +112,8 @@ class TilePlanner:
     def _fill_shared_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the sets of decode rows that share a prefix into tiles of at most `shared_rows` rows.
 
-        Sharing must spare a set `min_saved_tokens` tokens of reads: each row but one reads the prefix no more.
+        A set is left out if sharing spares it fewer than `min_saved_tokens` tokens of reads: a set of n rows reads its
+        prefix once and not n times.
         """
         if not len(rows.page_tables):
             return  # Every layer has a window.
@@ -141,13 +145,16 @@ class SharedPrefix(NamedTuple):
 def shared_prefixes(
     context_lens: np.ndarray, page_tables: np.ndarray, table_rows: np.ndarray, page_size: int
 ) -> Iterator[SharedPrefix]:
-    """Yield sets of rows that begin with the same pages, at most `MAX_PREFIXES` searches, the largest set first.
+    """Yield sets of rows that begin with the same pages, after at most `MAX_PREFIXES` searches.
 
-    No row is in two sets, and a row's last page is never shared. All page-table groups must have the same pages. Rows
-    with the same first page are compared page by page with the longest of them; of all numbers of common pages, the one
-    that saves most page reads, (rows − 1) × pages, is taken. Rows with fewer common pages are searched again. Example:
-    four rows that share 9, 9, 9 and 2 pages with the longest are yielded as three rows with 9 pages (18 reads saved,
-    against 6 for four rows with 2); the fourth row is then alone.
+    `page_tables` [groups, tables, P] holds row r's pages in table `table_rows[r]`; rows share a page if it is the same
+    in all page-table groups. No row is in two sets, and a row's last page, which may be partial, is never shared.
+
+    A search takes the largest set of rows with the same first page and compares each row with the longest one, page by
+    page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. The rows with
+    fewer common pages become a candidate for another search. Example: four rows have 9, 9, 9 and 2 pages in common with
+    the longest, which is one of them. Three rows with 9 pages are yielded, since that saves 18 reads, while four rows
+    with 2 pages would save 6. The fourth row is then alone.
     """
     num_full_pages = (context_lens - 1) // page_size
     rows = np.flatnonzero(num_full_pages)
@@ -157,7 +164,7 @@ def shared_prefixes(
     for _ in range(MAX_PREFIXES):
         if not candidates:
             return
-        candidate = candidates.pop(int(np.argmax([len(rows) for rows in candidates])))
+        candidate = candidates.pop(int(np.argmax([len(members) for members in candidates])))
         longest_row = candidate[np.argmax(num_full_pages[candidate])]
         max_pages = num_full_pages[longest_row]
         candidate_tables = page_tables[:, table_rows[candidate], :max_pages]
@@ -165,9 +172,9 @@ def shared_prefixes(
         is_other_page = (candidate_tables != longest_table).any(axis=0)
         common_pages = np.where(is_other_page.any(axis=1), is_other_page.argmax(axis=1), max_pages)
         common_pages = np.minimum(common_pages, num_full_pages[candidate])
-        # With the rows in descending order of common pages, taking the first n + 1 rows saves n × num_pages[n] reads.
-        num_pages = np.sort(common_pages)[::-1]
-        shared_pages = num_pages[(np.arange(len(candidate)) * num_pages).argmax()]
+        # With the rows in descending order of common pages, taking the first n + 1 rows saves n × descending[n] reads.
+        descending = np.sort(common_pages)[::-1]
+        shared_pages = descending[(np.arange(len(candidate)) * descending).argmax()]
         if shared_pages:
             yield SharedPrefix(candidate[common_pages >= shared_pages], int(shared_pages))
         other_rows = candidate[common_pages < shared_pages]
