@@ -207,15 +207,17 @@ def _attend_query_tile(
 ) -> None:
     """Compute one tile of queries by flash attention, and write its outputs over the queries in HBM.
 
-    Fetch the queries, prepare the online-softmax state, add KV tile after KV tile, divide by the sums. Queries, KV
-    tiles and outputs are double-buffered across grid steps. `sub_kv` counts the keys of one product, `table_len` the
-    entries of one row's page table.
+    Fetch the queries, prepare the online-softmax state, add KV tile after KV tile, divide by the sums. The copies of
+    queries, KV tiles and outputs overlap with the computation of the tiles before and after them, across grid steps.
+    `sub_kv` counts the keys of one product, `table_len` the entries of one row's page table. `first_position` and
+    `end_position` are the position of the tile's first query and the one after its last query.
     """
     lanes, window = HeadLanes(inputs.q.shape[2]), options.window
     next_buffer = scratch.next_buffer
     tile_q, num_heads = scratch.out_tile.shape[:2]
     num_kv_heads, tile_kv = scratch.kv_tiles.shape[1], scratch.kv_tiles.shape[3]
     num_chunks, chunk = scratch.queries.shape[0], num_heads // scratch.queries.shape[0]
+    # The last, masked sub-tile is computed half as long if its first half has all keys and is whole hardware tiles.
     can_halve = sub_kv // 2 % (LANES if sub_kv > LANES else 32 // scratch.kv_tiles.dtype.itemsize) == 0
     half_sub_kv = sub_kv // 2 if can_halve else sub_kv
     q_tile = pl.program_id(0)

@@ -117,9 +117,11 @@ def _write_tile(
 ) -> None:
     """Write the keys and values of one tile of tokens into their pages, one aligned block of slots after another.
 
-    Double-buffered twice: the next tile's tokens are fetched while this tile is written, and a block is computed while
-    the one before it is copied to its page. With blocks of 32, a tile of positions 40 … 99 takes the blocks 1, 2 and 3:
-    block 1 keeps slots 0 … 7 as the page has them, block 3 slots 4 … 31, and block 2 is written whole.
+    A block has 32 slots, or those of a page if these are fewer: a DMA can address it. Copies are double-buffered twice:
+    the next tile's tokens are fetched while this tile is written, and a block is computed while the one before it is
+    copied to its page. `table_len` counts the entries of one row's page table. With blocks of 32, a tile of positions
+    40 … 99 takes the blocks 1, 2 and 3: block 1 keeps slots 0 … 7 as the page has them, block 3 slots 4 … 31, and block
+    2 is written whole.
     """
     tile = pl.program_id(0)
     first_page, num_tiles = scalars.first_page_and_count[0], scalars.num_tiles
@@ -128,7 +130,7 @@ def _write_tile(
     buffer = lax.rem(tile, 2)
 
     def kv_copies(tile: Scalar, buffer: Scalar) -> list[Ref]:
-        """Return the copies of a tile's keys and values: to start them, or to wait, for which equal copies serve."""
+        """Return the copies of a tile's keys and values. To wait, build them again: the semaphore counts bytes."""
         source, target = pl.ds(scalars.first_tokens[tile], scalars.lens[tile]), pl.ds(block, scalars.lens[tile])
         return [
             pltpu.make_async_copy(tokens.at[source], tiles.at[buffer, target], scratch.kv_sems.at[buffer])
