@@ -67,8 +67,8 @@ of the KV tile that is fetched next."""
 def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None:
     """Compute attention of one tile class by flash attention with split-KV: all pieces of `launch.section`.
 
-    A tile class is all query tiles of one size; a piece is a query tile over a range of its row's keys. The plan has
-    dealt the pieces out to lists, and one kernel call runs a thread block for each list and KV head. Outputs overwrite
+    A tile class is all query tiles of one size; a piece is a query tile over a range of its row's keys. The plan
+    assigns the pieces to lists, and one kernel call runs a thread block for each list and KV head. Outputs overwrite
     their queries in `inputs.queries`, a mutable array. Return the partial results of tiles whose keys are split, for
     `merge` to combine, or None if no tile of this class can be split.
     """
@@ -76,6 +76,7 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
     kv_tiles = smem_tile((launch.num_stages, tile_kv, head_size), dtype, chip)
     bf16_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
+    # A KV tile is copied page by page, keys and values apart; a tile of queries, ROW_ALIGN rows at a time.
     copies_per_stage = 2 * max(tile_kv // inputs.k_pages.shape[2], 1)
     copies_per_query_tile = tiles.tile_rows // ROW_ALIGN
     kv_barriers = plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
@@ -175,7 +176,10 @@ def _query_tile(scratch: AttentionScratch, launch: Launch, index: Scalar) -> tup
 def _fetch_queries(
     inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Scalar, piece_row: PieceRow
 ) -> None:
-    """Start the copies of the queries of piece `index` to its query tile; `piece_row` is the row of that piece."""
+    """Start the copies of the queries of piece `index` to shared memory; `piece_row` is the row of that piece.
+
+    The number of query rows counts all that the row has from the piece's first one on, also those beyond the tile.
+    """
     piece = _read_piece(inputs, launch, index)
     aligned_row = pl.multiple_of(piece.aligned_row, ROW_ALIGN)
     num_rows = piece_row.num_queries * launch.group_size - piece.first_query_row
@@ -305,11 +309,12 @@ def _compute_piece(
         pages = tile_pages(tile_index + num_stages)
         stage = lax.rem(tile_index, jnp.int32(num_stages))
         kv_barrier = None if scratch.kv_barriers is None else scratch.kv_barriers.at[stage]
+        # Without TMA, the copies of the next `num_stages` − 1 KV tiles may still be in flight.
         wait_copies(kv_barrier, 2 * pages_per_tile * (num_stages - 1), chip)
         k_tile, v_tile = scratch.k_tiles.at[stage], scratch.v_tiles.at[stage]
         if scratch.k_wide is not None and scratch.v_wide is not None:
             for narrow, wide in ((k_tile, scratch.k_wide), (v_tile, scratch.v_wide)):
-                # On Ampere a row of 128 bytes lies in two blocks, which are read one after the other.
+                # On Ampere a row of 128 bytes lies in two blocks, and there is no load of both without bank conflicts.
                 stored = plgpu.load(narrow, layout=row_layout(head_size, chip), optimized=chip.has_tma)
                 wide[...] = to_compute_dtype(stored, chip)
             k_tile, v_tile = scratch.k_wide, scratch.v_wide
@@ -324,7 +329,7 @@ def _compute_piece(
         acc = products.add_values(acc, scratch.weights, v_tile, chip)
         return acc, new_max, running_sum, pages
 
-    # Fetch the first KV tiles, and what the next piece begins with.
+    # Fetch the first KV tiles, then the next piece's row and queries.
     fence_before_copy(chip)
     if launch.num_query_tiles == 1:
         _fetch_queries(inputs, scratch, launch, piece_index, piece_row)

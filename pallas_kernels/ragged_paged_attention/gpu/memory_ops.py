@@ -104,6 +104,7 @@ def start_query_copies(
 ) -> None:
     """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target` in shared memory.
 
+    If there are more rows than the tile has, the first ones are copied.
     Rows are copied ROW_ALIGN = 8 at a time, until the tile is full. In place of rows after the last one, the last 8
     rows are copied again, because another thread block may be writing the rows that follow in `source`: 20 rows to a
     tile of 32 copy the rows 0 … 7, 8 … 15, 16 … 23 and 16 … 23 again. Ampere cannot copy so few rows at a time and
@@ -120,10 +121,11 @@ def start_query_copies(
 def store_query_rows(
     target: Ref, head: Scalar, aligned_row: jax.Array, num_rows: Scalar, values: jax.Array, staging: Ref, chip: Chip
 ) -> None:
-    """Store the first `num_rows` rows of `values` to target[head, aligned_row:], through shared memory `staging`.
+    """Store the first `num_rows` rows of `values`, or all, to target[head, aligned_row:], by way of the tile `staging`.
 
-    Rows are stored ROW_ALIGN = 8 at a time, 16 bytes per thread at head size 128. `num_rows` is therefore rounded up to
-    a multiple of 8, which overwrites only padding rows: the rows of each sequence begin at a multiple of 8.
+    `staging` is shared memory of the shape of `values`. Rows are stored ROW_ALIGN = 8 at a time, 16 bytes per thread at
+    head size 128. `num_rows` is therefore rounded up to a multiple of 8, which overwrites only padding rows: the rows
+    of each sequence begin at a multiple of 8.
     """
     staging[...] = values.astype(staging.dtype)
     for first_row in range(0, staging.shape[0], ROW_ALIGN):

@@ -36,7 +36,7 @@ def weights_smem(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
 def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
     """Return the raw scores Q · Kᵀ, [M, T] in float32, of M query rows and T keys, neither scaled nor masked.
 
-    Both tiles are [rows, H] in shared memory. A product takes `Q_LANES` of a head, the last one what is left.
+    Both tiles are [rows, H] in shared memory. One product takes `Q_LANES` of the H lanes, the last product the rest.
     """
     tile_rows, head_size = q_tile.shape
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), acc_layout(tile_rows))

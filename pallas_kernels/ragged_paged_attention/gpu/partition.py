@@ -45,8 +45,8 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
 
     `min_share` is the cost that a list gets before the next one gets any. No tile is split if the partition without
     splits is balanced. If `max_splits` is at least the number of borders, all lists but the last cost the same. If it
-    is smaller, the best of four partitions is taken: no splits; all lists, with some borders moved; as many lists as
-    there are splits for; as many lists as split every tile into the same number of pieces. Unused lists are empty.
+    is smaller, the best of up to four partitions is taken: no splits; all lists, with some borders moved; as many lists
+    as there are splits for; as many lists as split every tile into the same number of pieces. Unused lists are empty.
     """
     cost = end - begin + PIECE_COST
     ends = cost.cumsum()
@@ -79,7 +79,7 @@ class _EqualShares:
         """Find the tile that each border lies in, the granule there, and the distance to the nearest end of a tile.
 
         Example: three tiles of cost 4, 8 and 4 with `share` 8 have a border at cost 8, in the middle of tile 1. Its
-        distance to the nearest end, the begin of tile 1, is −4.
+        distance to the nearest end of a tile, where tile 1 starts, is −4.
         """
         self.num_tiles, self.total = len(begin), ends[-1]
         self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)

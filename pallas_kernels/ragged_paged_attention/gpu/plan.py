@@ -288,7 +288,7 @@ class GpuPlanner:
         pieces = Piece(*out[section.pieces_offset : section.merges_offset].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
         pieces.row[:], pieces.first_query_row[:] = tiles.row[piece_tile], tiles.first_query_row[piece_tile]
         pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[piece_tile], partial_index
-        # Where a tile's keys begin and end, the kernel sees from the lengths on the device, which may be shorter.
+        # The kernel finds the first and the last key of a tile by the lengths on the device, which may be shorter.
         pieces.begin[:], pieces.end[:] = 0, NO_END
         pieces.begin[split_piece] = pieces.end[split_piece - 1] = split_granules * SPLIT_GRANULE
         list_begins = out[section.lists_offset : section.num_merges_offset]

@@ -45,7 +45,10 @@ def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Arr
 
 
 def _product(a_ref: Ref, b_ref: Ref) -> jax.Array:
-    """Return a · b in float32. `wgmma` is asynchronous: reading the accumulator waits for the product."""
+    """Return a · b in float32; both lie in shared memory, and what was written there is committed first.
+
+    `wgmma` is asynchronous: reading the accumulator waits for the product.
+    """
     plgpu.commit_smem()
 
     def product(acc_ref: Ref) -> jax.Array:
