@@ -96,7 +96,7 @@ class AttendOptions:
     window: int | None = None
     """Positions that a query attends to, its own included; None for all up to its own."""
     soft_cap: float | None = None
-    """Bound of the scores, by a hyperbolic tangent; None for none."""
+    """Scores are bounded to ± this number by a hyperbolic tangent; None for no bound."""
 
 
 @jax.tree_util.register_dataclass
