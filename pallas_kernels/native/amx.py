@@ -3,8 +3,9 @@
     C [rows, 32] += A [rows, pairs of K] · B [pairs of K, 32]     in tiles of 16 rows of 64 bytes: 2 × 2 of C,
                                                                   2 of A by rows, 2 of B by columns
 
-What it multiplies at once is 32 values of K. A lies as it is, B in pairs of K. Each sum is one sum in one order, in
-whatever tiles: it does not depend on the rows beside it.
+One instruction multiplies 32 values of K. A is stored by rows; B is stored in pairs of values that follow each other
+along K, one pair of bfloat16 in 4 bytes. Each element of C is summed in one fixed order, which does not depend on the
+rows beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PANEL = 32
 DEPTH = 2 * TILE
 """Values of K that one instruction multiplies; K is padded to a multiple."""
 MAX_SERIAL_WORDS = 1 << 16
-"""A product with a weight of at most this many 32-bit words runs on one thread: waking another would take longer."""
+"""A product with a weight of at most this many 32-bit words runs on one thread: waking a second would take longer."""
 MAX_PAIRS_PER_BLOCK = 256
 """Pairs of K per block at most: this part of a panel stays in the level-1 cache while all rows of A use it."""
 SUMS, ROWS, COLUMNS = ((0, 1), (2, 3)), (4, 5), (6, 7)
@@ -49,7 +50,7 @@ def has_amx_unit() -> bool:
 
 
 def cpu_features() -> str:
-    """Return the processor features that native code uses, for the log."""
+    """Return the processor features that native code uses, for the log: "AVX-512, AVX512-BF16, AMX"."""
     parts = ["AVX-512" if host_has_avx512() else "vectors of 8 float32"]
     if host_has("avx512bf16"):
         parts.append("AVX512-BF16")
@@ -82,13 +83,15 @@ class MatrixUnit:
         self._config = code.allocate(I8, CONFIG_BYTES)
 
     def configure(self, first_rows: ir.Value | int = TILE, other_rows: ir.Value | int = TILE) -> None:
-        """Load the configuration of the eight tile registers: how many rows each has, of 64 bytes.
+        """Emit code that sets the number of rows of each of the eight tile registers: 4 of C, 2 of A, 2 of B.
 
-        `first_rows` counts the rows of the first tile of A and of its two tiles of sums, `other_rows` those of the
-        second tile. Tiles of B have 16.
+        `first_rows` (1 … 16) is the number of rows of the first tile of A, and of the two tiles of C that it is
+        multiplied into. `other_rows` is the same number for the second tile of A. Both tiles of B have 16 rows. Every
+        row has 64 bytes. The instruction reads these numbers from a structure of 64 bytes, which is cleared first.
         """
         code = self._code
         row_counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
+        # Clear the structure 8 bytes at a time. Its first byte is the palette, the number of a register layout.
         for word in range(CONFIG_BYTES // 8):
             code.store(I64(PALETTE if word == 0 else 0), self._config, word)
         rows_of_tile = {tile: I64(TILE) for tile in COLUMNS}
@@ -118,10 +121,11 @@ class MatrixUnit:
         self._each_sum("tilestored64", c, num_tiles)
 
     def multiply(self, a: Matrix, b: Matrix, num_tiles: int, begin: ir.Value | int, end: ir.Value | int) -> None:
-        """Add A · B to the sums, over the pairs `begin` … `end` − 1 of K, for one or two tiles of 16 rows of A.
+        """Emit code that adds A · B to the tile registers of C, for `num_tiles` (1 or 2) tiles of 16 rows of A.
 
-        `end` − `begin` is a multiple of 16. Each step multiplies 16 pairs: tile i of A by both tiles of B, 16 columns
-        each, into the sums (i, 0) and (i, 1).
+        The product goes over the pairs `begin` … `end` − 1 of K, and `end` − `begin` is a multiple of 16. `a` has a
+        row per row of C, with 4 bytes per pair of K. `b` has a row per pair, with 4 bytes for each of 32 columns. Each
+        step of the loop multiplies 16 pairs: tile i of A by both tiles of B, 16 columns each, into C (i, 0) and (i, 1).
         """
         code = self._code
 
@@ -150,28 +154,32 @@ class MatrixUnit:
 
 @cache
 def tile_handler() -> str:
-    """Return the name of the custom call x [R, K] · panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N], K a multiple of 32.
+    """Compile the custom call x [R, K] · panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N] for AMX; return its name.
 
-    A unit is one panel of 32 columns. Rows go 32 at a time (two tiles) over blocks of K that stay in the level-1
-    cache, then the rows that are left, in two tiles or one: 75 rows are 2 × 32, then 11 rows in one tile of 11.
+    x and the panels are bfloat16, and K is a multiple of 32. A unit of work, which one thread computes, is one panel of
+    32 columns. First, groups of 32 rows (two tiles) are multiplied by one block of K after the other, so that the
+    block stays in the level-1 cache. Then the rows that are left are multiplied by all of K, in two tiles or in one:
+    75 rows are 2 × 32 rows, then one tile of 11 rows.
     """
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
         x, panels = args
-        build, num_panels, pairs = code.build, panels.size(0), panels.size(1)
-        words = build.mul(build.mul(num_panels, I64(PANEL)), pairs)
-        values = [x.data, panels.data, rets[0].data, pairs, rets[0].size(1), x.size(0)]
-        return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS)))
+        build, num_panels, num_pairs = code.build, panels.size(0), panels.size(1)
+        num_words = build.mul(build.mul(num_panels, I64(PANEL)), num_pairs)
+        values = [x.data, panels.data, rets[0].data, num_pairs, rets[0].size(1), x.size(0)]
+        return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", num_words, I64(MAX_SERIAL_WORDS)))
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        x, panels, out, pairs, width, num_rows = arguments
+        """Emit the product of all rows of x and panel `unit`, written to 32 columns of `out`."""
+        x, panels, out, num_pairs, num_columns, num_rows = arguments
         build, mul = code.build, code.build.mul
         matrix_unit, panel_row = MatrixUnit(code), I64(4 * PANEL)
-        b = Matrix(build.gep(panels, [mul(mul(unit, pairs), panel_row)]), panel_row)
-        all_a = Matrix(x, mul(pairs, I64(4)))
-        all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(width, I64(4)))
+        b = Matrix(build.gep(panels, [mul(mul(unit, num_pairs), panel_row)]), panel_row)
+        all_a = Matrix(x, mul(num_pairs, I64(4)))
+        all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(num_columns, I64(4)))
 
         def multiply_rows(first_row: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
+            """Add the pairs `begin` … `end` − 1 of K to the sums of one or two tiles of rows, which start at 0."""
             a, c = (Matrix(matrix.at(code, first_row), matrix.stride) for matrix in (all_a, all_c))
             with build.if_else(build.icmp_signed("==", begin, I64(0))) as (is_new, is_begun):
                 with is_new:
@@ -188,17 +196,17 @@ def tile_handler() -> str:
             matrix_unit.configure()
 
             def multiply_block(begin: ir.Value) -> None:
-                end = code.min(build.add(begin, I64(MAX_PAIRS_PER_BLOCK)), pairs)
+                end = code.min(build.add(begin, I64(MAX_PAIRS_PER_BLOCK)), num_pairs)
                 code.loop(0, num_done_rows, lambda first_row: multiply_rows(first_row, 2, begin, end), step=2 * TILE)
 
-            code.loop(0, pairs, multiply_block, step=MAX_PAIRS_PER_BLOCK)
+            code.loop(0, num_pairs, multiply_block, step=MAX_PAIRS_PER_BLOCK)
         with build.if_then(build.icmp_signed(">", num_left_rows, I64(TILE))):
             matrix_unit.configure(TILE, build.sub(num_left_rows, I64(TILE)))
-            multiply_rows(num_done_rows, 2, I64(0), pairs)
+            multiply_rows(num_done_rows, 2, I64(0), num_pairs)
         has_left_rows = build.icmp_signed(">", num_left_rows, I64(0))
         with build.if_then(build.and_(has_left_rows, build.icmp_signed("<=", num_left_rows, I64(TILE)))):
             matrix_unit.configure(num_left_rows)
-            multiply_rows(num_done_rows, 1, I64(0), pairs)
+            multiply_rows(num_done_rows, 1, I64(0), num_pairs)
         matrix_unit.release()
 
     return register(handler("jpaged_product_in_tiles", 2, 1, prepare, body))

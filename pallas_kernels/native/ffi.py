@@ -41,9 +41,10 @@ _FUNCTIONS = {"Error_Destroy": DESTROY_ERROR, "ThreadPool_Schedule": SCHEDULE, "
 
 
 def check_interface(header: str) -> tuple[int, int]:
-    """Return the interface's version, (major, minor), by the text of its header.
+    """Return the version (major, minor) of XLA's custom-call interface, read from the text of its C header.
 
-    RuntimeError for another major version, or where a field or a function is not where native code looks for it.
+    Raises RuntimeError if the header states no version or a major version other than `MAJOR`, or if a field or a
+    function is not at the place from which native code reads it. `_EXPECTED` and `_FUNCTIONS` list those places.
     """
     numbers = tuple(int(number) for number in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header))
     if len(numbers) != 2 or numbers[0] != MAJOR:
@@ -51,6 +52,7 @@ def check_interface(header: str) -> tuple[int, int]:
     for name, expected in _EXPECTED.items():
         if (found := _fields(header, name)[: len(expected)]) != expected:
             raise _refusal(f"XLA_FFI_{name} with {', '.join(found) or 'no fields'}", ", ".join(expected))
+    # The first four fields of the structure are not functions.
     functions = _fields(header, "Api")[4:]
     for name, index in _FUNCTIONS.items():
         if functions[index : index + 1] != (f"XLA_FFI_{name}",):
@@ -60,7 +62,7 @@ def check_interface(header: str) -> tuple[int, int]:
 
 @cache
 def interface_header() -> str:
-    """Return the text of jaxlib's header; RuntimeError if jaxlib does not bring one."""
+    """Return the text of the C header in the installed jaxlib. Raises RuntimeError if it cannot be read."""
     try:
         return Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     except OSError as error:
@@ -68,13 +70,14 @@ def interface_header() -> str:
 
 
 def _fields(header: str, name: str) -> tuple[str, ...]:
-    """Return the names of a structure's fields in their order."""
+    """Return the names of the fields of `struct XLA_FFI_<name>` in their order; none if there is no such structure."""
     body = re.search(rf"struct XLA_FFI_{name} {{(.*?)\n}}", header, re.DOTALL)
     text = re.sub(r"//[^\n]*", "", body[1]) if body else ""
     return tuple(re.findall(r"(\w+)\)?;", text))
 
 
 def _refusal(got: str, wanted: str) -> RuntimeError:
+    """Return the error that the installed jaxlib is not one that native code can be called by."""
     return RuntimeError(
         f"jaxlib {version('jaxlib')}: got {got} in XLA's interface for native code, wanted {wanted}; install a jaxlib "
         "that jpaged was tested with, such as 0.10.2"

@@ -34,7 +34,12 @@ class NativeOps(LayerOps):
     def matrix_rows(
         self, out: np.ndarray, bounds: Sequence[Bounds], matrix: tuple[int, int]
     ) -> tuple[list[Bounds], RowWriter]:
-        # Panels are for a single device, so the slice is the whole matrix.
+        """Prepare to fill `out`, the panels of a whole matrix, with rows as a checkpoint has them.
+
+        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out). Return the rows and columns of Wᵀ to
+        read, which are all of them, and a function (first row, rows) that writes rows of Wᵀ from `first row` on.
+        """
+        # Panels are for a single device, so `bounds` covers the whole matrix.
         num_in, num_out = matrix
         return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
 
@@ -64,5 +69,5 @@ NATIVE_OPS = NativeOps()
 
 
 def _rows(x: Float[Array, "*T D"]) -> Float[Array, "R D"]:
-    """Return all rows of x in float32, whatever its leading axes."""
+    """Return x in float32 with its leading axes joined into one."""
     return x.reshape(-1, x.shape[-1]).astype(jnp.float32)

@@ -1,8 +1,8 @@
 """Writes native code for the CPU of this machine: loops, vectors, exponentials, in LLVM's intermediate language.
 
-XLA:CPU has no way to say a loop over pages that keeps its sums in registers: plain XLA copies pages together,
-multiplies the copies, and reads and writes every intermediate. Such a loop is written here; LLVM compiles it at start
-in a tenth of a second, for the vectors that the machine has, and `xla_call` makes it a custom call of XLA's.
+A loop over pages that keeps its sums in registers cannot be written in XLA:CPU: plain XLA copies pages together,
+multiplies the copies, and writes every intermediate to memory. Such a loop is written here. LLVM compiles it at start
+in a tenth of a second, for the vectors of this machine, and `xla_call` makes it a custom call of XLA.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ class Code:
         self.build.store(vector, address, align=SIZES[vector.type.element])
 
     def store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value, *, has_avx512_bf16: bool) -> None:
-        """Store float32 as bfloat16, rounded to nearest even: by one instruction (16 lanes) or by integer arithmetic.
+        """Store a vector of float32 as bfloat16, rounded to nearest even, from element `offset` of bfloat16 on.
 
-        An infinity or NaN may become another infinity or NaN.
+        `has_avx512_bf16`: one instruction converts the vector, which must have 16 lanes then; else integer arithmetic
+        on the bits does. An infinity or NaN may become a different infinity or NaN.
         """
         build, lanes = self.build, vector.type.count
         bits16_type = ir.VectorType(I16, lanes)
@@ -97,6 +98,7 @@ class Code:
             function = declare(build.module, name, ir.VectorType(BFLOAT16, lanes), vector.type)
             rounded = build.bitcast(build.call(function, [vector]), bits16_type)
         else:
+            # Add just under half of the last kept bit, or exactly half if that bit is 1; then drop the lower 16 bits.
             bits_type = ir.VectorType(I32, lanes)
             bits, sixteen = build.bitcast(vector, bits_type), constant(bits_type, 16)
             is_odd = build.and_(build.lshr(bits, sixteen), constant(bits_type, 1))
@@ -105,12 +107,14 @@ class Code:
         self.store_vector(rounded, base, offset)
 
     def prefetch(self, base: ir.Value, offset: ir.Value, element_type: ir.Type, count: int) -> None:
-        """Emit prefetches of `count` elements into the level-2 cache: the working set already fills level 1.
+        """Emit prefetches of `count` elements from `offset` on into the level-2 cache: the working set fills level 1.
 
-        An unmapped address does not fault, so a caller may prefetch beyond the end.
+        One instruction is emitted per cache line. Prefetching an unmapped address does not fault, so a caller may
+        prefetch beyond the end of an array.
         """
         start = self.build.bitcast(self.at(base, offset, element_type), POINTER)
         function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
+        # Arguments of the intrinsic: a read; locality 2 of 0 … 3, which is the level-2 cache; data, not instructions.
         read_into_level_2 = I32(0), I32(2), I32(1)
         for num_bytes in range(0, count * SIZES[element_type], CACHE_LINE):
             self.build.call(function, [self.build.gep(start, [I64(num_bytes)]), *read_into_level_2])
@@ -132,8 +136,10 @@ class Code:
     ) -> list[ir.Value]:
         """Emit `for i in range(start, stop, step): carried = body(i, *carried)` and return the last carried values.
 
-        `body` emits one iteration. In SSA form each carried value is a phi node: the initial value on the edge from the
-        entry block, what `body` returned on the edge back. The test is at the end of the loop, behind one at its entry.
+        `body` is called once, to emit an iteration; i is an int64. It returns the next carried values, or None if
+        nothing is carried. If the range is empty, the initial values are returned. In SSA form each carried value is a
+        phi node: on the edge from the block before the loop it is the initial value, on the edge from the loop's end it
+        is the value that `body` returned. The stop test is emitted twice: before the loop and at its end.
         """
         build, entry_block = self.build, self.build.block
         start, stop = (I64(x) if isinstance(x, int) else x for x in (start, stop))
@@ -176,9 +182,11 @@ class Code:
         return self.build.call(function, [a, b, c])
 
     def add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value, *, has_avx512_bf16: bool) -> ir.Value:
-        """Return total + factor × words, lane by lane.
+        """Return the float32 vector total + factor × words, lane by lane.
 
-        Words of int32 are pairs of bfloat16: both products are added, by one instruction or one after the other.
+        A lane of `factor` and of `words` is a float32 or an int32, which holds a pair of bfloat16. Of a pair, both
+        products are added to the lane's total: by one instruction with `has_avx512_bf16`, which needs 16 lanes, or
+        the lower half before the upper half.
         """
         build = self.build
         if words.type.element is F32:
@@ -201,9 +209,13 @@ class Code:
         *,
         has_avx512_bf16: bool,
     ) -> list[ir.Value]:
-        """Return totals[i, j] + factors[i] × words[j], row after row, as `add_words` adds; a factor is one word.
+        """Return the totals plus the outer product of `factors` and `words`: totals[i, j] + factors[i] × words[j].
 
-        Each factor is taken from the iterable, which may emit its load, just before it is multiplied.
+        A word is 32 bits: one float32, or a pair of bfloat16 whose two products are both added. A factor is a single
+        word, and each of `words` is a vector of them. `totals` and the result are flat lists of float32 vectors, row
+        after row: with 3 factors and 2 vectors of words, totals[1, 0] is number 2 of 6. `has_avx512_bf16`: pairs are
+        multiplied by one instruction. Each factor is taken from the iterable, which may emit its load, just before it
+        is multiplied.
         """
         sums: list[ir.Value] = []
         for factor in factors:
@@ -214,16 +226,17 @@ class Code:
         return sums
 
     def _half(self, pairs: ir.Value, half: int) -> ir.Value:
-        """Return the lower (0) or upper (1) bfloat16 of each pair as float32, whose upper 16 bits are a bfloat16's."""
+        """Return the lower (0) or upper (1) bfloat16 of each pair as float32: its bits followed by 16 zeros."""
         word_type, build = pairs.type, self.build
         bits = build.and_(pairs, constant(word_type, -1 << 16)) if half else build.shl(pairs, constant(word_type, 16))
         return build.bitcast(bits, ir.VectorType(F32, word_type.count))
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """Return e to the x for x ≤ 0, within 2 units in the last place; never 0.
+        """Return eˣ for each lane of x, float32 and at most 0, within 2 units in the last place.
 
-        With n = round(x × log₂ e) and r = x − n × ln 2, eˣ is 2ⁿ × eʳ: eʳ is a polynomial, 2ⁿ exponent bits. ln 2 is
-        subtracted in two parts, so that r keeps its low bits.
+        An x below −87 counts as −87, so that the result is a normal number and never 0. With n = round(x × log₂ e) and
+        r = x − n × ln 2, eˣ is 2ⁿ × eʳ. A polynomial gives eʳ, and n is written into the exponent bits for 2ⁿ. n × ln 2
+        is subtracted in two parts (Cody-Waite), so that r keeps its low bits.
         """
         build, vector_type = self.build, x.type
         min_argument = constant(vector_type, EXP_LEAST)
@@ -237,6 +250,7 @@ class Code:
         series = constant(vector_type, EXP_TERMS[0])
         for term in EXP_TERMS[1:]:
             series = self.add_product(series, remainder, constant(vector_type, term))
+        # eʳ ≈ series × r² + (r + 1).
         square, linear = build.fmul(remainder, remainder), build.fadd(remainder, constant(vector_type, 1.0))
         series = self.add_product(series, square, linear)
         bits_type = ir.VectorType(I32, vector_type.count)
@@ -244,7 +258,7 @@ class Code:
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
 
     def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """Reduce all lanes to one value, by joining halves."""
+        """Reduce the lanes, a power of two, to one value: `join` joins the vector's halves until one lane is left."""
         while (num_lanes := vector.type.count // 2) > 0:
             halves = (
                 ir.Constant(ir.VectorType(I32, num_lanes), list(range(first_lane, first_lane + num_lanes)))
@@ -317,10 +331,11 @@ _engines: dict[str, Any] = {}
 
 
 def register(module: ir.Module) -> str:
-    """Compile a module and make its handler known to XLA under the module's name, which is returned.
+    """Compile a module and register its handler with XLA under the module's name; return that name.
 
-    Several threads may trace steps at once: the first one compiles. Object code is kept beside XLA's executables in
-    JAX's compilation cache, if there is one.
+    A module of a name that is already registered is not compiled again. Several threads may trace steps at once: the
+    first one compiles while the others wait. Object code is stored in JAX's compilation cache, if one is configured,
+    and loaded from there by later processes.
     """
     with _lock:
         if module.name in _engines:
@@ -347,9 +362,9 @@ class _KeptCode:
     """Object code of a module for this processor, in a file that begins with its checksum."""
 
     def __init__(self, text: str) -> None:
-        """Look for the object code of a module's `text` in JAX's compilation cache.
+        """Look for the object code of the module with this source `text` in JAX's compilation cache.
 
-        The file's name is a hash of all that the code depends on: LLVM, the processor and the text.
+        The file's name is a hash of everything that the code depends on: LLVM's version, the processor and the text.
         """
         name = hashlib.sha256("\0".join((llvmlite.__version__, processor(), text)).encode()).hexdigest()
         directory = jax.config.values.get("jax_compilation_cache_dir")
@@ -362,7 +377,10 @@ class _KeptCode:
             self.code = code if checksum == hashlib.sha256(code).digest() else None
 
     def keep(self, code: bytes) -> None:
-        """Write the object code for later processes; a cache that cannot be written is ignored."""
+        """Write the object code for later processes, unless it was read from the cache or there is no cache.
+
+        The file appears whole or not at all: several processes may write it. Errors of the file system are ignored.
+        """
         if self._path is None or self.code is not None:
             return
         with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""Products with a weight on a CPU, in native code: as fast as the weight comes from memory, or as the processor adds.
+"""Products with a weight on a CPU, in native code, bound by memory bandwidth (few rows) or arithmetic (many rows).
 
     x [R, K] · W [K, N]      W lies in panels of 32 columns: [N ÷ 32, K, 32], one after the other as they are read
 
-    panel ──▶ for some rows of x at once:   sums [rows, 32] in registers, one value of x × 32 of W a time, k by k
+    panel ──▶ for some rows of x at once:   sums [rows, 32] in registers; for each k, one value of x × 32 values of W
 
-Each result is one sum in one order, whatever rows it is computed beside: its bits do not depend on how many there are.
-A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], for what the processor has: a matrix unit (`amx`), or
-vectors, which multiply both at once (AVX512-BF16) or one after the other as float32.
+Each result is summed in one fixed order, so its bits do not depend on the other rows. Panels of bfloat16 hold pairs of
+values along K, [N ÷ 32, K ÷ 2, 32, 2]. A matrix unit (`amx`) multiplies them, or vectors do, both values of a pair at
+once (AVX512-BF16) or one after the other as float32.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ VECTORS = 2
 MAX_WORDS_PER_BLOCK = 768
 """Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows of x use it."""
 PREFETCH_WORDS = 32 * PANEL
-"""Words of a panel by which prefetches run ahead: hardware prefetchers do not reach as far."""
+"""Distance in words from what is read in a panel to what is prefetched: hardware prefetchers do not reach as far."""
 
 
 def panels_shape(depth: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
-    """Return the shape of a weight [K, N] in panels. Columns and pairs beyond N and K are zeros."""
+    """Return the shape of a weight W [K, N] in panels of 32 columns; `depth` is K and `num_out` is N.
+
+    Float32 has the shape [panels, K, 32]. Bfloat16 has the shape [panels, pairs, 32, 2], and K is padded to a multiple
+    of 32. Columns beyond N and values beyond K are zeros.
+    """
     panels = -(-num_out // PANEL)
     if jnp.dtype(dtype) == jnp.bfloat16:
         return panels, -(-depth // DEPTH) * DEPTH // 2, PANEL, 2
@@ -43,7 +47,11 @@ def panels_shape(depth: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
 
 
 def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
-    """Return `buffer`, of the shape `panels_shape`, with zeros where no column and no pair will be written."""
+    """Write zeros to `buffer` where `fill_panels` will write nothing, and return it.
+
+    `buffer` has the shape `panels_shape(depth, num_out, dtype)`. The padding is in its last panel and, for pairs of
+    bfloat16, in its last pairs; the last pair of an odd depth is cleared whole.
+    """
     if num_out % PANEL:
         buffer[-1] = 0
     if buffer.ndim == 4:
@@ -52,13 +60,14 @@ def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
 
 
 def fill_panels(panels: np.ndarray, first_column: int, columns: np.ndarray) -> None:
-    """Write W[:, first_column + i] = columns[i] into panels, for columns [n, K] as a checkpoint stores them.
+    """Write W[:, first_column + i] = columns[i] into the panels of W [K, N], for rows of Wᵀ [n, K] from a checkpoint.
 
-    Whole panels are written at once, the columns before and after them one part of a panel at a time. Column 70 of W is
-    column 6 of panel 2; in bfloat16 its numbers 2p and 2p + 1 are a pair.
+    All whole panels are written by one assignment. The columns before and after them, which fill a panel only in part,
+    take one assignment each. Column 70 of W is column 6 of panel 2. In bfloat16, its values 2p and 2p + 1 are pair p;
+    of an odd K, the last pair holds one value, and `empty_panels` has set the second to zero.
     """
     depth = columns.shape[1]
-    # [panel, column, K], or with pairs of K: as a checkpoint counts.
+    # A view with columns before K, in the order of `columns`: [panel, column, K] or [panel, column, pair, 2].
     panels_by_column = panels.transpose(0, 2, 1) if panels.ndim == 3 else panels.transpose(0, 2, 1, 3)
     num_written = 0
     while num_written < len(columns):
@@ -81,7 +90,7 @@ def fill_panels(panels: np.ndarray, first_column: int, columns: np.ndarray) -> N
 
 
 def in_panels(matrix: Float[Array, "K N"]) -> Array:
-    """Return a weight W [K, N] in panels, as `fill_panels` writes them."""
+    """Return a weight W [K, N] in panels, padded with zeros: the array that `fill_panels` fills, computed by XLA."""
     depth, num_out = matrix.shape
     shape = panels_shape(depth, num_out, matrix.dtype)
     padded_depth = 2 * shape[1] if len(shape) == 4 else depth
@@ -92,7 +101,10 @@ def in_panels(matrix: Float[Array, "K N"]) -> Array:
 
 
 def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
-    """Return W[:, ids] transposed: rows of embeddings."""
+    """Return the columns `ids` of W [K, N], which is stored in panels, as rows [T, K]; `depth` is K.
+
+    This looks up embeddings in a table that also makes the logits.
+    """
     bits = panels
     if panels.dtype == jnp.bfloat16:
         # XLA would convert all of W to float32 to gather from it, so its bits are gathered. The barrier keeps XLA from
@@ -104,9 +116,10 @@ def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> 
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
-    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, num_out] is in panels.
+    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, num_out] is stored in panels.
 
-    A row's bits do not depend on the other rows. ValueError for other dtypes, and for panels of another W.
+    x has at least one row. A row's bits do not depend on the other rows. Raises ValueError if x or W has another dtype,
+    or if `panels` does not have the shape of the panels of a [K, num_out] matrix.
     """
     # Native code checks neither dtype nor shape, and would read other memory.
     if x.dtype != panels.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -131,34 +144,37 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
 
 
 def _max_rows_together(has_avx512: bool) -> int:
-    """Return the rows of x that are multiplied together, whose sums all stay in registers."""
+    """Return how many rows of x are multiplied together at most: all their sums must stay in registers."""
     return 12 if has_avx512 else 6
 
 
 @cache
 def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows_per_batch: int) -> str:
-    """Return the name of the custom call x [R, K] · panels → float32 [R, N], for batches of this many rows or one more.
+    """Compile the custom call x [R, K] · panels → float32 [R, N] for vectors of the processor; return its name.
 
-    A unit is one panel of 32 columns. The depth K is cut into blocks that stay in the level-2 cache, and each batch of
-    rows keeps its sums in registers during a block. The caller divides R evenly: 25 rows with AVX-512 (at most 12 at
-    once) are 3 batches of `rows_per_batch` 8, of which one is larger and has 9 rows.
+    A unit of work is one panel of 32 columns. K is cut into blocks that stay in the level-2 cache, and each batch of
+    rows keeps its sums in registers during a block. R is divided evenly into as few batches as possible: the larger
+    ones, of `rows_per_batch` + 1 rows, come first, then those of `rows_per_batch`. With AVX-512 (at most 12 rows
+    together), 25 rows are 3 batches with `rows_per_batch` 8: one of 9 rows and two of 8.
     """
     lanes, max_rows = 16 if has_avx512 else 8, _max_rows_together(has_avx512)
     zeros = constant(ir.VectorType(F32, lanes), 0.0)
-    # Type of one word of x and of a panel.
+    # A word of x or of a panel is a float32 or a pair of bfloat16. Below, `depth` counts words.
     word_type = I32 if is_bf16_packed else F32
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+        """Count panels, which are the units, and divide the rows into batches."""
         x, panels = args
         build, num_rows, num_panels, depth = code.build, x.size(0), panels.size(0), panels.size(1)
         num_batches = build.sdiv(build.add(num_rows, I64(max_rows - 1)), I64(max_rows))
         num_larger_batches = build.sub(num_rows, build.mul(num_batches, I64(rows_per_batch)))
-        words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
+        num_words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
         values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger_batches, num_batches]
-        return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS)))
+        return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", num_words, I64(MAX_SERIAL_WORDS)))
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        x, panels, out, depth, width, num_larger_batches, num_batches = arguments
+        """Emit the product of all rows of x and panel `unit`, one block of K after the other; `out` holds the sums."""
+        x, panels, out, depth, num_columns, num_larger_batches, num_batches = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         panel_offset = mul(mul(unit, depth), I64(PANEL))
         num_blocks = build.sdiv(add(depth, I64(MAX_WORDS_PER_BLOCK - 1)), I64(MAX_WORDS_PER_BLOCK))
@@ -167,11 +183,14 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
         def multiply_rows(
             first_row: ir.Value, num_rows_together: int, first_column: int, begin: ir.Value, end: ir.Value
         ) -> None:
-            """Add words `begin` … `end` − 1 of K of some rows × the columns of `VECTORS` vectors to `out`."""
+            """Multiply words `begin` … `end` − 1 of K for a batch of rows and `VECTORS` vectors of the panel's columns.
+
+            The sums start at zero if `begin` is 0, else at the partial sums in `out`, and are written back to `out`.
+            """
             rows = [add(first_row, I64(i)) for i in range(num_rows_together)]
             starts = [mul(row, depth) for row in rows]
             sum_offsets = [
-                add(add(mul(row, width), mul(unit, I64(PANEL))), I64(first_column + v * lanes))
+                add(add(mul(row, num_columns), mul(unit, I64(PANEL))), I64(first_column + v * lanes))
                 for row in rows
                 for v in range(VECTORS)
             ]
@@ -192,11 +211,12 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
                 code.store_vector(total, out, sum_offset)
 
         def multiply_block(index: ir.Value) -> None:
+            """Multiply all rows, batch by batch, by block `index` of the panel."""
             begin = mul(index, block_depth)
             end = code.min(add(begin, block_depth), depth)
 
             def multiply_batches(num_rows_together: int, rows_before: ir.Value) -> Callable[[ir.Value], None]:
-                """Return the loop body that multiplies batch `index` of this many rows, behind `rows_before` others."""
+                """Return a loop body that multiplies batch `index` of this many rows, after `rows_before` rows."""
 
                 def multiply_batch(index: ir.Value) -> None:
                     for first_column in range(0, PANEL, VECTORS * lanes):
@@ -206,6 +226,7 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
                 return multiply_batch
 
             rows_of_larger_batches = mul(num_larger_batches, I64(rows_per_batch + 1))
+            # If `rows_per_batch` is the most that fits, no batch is larger, and the code for it would spill registers.
             if rows_per_batch < max_rows:
                 code.loop(0, num_larger_batches, multiply_batches(rows_per_batch + 1, I64(0)))
             num_smaller_batches = build.sub(num_batches, num_larger_batches)

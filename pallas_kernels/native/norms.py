@@ -1,7 +1,7 @@
 """Norms of rows on a CPU, in native code: a row's bits do not depend on how many rows there are.
 
-XLA:CPU adds a row up in another order where there are few rows: a request that is alone would not get the logprobs that
-it gets beside other rows.
+XLA:CPU sums a row in a different order if there are few rows, so a request alone would not get the same logprobs as
+beside other requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_ACCUMULATORS = 4
 """Independent partial sums per row at most, a vector each; a single one would stall on FMA latency."""
 ROWS_OF_UNIT = 16
 MIN_PARALLEL_ELEMENTS = 1 << 17
-"""A norm of fewer elements runs on one thread: waking another would take longer."""
+"""A norm of fewer elements runs on one thread: waking a second would take longer."""
 
 
 def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
@@ -39,9 +39,10 @@ def layer_norm(
 
 
 def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
-    """Normalise rows by a weight, and also centre them if `vectors` are a weight and a bias, [D] each.
+    """Return the RMS norm of each row if `vectors` is one weight [D], or the layer norm if it is a weight and a bias.
 
-    Raises ValueError for shapes and dtypes that native code would misread. `name` is for the message.
+    Native code checks no arguments, so this raises ValueError unless all dtypes are float32 and each vector is as long
+    as a row. `name` is the norm's name in the message.
     """
     for vector in vectors:
         if x_TD.dtype != jnp.float32 or vector.dtype != jnp.float32:
@@ -54,10 +55,11 @@ def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
 
 @cache
 def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
-    """Return the name of the custom call for rows of `size` elements; `is_centered`: their mean is taken off first.
+    """Compile the custom call that normalises rows of `size` elements, and return its name.
 
-    A unit is `ROWS_OF_UNIT` rows. A row's sum is added up in several vector accumulators, then across their lanes: the
-    order depends on `size` alone, so a row has the same bits in any batch.
+    With `is_centered` it is the layer norm, which subtracts a row's mean first and adds a bias, else the RMS norm. A
+    unit of work is `ROWS_OF_UNIT` rows. A row is summed in up to `NUM_ACCUMULATORS` vectors, which are then added to
+    each other and across their lanes. This order depends on `size` alone, so a row has the same bits in any batch.
     """
     lanes = lanes_for(size)
     num_accumulators = next(count for count in range(NUM_ACCUMULATORS, 0, -1) if size % (count * lanes) == 0)
@@ -71,12 +73,16 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
         return Work([x.data, rets[0].data, num_rows, *(vector.data for vector in vectors)], num_units, is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        """Emit the norms of the rows of unit `unit`; the last unit may have fewer rows."""
         x, out, num_rows, weight, *bias = arguments
         build = code.build
         square_root = declare(build.module, "llvm.sqrt.f32", F32, F32)
 
         def mean_of_row(start: ir.Value, add_vector: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-            """Return the mean over a row of what `add_vector` adds to a sum for each vector of the row."""
+            """Return the mean of a row's elements, or of their squares.
+
+            `start` is the offset of the row in x. `add_vector` (vector, sum) adds a vector of the row, or its square.
+            """
 
             def add_vectors(element: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 first_offset = build.add(start, element)
@@ -90,6 +96,7 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
             return build.fdiv(code.reduce(sum_of_vectors, build.fadd), constant(F32, float(size)))
 
         def normalize_row(row: ir.Value) -> None:
+            """Read a row of x for its mean (layer norm), for its mean square, and once more to write the result."""
             start = build.mul(row, I64(size))
             center = code.broadcast(mean_of_row(start, build.fadd), lanes) if is_centered else None
 

@@ -1,8 +1,8 @@
-"""Makes native code a custom call of XLA's, whose work is shared among threads.
+"""Makes native code a custom call of XLA, whose work is shared among threads.
 
-    handler(call frame)     reads buffers, cuts the work into units, has other threads help
+    handler(call frame)     reads buffers, cuts the work into units, schedules helpers: other threads of XLA's pool
       └─ work(job)          takes one unit after the other until none is left: caller and helpers alike
-           └─ body(unit)    what a kernel is
+           └─ body(unit)    the kernel's own code
 
 The interface of custom calls is described in `ffi`.
 """
@@ -24,11 +24,11 @@ from . import ffi
 from .llvm import I32, I64, POINTER, Code, declare, register
 
 TAKEN, DONE, HOLDERS, NUM_UNITS, VALUES = 0, 1, 2, 3, 4
-"""Words of a job in memory: units taken and units done so far, threads that still hold the job, units; then the values
-that units are computed from."""
+"""A job is one call's work in memory, as words of 8 bytes: units taken and units done so far; the number of holders,
+which are threads that may still read the job; the number of units; then the values that units are computed from."""
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
 MIN_LARGE_PAGE_BYTES = 256 << 20
-"""Bytes from which on large system pages are asked for: the first touch of each makes the system zero 2 MB."""
+"""Smallest array for which large system pages are requested: the first access to each makes the system zero 2 MB."""
 
 
 class Buffer:
@@ -49,7 +49,7 @@ class Buffer:
 
 
 class Work(NamedTuple):
-    """What a call has to compute, as its buffers say: units that threads share."""
+    """The work of one call, cut into units that threads share."""
 
     values: list[ir.Value]
     """Addresses and int64 numbers that each unit is computed from."""
@@ -66,10 +66,12 @@ Body = Callable[[Code, list[ir.Value], ir.Value], None]
 
 
 def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Body) -> ir.Module:
-    """Return a module with an XLA handler of that name, whose units its caller and XLA's threads share.
+    """Return an LLVM module with an XLA handler of that name: a function that XLA calls with a call frame.
 
-    Work sharing by an atomic counter: each thread takes the next unit until none is left. The caller takes part and
-    then spins until the units of the others are done.
+    The frame has `num_args` arguments and `num_rets` results. `prepare` emits code that cuts the work into units, and
+    `body` emits code for one unit. The thread that XLA calls (the caller) and helper threads of XLA's pool share the
+    units by an atomic counter: each takes the next unit until none is left. The caller then spins until the helpers'
+    units are done. Helpers are scheduled only if `Work.is_large` and there is more than one unit.
     """
     module = ir.Module(name)
     module.triple = llvm.get_default_triple()
@@ -81,15 +83,16 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     arguments = [Buffer(code, args, index) for index in range(num_args)]
     results = [Buffer(code, rets, index) for index in range(num_rets)]
     values, num_units, is_large = prepare(code, arguments, results)
-    # A helper may begin after the caller has left, so the job belongs to neither: its last holder frees it.
+    # A helper may start after the caller has returned, so the job is on the heap, and its last holder frees it.
     work = _work(module, [value.type for value in values], body)
+    # The words TAKEN, DONE, HOLDERS (the caller) and NUM_UNITS, then the values.
     job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + len(values)))])
     for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
         code.store(value, job, offset)
     with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
         _ask_for_help(code, frame, work, job, num_units)
     build.call(work, [job])
-    # Wait until the units that other threads have begun are done.
+    # Wait until the units that other threads have taken are done; the acquire makes their results visible.
     waiting, end = build.append_basic_block("waiting"), build.append_basic_block("end")
     build.branch(waiting)
     build.position_at_end(waiting)
@@ -102,10 +105,11 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
 
 
 def _answer_metadata(code: Code, frame: ir.Value) -> None:
-    """Emit the answer to XLA, which asks a handler for its interface version before it computes anything.
+    """Emit code that answers and returns if XLA only asks for the interface version of a handler.
 
-    Such a call frame has an extension of type 1, metadata, whose fields are filled in. Offsets in `ffi` count words of
-    8 bytes; a number of 32 bits lies at twice the offset of its word, or one behind.
+    XLA asks when the handler is registered. The call frame then has an extension of type 1 (metadata), whose
+    fields are filled in: major and minor version, and no traits. Offsets in `ffi` count words of 8 bytes, so the two
+    halves of word n are the 32-bit numbers 2n and 2n + 1.
     """
     build = code.build
     extension = code.load(frame, ffi.FRAME_EXTENSION, POINTER)
@@ -120,9 +124,10 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
 
 
 def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Function:
-    """Emit the function work(job), which takes units of a job until none is left, and computes each by `body`.
+    """Emit the function work(job), which takes units of a job until none is left and computes each by `body`; return it.
 
-    A unit is taken by an atomic addition to the job's counter, which gives every thread another one.
+    `value_types` are the types of the job's values. An atomic addition to the counter TAKEN returns a different unit to
+    every thread. The addition to DONE is a release, so that the caller, which waits for it, sees the unit's results.
     """
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
     work.linkage = "internal"
@@ -131,6 +136,7 @@ def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Funct
     num_units = code.load(job, NUM_UNITS, I64)
     values = [code.load(job, VALUES + offset, value_type) for offset, value_type in enumerate(value_types)]
     take_block, unit_block, end = (build.append_basic_block(name) for name in ("head", "unit", "end"))
+    # Allocations of `body` go to the entry block, so its branch to the loop is added last.
     entry = build.block
     build.position_at_end(take_block)
     unit = build.atomic_rmw("add", code.at(job, TAKEN, I64), I64(1), "monotonic")
@@ -147,10 +153,12 @@ def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Funct
 
 
 def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
-    """Emit the scheduling of `work` on every other thread of XLA's pool, at most one per unit beside the caller.
+    """Emit code that schedules helpers, which run `work` on other threads of XLA's thread pool.
 
-    A busy thread may run it after the job is done, so each helper holds the job in memory and releases it. Where XLA
-    refuses to schedule, the caller runs the helper itself.
+    There are min(threads of the pool, `num_units`) − 1 helpers, since the caller works too; `num_units` is at least 1.
+    A busy thread may run its helper after the job is done. So each helper counts as a holder of the job, and leaves
+    the job at its end; the last holder frees the memory. HOLDERS is raised before any helper can start, and needs no
+    memory order: scheduling itself publishes the job. If XLA refuses to schedule a helper, the caller runs that helper.
     """
     build, module = code.build, code.build.module
     helper = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "help")
@@ -160,6 +168,7 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
     _leave(helper_code, helper.args[0])
     helper_code.build.ret_void()
     api, context = (code.load(frame, field, POINTER) for field in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
+    # The number stays 1, which gives no helpers, if XLA returns an error instead.
     num_threads = code.allocate(I64, 1)
     code.store(I64(1), num_threads, 0)
     _destroy(code, api, _call(code, api, ffi.NUM_THREADS, context, num_threads))
@@ -176,9 +185,10 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
 
 
 def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
-    """Emit a call of function `index` of XLA's interface, and return the address of its error, or null.
+    """Emit a call of function number `index` of XLA's interface, and return the address of its error, or null.
 
-    The function takes one address: of a structure that holds its own size in bytes, no extension, and then `args`.
+    `api` is the address of the interface. The function takes the address of one structure: its size in bytes, null (no
+    extension), and then `args`, 8 bytes each.
     """
     structure = code.allocate(I64, 2 + len(args))
     for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
@@ -194,13 +204,13 @@ def _is_not_null(code: Code, pointer: ir.Value) -> ir.Value:
 
 
 def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
-    """Emit the release of an error of XLA's, if there is one; it is ignored: the caller computes all units then."""
+    """Emit code that frees an XLA error unless it is null. Errors are ignored: the caller computes the units itself."""
     with code.build.if_then(_is_not_null(code, error)):
         _call(code, api, ffi.DESTROY_ERROR, error)
 
 
 def _leave(code: Code, job: ir.Value) -> None:
-    """Emit the release of a job by one of its holders; the last holder frees it."""
+    """Emit code by which one holder leaves a job: HOLDERS goes down by one, and the last holder frees the memory."""
     build = code.build
     left = build.atomic_rmw("sub", code.at(job, HOLDERS, I64), I64(1), "acq_rel")
     with build.if_then(build.icmp_signed("==", left, I64(1))):
@@ -208,21 +218,24 @@ def _leave(code: Code, job: ir.Value) -> None:
 
 
 def uninitialized(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Return an array of untouched memory, where XLA:CPU would write zeros.
+    """Return an array whose elements may hold anything, and whose memory is not touched.
 
-    A large one lies in large system pages, where there are any: they cost a processor fewer address translations.
+    XLA:CPU's own `lax.empty` writes zeros. A large array is put into large system pages if the system has them, since
+    they need fewer address translations.
     """
     return jax.ffi.ffi_call(_uninitialized(len(shape), jnp.dtype(dtype).itemsize), jax.ShapeDtypeStruct(shape, dtype))()
 
 
 @cache
 def _uninitialized(rank: int, item_size: int) -> str:
-    """Return the name of a custom call that leaves its result of `rank` dimensions as XLA has allocated it.
+    """Compile a custom call that leaves its result of `rank` dimensions as XLA has allocated it; return its name.
 
-    `prepare` has no units of work: it only asks Linux to back a large result with large pages.
+    `item_size` is in bytes. The call has no units of work: `prepare` only asks Linux to put a result of at least
+    `MIN_LARGE_PAGE_BYTES` into large pages.
     """
 
     def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> Work:
+        """Emit the request, madvise(2), for the whole system pages of the result; return no work."""
         build, num_bytes = code.build, I64(item_size)
         for dimension in range(rank):
             num_bytes = build.mul(num_bytes, rets[0].size(dimension))
