@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 Bounds = tuple[int, int]
 """Start and stop of a slice."""
 RowWriter = Callable[[int, np.ndarray], None]
-"""Called with a row's number and rows from there on."""
+"""Called with the number of the first row, and that row and the following ones."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class LayerOps:
     def matrix_rows(
         self, out: np.ndarray, bounds: Sequence[Bounds], matrix: tuple[int, int]
     ) -> tuple[list[Bounds], RowWriter]:
-        """Prepare to fill `out`, the slice `bounds` of a stored matrix, with rows as a checkpoint has them.
+        """Prepare to fill `out`, the slice `bounds` of a stored matrix W, with rows as a checkpoint has them.
 
-        A checkpoint stores Wᵀ [num_out, num_in]. Returns the rows and columns of Wᵀ that are wanted, and the function
-        that writes some of these rows, counted from the first wanted one. `matrix` is (num_in, num_out).
+        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out). Return the bounds of the rows and of
+        the columns of Wᵀ to read, and a function (first row, rows) that writes rows to `out`. It counts rows from the
+        first one to read: for `bounds` ((0, 8), (4, 6)) rows 4 and 5 of Wᵀ are to be read, as its rows 0 and 1.
         """
         return list(bounds)[::-1], partial(write_rows, out.T)
 
@@ -61,7 +62,7 @@ class LayerOps:
         return weight[:, ids].T
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
-        """Return x ÷ √(mean(x²) + eps) × weight in x's dtype, normalised in float32."""
+        """Return x ÷ √(mean(x²) + eps) × weight: normalised in float32, then multiplied in x's dtype."""
         x_f32 = x.astype(jnp.float32)
         mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
         normed = (x_f32 * lax.rsqrt(mean_square + eps)).astype(x.dtype)
@@ -89,7 +90,7 @@ XLA_OPS = LayerOps()
 
 
 def _along_rows(vector: Float[Array, " D"], x: Float[Array, "*T D"]) -> Float[Array, "*O D"]:
-    """Return the vector with as many axes as x."""
+    """Return the vector with leading axes of size 1 added, so that it has as many axes as x."""
     return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 

@@ -179,7 +179,7 @@ def tile_handler() -> str:
         all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(num_columns, I64(4)))
 
         def multiply_rows(first_row: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
-            """Add the pairs `begin` … `end` − 1 of K to the sums of one or two tiles of rows, which start at 0."""
+            """Add the products over pairs `begin` … `end` − 1 to `out`, for one or two tiles; pair 0 starts at zero."""
             a, c = (Matrix(matrix.at(code, first_row), matrix.stride) for matrix in (all_a, all_c))
             with build.if_else(build.icmp_signed("==", begin, I64(0))) as (is_new, is_begun):
                 with is_new:

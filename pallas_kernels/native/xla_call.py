@@ -124,7 +124,7 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
 
 
 def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Function:
-    """Emit the function work(job), which takes units of a job until none is left and computes each by `body`; return it.
+    """Return a new function work(job), which takes units of a job until none is left and computes each by `body`.
 
     `value_types` are the types of the job's values. An atomic addition to the counter TAKEN returns a different unit to
     every thread. The addition to DONE is a release, so that the caller, which waits for it, sees the unit's results.
