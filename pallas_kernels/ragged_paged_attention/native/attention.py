@@ -3,14 +3,15 @@
     unit = (tile, KV head)     a tile: tokens of rows that begin with the same pages, or of one row
       page by page ──▶ scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       queries, query_tiles
 
-    shared tiles     decode rows that begin with the same pages: those for all rows at once, then each goes on by itself
-    decode rows      that are in no such tile
-    prefill tiles    some tokens of one row
+    shared tiles     decode rows that begin with the same pages: all rows attend to these together, then each row to
+                     its other pages alone
+    decode rows      those that are in no shared tile, each as a tile of one token
+    query tiles      consecutive tokens of one prefill row
 
-A page's keys and values are read once, from memory into registers, for all queries of a KV head, and of a tile from the
-caches. In any tile and beside any rows, a token's sums are the same in the same order, page by page: its bits depend
-neither on the tile, nor on the number of threads, nor on how a prompt was cut. This holds for finite values only: a
-later token's value has weight 0 for the earlier tokens of its tile, and NaN × 0 would reach them.
+A page's keys and values are read from memory once per tile and KV head; further queries of the tile find them in the
+processor's caches. A token's sums are added page by page in the same order in every tile. So its bits depend neither on
+the tile, nor on other rows, nor on the number of threads, nor on how a prompt was cut into chunks. This holds only for
+finite values: a later token's value has weight 0 for the earlier tokens of its tile, and NaN × 0 is NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .queries import Queries, Shape
 from .query_tiles import TiledQueries
 
 MAX_SERIAL_ELEMENTS = 1 << 17
-"""Elements of keys that one thread attends to alone at most: for fewer, waking another would take longer."""
+"""Largest number of elements of keys that one thread attends to alone: waking a second would take longer."""
 
 
 def attend_tiles(
@@ -47,10 +48,16 @@ def attend_tiles(
     max_tokens: int,
     sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "T K G H"]:
-    """Return the attention of decode rows, shared tiles and query tiles, in float32; zeros for other tokens.
+    """Return the attention of a step's tokens to the pages of their rows, in float32; zeros for padding tokens.
 
-    A tile holds at most `max_tokens` tokens, and each token attends up to its position. Entries of `tables` up to a
-    token's page must lie in the layer; others are not read.
+    `plan` cuts the tokens into tiles of at most `max_tokens` tokens that go through pages together. A query tile is
+    consecutive tokens of one prefill row. A shared tile is decode rows, of one token each, that begin with the same
+    pages. Each other decode row is a tile of its own. Token r belongs to row r for r < `num_decode_rows`.
+
+    Each token attends to the keys of its row up to its own position, within the window if there is one. `tables` holds
+    page numbers within the layer. Native code does not check those that it reads, which are the ones up to a token's
+    last page. `sinks` are the logits of one attention sink per query head. Raises ValueError if the arrays of `pages`
+    do not fit the heads of `q`.
     """
     _, num_kv_heads, group_size, head_size = q.shape
     pages.check(num_kv_heads, head_size)
@@ -70,6 +77,7 @@ def attend_tiles(
     )
     queries = as_words(q.astype(jnp.float32) * pages.options.scale, is_bf16_packed=pages.is_bf16_packed)
     arrays = [queries, pages.keys, pages.values, tables, positions, pages.first_page[None]]
+    # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles.
     counts = jnp.stack([plan.num_shared_tiles[0], num_decode_rows, plan.num_query_tiles[0]])
     tiles = [counts, plan.query_tiles, plan.shared_tiles, plan.members, plan.num_shared_pages]
     no_sinks = jnp.zeros((0,), jnp.float32)
@@ -111,15 +119,17 @@ class TileArguments(NamedTuple):
 
 @cache
 def _attend_handler(shape: Shape) -> str:
-    """Compile and register the handler of one shape; return the name by which XLA calls it.
+    """Compile the custom call that computes attention for one shape, and return the name by which XLA calls it.
 
-    `prepare` counts the tiles and decides whether several threads share them. `body` computes one unit, a tile and KV
-    head: unit u is tile u // K and KV head u % K. Tiles are numbered shared tiles first, then decode rows, then query
-    tiles: with 2 shared tiles and 5 decode rows, tile 4 is decode row 2 and tile 7 is query tile 0.
+    `prepare` counts the tiles and decides whether several threads share them. `body` computes one unit of work, a tile
+    and KV head: unit u is tile u // K and KV head u % K. Shared tiles come first, then decode rows, then query tiles:
+    with 2 shared tiles and 5 decode rows, tile 4 is decode row 2 and tile 7 is query tile 0. A decode row that belongs
+    to a shared tile has a number too, but its own tile is empty.
     """
     num_kv_heads, group_size, page_size = shape.num_kv_heads, shape.group_size, shape.page_size
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+        """Read the counts of tiles, clear the outputs of padding tokens, and return the units."""
         build, out = code.build, rets[0]
         q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *shared_rows, sinks = args
         members, num_shared_pages = shared_rows
@@ -128,7 +138,7 @@ def _attend_handler(shape: Shape) -> str:
         _clear_padding(code, q, out, token_size, query_tiles, num_decode_rows, num_query_tiles)
         num_tiles = build.add(build.add(num_shared_tiles, num_decode_rows), num_query_tiles)
 
-        # A decode row attends to as many keys as its position says; one query tile is enough for several threads.
+        # A decode row attends to about as many keys as its position. One query tile is enough for several threads.
         def add_position(row: ir.Value, num_keys: ir.Value) -> list[ir.Value]:
             return [build.add(num_keys, code.load_index(positions.data, row))]
 
@@ -157,13 +167,14 @@ def _attend_handler(shape: Shape) -> str:
         return Work(list(arguments), num_units=build.mul(num_tiles, I64(num_kv_heads)), is_large=is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        """Compute one tile and KV head: start the tokens, attend to pages together, finish each token."""
         given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
         queries_class = TiledQueries if TiledQueries.takes(shape) else Queries
         queries = queries_class(code, shape, keys=given.keys, values=given.values)
 
-        # Which tokens of which rows the tile has, and which pages they attend to together.
+        # Find the type of the tile, its tokens and their rows, and the pages that they attend to together.
         is_shared = build.icmp_signed("<", tile, given.num_shared_tiles)
         decode_row = sub(tile, given.num_shared_tiles)
         is_decode = build.and_(build.not_(is_shared), build.icmp_signed("<", decode_row, given.num_decode_rows))
@@ -172,7 +183,7 @@ def _attend_handler(shape: Shape) -> str:
         def tile_field(array: ir.Value, max_tiles: ir.Value, field: int, index: ir.Value) -> ir.Value:
             return code.load_index(array, add(mul(I64(field), max_tiles), index))
 
-        # There is no branch: a tile reads the fields of all three types, those of the other types at index 0.
+        # To avoid branches, a tile reads the fields of all three types: those of the other two types at index 0.
         query_tile_index = build.select(build.or_(is_shared, is_decode), I64(0), query_tile)
         shared_index = build.select(is_shared, tile, I64(0))
         decode_index = build.select(is_decode, decode_row, I64(0))
@@ -182,7 +193,7 @@ def _attend_handler(shape: Shape) -> str:
         first_member, num_members, num_common_pages = (
             tile_field(given.shared_tiles, given.max_shared_tiles, field, shared_index) for field in range(3)
         )
-        # A decode row that is a member of a shared tile is computed there: as a tile of its own it has no token.
+        # A decode row that is a member of a shared tile is computed there: its own tile has no token.
         is_alone = build.icmp_signed("==", code.load_index(given.num_shared_pages, decode_index), I64(0))
         num_decode_tokens = build.select(is_alone, I64(1), I64(0))
         num_tokens = build.select(is_shared, num_members, build.select(is_decode, num_decode_tokens, num_queries))
@@ -198,18 +209,18 @@ def _attend_handler(shape: Shape) -> str:
         code.loop(0, num_tokens, start_token)
 
         def page_of(row: ir.Value, table_index: ir.Value) -> ir.Value:
-            """Return the index of a page of this KV head among the pages of all layers and KV heads."""
+            """Return a page of a row's table as an index among the pages of all layers and KV heads."""
             page = add(given.first_page, code.load_index(given.tables, add(mul(row, given.table_len), table_index)))
             return add(mul(page, I64(num_kv_heads)), head)
 
         def attend_pages(begin_token: ir.Value, end_token: ir.Value, begin: ir.Value, end: ir.Value) -> None:
-            """Let the tile's tokens begin_token … end_token − 1 attend to pages begin … end − 1 of the first's row."""
+            """Let tokens begin_token … end_token − 1 attend to pages begin … end − 1 of the first token's row."""
             row = queries.row(begin_token)
 
             def attend_one_page(table_index: ir.Value) -> None:
                 next_page = page_of(row, code.min(add(table_index, I64(1)), sub(end, I64(1))))
-                page, first_slot = page_of(row, table_index), mul(table_index, I64(page_size))
-                queries.attend_page(begin_token, end_token, page, next_page, first_slot)
+                page, page_start = page_of(row, table_index), mul(table_index, I64(page_size))
+                queries.attend_page(begin_token, end_token, page, next_page, page_start)
 
             code.loop(begin, end, attend_one_page)
 
@@ -220,7 +231,7 @@ def _attend_handler(shape: Shape) -> str:
             attend_pages(I64(0), num_tokens, queries.first_page(I64(0)), num_joint_pages)
 
             def finish_token(i: ir.Value) -> None:
-                # From the last token to the first: a matrix unit also adds to the sums of later queries, by then done.
+                # Last token first: a matrix unit also changes the sums of later queries, which are finished by then.
                 i = sub(sub(num_tokens, I64(1)), i)
                 with build.if_then(is_shared):
                     attend_pages(i, add(i, I64(1)), num_joint_pages, queries.num_pages(i))
@@ -241,9 +252,11 @@ def _clear_padding(
     num_decode_rows: ir.Value,
     num_query_tiles: ir.Value,
 ) -> None:
-    """Write zeros for the outputs of padding tokens, which follow the tokens of the last query tile or decode row.
+    """Emit code that writes zeros for the outputs of padding tokens, which no tile computes.
 
-    `token_size` is K × G × H, the numbers of one token's output.
+    Padding tokens follow the last token of the last query tile, or the decode rows if there are no query tiles.
+    `query_tiles` [3, tiles] holds each tile's row, first token and number of tokens. `token_size` is K × G × H, the
+    elements of one token's output.
     """
     build, num_tokens, data = code.build, q.size(0), out.data
     last_tile = code.max(build.sub(num_query_tiles, I64(1)), I64(0))

@@ -1,7 +1,7 @@
 """The `native` backend: attention, products, norms and page writes by code that LLVM compiles for this processor.
 
-For one CPU device. The order of the additions behind each number depends on its row alone, so a row has the same bits
-in any batch, shared prefixes included.
+For one CPU device. The order in which numbers are added depends on their row alone, so a row has the same bits in any
+batch, also when it shares prefixes with others.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ class NativeBackend(TiledBackend):
 
     @classmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> NativeBackend:
-        """Return the backend for one CPU device; BackendUnavailableError if this machine cannot run native code.
+        """Return the backend for one CPU device. Raise BackendUnavailableError if native code cannot run.
 
-        That needs a little-endian processor of 64 bits, the interface of jaxlib that the code was written for, and an
-        LLVM that knows the processor.
+        It needs a single device, a little-endian processor of 64 bits, the version of XLA's custom-call interface that
+        the code was written for, and an LLVM that knows the processor. `shape`, `deterministic` and `tuned` do not
+        matter: native code takes every shape, is deterministic, and has no tuned sizes.
         """
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
@@ -79,7 +80,7 @@ class NativeBackend(TiledBackend):
         try:
             check_interface(interface_header())
             cpu_features()
-        except Exception as error:  # LLVM raises errors of many types.
+        except Exception as error:  # LLVM raises many types of errors.
             raise BackendUnavailableError(str(error)) from error
         return cls()
 
@@ -98,7 +99,7 @@ class NativeBackend(TiledBackend):
         return NativeLayout.of(shape)
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
-        """See `Backend.check_context_len`: some pages, whose last one is not full, and of small pages more."""
+        """Return the longest row in the check at start: at least 4 pages and 64 tokens, plus part of a page."""
         return max(4 * layout.page_size, 64) + 7
 
     def with_shared_prefixes(self) -> NativeBackend:
@@ -106,9 +107,10 @@ class NativeBackend(TiledBackend):
         return replace(self, share_prefixes=True)
 
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
-        """See `Backend.attend`: one native call writes k and v, a second one attends all tiles of the plan.
+        """Write k and v into the layer's pages, attend, and return the outputs in q's dtype and the new pages.
 
-        There are no `kv_scales`: `layout` refuses pages that need them.
+        One custom call writes k and v, unless they are None; a second one computes attention for all tiles of the plan.
+        `inputs.kv_scales` is not read: `layout` refuses the dtypes that need scales.
         """
         q, sinks, step = inputs.q, inputs.sinks, inputs.step
         keys, values = pages
@@ -120,7 +122,7 @@ class NativeBackend(TiledBackend):
         num_rows, heads = len(step.context_lens), (layout.num_kv_heads, num_heads // layout.num_kv_heads)
         plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         if inputs.options.window is not None:
-            # The rows of a shared tile attend to all of its pages, some of which a row's window may have left.
+            # All rows of a shared tile attend to all of its pages, but a row's window may have passed some of them.
             plan = plan.without_shared_tiles()
         out = attend_tiles(
             layer,

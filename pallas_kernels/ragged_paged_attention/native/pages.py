@@ -1,12 +1,12 @@
 """The pages of one layer on a CPU, as native code sees them, and new keys and values written into them.
 
-    keys    [C, K, H, Z]    by columns: a vector is some slots of a page
-    values  [C, K, Z, H]    by rows: a vector is some lanes of a head
+    keys    [C, K, H, Z]    by columns: a vector holds some slots of a page
+    values  [C, K, Z, H]    by rows: a vector holds some lanes of a head
 
-Of bfloat16, two numbers that are multiplied after one another lie in one word of 32 bits, the first one in its lower
-half: keys [C, K, H ÷ 2, Z], of a slot; values [C, K, Z ÷ 2, H], of two slots. So processors want them that multiply
-pairs, and a word is one lane of a vector whatever the dtype. XLA never looks into pages: it would copy an array of
-bfloat16 in order to write a row of it.
+Two bfloat16 numbers that are multiplied after one another share a word of 32 bits, the first one in its lower half:
+keys [C, K, H ÷ 2, Z] pair two numbers of a slot, values [C, K, Z ÷ 2, H] pair two slots. Processors that multiply pairs
+read them so, and a word is one lane of a vector for either dtype. Only native code reads and writes pages: XLA would
+copy a whole array of bfloat16 to write one row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..layer_pages import LayerPages
 PACKED_BF16 = jnp.uint32
 """Dtype of arrays that hold pairs of bfloat16."""
 MAX_SERIAL_ELEMENTS = 1 << 11
-"""Elements of keys that one thread writes alone at most; few, since each word of a key lies in its own cache line."""
+"""Largest number of elements of keys that one thread writes alone. Each word of a key lies in its own cache line."""
 FEW_TOKENS, MANY_TOKENS = 4, 16
-"""Tokens that one unit writes. The words of 16 consecutive tokens of a prompt share cache lines."""
+"""Tokens that one unit of work writes. The words of 16 consecutive tokens of a prompt share cache lines."""
 MAX_TOKENS_OF_SMALL_UNITS = 64
-"""Steps of at most as many tokens are cut into small units: each token is of another row."""
+"""Steps of at most this many tokens are cut into small units: they are decode steps, whose tokens share no lines."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,15 @@ class NativePages(LayerPages):
         return self.keys.shape[3]
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
-        """Raise ValueError if an array has not the shape and dtype of such pages, which native code does not check."""
+        """Raise ValueError unless keys and values have the shapes and dtypes of pages of these heads.
+
+        Native code checks neither, and would read or write other memory. The number of pages, the page size and whether
+        bfloat16 is packed are taken from the array of keys; the shapes of keys and values must agree with them.
+        """
         sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
         dtype = PACKED_BF16 if self.is_bf16_packed else jnp.float32
-        wanted = [(shape, dtype) for shape in pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)]
-        for name, array, (shape, dtype) in zip(("keys", "values"), (self.keys, self.values), wanted, strict=True):
+        shapes = pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)
+        for name, array, shape in zip(("keys", "values"), (self.keys, self.values), shapes, strict=True):
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(
                     f"pages: got {name} {array.shape} of {array.dtype}, wanted {shape} of {jnp.dtype(dtype)}; make "
@@ -60,14 +64,14 @@ class NativePages(LayerPages):
 
 
 def words_of(size: int, *, is_bf16_packed: bool) -> int:
-    """Return the number of words that hold `size` numbers."""
+    """Return the number of 32-bit words that hold `size` numbers: one each, or one for two bfloat16."""
     return -(-size // 2) if is_bf16_packed else size
 
 
 def pages_shapes(
     num_pages: int, num_kv_heads: int, page_size: int, head_size: int, *, is_bf16_packed: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the arrays of keys and of values."""
+    """Return the shapes of the arrays of keys and of values, in words; an odd size has a word that is half used."""
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
     return (num_pages, num_kv_heads, key_words, page_size), (num_pages, num_kv_heads, value_words, head_size)
 
@@ -82,9 +86,10 @@ def as_words(x: Float[Array, "*rows H"], *, is_bf16_packed: bool) -> Float[Array
 def write_pages(
     pages: NativePages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
 ) -> tuple[Array, Array]:
-    """Write k and v into `slots` of the layer by native code; return the keys and values of all layers.
+    """Write k and v into `slots` of the layer by native code; return the new keys and values of all layers.
 
-    The results take the memory of the arguments `pages.keys` and `pages.values`, so that nothing is copied.
+    A slot is page × page size + offset, and pages are counted within the layer. The results reuse the memory of
+    `pages.keys` and `pages.values`, so that nothing is copied. Raises ValueError if these do not fit the heads of `k`.
     """
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
@@ -99,16 +104,18 @@ def write_pages(
 
 @cache
 def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
-    """Compile and register the handler that writes pages of these sizes; return the name by which XLA calls it.
+    """Compile the custom call that writes keys and values into pages of these sizes; return its name.
 
-    A unit is `FEW_TOKENS` or `MANY_TOKENS` consecutive tokens. Packed, a key's numbers 2w and 2w + 1 share word w, and
-    the value at slot s is the half s % 2 of a word in row s // 2: slot 5 of a page is the upper half of row 2.
+    A unit of work is `FEW_TOKENS` or `MANY_TOKENS` consecutive tokens. In packed bfloat16, numbers 2w and 2w + 1 of a
+    key share word w, and the values of slots 2w and 2w + 1 share the words of row w: those of slot 5 are the upper
+    halves of row 2.
     """
     element_type = I16 if is_bf16_packed else F32
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+        """Cut the tokens into units. `args` are keys, values, k, v, slots, first page; `rets` are keys, values."""
         build, num_tokens = code.build, args[4].size(0)
         has_small_units = build.icmp_signed("<=", num_tokens, I64(MAX_TOKENS_OF_SMALL_UNITS))
         tokens_per_unit = build.select(has_small_units, I64(FEW_TOKENS), I64(MANY_TOKENS))
@@ -118,12 +125,13 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         return Work([*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], num_units, is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
+        """Write the tokens of unit `unit`, head by head; the last unit may have fewer."""
         keys, values, k, v, slots, first_page, num_tokens, tokens_per_unit = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         begin = mul(unit, tokens_per_unit)
 
         def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
-            """Load one word of a token's key."""
+            """Load word `word` of the key whose first number is element `source` of k; pairs of bfloat16 are joined."""
             if not is_bf16_packed:
                 return code.load(k, add(source, word), F32)
             element = add(source, mul(word, I64(2)))
@@ -135,6 +143,7 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
             return build.or_(low_half, build.shl(high_half, I32(16)))
 
         def write(token: ir.Value) -> None:
+            """Write a token's key and value into its slot, for every KV head."""
             slot = code.load_index(slots, token)
             page, slot_in_page = build.sdiv(slot, I64(page_size)), build.srem(slot, I64(page_size))
             token_offset = mul(token, I64(token_values))

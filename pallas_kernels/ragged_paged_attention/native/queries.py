@@ -2,9 +2,9 @@
 
     page by page:  scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       an online softmax
 
-Queries, of all tokens one after the other, and their sums lie in the unit's own memory. Numbers of bfloat16 lie in
-pairs, see `pages`: queries are rounded to it, and so are weights, one relative to the maximum so far; sums are
-float32.
+The queries of all tokens of a tile, one token after the other, and their sums lie in memory of the unit's own. With
+bfloat16 pages, queries and weights are rounded to bfloat16 and lie in pairs, see `pages`; a weight is relative to the
+maximum so far. Sums are float32.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Queries:
     """Computes by vectors of a page's slots (scores) and of a head's lanes (sums); a subclass uses the matrix unit."""
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
-        """Allocate a tile's queries, scores, weights, sums and softmax state on the stack of the unit's thread.
+        """Emit the allocation of a tile's queries, scores, weights, sums and softmax state on the thread's stack.
 
         `keys` and `values` are the addresses of the keys and values of all layers.
         """
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
         self.word = I32 if shape.is_bf16_packed else F32
-        # Of AVX-512's 32 registers, 4 × 6 hold sums, 4 the vectors of keys or values; of AVX2's 16, 2 × 4 and 2.
+        # AVX-512 has 32 registers: 4 × 6 hold sums, and 4 hold keys or values. AVX2 has 16: 2 × 4 and 2.
         vectors_at_once, queries_at_once = (4, 6) if shape.has_avx512 else (2, 4)
         self.slot_lanes, self.slot_span = _lanes_and_span(shape.page_size, vectors_at_once)
         self.head_lanes, self.head_span = _lanes_and_span(shape.head_size, vectors_at_once)
@@ -99,7 +99,7 @@ class Queries:
         """Scores, and in float32 also the weights that replace them."""
         self.weights = code.allocate(I32, num_score_rows * shape.value_words) if shape.is_bf16_packed else self.scores
         if shape.page_size % 2 and shape.is_bf16_packed:
-            # The upper half of a query's last word of weights is never written, and is multiplied as well.
+            # The upper half of a query's last word of weights is never written, but is multiplied: it must be 0.
             code.loop(0, num_score_rows * shape.value_words, lambda word: code.store(I32(0), self.weights, word))
         self.running_max, self.weight_sums = (code.allocate(F32, shape.num_queries) for _ in range(2))
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
@@ -139,11 +139,11 @@ class Queries:
             return I64(0)
         return self.code.max(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
-    def visible_slots(self, i: ir.Value, first_slot: ir.Value) -> SlotRange:
-        """Return the slots of a page that token i of the tile attends to; `first_slot` is the position of slot 0."""
+    def visible_slots(self, i: ir.Value, page_start: ir.Value) -> SlotRange:
+        """Return the slots of a page that token i of the tile attends to; `page_start` is the position of slot 0."""
         code, build = self.code, self.code.build
-        first_visible = code.max(build.sub(self._first_visible(i), first_slot), I64(0))
-        length = build.sub(code.load(self.lens, i, I64), first_slot)
+        first_visible = code.max(build.sub(self._first_visible(i), page_start), I64(0))
+        length = build.sub(code.load(self.lens, i, I64), page_start)
         return SlotRange(first_visible, code.min(length, I64(self.shape.page_size)))
 
     def first_query_of_token(self, i: ir.Value, head: ir.Value) -> ir.Value:
@@ -153,9 +153,10 @@ class Queries:
         return build.mul(build.add(heads_before, head), I64(self.shape.group_size))
 
     def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
-        """Initialise the online softmax of token i, and copy its queries of one KV head to the tile's own memory.
+        """Emit code that copies token i's queries of KV head `head` into the tile, and starts their softmax state.
 
-        A sink counts as a key of weight 1 whose logit is the maximum and whose value is zero.
+        `q` holds all queries, [T, K, G, words], and `sinks` the sinks' logits, [K, G]. A sink counts as a first key
+        with value zero: the maximum starts at its logit, and the sum of weights at 1.
         """
         code, build, shape = self.code, self.code.build, self.shape
         first_query = build.mul(i, I64(shape.group_size))
@@ -183,11 +184,12 @@ class Queries:
         code.loop(0, shape.group_size * shape.head_size, clear_sums, step=self.head_lanes)
 
     def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
-        """Write token i's outputs for a KV head, [G, H]: value sums ÷ weight sums; zeros where there was no key."""
+        """Emit: token i's outputs for a KV head, value sums ÷ weight sums, to `out`; zeros where there was no key."""
         code, build, group_size, head_size = self.code, self.code.build, self.shape.group_size, self.shape.head_size
         first_query, out_query = build.mul(i, I64(group_size)), self.first_query_of_token(i, head)
 
         def finish_query(query_head: ir.Value) -> None:
+            """Write the output of one of the token's G queries; a sum of 0 is divided by as 1."""
             weight_sum = code.load(self.weight_sums, build.add(first_query, query_head), F32)
             is_empty = build.fcmp_ordered("==", weight_sum, constant(F32, 0.0))
             weight_sum = code.broadcast(build.select(is_empty, constant(F32, 1.0), weight_sum), self.head_lanes)
@@ -205,37 +207,38 @@ class Queries:
         code.loop(0, group_size, finish_query)
 
     def attend_page(
-        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
+        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, page_start: ir.Value
     ) -> None:
-        """Let the tile's tokens `begin_token` … `end_token` − 1 attend to a page, counted over all layers and KV heads.
+        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of their KV head.
 
-        `first_slot` is the position of the page's first slot, `next_page` the page to prefetch. As many tokens are
-        computed together as have their sums in registers; the rest of them one by one, which is also where pages are
-        prefetched: of 5 tokens, 2 together, the tokens 0 to 3 in pairs and token 4 alone.
+        `page` and `next_page` are indices among the pages of all layers and KV heads; `page_start` is the position
+        of the page's slot 0. As many tokens are computed together as have their sums in registers, the remaining ones
+        one by one: if 2 of 5 fit, tokens 0 to 3 in pairs and token 4 alone. Only the code for single tokens prefetches
+        `next_page`, since a decode row is bound by memory.
         """
         code, build = self.code, self.code.build
         num_together, single_token = self.tokens_together, begin_token
 
         def attend_together(i: ir.Value) -> None:
-            self._attend_tokens(i, num_together, page, None, first_slot)
+            self._attend_tokens(i, num_together, page, None, page_start)
 
         if num_together > 1:
             single_token = build.sub(end_token, build.srem(build.sub(end_token, begin_token), I64(num_together)))
             code.loop(begin_token, single_token, attend_together, step=num_together)
-        code.loop(single_token, end_token, lambda i: self._attend_tokens(i, 1, page, next_page, first_slot))
+        code.loop(single_token, end_token, lambda i: self._attend_tokens(i, 1, page, next_page, page_start))
 
     def _attend_tokens(
-        self, i: ir.Value, num_tokens: int, page: ir.Value, next_page: ir.Value | None, first_slot: ir.Value
+        self, i: ir.Value, num_tokens: int, page: ir.Value, next_page: ir.Value | None, page_start: ir.Value
     ) -> None:
-        """Let `num_tokens` tokens from i on attend to a page: scores, one step of the online softmax, weighted values.
+        """Emit the attention of `num_tokens` tokens from i on to a page, one step of the online softmax.
 
-        With `next_page`, prefetch what is read next: this page's values during the scores, the next page's keys during
-        the values.
+        If `next_page` is not None, this page's values are prefetched while scores are computed, and the next page's
+        keys while weighted values are added. Nothing is done if none of the tokens attends to a slot of the page.
         """
         code, build, shape = self.code, self.code.build, self.shape
         tokens = [build.add(i, I64(j)) for j in range(num_tokens)]
-        # Slots of the page that any of these tokens attends to; a slot gets weight 0 for a token that may not.
-        begins, ends = zip(*(self.visible_slots(token, first_slot) for token in tokens), strict=True)
+        # Slots that any of these tokens attends to. For a token that must not attend to a slot its weight is 0.
+        begins, ends = zip(*(self.visible_slots(token, page_start) for token in tokens), strict=True)
         begin, end = begins[0], ends[0]
         for token_begin, token_end in zip(begins[1:], ends[1:], strict=True):
             begin, end = code.min(begin, token_begin), code.max(end, token_end)
@@ -250,7 +253,7 @@ class Queries:
                 self._compute_scores(first_query, queries, page, index == 0 and next_page is not None)
 
             def update_query(query_index: ir.Value) -> None:
-                self.update_softmax(build.add(first_query, query_index), query_index, first_slot, I64(shape.page_size))
+                self.update_softmax(build.add(first_query, query_index), query_index, page_start, I64(shape.page_size))
 
             code.loop(0, num_tokens * shape.group_size, update_query)
             for index, queries in enumerate(query_chunks):
@@ -260,10 +263,11 @@ class Queries:
     def _compute_scores(
         self, first_query: ir.Value, queries: list[int], page: ir.Value, prefetches_values: bool
     ) -> None:
-        """Compute scores[query, z] = q · k[:, z] for all slots z of a page, as a matrix product with sums in registers.
+        """Emit scores[query, z] = q · k[:, z] for all slots z of a page: a matrix product with its sums in registers.
 
-        `queries` are counted from `first_query`, and are rows of the scores. One iteration takes `slot_span` slots of
-        all of them; the loop over the words of a head (one float32 or two bfloat16 each) carries their sums.
+        `queries` are offsets from `first_query`, and the rows of `self.scores` that are written. One iteration takes
+        `slot_span` slots for all queries; its inner loop goes over the words of a head (one float32 or two bfloat16
+        each) and carries the sums. With `prefetches_values`, it also prefetches the page's values.
         """
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words
@@ -274,7 +278,10 @@ class Queries:
         vectors = range(0, self.slot_span, self.slot_lanes)
 
         def some_slots(slot: ir.Value) -> None:
+            """Compute and store the scores of all queries for `slot_span` slots from `slot` on."""
+
             def word_of_head(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
+                """Return the scores plus the products of one word of each query and of each slot's key."""
                 offset = add(mul(word, I64(page_size)), slot)
                 address = add(page_keys, offset)
                 addresses = (add(address, I64(vector)) for vector in vectors)
@@ -292,21 +299,21 @@ class Queries:
         code.loop(0, page_size, some_slots, step=self.slot_span)
 
     def _fills_avx512(self, lanes: int) -> bool:
-        """Return whether vectors of `lanes` are long enough for the instructions for pairs."""
+        """Return whether the processor has instructions for pairs of bfloat16, and vectors of `lanes` fit them."""
         return self.shape.has_avx512_bf16 and lanes == LONG_LANES
 
-    def update_softmax(self, query: ir.Value, score_row: ir.Value, first_slot: ir.Value, end_slot: ir.Value) -> None:
-        """Do one step of the online softmax for one query: turn a page's scores into weights and update its state.
+    def update_softmax(self, query: ir.Value, score_row: ir.Value, page_start: ir.Value, end_slot: ir.Value) -> None:
+        """Emit one step of the online softmax for one query: turn a page's scores into weights, and update its state.
 
-        The weights are relative to the new running maximum; earlier sums are rescaled where the maximum has grown. The
-        query's scores are row `score_row` of the scores, read up to slot `end_slot`; slots that the query may not
-        attend to get weight 0.
+        `query` is the query's index in the tile, `score_row` its row of scores and of weights. Slots 0 … `end_slot` − 1
+        are read; those that the query must not attend to get weight 0. `page_start` is the position of slot 0.
+        Weights are relative to the new running maximum. If it has grown, the earlier sums are rescaled.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         slot_lanes, head_lanes = self.slot_lanes, self.head_lanes
-        begin, visible_end = self.visible_slots(build.sdiv(query, I64(shape.group_size)), first_slot)
+        begin, visible_end = self.visible_slots(build.sdiv(query, I64(shape.group_size)), page_start)
         row_scores = mul(score_row, I64(shape.page_size))
-        # Row of the weights, counted in numbers of bfloat16: two to a word.
+        # Offset of the row of weights. Those of bfloat16 are counted one by one, two to a word.
         row_weights = mul(score_row, I64(2 * shape.value_words)) if shape.is_bf16_packed else row_scores
         zeros = constant(ir.VectorType(F32, slot_lanes), 0.0)
         lane_indices = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
@@ -332,6 +339,7 @@ class Queries:
         max_in_lanes = code.broadcast(new_max, slot_lanes)
 
         def add_weights(slot: ir.Value, page_sum: ir.Value) -> list[ir.Value]:
+            """Store the weights of a vector of slots, and return their sum with `page_sum`, lane by lane."""
             weight = build.select(is_visible(slot), code.exp(build.fsub(load_scores(slot), max_in_lanes)), zeros)
             element = add(row_weights, slot)
             if shape.is_bf16_packed:
@@ -341,7 +349,7 @@ class Queries:
             return [build.fadd(page_sum, weight)]
 
         page_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
-        # Where the maximum has not changed, the earlier sums need no rescaling.
+        # If the maximum has not changed, the earlier sums need no rescaling. A NaN counts as a change.
         has_changed = build.fcmp_unordered("!=", old_max, new_max)
         with build.if_then(has_changed):
             decay = code.exp(code.broadcast(build.fsub(old_max, new_max), head_lanes))
@@ -361,12 +369,12 @@ class Queries:
     def _add_weighted_values(
         self, first_query: ir.Value, queries: list[int], page: ir.Value, next_page: ir.Value | None, slots: SlotRange
     ) -> None:
-        """Add Σ_z weights[query, z] · v[z] over the page's `slots` to the value sums, as a matrix product.
+        """Emit the matrix product that adds Σ_z weights[query, z] · v[z], over the page's `slots`, to the value sums.
 
-        `queries` are counted from `first_query`, and are rows of the weights. One iteration takes `head_span` lanes of
-        all of them, with their sums in registers. Words of bfloat16 hold the slots 2z and 2z + 1; of the last word only
-        the lower half counts if `slots` ends at an odd one, since the upper half may be unwritten. With `next_page`,
-        its keys are prefetched.
+        `queries` are offsets from `first_query`, and the rows of the weights. One iteration computes `head_span` lanes
+        (numbers of a head) of all queries, with their sums in registers. In bfloat16, word w holds slots 2w and 2w + 1.
+        If `slots.end` is odd, only the lower half of the last word is used: slot `end` may be unwritten and hold NaN.
+        The slot before an odd `slots.begin` is written, and has weight 0. `next_page`: prefetch its keys, unless None.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         (begin_slot, end_slot), head_size = slots, shape.head_size
@@ -375,6 +383,7 @@ class Queries:
         next_keys = None if next_page is None else mul(next_page, I64(shape.key_words * shape.page_size))
 
         def add_lanes(lane: ir.Value) -> None:
+            """Add the page's values to `head_span` lanes of all queries' sums."""
             sum_addresses = [
                 add(mul(add(first_query, I64(query)), I64(head_size)), add(lane, I64(vector)))
                 for query in queries
@@ -382,7 +391,10 @@ class Queries:
             ]
 
             def sum_words(first_word: ir.Value, end_word: ir.Value, *, is_half_word: bool = False) -> None:
+                """Add the values of some words of slots; with `is_half_word`, only those in the lower halves."""
+
                 def word_of_page(word: ir.Value, *partial_sums: ir.Value) -> list[ir.Value]:
+                    """Return the sums plus the products of one word of each query's weights and of the values."""
                     offset = add(mul(word, I64(head_size)), lane)
                     row = add(page_values, offset)
                     addresses = (add(row, I64(vector)) for vector in vectors)
@@ -412,16 +424,16 @@ class Queries:
 
 
 def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
-    """Return the lanes of a vector, and of as many vectors as are taken together; both divide `size`.
+    """Return the lanes of one vector, and the lanes of all vectors that one iteration takes; both divide `size`.
 
-    With AVX-512 and 4 vectors at once, a size of 96 gives (16, 48): 6 vectors, taken 3 at a time.
+    With AVX-512 and at most 4 vectors at once, size 96 gives (16, 48): 6 vectors, 3 per iteration.
     """
     lanes = lanes_for(size)
     return lanes, lanes * max(count for count in range(1, vectors_at_once + 1) if size // lanes % count == 0)
 
 
 def _capped(code: Code, score: ir.Value, cap: float) -> ir.Value:
-    """Return cap × tanh(score ÷ cap) by an exponential that cannot overflow: tanh|x| = (1 − e⁻²|ˣ|) ÷ (1 + e⁻²|ˣ|)."""
+    """Return cap × tanh(score ÷ cap): tanh |x| is (1 − y) ÷ (1 + y) with y = exp(−2 |x|), which cannot overflow."""
     build, vector_type = code.build, score.type
     is_negative = build.fcmp_ordered("<", score, constant(vector_type, 0.0))
     magnitude = build.select(is_negative, build.fneg(score), score)

@@ -17,14 +17,18 @@ MAX_STACK_BYTES = 1 << 20
 
 
 class TiledQueries(Queries):
-    """Computes all queries of a tile together: a page's pairs are tiles as they lie in memory.
+    """Computes all queries of a tile together; a page's pairs are loaded into tile registers as they lie in memory.
 
-    Rows beyond the last query are overwritten.
+    The matrix unit works on whole tiles, so rows beyond the last query are overwritten.
     """
 
     @staticmethod
     def takes(shape: Shape) -> bool:
-        """Return whether there is a unit, heads and pages are whole panels, and a tile's queries fit the stack."""
+        """Return whether the matrix unit can compute this shape.
+
+        There must be a unit and bfloat16 pages, head size and page size must be multiples of `PANEL`, and a tile's
+        queries, sums, scores and weights must fit the stack.
+        """
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
         is_small = 4 * words * (shape.num_queries + TILE) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
@@ -47,22 +51,24 @@ class TiledQueries(Queries):
         self.matrix_unit.release()
 
     def attend_page(
-        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, first_slot: ir.Value
+        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, page_start: ir.Value
     ) -> None:
-        """Add one page's keys and values to the softmax state of the tile's tokens `begin_token` … `end_token` − 1.
+        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of their KV head.
 
         All of these tokens' queries, [queries, H], go through the matrix unit: scores = Q · K, one online-softmax step
         for each query, sums += weights · V. Values are multiplied in blocks of 32 slots. The last block may hold slots
-        behind `end_slot`, whose values may be NaN: it is copied to `self.edge` with zeros there. With `end_slot` 70,
-        blocks 0 and 1 are multiplied in place, and slots 64 … 69 from the copy (`edge_slot` is 64).
+        from `end_slot` on, which no query attends to and whose values may be NaN. So it is copied to `self.edge`, with
+        zeros in these slots. With `end_slot` 70, slots 0 … 63 are multiplied in place, and slots 64 … 69 from the copy
+        (`edge_slot` is 64).
 
-        `first_slot` is the position of the page's first slot; `next_page` is the page that comes next, or that page
-        again if there is none.
+        `page` is an index among the pages of all layers and KV heads, and `page_start` is the position of its slot 0.
+        `next_page` is not used: nothing is prefetched here.
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
-        # Positions ascend in a tile, except in a shared one, whose tokens attend to whole pages.
-        begin_slot, _ = self.visible_slots(begin_token, first_slot)
-        _, end_slot = self.visible_slots(build.sub(end_token, I64(1)), first_slot)
+        # The first token sees the first slot and the last token the last one: positions ascend in a query tile, and the
+        # tokens of a shared tile attend to whole pages.
+        begin_slot, _ = self.visible_slots(begin_token, page_start)
+        _, end_slot = self.visible_slots(build.sub(end_token, I64(1)), page_start)
         first_query = mul(begin_token, I64(shape.group_size))
         num_queries = mul(build.sub(end_token, begin_token), I64(shape.group_size))
         begin_block = mul(build.sdiv(begin_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
@@ -73,6 +79,7 @@ class TiledQueries(Queries):
         values = self._matrix(self.values, mul(page, I64(shape.value_words * shape.head_size)), shape.head_size)
 
         def score_rows(row: ir.Value, num_tiles: int) -> None:
+            """Compute the scores of one or two tiles of queries, 32 slots at a time."""
             query = build.add(first_query, row)
             a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words)
             scores = self._matrix(self.scores, mul(query, I64(shape.page_size)), shape.page_size)
@@ -87,6 +94,7 @@ class TiledQueries(Queries):
             code.loop(begin_block, end_block, add_keys, step=PANEL)
 
         def sum_values(row: ir.Value, num_tiles: int) -> None:
+            """Add weights · V to the value sums of one or two tiles of queries."""
             query = build.add(first_query, row)
             weights = self._matrix(self.weights, mul(query, I64(shape.value_words)), shape.value_words)
             sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
@@ -94,6 +102,7 @@ class TiledQueries(Queries):
             edge_values = self._matrix(self.edge, I64(0), shape.head_size)
 
             def add_lanes(lane: ir.Value) -> None:
+                """Add the whole blocks of slots, then the copied block, to 32 lanes of the sums."""
                 byte_offset = mul(lane, I64(4))
                 c, b, edge_b = (
                     Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (sums, values, edge_values)
@@ -111,7 +120,7 @@ class TiledQueries(Queries):
 
         def update_query(query_index: ir.Value) -> None:
             query = build.add(first_query, query_index)
-            self.update_softmax(query, query, first_slot, end_block)
+            self.update_softmax(query, query, page_start, end_block)
 
         code.loop(0, num_queries, update_query)
         with build.if_then(has_edge):
@@ -119,9 +128,10 @@ class TiledQueries(Queries):
         self._by_tiles(num_queries, sum_values)
 
     def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
-        """Emit body(first row, number of tiles) for all rows: 32 rows (two tiles) at a time, and 16 if no more remain.
+        """Emit `body` (first row, number of tiles) for all rows: two tiles of 16 rows at a time, or one for the last.
 
-        50 rows give bodies of two tiles at rows 0 and 32; 40 rows give two tiles at row 0 and one at row 32.
+        One tile is emitted if at most 16 rows remain: 50 rows are two tiles at row 0 and two at row 32; 40 rows are
+        two tiles at row 0 and one at row 32.
         """
         build = self.code.build
         single_tile_row = build.mul(build.sdiv(build.add(num_rows, I64(TILE - 1)), I64(2 * TILE)), I64(2 * TILE))
@@ -130,17 +140,18 @@ class TiledQueries(Queries):
             body(single_tile_row, 1)
 
     def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
-        """Copy the values of a page's slots `begin` … `end` − 1 to `edge`, and zeros for the rest of its 32 slots.
+        """Emit: copy the values of slots `begin` … `end` − 1 of a page to `self.edge`, with zeros up to 32 slots.
 
-        Two slots share a row of words. With `begin` 64 and `end` 69, rows 0 and 1 of `edge` are copied whole, of row 2
-        the lower halves (slot 68), and rows 3 … 15 are zeros.
+        `begin` is a multiple of 32. Row w of words holds slots 2w and 2w + 1. With `begin` 64 and `end` 69, rows 0 and
+        1 of `edge` are copied whole, of row 2 only the lower halves (slot 68), and rows 3 … 15 are zeros.
         """
         code, build, lanes = self.code, self.code.build, self.head_lanes
         head_size = I64(self.shape.head_size)
         first_pair, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
 
         def copy_pair(pair: ir.Value) -> None:
-            # Slots of this pair that are before `end`: both, the first (the lower half of a word), or none.
+            """Copy one row of words, two slots, under a mask."""
+            # Before `end` are both slots of this pair, or the first one (the lower half of a word), or neither.
             num_valid = build.sub(num_slots, build.mul(pair, I64(2)))
             has_both, has_first = (build.icmp_signed(order, num_valid, I64(1)) for order in (">", "=="))
             mask = build.select(has_both, I32(-1), build.select(has_first, I32(0xFFFF), I32(0)))
@@ -157,4 +168,5 @@ class TiledQueries(Queries):
         code.loop(0, TILE, copy_pair)
 
     def _matrix(self, base: ir.Value, first_word: ir.Value, words_a_row: int) -> Matrix:
+        """Return the matrix of 32-bit words that begins `first_word` words after `base`."""
         return Matrix(self.code.build.gep(base, [self.code.build.mul(first_word, I64(4))]), I64(4 * words_a_row))
