@@ -1,4 +1,5 @@
-"""The `xla` backend: ragged paged attention in plain XLA, on any platform. The layout of its pages, and a step's path.
+"""The `xla` backend: ragged paged attention in plain XLA, on any platform. It defines the layout of the pages
+and the path of a step.
 
     tokens of a step:   │ decode rows, one token each │ prefill rows │ padding │
     keys and values:      all written into the donated pages
@@ -32,7 +33,7 @@ from .softmax import Softmax
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much one iteration of each loop takes. Fields that end in `_keys` count key positions."""
+    """How much work one iteration of each loop does. Fields that end in `_keys` count key positions."""
 
     queries: int
     """Queries of a prefill tile."""
@@ -52,9 +53,11 @@ class Tiles:
     in each iteration of such a loop to read whether to go on."""
 
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
-        """Return how the pages of that many decode rows are cut into KV splits: of few rows into more and shorter ones.
+        """Return how the pages of `num_rows` decode rows are cut into KV splits, which are computed in batches.
 
-        With `kv_splits` 256, 4 rows have up to 64 splits each, and 256 rows or more have one each.
+        Each row has up to `kv_splits` ÷ `num_rows` splits, but at least one: with `kv_splits` 256, 4 rows have up to 64
+        splits each, and 256 rows or more have one. A batch has as many splits as `decode_keys` and `decode_bytes` allow
+        with one page of each split. A split has pages for `split_keys` keys, or fewer if the rows do not fill a batch.
         """
         page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
         batch_size = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
@@ -92,9 +95,9 @@ class XlaLayout(KVLayout):
 class XlaBackend(TiledBackend):
     """Attention by loops over pages.
 
-    `tiles`: None for those of the platform. `share_prefixes`: decode rows that begin with the same pages attend to
-    these together, if that saves reading `min_saved_tokens` in all. It makes a row's rounding depend on the other rows,
-    and does nothing in layers with a window.
+    `tiles`: sizes of the loops; None stands for those of the platform. `share_prefixes`: decode rows that begin with
+    the same pages attend to these together, if that saves reading `min_saved_tokens` tokens in all. It makes a row's
+    rounding depend on the other rows, and does nothing in layers with a window.
     """
 
     tiles: Tiles | None = None
@@ -118,7 +121,7 @@ class XlaBackend(TiledBackend):
 
     @classmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> XlaBackend:
-        """See `Backend.on`: plain XLA takes every model, and some dtypes of pages."""
+        """Return the backend for the platform of these devices; plain XLA takes every model."""
         return cls(platform=devices[0].platform)
 
     def with_shared_prefixes(self) -> XlaBackend:
@@ -131,11 +134,12 @@ class XlaBackend(TiledBackend):
         return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name == "bfloat16")
 
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
-        """See `Backend.attend`: write k and v, attend the decode rows, then the query tiles of the other rows.
+        """Write k and v into the layer's pages, attend, and return the outputs in q's dtype and the new pages.
 
-        A decode row's softmax state is merged from up to three: the sinks alone, the pages that it shares with other
-        rows (cascade attention), and its other pages (split-KV). There are no `kv_scales`: `layout` refuses pages that
-        need them.
+        Nothing is written if k and v are None. Decode rows, which come first with one token each, attend before the
+        query tiles of the other rows. A decode row's output comes from two softmax states, which are merged: the one of
+        the sinks and of the pages that it shares with other rows (cascade attention), and the one of its other pages
+        (split-KV). `inputs.kv_scales` is not read: `layout` refuses the dtypes that need scales.
         """
         (keys, values), step, tables = pages, inputs.step, inputs.tables
         layer = XlaPages(keys, values, inputs.first_page, inputs.options)
@@ -148,6 +152,7 @@ class XlaBackend(TiledBackend):
         sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(heads)
         plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         tiles = PrefillTiles(layer, pages_per_tile=max(1, sizes.prefill_keys // layer.page_size))
+        # Token r belongs to row r in decode rows. A step may be padded to more rows than tokens.
         q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
         state = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
         decode_lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
@@ -159,7 +164,7 @@ class XlaBackend(TiledBackend):
         decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, decode_lens, num_shared_pages)
         if state is not None:
             decoded = decoded.merge(state)
-        # The output is longer by a query tile, since the last tile also stores outputs behind the last token.
+        # The output is longer by a query tile, since the last tile also stores outputs after the last token.
         tile_q = min(sizes.queries, num_tokens)
         zeros = jnp.zeros((max(num_tokens, num_rows) + tile_q, *q_TKGH.shape[1:]), jnp.float32)
         out = lax.dynamic_update_slice_in_dim(zeros, decoded.result(), 0, 0)

@@ -1,4 +1,4 @@
-"""Many queries over the pages of one row, in plain XLA: tiles of prefill rows, or of rows that share first pages.
+"""Many queries over the pages of one row, in plain XLA: tiles of a prefill row, or of rows that share first pages.
 
                  pages of the row ─▶
 tile of queries  ■ ■ ■ ■ ◧            one tile of pages per iteration: k [K, S, H], v [K, S, H]
@@ -32,7 +32,7 @@ class QueryTile(NamedTuple):
     positions: Int[Array, " M"]
     """Position of each query in its row; the smallest comes first."""
     end: Int[Array, ""]
-    """Position behind the last key that any of the queries attends to."""
+    """Position after the last key that any of the queries attends to."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,21 @@ class PrefillTiles:
         return lax.fori_loop(first_kv_tile, end_kv_tile, partial(self.attend_kv_tile, scaled_tile), state)
 
     def page_indices(self, tables: Int[Array, "*rows P"]) -> Int[Array, "*rows P2"]:
-        """Return the pages of rows among those of all layers, padded to whole tiles of pages."""
+        """Return page tables of the layer as indices among the pages of all layers, padded to whole tiles of pages."""
         padding = [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % self.pages_per_tile)]
         return jnp.pad(tables, padding) + self.pages.first_page
 
     def attend_kv_tile(self, tile: QueryTile, kv_tile: Int[Array, ""], state: Softmax) -> Softmax:
-        """Return the softmax state after the keys of KV tile `kv_tile` of the row: one step of the online softmax.
+        """Return the softmax state after the keys of the row's tile of pages `kv_tile`: one step of the online softmax.
 
-        The tile's queries are scaled, and its `table` holds pages among those of all layers, as `page_indices` returns.
+        `tile.queries` are scaled already, and `tile.table` holds indices among the pages of all layers, as
+        `page_indices` returns them. A query attends to keys up to its own position, and within the window if any.
         """
         window, first_key, positions = self.pages.options.window, self.first_key(tile.positions[0]), tile.positions
         pages = lax.dynamic_slice_in_dim(tile.table, kv_tile * self.pages_per_tile, self.pages_per_tile)
         k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
         key_positions = kv_tile * self.tile_kv + jnp.arange(self.tile_kv)
-        # No query attends to the other slots: they are past the row's end, or in pages that the window has left.
+        # Slots after the tile's last position, or before every query's window, are visible to no query.
         is_visible_to_any = (key_positions < tile.end) & (key_positions >= first_key)
         is_visible = (key_positions[None] <= positions[:, None]) & is_visible_to_any[None]
         if window is not None:
@@ -87,7 +88,7 @@ class PrefillTiles:
 
 
 def _joined(pages: Float[Array, "p K Z H"]) -> Float[Array, "K S H"]:
-    """Concatenate keys or values of some pages along their slots, in float32."""
+    """Return keys or values of p pages side by side along their slots, S = p × Z, in float32."""
     num_pages, num_kv_heads, page_size, head_size = pages.shape
     side_by_side = jnp.moveaxis(pages, 0, 1).reshape(num_kv_heads, num_pages * page_size, head_size)
     return as_float32(side_by_side)
@@ -107,9 +108,12 @@ def prefill(
 ) -> Float[Array, "T2 K G H"]:
     """Return `out` with the attention of the plan's query tiles, by flash attention: an online softmax over KV tiles.
 
-    T2 is at least T + tile_q, so that the last tile's write fits. Tiles are in token order, and only padding
-    follows them: what a short tile computes past its row's end is overwritten by the next. `in_one_loop`: over all
-    pages of all tiles, instead of a loop over tiles of queries and in it one over pages.
+    A query tile is up to `tile_q` consecutive tokens of one prefill row, and a KV tile is some pages of that row.
+    Each query tile computes and writes `tile_q` outputs. Tiles are in token order, so what a short tile writes after
+    its last token is overwritten by the next tile, or lies in padding: T2 is at least T + tile_q. `q` is not
+    scaled yet. `sinks` are the logits of one attention sink per query head. `in_one_loop` runs one loop over all
+    KV tiles of all query tiles, instead of a loop over query tiles that contains one over KV tiles; a GPU's host
+    waits in each iteration of a loop to read its condition.
     """
     group_size = q.shape[2]
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
@@ -137,7 +141,7 @@ def prefill(
     if not in_one_loop:
         return lax.fori_loop(0, plan.num_query_tiles[0], attend_query_tile, out)
 
-    # One loop over all KV tiles of all query tiles; every iteration stores the outputs so far, the last one's remain.
+    # Every iteration stores the outputs so far of its query tile; those of the tile's last iteration remain.
     # With 3 and 2 KV tiles, `iteration_ends` is [3, 5], and iteration 3 is KV tile 3 − 5 + 2 = 0 of query tile 1.
     padded_q, tables = padded_q * tiles.pages.options.scale, tiles.page_indices(tables)
     first_kv_tiles = tiles.first_key(first_positions) // tiles.tile_kv
@@ -145,6 +149,7 @@ def prefill(
     iteration_ends = jnp.cumsum(jnp.where(jnp.arange(len(num_kv_tiles)) < plan.num_query_tiles[0], num_kv_tiles, 0))
 
     def attend_kv_tile(iteration: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+        """Attend to one KV tile; a query tile's first one starts a new softmax state."""
         state, out = carry
         index = jnp.sum(iteration_ends <= iteration, dtype=jnp.int32)
         kv_tile = iteration - iteration_ends[index] + num_kv_tiles[index]
@@ -158,10 +163,10 @@ def prefill(
 
 
 def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:
-    """Put all queries of a KV head side by side, M = G × t: query g × t + i is query head g of token i."""
+    """Return t tokens' queries side by side for each KV head, M = G × t: query g × t + i is query head g of token i."""
     return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 def by_row(x: Float[Array, "K M *rest"], group_size: int) -> Float[Array, "t K G *rest"]:
-    """Put queries [K, G × t] back into the order of tokens, [t, K, G]; undoes `by_head`. `group_size` is G."""
+    """Return queries [K, G × t] in the order of tokens, [t, K, G]: the inverse of `by_head`. `group_size` is G."""
     return jnp.moveaxis(x.reshape(x.shape[0], group_size, -1, *x.shape[2:]), 2, 0)

@@ -1,7 +1,7 @@
 """Decode rows that begin with the same pages attend to these together: one read of the pages, one product for all.
 
-Which rows share, `tile_plan` decides on the host. Rounding depends on how many rows share, so a row's bits depend on
-the other rows of its step: a start that promises otherwise leaves sharing off.
+`tile_plan` decides on the host which rows share. Rounding depends on how many rows share, so a row's bits depend on the
+other rows of its step. A deterministic start therefore leaves sharing off.
 
 Source: Ye et al. 2025, arXiv:2501.01005 (merging attention states).
 """
@@ -26,16 +26,19 @@ def attend_shared(
     tile_rows: int,
     state: Softmax,
 ) -> Softmax:
-    """Return `state`, one of each row, after the rows of each shared tile have attended to the tile's pages together.
+    """Return the rows' softmax states after the rows of each shared tile have attended to the pages that they share.
 
-    The queries of a tile's rows, at most `tile_rows`, stand side by side as if they were one row's, so that the pages
-    are read once (cascade attention). A tile of fewer rows also computes states for the rows after it in
-    `plan.members`, and drops them.
+    Cascade attention: the queries of a tile's rows, at most `tile_rows`, stand side by side as if they were queries of
+    one row, so that the shared pages are read once. `state` holds a state of each of the R rows, and rows in no
+    tile keep theirs. Every tile computes `tile_rows` rows: one with fewer members also computes the rows that follow
+    in `plan.members`, and drops the results.
     """
     page_size, (num_rows, _, group_size, _) = tiles.pages.page_size, q.shape
-    padded_members = jnp.pad(plan.members, (0, tile_rows))  # A slice of the last tile must not be moved to fit.
+    # Without padding, `dynamic_slice` would move the last tile's slice back to fit into the array.
+    padded_members = jnp.pad(plan.members, (0, tile_rows))
 
     def attend_tile(index: Array, state: Softmax) -> Softmax:
+        """Return the states after shared tile `index`; results of rows that are no members go to no row."""
         first_member, num_members, num_pages = plan.shared_tiles[:, index]
         members = lax.dynamic_slice_in_dim(padded_members, first_member, tile_rows)
         old_state = jax.tree.map(lambda x: by_head(x[members])[None], state)

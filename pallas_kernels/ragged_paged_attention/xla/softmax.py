@@ -28,7 +28,11 @@ class Softmax:
 
     @classmethod
     def start(cls, queries: Float[Array, "r K M H"], sinks: Float[Array, "K M"] | None) -> Softmax:
-        """Return the state before any key, for queries of this shape. A sink is a key of weight 1 and value 0."""
+        """Return the state before any key, for queries of this shape; only the shape of `queries` is used.
+
+        `sinks` are the logits of one attention sink per query, which counts as a first key with value 0. The maximum
+        starts at its logit, so that its weight is 1.
+        """
         shape = queries.shape[:3]
         values = jnp.zeros(queries.shape, jnp.float32)
         if sinks is None:
@@ -36,7 +40,7 @@ class Softmax:
         return cls(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), values)
 
     def merge(self, other: Softmax) -> Softmax:
-        """Return the state of the same queries over the keys of both states."""
+        """Return the state of the same queries over the keys of both states, which have no key in common."""
         new_max = jnp.maximum(self.max, other.max)
         decay, other_decay = jnp.exp(self.max - new_max), jnp.exp(other.max - new_max)
         return Softmax(
@@ -47,7 +51,7 @@ class Softmax:
 
     @classmethod
     def merge_all(cls, states: Softmax) -> Softmax:
-        """Return the state of the same queries over the keys of all states, which are stacked in a first axis."""
+        """Return the state of the same queries over the keys of all states, which are stacked along a first axis."""
         new_max = jnp.max(states.max, axis=0)
         decay = jnp.exp(states.max - new_max[None])
         return cls(new_max, jnp.sum(states.total * decay, axis=0), jnp.sum(states.values * decay[..., None], axis=0))
@@ -55,7 +59,10 @@ class Softmax:
     def add(
         self, scores: Float[Array, "r K M S"], weigh: Callable[[Float[Array, "r K M S"]], Float[Array, "r K M H"]]
     ) -> Softmax:
-        """Return the state after S more keys of each row; `weigh` sums their values under the weights it is given."""
+        """Return the state after S more keys of each row, a step of the online softmax.
+
+        A score of −inf masks a key. `weigh` (weights) returns the sum of the keys' values times these weights.
+        """
         new_max = jnp.maximum(self.max, jnp.max(scores, axis=3))
         weights = jnp.exp(scores - new_max[..., None])
         decay = jnp.exp(self.max - new_max)
