@@ -26,7 +26,7 @@ TILE = 16
 TILE_BYTES = 64
 """Bytes of one row of a tile."""
 PANEL = 32
-"""Columns of B that are multiplied together. Weights are stored in panels of as many columns."""
+"""Columns of B that are multiplied together. Weights are stored in panels of this many columns."""
 DEPTH = 2 * TILE
 """Values of K that one instruction multiplies; K is padded to a multiple."""
 MAX_SERIAL_WORDS = 1 << 16

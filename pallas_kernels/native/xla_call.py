@@ -90,7 +90,7 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
         code.store(value, job, offset)
     with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
-        _ask_for_help(code, frame, work, job, num_units)
+        _schedule_helpers(code, frame, work, job, num_units)
     build.call(work, [job])
     # Wait until the units that other threads have taken are done; the acquire makes their results visible.
     waiting, end = build.append_basic_block("waiting"), build.append_basic_block("end")
@@ -99,7 +99,7 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     done = build.load_atomic(code.at(job, DONE, I64), "acquire", 8)
     build.cbranch(build.icmp_signed("<", done, num_units), waiting, end)
     build.position_at_end(end)
-    _leave(code, job)
+    _release_job(code, job)
     build.ret(ir.Constant(POINTER, None))
     return module
 
@@ -152,12 +152,12 @@ def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Funct
     return work
 
 
-def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
+def _schedule_helpers(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
     """Emit code that schedules helpers, which run `work` on other threads of XLA's thread pool.
 
     There are min(threads of the pool, `num_units`) − 1 helpers, since the caller works too; `num_units` is at least 1.
-    A busy thread may run its helper after the job is done. So each helper counts as a holder of the job, and leaves
-    the job at its end; the last holder frees the memory. HOLDERS is raised before any helper can start, and needs no
+    A busy thread may run its helper after the job is done. So each helper counts as a holder of the job, and releases
+    it at its end; the last holder frees the memory. HOLDERS is raised before any helper can start, and needs no
     memory order: scheduling itself publishes the job. If XLA refuses to schedule a helper, the caller runs that helper.
     """
     build, module = code.build, code.build.module
@@ -165,7 +165,7 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
     helper.linkage = "internal"
     helper_code = Code(helper)
     helper_code.build.call(work, [helper.args[0]])
-    _leave(helper_code, helper.args[0])
+    _release_job(helper_code, helper.args[0])
     helper_code.build.ret_void()
     api, context = (code.load(frame, field, POINTER) for field in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
     # The number stays 1, which gives no helpers, if XLA returns an error instead.
@@ -209,11 +209,11 @@ def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
         _call(code, api, ffi.DESTROY_ERROR, error)
 
 
-def _leave(code: Code, job: ir.Value) -> None:
-    """Emit code by which one holder leaves a job: HOLDERS goes down by one, and the last holder frees the memory."""
+def _release_job(code: Code, job: ir.Value) -> None:
+    """Emit code by which one holder releases a job: HOLDERS goes down by one, and the last holder frees the memory."""
     build = code.build
-    left = build.atomic_rmw("sub", code.at(job, HOLDERS, I64), I64(1), "acq_rel")
-    with build.if_then(build.icmp_signed("==", left, I64(1))):
+    holders_before = build.atomic_rmw("sub", code.at(job, HOLDERS, I64), I64(1), "acq_rel")
+    with build.if_then(build.icmp_signed("==", holders_before, I64(1))):
         build.call(declare(build.module, "free", ir.VoidType(), POINTER), [job])
 
 
