@@ -167,7 +167,7 @@ def _attend_handler(shape: Shape) -> str:
         return Work(list(arguments), num_units=build.mul(num_tiles, I64(num_kv_heads)), is_large=is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        """Compute one tile and KV head: start the tokens, attend to pages together, finish each token."""
+        """Compute one tile and KV head: the tokens' joint pages, then, in a shared tile, each row's other pages."""
         given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
@@ -218,6 +218,7 @@ def _attend_handler(shape: Shape) -> str:
             row = queries.row(begin_token)
 
             def attend_one_page(table_index: ir.Value) -> None:
+                # The page after the last one is the last one again: its prefetch is harmless.
                 next_page = page_of(row, code.min(add(table_index, I64(1)), sub(end, I64(1))))
                 page, page_start = page_of(row, table_index), mul(table_index, I64(page_size))
                 queries.attend_page(begin_token, end_token, page, next_page, page_start)

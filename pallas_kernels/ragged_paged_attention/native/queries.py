@@ -184,7 +184,10 @@ class Queries:
         code.loop(0, shape.group_size * shape.head_size, clear_sums, step=self.head_lanes)
 
     def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
-        """Emit: token i's outputs for a KV head, value sums ÷ weight sums, to `out`; zeros where there was no key."""
+        """Emit the outputs of token i's G queries of KV head `head`: value sums ÷ weight sums.
+
+        They are written to `out` [T, K, G, H]; zeros for a query that attended to no key.
+        """
         code, build, group_size, head_size = self.code, self.code.build, self.shape.group_size, self.shape.head_size
         first_query, out_query = build.mul(i, I64(group_size)), self.first_query_of_token(i, head)
 
@@ -237,7 +240,7 @@ class Queries:
         """
         code, build, shape = self.code, self.code.build, self.shape
         tokens = [build.add(i, I64(j)) for j in range(num_tokens)]
-        # Slots that any of these tokens attends to. For a token that must not attend to a slot its weight is 0.
+        # Slots that any of these tokens attends to. A slot has weight 0 for a token that must not attend to it.
         begins, ends = zip(*(self.visible_slots(token, page_start) for token in tokens), strict=True)
         begin, end = begins[0], ends[0]
         for token_begin, token_end in zip(begins[1:], ends[1:], strict=True):

@@ -140,7 +140,7 @@ class TiledQueries(Queries):
             body(single_tile_row, 1)
 
     def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
-        """Emit: copy the values of slots `begin` … `end` − 1 of a page to `self.edge`, with zeros up to 32 slots.
+        """Emit a copy of the values of a page's slots `begin` … `end` − 1 into `self.edge`, with zeros up to 32 slots.
 
         `begin` is a multiple of 32. Row w of words holds slots 2w and 2w + 1. With `begin` 64 and `end` 69, rows 0 and
         1 of `edge` are copied whole, of row 2 only the lower halves (slot 68), and rows 3 … 15 are zeros.

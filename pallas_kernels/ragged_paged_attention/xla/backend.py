@@ -50,14 +50,15 @@ class Tiles:
     """Bytes of the keys of the splits that are computed at once: they are copied and then read by a product."""
     has_few_loops: bool = False
     """Whether decode and prefill have one loop each whose count is an array, instead of nested ones: a GPU's host waits
-    in each iteration of such a loop to read whether to go on."""
+    in each iteration of such a loop to read its condition."""
 
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
         """Return how the pages of `num_rows` decode rows are cut into KV splits, which are computed in batches.
 
         Each row has up to `kv_splits` ÷ `num_rows` splits, but at least one: with `kv_splits` 256, 4 rows have up to 64
         splits each, and 256 rows or more have one. A batch has as many splits as `decode_keys` and `decode_bytes` allow
-        with one page of each split. A split has pages for `split_keys` keys, or fewer if the rows do not fill a batch.
+        with one page of each split. A split has at least the pages of `split_keys` keys if its row has them; fewer if
+        the rows do not fill a batch.
         """
         page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
         batch_size = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
