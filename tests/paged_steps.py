@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
@@ -57,14 +57,14 @@ def metadata(
         backend, query_lens, context_lens, num_tokens, num_rows, page_tables, page_size, decodes_only=decodes_only
     )
     return AttentionMetadata(
-        positions=jnp.asarray(positions),
-        slot_mapping=jnp.asarray(slots),
-        query_starts=jnp.asarray(query_starts),
-        context_lens=jnp.asarray(padded_lens),
-        page_tables=jnp.asarray(page_tables),
-        num_rows=jnp.int32(len(query_lens)),
-        num_decode_rows=jnp.int32(num_decode_rows),
-        plan=jnp.asarray(plan),
+        positions=jax.device_put(positions),
+        slot_mapping=jax.device_put(slots),
+        query_starts=jax.device_put(query_starts),
+        context_lens=jax.device_put(padded_lens),
+        page_tables=jax.device_put(page_tables),
+        num_rows=jax.device_put(np.int32(len(query_lens))),
+        num_decode_rows=jax.device_put(np.int32(num_decode_rows)),
+        plan=jax.device_put(plan),
         decodes_only=decodes_only,
     )
 
@@ -119,5 +119,6 @@ def nan_cache(
     layout: KVLayout, layers: tuple[LayerPlace, ...], backend: Backend, scales: KVScales | None = None
 ) -> PagedCache:
     """Return a cache that was never written: NaN in all pages, the null page included, or the largest integer."""
-    pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
+    unwritten = np.asarray(layout.unwritten)
+    pages = tuple(jax.device_put(np.full(shape, unwritten, unwritten.dtype)) for shape in layout.shapes)
     return PagedCache(pages, layout, layers, backend, scales)

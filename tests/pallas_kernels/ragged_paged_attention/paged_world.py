@@ -129,7 +129,8 @@ class World:
             decodes_only=decodes_only,
         )
         before = [np.array(pages) for pages in self.cache.pages]
-        outs, self.cache = self.run(self.cache, *(jnp.asarray(x, shape.input_dtype) for x in (q, k, v)), step)
+        dtype = jnp.dtype(shape.input_dtype)
+        outs, self.cache = self.run(self.cache, *(jax.device_put(x.astype(dtype)) for x in (q, k, v)), step)
         self._check_pages(before, np.asarray(step.slot_mapping))
         is_padding = np.arange(shape.num_tokens) >= total
         for layer, out in enumerate(outs):
@@ -144,7 +145,7 @@ class World:
                 query_lens,
                 **{name: np.asarray(value) if name == "sinks" else value for name, value in options.items()},
             )
-            got = np.asarray(outs[layer][:total], np.float32)
+            got = np.asarray(outs[layer], np.float32)[:total]
             if shape.dtype == shape.input_dtype == "float32":
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
             else:
@@ -156,7 +157,7 @@ class World:
     def padded(self, total: int, heads: int) -> np.ndarray:
         """Return [layer, T, heads, H]: normal numbers, and NaN from token `total` on."""
         shape = (len(self.shape.layers), self.shape.num_tokens, heads, self.shape.head_size)
-        values = np.array(jnp.asarray(self.rng.normal(size=shape), self.shape.input_dtype), np.float32)
+        values = self.rng.normal(size=shape).astype(np.float32).astype(self.shape.input_dtype).astype(np.float32)
         values[:, total:] = np.nan
         return values
 
@@ -165,14 +166,16 @@ class World:
         shape = (len(self.shape.layers), self.shape.num_kv_heads)
         is_whole = jnp.issubdtype(self.shape.dtype, jnp.integer)
         most = jnp.iinfo(self.shape.dtype).max if is_whole else float(jnp.finfo(self.shape.dtype).max)
-        return KVScales(*(jnp.asarray(self.rng.uniform(4, 8, size=shape) / most, jnp.float32) for _ in range(2)))
+        return KVScales(
+            *(jnp.asarray((self.rng.uniform(4, 8, size=shape) / most).astype(np.float32)) for _ in range(2))
+        )
 
     def _as_stored(self, x: np.ndarray, which: str) -> np.ndarray:
         """Return x [layer, T, heads, H] as the pages give it back, rounded to their dtype."""
         if self.scales is None:
-            return np.array(jnp.asarray(x, self.shape.dtype), np.float32)
+            return x.astype(self.shape.dtype).astype(np.float32)
         scales = getattr(self.scales, which)
-        stored = [quantize(layer, scale, self.shape.dtype) for layer, scale in zip(x, scales, strict=True)]
+        stored = [jitted_quantize(layer, scale, self.shape.dtype) for layer, scale in zip(x, scales, strict=True)]
         return np.stack(
             [np.asarray(layer, np.float32) * np.asarray(s)[:, None] for layer, s in zip(stored, scales, strict=True)]
         )
@@ -209,6 +212,9 @@ COMPILER_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": "0"}
 hundreds of calls of Python."""
 if jax.__version_info__ < (0, 11):
     COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
+
+
+jitted_quantize = jax.jit(quantize, static_argnums=2)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="options", compiler_options=COMPILER_OPTIONS)
