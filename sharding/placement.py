@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -34,8 +35,10 @@ def sharding_of(mesh: Mesh, logical_axes: Sequence[str | None]) -> NamedSharding
     and ValueError if two axes of the array would be split over the same axis of the mesh.
     """
     mesh_axes = [None if axis is None else LOGICAL_TO_MESH[axis] for axis in logical_axes]
-    if len(split := [axis for axis in mesh_axes if axis is not None]) > len(set(split)):
-        raise ValueError(f"logical axes: got {tuple(logical_axes)}, wanted at most one that is split over {split[0]!r}")
+    repeated = [axis for axis, count in Counter(mesh_axes).items() if axis is not None and count > 1]
+    if repeated:
+        wanted = f"at most one that is split over {repeated[0]!r}"
+        raise ValueError(f"logical axes: got {tuple(logical_axes)}, wanted {wanted}")
     return NamedSharding(mesh, PartitionSpec(*mesh_axes))
 
 

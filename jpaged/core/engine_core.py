@@ -268,15 +268,16 @@ class EngineCore:
             self._warn_of_retry(error)
 
     def _warn_of_retry(self, error: Exception) -> None:
-        """Log that a step failed and is computed again: once for equal failures without a new token between them.
+        """Log that a step failed and is computed again.
 
-        The traceback is logged only at the level DEBUG.
+        Equal failures in a row are logged once, until a request has got a new token. The traceback is logged only at
+        the level DEBUG.
         """
-        retry = f"{type(error).__name__}: {one_line(error)}", self.num_generated
-        if retry != self._last_retry:
-            self._last_retry = retry
+        message = f"{type(error).__name__}: {one_line(error)}"
+        if (message, self.num_generated) != self._last_retry:
+            self._last_retry = message, self.num_generated
             is_traced = logger.isEnabledFor(logging.DEBUG)
-            logger.warning("a step failed, and is computed again (%s)", retry[0], exc_info=error if is_traced else None)
+            logger.warning("a step failed, and is computed again (%s)", message, exc_info=error if is_traced else None)
 
     def _start_anew(self) -> None:
         """Queue all unfinished requests anew, and reset the runner's state on the device."""

@@ -319,8 +319,8 @@ def _check(args: Namespace) -> None:
 def _chip_here(args: Namespace) -> str:
     """Return the name of this machine's TPU chip, such as "v6e".
 
-    Raises ConfigError if JAX's first device is no TPU, a TPU that the kernels have no sizes for, or another one than
-    `--chip` names.
+    Raises ConfigError if JAX's first device is no TPU, a TPU that the kernels have no sizes for, or a different chip
+    than `--chip`.
     """
     import jax
 
@@ -332,7 +332,8 @@ def _chip_here(args: Namespace) -> str:
         raise ConfigError(f"--source: got measured, which needs a TPU, this is a {device.platform}; {way_out}")
     chip = TPU_CHIPS.get(device.device_kind)
     if chip is None or args.chip not in (None, chip):
-        fault = f"got {args.chip} and a {device.device_kind}, the kernels have sizes for {', '.join(TPU_CHIPS)}"
+        got = f"{args.chip} and a {device.device_kind}" if args.chip else f"a {device.device_kind} and no chip"
+        fault = f"got {got}, the kernels have sizes for {', '.join(TPU_CHIPS)}"
         raise ConfigError(f"--chip: {fault}; leave it out on one of these, or use --source bundles")
     return chip
 
