@@ -173,12 +173,13 @@ def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **names: Any) -> Any:
-        """Call the filter; raise TemplateRuntimeError if the time is over, or an argument or the result is too large.
+        """Call the filter; raise TemplateRuntimeError after the render's deadline, or if a value is too large.
 
-        The arguments are checked because they may be built without a call, as a list of lists is.
+        The values are the arguments and the result. A template can write list and dict literals that nest, such as
+        `[x, x]`. These are built without any call that checks their size, so arguments are checked before the call.
         """
         _check_time()
-        for value in args:
+        for value in (*args, *names.values()):
             _bounded_value(value)
         result = _bounded_value(function(*args, **names))
         _check_time()

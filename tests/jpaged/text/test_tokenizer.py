@@ -617,6 +617,9 @@ GREEDY_TEMPLATES = {
     "a sum that doubles": doubled("'ab'", "+"),
     "lists of lists": "{% set ns = namespace(x='ab') %}" + long_loop("{% set ns.x = [ns.x, ns.x] %}") + "{{ ns.x }}",
     "lists of lists in a filter": "{% set x = 'ab' %}" + "{% set x = [x, x] %}" * 50 + "{{ x | tojson }}",
+    "lists of lists in a filter's keyword": "{% set x = 'ab' %}"
+    + "{% set x = [x, x] %}" * 50
+    + "{{ '%(x)s' | format(x=x) }}",
     "a filter's text": "{{ 'x' | center(9999999) }}",
     "a filter's list": "{{ range(9999) | map('string') | map('center', 9999) | list | length }}",
     "filters that take long": "{% set l = range(99999) | list %}" + "{% set x = l | sort %}" * 900,
