@@ -218,10 +218,12 @@ class JobReader:
                 yield BadLine(id_, number, error)
 
     def _finished_entry(self, line: bytes, number: int, digest: int, ids: IdTable, is_json: bool) -> int | None:
-        """Return the index (entry) in `finished` of the result that an earlier run has written for this line.
+        """Return the index in `finished` of the result that an earlier run has written for this line; None without one.
 
-        Returns None if there is none or the line has changed since, or if an earlier line has entered the same id into
-        `ids`: a repeated id is an error. `digest` is the `line_digest` of the line.
+        The result is marked as taken by line `number`, so that no other line gets it. `number` counts lines from 1 and
+        is the id of a line of plain text. `digest` is the `line_digest` of the line, which finds no result if the line
+        has changed. `ids` maps the ids of earlier lines without a result to their numbers. Returns None also for an id
+        in `ids` and for a line whose id cannot be read: the caller then parses the line and reports the error.
         """
         if self.finished is None:
             return None

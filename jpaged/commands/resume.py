@@ -149,10 +149,12 @@ class FinishedRecords:
         return len(self._offsets)
 
     def take(self, id_: str | int, digest: int, number: int) -> int | None:
-        """Take the result of line `number`: return its entry, or None if there is no such result.
+        """Assign an unused stored result to line `number`; return the result's index (entry), None without a match.
 
-        `id_` is the line's id and `digest` its `lines.line_digest`; a result has to match both. `number` is at least 1.
-        Each result is taken once: a later line with the same id and digest does not get it.
+        A result matches if it has the hash of `id_`, the line's id, and `digest`, the line's `lines.line_digest`. Ids
+        with the same hash do no harm: the digest tells lines of different text apart. Entries index parallel arrays
+        sorted by hash, so the results with one hash are neighbours. Each result is assigned once. `number` is at least
+        1, because 0 in `_takers` marks an unused result.
         """
         hashes, hash_ = self._id_hashes, id_hash(id_)
         entry = bisect_left(hashes, hash_)

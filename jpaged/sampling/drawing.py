@@ -54,13 +54,15 @@ def num_levels(num_weights: int) -> int:
 def draw_branches(weights_Rn: Float[Array, "R n"], uniforms_RL: Float[Array, "R L"]) -> Int[Array, " R"]:
     """Return the index of one of n weights in each row, drawn with a probability proportional to the weight.
 
-    The draw goes down a tree with NUM_BRANCHES children per node, at each node by the inverse CDF of its children's
-    sums. `uniforms_RL` holds one random number in [0, 1) for each of the L = `num_levels(n)` levels, the root's first.
-    If a level has m nodes, the children of node g are the nodes g, g + m, g + 2 m … of the level below, so that sums
-    over children are sums of slices. A row without any weight gives 0.
+    The draw goes down a tree with NUM_BRANCHES = 16 children per node, at each node by the inverse CDF of its
+    children's sums. One running sum over all n weights would be less exact: rounding moves each of its edges, while a
+    draw from a tree meets few edges. `uniforms_RL` holds one random number in [0, 1) for each of the L =
+    `num_levels(n)` levels, the root's first. Child b of node g, in a level of m nodes, is node g + b × m of the level
+    below, so that sums over children are sums of slices. Levels are padded with weights of 0. A weight of 0 is never
+    drawn, so padding is not either; only a row without any weight gives 0.
 
-    Example with 40 weights: the root's 3 branches are the nodes of the level below. If branch 1 is drawn, and then
-    branch 5 of that node, the result is 1 + 5 × 3 = 16.
+    Example with 40 weights: the root has 3 children, padded to 16, and these are parents of the weights, padded to
+    16 × 3. If child 1 of the root is drawn, and then child 5 of that node, the result is 1 + 5 × 3 = 16.
     """
     levels: list[Float[Array, "R branches n"]] = []
     sums = weights_Rn

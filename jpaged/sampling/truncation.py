@@ -85,12 +85,15 @@ def is_in_top_k(
 ) -> Bool[Array, "r bB"]:
     """Return which tokens are among the `top_k` most likely ones of their row; tokens that tie with the k-th are too.
 
-    For rows whose `top_k` is 0, or at least the padded vocabulary, all tokens are. `heights` turns logits [r, n] into
-    numbers in (0, 1] that ascend with the logits, which the search ranks tokens by.
+    The result has all b × B tokens of the b blocks of each of the r selected rows, padding included. For rows whose
+    `top_k` is 0, or at least the padded vocabulary, it is true everywhere. `heights` turns n logits of each row,
+    [r, n], into numbers that ascend with the logits: in (0, 1], and 0 for −inf. The search bisects the bits of float32
+    numbers, which are in the order of the numbers only if these are not negative. Logits of equal height tie.
     """
-    no_mass = jnp.zeros(len(top_k), jnp.float32)
-    search = _threshold_search(logits, heights, control_flow)
-    threshold = search.raise_threshold(no_mass, KeptMinimum(_has_top_k(logits, top_k), top_k, no_mass))
+    # The search begins at threshold 0, which keeps all tokens. Top-k counts tokens: their sum may be anything.
+    zeros = jnp.zeros(len(top_k), jnp.float32)
+    search, is_limited = _threshold_search(logits, heights, control_flow), _has_top_k(logits, top_k)
+    threshold = search.raise_threshold(zeros, KeptMinimum(is_limited, min_count=top_k, min_mass=zeros))
     return heights(logits.values) >= threshold[:, None]
 
 

@@ -411,11 +411,12 @@ class StepInputBuilder:
     def _fill_samples(
         self, columns: np.ndarray, rows: _RowVectors, work: SchedulerOutput
     ) -> tuple[list[SampleSequence], SampleMode]:
-        """Write the SAMPLE_FIELDS of the sampled rows; return their sequences and the sampling mode.
+        """Write the SAMPLE_FIELDS of all samples into `columns` [fields, samples]; return their sequences and the mode.
 
         Samples are in the order of the work: each decode, then the samples drawn from each chunk, none, one or several.
         With one decode in row 0, a chunk in row 2 with no samples and a chunk in row 1 with three, `row_of_sample` is
-        [0, 1, 1, 1]. A sampled sequence decodes in its next step, at the position after its row: this is recorded too.
+        [0, 1, 1, 1]. The field TOKEN is the index in the step of the token whose hidden state is sampled from.
+        `next_positions` gets the position after the row, for each row and for each sample, which may have another slot.
         """
         num_decodes = len(work.decodes)
         samples = [*work.decodes, *(sample for chunk in work.chunks for sample in chunk.samples)]
@@ -432,6 +433,7 @@ class StepInputBuilder:
         columns[SLOT, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[len(STEP_FIELDS) :, :num_samples] = self.sample_rows.take(slots, axis=1)
+        # Each mode can do what the modes before it do, so the highest one serves all samples.
         return samples, MODES[self.modes[slots].max(initial=0)]
 
 
