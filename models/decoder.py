@@ -41,7 +41,10 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
         """Make the projections and, if `config.qk_norm` is set, the norms of queries and keys, of the class `norm`.
 
-        Sizes are the stored ones on `make.num_shards` devices, with padded and copied heads; runs say which are real.
+        Sizes are totals over the `make.num_shards` devices, with heads that pad and KV heads that are copied to several
+        devices. Runs, (first stored row, first row of the model, number of rows), say where the model's heads are; the
+        other rows are zeros. `qk_norm` "all" norms all heads of a token together; any other value norms each head
+        alone. `norm` is called as norm(size, eps=…, make=…, axis=…), and for "all" also with `runs` and `num_values`.
         """
         hidden, head, shares = config.hidden_size, config.head_size, config.shares(make.num_shards)
         queries, keys = shares.stored_heads * head, shares.stored_kv_heads * head
@@ -53,11 +56,12 @@ class Attention(nnx.Module):
         options = {"bias": config.out_bias, "make": make, "in_runs": query_runs}
         self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), **options)
         self.head_size, self.norms_all_heads = head, config.qk_norm == "all"
+        # nnx makes an attribute that is a bare None static, and a module could not be assigned to it below.
         self.q_norm, self.k_norm = nnx.data(None), nnx.data(None)
         if config.qk_norm is not None:
             if self.norms_all_heads:
-                # Padded heads are zero and do not count in the mean of squares. Copies of a KV head count as often as
-                # they occur, which leaves the mean as it is.
+                # Padded heads are zero and do not count in the mean of squares. Each KV head of the model is stored
+                # `kv_copies` times, and all copies count, which leaves the mean as it is.
                 query_values, key_values = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
                 of_queries: dict[str, Any] = {"size": queries, "axis": "heads", "runs": query_runs}
                 of_keys: dict[str, Any] = {"size": keys, "axis": "kv_heads", "runs": kv_runs}

@@ -6,6 +6,7 @@ Nothing here knows how a step was scheduled or packed.
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -44,21 +45,19 @@ def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> 
 def call_fault(model: Any) -> str | None:
     """Return what is wrong with the signature of a model's `__call__`; None if it can be called with (inputs, cache).
 
-    Older modules took `token_ids` and `step` in place of `inputs`; the message says where these values are now. A
-    signature that Python cannot inspect counts as right.
+    Older modules took `token_ids` and `step` in place of `inputs`, so every message says where these values are now.
+    It shows the signature without annotations, which would make it long. A signature that Python cannot inspect counts
+    as right.
     """
     try:
         signature = inspect.signature(model.__call__)
     except ValueError:  # A callable that is written in C may have no signature.
         return None
-    try:
+    with suppress(TypeError):  # `bind` raises it if two arguments do not fit.
         signature.bind(None, None)
         # A call with two arguments also fits an older signature whose further parameters have defaults.
-        has_loose_inputs = {"token_ids", "step"} <= signature.parameters.keys()
-    except TypeError:
-        has_loose_inputs = True
-    if not has_loose_inputs:
-        return None
+        if not {"token_ids", "step"} <= signature.parameters.keys():
+            return None
     parameters = signature.parameters.values()
     got = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
     wanted = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"

@@ -68,11 +68,14 @@ class OrbaxCheckpoint:
         self._check_finished()
         fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
         self._driver = "zarr3" if fields.boolean("use_zarr3", False) else "zarr"
+        # Without a manifest there is no OCDBT database: each array has a folder, whatever the key says.
         self._is_ocdbt = fields.boolean("use_ocdbt", True) and (directory / "manifest.ocdbt").is_file()
-        # Older versions of orbax do not write this key, and store no chunk whose values are all zero. With the key all
-        # chunks are stored, so a missing chunk is an error.
+        # If `store_array_data_equal_to_fill_value` is true, all chunks are stored, so a missing chunk is an error. If
+        # the key is absent, as in older versions of orbax, or false, chunks whose values are all zero are not stored.
         self._omits_zeros = not fields.boolean("store_array_data_equal_to_fill_value", False)
+        # `_open_all` reads the three attributes above.
         self._arrays = self._open_all(_array_names(fields))
+        # Threads read different tensors at once: each has its own open array and its own cache of decoded chunks.
         self._thread = local()
 
     def names(self) -> Collection[str]:
@@ -94,12 +97,14 @@ class OrbaxCheckpoint:
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype.
 
-        Read a tensor in order: once its last value has been read, this thread drops the decoded chunks. Raises
-        ModelLoadError for an unsupported dtype and for a file that is missing or damaged.
+        Other axes are whole, and a scalar is returned whole. Read a tensor in order: chunks are cached for that, and
+        another order may decode a chunk several times. Once the tensor's last value has been read, this thread drops
+        the decoded chunks. An empty block is returned without opening a file. Raises ModelLoadError for an unsupported
+        dtype and for a file that is missing or damaged.
         """
         self.dtype(name)  # Raises for an unsupported dtype.
         shape = self.shape(name)
-        axes = block_of(shape, rows, columns)
+        axes = block_of(shape, rows, columns)  # Slices of the first two axes at most; a scalar has none.
         if any(axis.start == axis.stop for axis in axes):
             return np.empty([axis.stop - axis.start for axis in axes], self._arrays[name].dtype)
         try:

@@ -275,18 +275,21 @@ class LiveWeights:
         return Twin(head, embedding, dtype)
 
     def _wanted(self, layout: TreeLayout, origins: Origins, unread: frozenset[str], twin: Twin | None) -> WantedTree:
-        """Return the names, shapes and dtypes of the arrays that a tree of this layout must have.
+        """Return the names and shapes of the arrays that a tree of this layout must have, and the allowed dtypes.
 
-        `origins` say where each weight is in it. `unread` are names that the tree may have as well, and `twin` is a
-        second copy of a tied matrix, which the engine's own layout never has.
+        `origins` maps the path of each weight of the engine to the names of its arrays in the tree. `unread` are names
+        that the tree may have and that are ignored. `twin` names a second copy of a tied matrix; the engine's own
+        layout never has this copy.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for origin in origins.values():
+            # In stacked trees, all layers share one array [layers, …], and each layer gives the same entry.
             stack_shape = () if origin.layer is None else (self._num_layers,)
             for name, shape in zip(origin.names, origin.recipe.tensors, strict=True):
                 shapes[name] = (*stack_shape, *shape)
         is_own = layout is TreeLayout.OWN
-        # A caller's own module may hold float64: numpy's default, and JAX's with x64. `make` converts it to float32.
+        # Without a config the model is a caller's own module. Its tree may hold float64, numpy's default and JAX's with
+        # x64; the method `make` converts it to float32.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 
