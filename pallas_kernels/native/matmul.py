@@ -37,8 +37,9 @@ PREFETCH_WORDS = 32 * PANEL
 def panels_shape(depth: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
     """Return the shape of a weight W [K, N] in panels of 32 columns; `depth` is K and `num_out` is N.
 
-    Float32 has the shape [panels, K, 32]. Bfloat16 has the shape [panels, pairs, 32, 2], and K is padded to a multiple
-    of 32. Columns beyond N and values beyond K are zeros.
+    Bfloat16 has the shape [panels, pairs, 32, 2]. A pair is two values of one column that follow each other along K,
+    as a matrix unit (AMX) reads them; K is padded to a multiple of the `DEPTH` = 32 values that one AMX instruction
+    multiplies. Any other dtype, such as float32, has the shape [panels, K, 32]. N is padded to whole panels.
     """
     panels = -(-num_out // PANEL)
     if jnp.dtype(dtype) == jnp.bfloat16:
@@ -101,18 +102,20 @@ def in_panels(matrix: Float[Array, "K N"]) -> Array:
 
 
 def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
-    """Return the columns `ids` of W [K, N], which is stored in panels, as rows [T, K]; `depth` is K.
+    """Return the columns `ids` of W [K, N] as rows [T, K]; `depth` is K.
 
-    This looks up embeddings in a table that also makes the logits.
+    `panels` hold W in panels of 32 columns: [panels, K, 32] in float32, [panels, pairs of K, 32, 2] in bfloat16, where
+    K is padded. This looks up tied embeddings: W is one matrix for the embedding, by columns, and for the logits.
     """
-    bits = panels
-    if panels.dtype == jnp.bfloat16:
+    is_bf16 = panels.dtype == jnp.bfloat16
+    if is_bf16:
         # XLA would convert all of W to float32 to gather from it, so its bits are gathered. The barrier keeps XLA from
-        # moving the conversion to bits out of a decode loop, where it would copy all of W.
+        # moving the conversion to bits out of a loop that decodes tokens, since there it would copy all of W.
         panels, ids = jax.lax.optimization_barrier((panels, ids))
-        bits = jax.lax.bitcast_convert_type(panels, jnp.uint16)
-    gathered = bits[ids // PANEL, :, ids % PANEL].reshape(ids.shape[0], -1)[:, :depth]
-    return jax.lax.bitcast_convert_type(gathered, panels.dtype) if bits is not panels else gathered
+        panels = jax.lax.bitcast_convert_type(panels, jnp.uint16)
+    # A slice between two index arrays moves their axis T to the front: [T, K], or [T, pairs, 2].
+    gathered = panels[ids // PANEL, :, ids % PANEL].reshape(ids.shape[0], -1)[:, :depth]
+    return jax.lax.bitcast_convert_type(gathered, jnp.bfloat16) if is_bf16 else gathered
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:

@@ -119,9 +119,13 @@ def _compute_list(
 ) -> None:
     """Compute the pieces of this thread block's list one after another: a piece is a query tile over a range of keys.
 
-    With `launch.reads_ahead`, the next piece's row and lengths are loaded while a piece is computed. With two query
-    tiles in shared memory, its queries are copied meanwhile, too (double buffering across pieces). A list may be empty.
+    A piece that is its whole tile overwrites its queries in `inputs.queries` with the outputs. A piece of a split tile
+    writes to `partials`, which is None if no tile of the launch can be split. With `launch.reads_ahead`, the next
+    piece's row and lengths are loaded while a piece is computed. `launch.num_query_tiles` is the number of buffers for
+    queries in shared memory. With two, which requires `reads_ahead`, the next piece's queries are copied meanwhile,
+    too (double buffering across pieces). A list may be empty.
     """
+    # List i is the pieces from plan[lists_offset + i] to plan[lists_offset + i + 1] − 1.
     plan, lists_offset, list_index = inputs.plan, launch.section.lists_offset, lax.axis_index("list")
     begin_piece, end_piece = plan[lists_offset + list_index], plan[lists_offset + list_index + 1]
 
@@ -133,9 +137,13 @@ def _compute_list(
         """Compute one piece. With `reads_ahead`, take its row and return the next piece's row; else both are None."""
 
         def fetch_next() -> PieceRow | None:
-            """With `reads_ahead`, load the next piece's row; with two query tiles, start to copy its queries."""
+            """With `reads_ahead`, load the next piece's row; with two query tiles, start to copy its queries.
+
+            `_compute_piece` calls this after it has started the copies of its first keys.
+            """
             if not launch.reads_ahead:
                 return None
+            # After the last piece, its own row is loaded once more and not used.
             next_row = read_row(jnp.minimum(piece_index + 1, end_piece - 1))
             if launch.num_query_tiles > 1:
 
@@ -150,6 +158,7 @@ def _compute_list(
 
     @pl.when(begin_piece < end_piece)
     def _() -> None:
+        # Without `reads_ahead`, `compute_piece` reads each piece's row itself, the first one's too.
         first_row = read_row(begin_piece)
         if launch.num_query_tiles > 1:
             _fetch_queries(inputs, scratch, launch, begin_piece, first_row)

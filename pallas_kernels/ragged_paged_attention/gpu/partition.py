@@ -36,17 +36,21 @@ class Partition(NamedTuple):
 
 
 def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits: int, min_share: int) -> Partition:
-    """Partition tiles with keys in the granules [begin, end), at least one each, into `num_lists` lists of equal cost.
+    """Partition query tiles into `num_lists` lists of about equal cost, one list for each thread block of a KV head.
 
-    A granule is a fixed number of keys. The tiles keep their order: they are laid end to end, and borders cut them into
-    lists. A border inside a tile splits the tile's keys (split-KV). Example: tiles of 10 and 2 granules cost 12 and 4
-    (`PIECE_COST` is 2), so each of two lists gets a share of 8. If a split is allowed, tile 0 is split at granule 6;
-    else the border moves to the end of tile 0.
+    Tile i has the keys of the granules `begin[i]` … `end[i]` − 1, at least one; there is at least one tile. A granule
+    is a fixed number of keys. A tile costs its granules plus `PIECE_COST`; that a split begins one more piece is not
+    counted. The tiles keep their order: they are laid end to end, and borders cut them into lists. A border inside a
+    tile splits the tile's keys (split-KV). Example: tiles of 10 and 2 granules cost 12 and 4 (`PIECE_COST` is 2), so
+    the share of each of two lists is 8. With a split at granule 6 of tile 0, both lists cost 8; without one, the border
+    moves to the end of tile 0, and the lists cost 12 and 4.
 
-    `min_share` is the cost that a list gets before the next one gets any. No tile is split if the partition without
-    splits is balanced. If `max_splits` is at least the number of borders, all lists but the last cost the same. If it
-    is smaller, the best of up to four partitions is taken: no splits; all lists, with some borders moved; as many lists
-    as there are splits for; as many lists as split every tile into the same number of pieces. Unused lists are empty.
+    `min_share` is the cost that a list gets before the next one gets any, and `max_splits` the largest number of
+    splits. No tile is split if without splits the longest list costs at most `BALANCED` = 1.1 times the mean, or times
+    `min_share` if that is larger. Otherwise the best of up to four partitions is returned. One has no splits, and one
+    has `num_lists` lists. If `max_splits` is less than the number of borders, there are two more: with `max_splits` + 1
+    lists, and with as many lists per tile, the same number for all tiles, as lists and splits allow. Unused lists are
+    empty.
     """
     cost = end - begin + PIECE_COST
     ends = cost.cumsum()
@@ -61,6 +65,7 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
         return unsplit
     candidates = [unsplit, all_shares.split(num_lists, max_splits)]
     if max_splits < num_lists - 1:
+        # A multiple of the number of tiles; 0 if there are fewer lists than tiles. `num_lists` is a candidate already.
         even_pieces = min(num_lists, max_splits + len(begin)) // len(begin) * len(begin)
         share_counts = {max_splits + 1, even_pieces} - {0, num_lists}
         candidates += [equal_shares(num_shares).split(num_lists, max_splits) for num_shares in sorted(share_counts)]

@@ -50,17 +50,20 @@ def attend_tiles(
 ) -> Float[Array, "T K G H"]:
     """Return the attention of a step's tokens to the pages of their rows, in float32; zeros for padding tokens.
 
-    `plan` cuts the tokens into tiles of at most `max_tokens` tokens that go through pages together. A query tile is
-    consecutive tokens of one prefill row. A shared tile is decode rows, of one token each, that begin with the same
-    pages. Each other decode row is a tile of its own. Token r belongs to row r for r < `num_decode_rows`.
+    There are R rows (sequences), and P entries in each page table. `plan` cuts the tokens into tiles of at most
+    `max_tokens` tokens that go through pages together. A query tile is consecutive tokens of one prefill row. A shared
+    tile is decode rows, of one token each, that begin with the same pages: they attend to these pages together, then
+    each row attends to its other pages alone. A decode row in no shared tile is a tile of its own. Token r belongs to
+    row r for r < `num_decode_rows`.
 
     Each token attends to the keys of its row up to its own position, within the window if there is one. `tables` holds
-    page numbers within the layer. Native code does not check those that it reads, which are the ones up to a token's
-    last page. `sinks` are the logits of one attention sink per query head. Raises ValueError if the arrays of `pages`
-    do not fit the heads of `q`.
+    page numbers within the layer. Entries up to the page of a row's last token must be valid, because native code does
+    not check them; later entries are not read. `sinks` are the logits of one attention sink per query head. Raises
+    ValueError if the arrays of `pages` do not fit the heads of `q`.
     """
     _, num_kv_heads, group_size, head_size = q.shape
     pages.check(num_kv_heads, head_size)
+    # A handler is compiled for each shape. The processor's features are part of it, since they decide the code.
     shape = Shape(
         is_bf16_packed=pages.is_bf16_packed,
         num_kv_heads=num_kv_heads,
@@ -77,8 +80,11 @@ def attend_tiles(
     )
     queries = as_words(q.astype(jnp.float32) * pages.options.scale, is_bf16_packed=pages.is_bf16_packed)
     arrays = [queries, pages.keys, pages.values, tables, positions, pages.first_page[None]]
-    # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles.
+    # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles. All decode rows count
+    # here, but the own tile of a row in a shared tile is empty: `num_shared_pages` [R] is above 0 for such a row.
     counts = jnp.stack([plan.num_shared_tiles[0], num_decode_rows, plan.num_query_tiles[0]])
+    # `query_tiles` [3, tiles]: row, first token, number of tokens. `shared_tiles` [3, tiles]: index of the first row in
+    # `members`, number of rows, number of common pages. `members` [R]: the rows of all shared tiles, tile by tile.
     tiles = [counts, plan.query_tiles, plan.shared_tiles, plan.members, plan.num_shared_pages]
     no_sinks = jnp.zeros((0,), jnp.float32)
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)

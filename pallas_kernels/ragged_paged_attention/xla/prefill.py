@@ -65,17 +65,20 @@ class PrefillTiles:
         padding = [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % self.pages_per_tile)]
         return jnp.pad(tables, padding) + self.pages.first_page
 
-    def attend_kv_tile(self, tile: QueryTile, kv_tile: Int[Array, ""], state: Softmax) -> Softmax:
-        """Return the softmax state after the keys of the row's tile of pages `kv_tile`: one step of the online softmax.
+    def attend_kv_tile(self, tile: QueryTile, kv_tile_index: Int[Array, ""], state: Softmax) -> Softmax:
+        """Return the softmax state after one more KV tile of the row: one step of the online softmax.
 
-        `tile.queries` are scaled already, and `tile.table` holds indices among the pages of all layers, as
-        `page_indices` returns them. A query attends to keys up to its own position, and within the window if any.
+        The KV tile is entries kv_tile_index × pages_per_tile … of `tile.table`, which `page_indices` has made: indices
+        among the pages of all layers, padded to whole KV tiles, so that the slice is never clamped. `tile.queries` [K,
+        M, H] are scaled already. A query attends to keys up to its own position, and within the window if any. If it
+        attends to none of this tile, its state stays as it is. `state` is that of r = 1 row.
         """
         window, first_key, positions = self.pages.options.window, self.first_key(tile.positions[0]), tile.positions
-        pages = lax.dynamic_slice_in_dim(tile.table, kv_tile * self.pages_per_tile, self.pages_per_tile)
+        pages = lax.dynamic_slice_in_dim(tile.table, kv_tile_index * self.pages_per_tile, self.pages_per_tile)
+        # [K, S, H] in float32, for the S = `tile_kv` keys of the KV tile.
         k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
-        key_positions = kv_tile * self.tile_kv + jnp.arange(self.tile_kv)
-        # Slots after the tile's last position, or before every query's window, are visible to no query.
+        key_positions = kv_tile_index * self.tile_kv + jnp.arange(self.tile_kv)
+        # Keys from `tile.end` on, or before every query's window, are visible to no query of the query tile.
         is_visible_to_any = (key_positions < tile.end) & (key_positions >= first_key)
         is_visible = (key_positions[None] <= positions[:, None]) & is_visible_to_any[None]
         if window is not None:
