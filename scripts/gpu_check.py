@@ -33,7 +33,7 @@ from device_checks.kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Bat
 from device_checks.kernel_items import Rival, Session
 from device_checks.kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes
 
-from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend, faster_prefill
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
 GOALS = {
@@ -135,8 +135,9 @@ def chip_of(device: Any) -> dict[str, Any]:
     }
 
 
-def capability(device: Any) -> tuple[int, ...]:
-    return tuple(map(int, device.compute_capability.split(".")))
+def capability(device: Any) -> tuple[int, int]:
+    major, minor = map(int, device.compute_capability.split("."))
+    return major, minor
 
 
 def cudnn_call(head_size: int) -> Callable[..., Any]:
@@ -223,16 +224,17 @@ def session_of(args: argparse.Namespace) -> Session:
         raise SystemExit(f"gpu_check: {fault}")
     chip = chip_of(device)
     is_hopper = capability(device)[0] == 9
+    served = {"prefill": faster_prefill(capability(device), LLAMA.head_size)}
     return Session(
         args.seed,
         backend_of(chip),
         cases() + (hopper_cases() if is_hopper else []),
-        LLAMA,
+        replace(LLAMA, backend=served),
         Sizes(),
         ("pallas-gpu", "xla"),
         num_repeats=kernel_check.NUM_REPEATS,
         decode_variants={f"min_share {share}": {"min_share": share} for share in (1, 3, 12)} | TILES,
-        prefill_variants=TILES | ({"wgmma": {"prefill": "wgmma"}} if is_hopper else {}),
+        prefill_variants=TILES | ({"mma": {"prefill": "mma"}} if is_hopper else {}),
         window_options={"windows": (Sizes().window,)},
         output=args.output,
     )

@@ -18,7 +18,8 @@ tokens, R rows, S sampled rows, all padded, and for each page-table group (a set
     decode_lens   [R]          tokens that a decode program computes for each row; 0 in other programs
     plan          [plan_len]   what the attention backend planned on the host
 
-Padding is zero everywhere but in `query_starts`: page 0, KV slot 0 and state slot 0 belong to no sequence.
+Padding is zero everywhere but in `query_starts`: page 0, KV slot 0 and state slot 0 belong to no sequence. Each section
+begins at a multiple of SECTION_ALIGN values.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from typing import Any
 
 from ..sampling.sample_columns import SAMPLE_FIELDS
 
+SECTION_ALIGN = 64
+"""In int32 values: 256 bytes. XLA hands a slice of the buffer to a GPU kernel in place, wherever it begins, and Mosaic's
+kernels refuse arrays that do not begin at a multiple of 256 bytes."""
 TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, SCORE, TEMPERATURE, TOP_P = map(
     SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "score", "temperature", "top_p")
 )
@@ -60,7 +64,7 @@ class StepLayout:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the name of each section → its offset and its shape, both in int32 values; they lie without gaps.
+        """Return the name of each section → its offset and its shape, both in int32 values.
 
         The module's docstring says what each section holds. The dict's order is the order in the buffer.
         """
@@ -77,8 +81,9 @@ class StepLayout:
             "decode_lens": (self.num_rows,),
             "plan": (self.plan_len,),
         }
+        aligned_sizes = (-(-prod(shape) // SECTION_ALIGN) * SECTION_ALIGN for shape in shapes.values())
         # Not strict: `offsets` has one value more than there are sections, the end of the last one.
-        offsets = accumulate(map(prod, shapes.values()), initial=0)
+        offsets = accumulate(aligned_sizes, initial=0)
         return {name: (offset, shape) for offset, (name, shape) in zip(offsets, shapes.items(), strict=False)}
 
     @cached_property

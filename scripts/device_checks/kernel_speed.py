@@ -156,9 +156,11 @@ def times(loops: Mapping[str, Loop], sizes: Sizes, optional: Mapping[str, Callab
 
     The time of a loop of few calls is subtracted from that of a longer one. The difference holds neither the launch nor
     the copies before the first call. Loops of `optional` may fail to be made, to compile or to run; the others are
-    measured before them, and once more with them.
+    measured before them, and once more with them. An optional loop whose call takes longer than a round is measured
+    once, by its few calls: it is so slow that their launch makes no difference.
     """
     optional, refused = optional or {}, dict[str, str]()
+    slow: dict[str, float] = {}
 
     def attempt(name: str, do: Callable[[], Any]) -> Any:
         try:
@@ -190,6 +192,10 @@ def times(loops: Mapping[str, Loop], sizes: Sizes, optional: Mapping[str, Callab
             attempt(name, lambda name=name: seconds(few[name]))
             if name not in refused:
                 call_s = seconds(few[name]) / sizes.trial_calls
+                if name not in loops and call_s > sizes.round_s > 0:
+                    slow[name] = call_s
+                    del few[name]
+                    continue
                 more[name] = max(2, min(2000, int(sizes.round_s / max(call_s, 1e-6))))
         new = compile_all({name: sizes.trial_calls + more[name] for name in more if name not in longer})
         for program in new.values():
@@ -199,7 +205,7 @@ def times(loops: Mapping[str, Loop], sizes: Sizes, optional: Mapping[str, Callab
         for _ in range(sizes.rounds):
             for name, program in longer.items():
                 found[name].append((seconds(program) - seconds(few[name])) / more[name])
-        return {name: statistics.median(each) for name, each in found.items()}
+        return {name: statistics.median(each) for name, each in found.items()} | slow
 
     taken = measured(loops)
     try:

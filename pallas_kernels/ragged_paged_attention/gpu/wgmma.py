@@ -3,8 +3,8 @@
     scores [64, T] = Q · Kᵀ      both operands as TMA has left them
     acc [64, H] += P · V         into registers of its own, then added: twice the registers of acc
 
-This module is an alternative to `mma` for prefill, chosen by `GpuBackend(prefill="wgmma")`. `mma` stays the default
-until a GPU has shown `wgmma` to be faster. Shared memory that ordinary instructions have written (weights, converted
+This module computes prefill in place of `mma` with `GpuBackend(prefill="wgmma")`, which engines choose on a Hopper.
+Shared memory that ordinary instructions have written (weights, converted
 pages, zeroed values) must be committed before a product reads it.
 """
 
