@@ -5,7 +5,8 @@
 
 A model is cut to two layers of its kinds, and bfloat16. Three programs are compiled for each: a step of 256 decode
 rows, one of 512 tokens of prompts, and the drawing of tokens for 8 rows. Prints a line for each model, and exits with 1
-if one does not compile, copies an array as large as a layer's keys, or does not hold its cache in place.
+if one does not compile, copies an array as large as a layer's keys, does not hold its cache in place, or hands a GPU
+kernel an array where it cannot read.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def faults_of(found: dict[str, Any]) -> list[str]:
     for name, (step,) in found["steps"].items():
         if step["large"]:
             faults.append(f"{name} makes {', '.join(step['large'])}")
+        if step["misaligned"]:
+            faults.append(f"{name} has kernels that read {', '.join(step['misaligned'])}")
         if name.startswith("forward") and step["aliased"] < step["cache"]:
             faults.append(f"{name} does not hold its cache in place")
     return faults

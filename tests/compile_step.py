@@ -46,6 +46,10 @@ GPU_KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
 COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
 )
+SLICE_OF_KERNEL = re.compile(r"= (\w+)\[[\d,]*\]\S* slice\(%?([\w.-]+)\), slice=\{([^}]*)\}")
+"""A slice that a computation hands to a kernel in place: dtype, operand, and its ranges by axis."""
+KERNEL_ALIGN = 256
+"""Bytes at whose multiples the arrays of a GPU kernel have to begin."""
 FUSED = re.compile(r"%(?:wrapped_|bitcast_)?(copy|convert|transpose)[\w.-]* = (?:\w+)\[([\d,]*)\]\S* fusion\(")
 
 
@@ -72,6 +76,23 @@ def collectives(hlo):
     for shapes, kind in COLLECTIVE.findall(hlo):
         results = ((_count_text(dims), dtype) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes))
         found.setdefault(kind, []).append(max(results))
+    return found
+
+
+def misaligned(hlo):
+    """Return the slices that GPU kernels read in place and that do not begin where Mosaic's kernels can read them."""
+    found = []
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
+        if block.startswith("ENTRY") or not GPU_KERNEL.search(block):
+            continue
+        for dtype, operand, ranges in SLICE_OF_KERNEL.findall(block):
+            (dims,) = re.findall(rf"%?{re.escape(operand)} = \w+\[([\d,]*)\]", block)
+            begins = [int(start) for start in re.findall(r"\[(\d+):", ranges)]
+            index = 0
+            for begin, size in zip(begins, map(int, dims.split(",")), strict=True):
+                index = index * size + begin
+            if index * (2 if "16" in dtype else 1 if "8" in dtype else 4) % KERNEL_ALIGN:
+                found.append(f"{dtype}[{dims}] from {begins}")
     return found
 
 
@@ -102,6 +123,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "kernels": len(KERNEL.findall(hlo)) + len(GPU_KERNEL.findall(hlo)),
         "unknown_loops": sum(" while(" in line and "known_trip_count" not in line for line in hlo.splitlines()),
         "branches": hlo.count(" conditional("),
+        "misaligned": misaligned(hlo),
         "in_vmem": kernel_arrays_in_vmem(hlo),
         "collectives": collectives(hlo),
     }

@@ -161,6 +161,7 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
     assert kernels == {"forward_decodes": 4, "forward": 8, "decode": 4, "sample": 0}
     for name, (found,) in steps.items():
         assert (found["unknown_loops"], found["branches"]) == (0, 0), name
+        assert found["misaligned"] == [], name
         if "sample" not in name:
             assert found["large"] == [], name
             assert 0 <= found["aliased"] - found["cache"] < 2**20 + found["hidden"], name

@@ -180,7 +180,8 @@ class EngineCore:
         step = StepInFlight(work, inputs, rows, self.runner.dispatch(inputs))
         self.num_steps += 1
         if observer is not None:
-            record = self._record(step, scheduled_s - start_s, built_s - scheduled_s, built_s)
+            times_s = scheduled_s - start_s, built_s - scheduled_s, time.perf_counter() - built_s
+            record = self._record(step, *times_s)
             step = step._replace(record=record)
             observer.dispatched(record)
         self.in_flight.append(step)
@@ -212,12 +213,8 @@ class EngineCore:
             self.observer.retired(record)
         return step.rows.samples
 
-    def _record(self, step: StepInFlight, schedule_s: float, build_s: float, built_s: float) -> StepRecord:
-        """Return the record of a step that was just dispatched, for the observer.
-
-        `schedule_s` and `build_s` are the seconds that scheduling the step and building its inputs took. `built_s` is
-        the reading of `time.perf_counter` when the dispatch began, from which the dispatch time is computed.
-        """
+    def _record(self, step: StepInFlight, schedule_s: float, build_s: float, dispatch_s: float) -> StepRecord:
+        """Return the record of a step that was just dispatched, for the observer; the times are seconds."""
         scheduler = self.scheduler
         return StepRecord(
             number=self.num_steps,
@@ -228,7 +225,7 @@ class EngineCore:
             num_free_pages=scheduler.blocks.num_free,
             schedule_s=schedule_s,
             build_s=build_s,
-            dispatch_s=time.perf_counter() - built_s,
+            dispatch_s=dispatch_s,
         )
 
     def drop_finished(self) -> None:

@@ -55,11 +55,6 @@ class StepRecord:
     """Its results were processed; a step whose sequences all ended before it was read never is."""
 
     @property
-    def total_s(self) -> float:
-        """Return the seconds that the host core has spent on the step, with those of waiting for its results."""
-        return self.schedule_s + self.build_s + self.dispatch_s + self.read_s + self.process_s
-
-    @property
     def num_padded_tokens(self) -> int:
         """Return the tokens that the step has room for: its bucket, times the tokens that it decodes at most."""
         layout = self.inputs.layout

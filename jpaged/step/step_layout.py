@@ -33,8 +33,8 @@ from typing import Any
 from ..sampling.sample_columns import SAMPLE_FIELDS
 
 SECTION_ALIGN = 64
-"""In int32 values: 256 bytes. XLA hands a slice of the buffer to a GPU kernel in place, wherever it begins, and Mosaic's
-kernels refuse arrays that do not begin at a multiple of 256 bytes."""
+"""In int32 values: 256 bytes. XLA hands a slice of the buffer to a GPU kernel in place, wherever it begins, and kernels
+of Mosaic refuse arrays that do not begin at a multiple of 256 bytes."""
 TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, SCORE, TEMPERATURE, TOP_P = map(
     SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "score", "temperature", "top_p")
 )

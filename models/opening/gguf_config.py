@@ -124,8 +124,14 @@ class _Metadata:
         return config | read_family(config)
 
     def _dtype(self) -> str:
-        """Return the dtype of all matrices if they share a 16-bit one, and otherwise float32, as for quantized ones."""
+        """Return the dtype of the matrices: their own if they share one, else float32; bfloat16 for quantized ones.
+
+        Quantized numbers have at most 8 bits, and the kernels for GPUs take bfloat16 alone. On a CPU the engine
+        computes in float32 whatever this is.
+        """
         kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
+        if not kinds <= {"F32", "F16", "BF16"}:
+            return "bfloat16"
         return "bfloat16" if kinds == {"BF16"} else "float16" if kinds == {"F16"} else "float32"
 
     def _check_head_size(self, head_size: int) -> None:

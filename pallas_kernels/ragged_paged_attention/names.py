@@ -48,6 +48,7 @@ BACKENDS = (
         "pallas-gpu",
         "gpu.backend.GpuBackend",
         platforms=("gpu",),
+        verified_on=("NVIDIA H100 80GB HBM3",),
         check_script="scripts/gpu_check.py",
         min_jax=(0, 11),
     ),

@@ -189,8 +189,8 @@ class GpuBackend(GpuPlanner, Backend):
         queries = jax.new_ref(rows.align(q))
         k_scales, v_scales = inputs.kv_scales or (None, None)
         num_rows = step.context_lens.shape[0]
-        # The tables may be a slice of those of all groups, which XLA hands to the kernel in place. With rows of a multiple
-        # of 256 bytes it begins at such a multiple, as Mosaic's kernels require.
+        # The tables may be a slice of those of all groups, which XLA hands to the kernel in place. With rows of a
+        # multiple of 256 bytes it begins at such a multiple, as Mosaic's kernels require.
         tables = jnp.pad(inputs.tables, ((0, 0), (0, -inputs.tables.shape[1] % TABLE_ALIGN)))
         for launch in self.launches(q.shape[0], num_rows, inputs.options, decodes_only=step.decodes_only):
             page_tables, first_page, sinks = tables.reshape(-1), inputs.first_page[None], None

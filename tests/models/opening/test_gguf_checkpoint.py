@@ -165,3 +165,11 @@ def test_a_type_that_the_gguf_package_cannot_dequantize_is_named(tmp_path):
     path.write_bytes(content.replace(header, header[:-4] + struct.pack("<I", GGMLQuantizationType.I32)))
     with pytest.raises(ModelLoadError, match=r"m\.gguf: tensor 'token_embd.weight' is stored as I32"):
         open_checkpoint(path)[1].read(EMBEDDING, slice(None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")]
+)
+def test_quantized_matrices_are_served_in_a_dtype_that_the_kernels_of_gpus_take(tmp_path, kind, dtype):
+    path = convert_to_gguf(tmp_path / "m.gguf", LLAMA, hf_tensors(LLAMA), kind=GGMLQuantizationType[kind])
+    assert open_checkpoint(path)[0].dtype == dtype
