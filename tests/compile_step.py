@@ -1,13 +1,13 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
-    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
+    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE] [--pages N]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
 with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; steps with prompts are then smaller, for chips
 there is one number of pages, and for a TPU alone only the forward programs. `xla`: attention in plain XLA. `--config`
 names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds;
-`page_bytes` are then those of a page on a chip for all layers.
+`page_bytes` are then those of a page on a chip for all layers. `--pages`: so many pages per chip.
 """
 
 import argparse
@@ -124,6 +124,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "unknown_loops": sum(" while(" in line and "known_trip_count" not in line for line in hlo.splitlines()),
         "branches": hlo.count(" conditional("),
         "misaligned": misaligned(hlo),
+        "computed_again": len(re.findall(r"%[\w.-]*\.remat\S* = ", hlo)),
         "in_vmem": kernel_arrays_in_vmem(hlo),
         "collectives": collectives(hlo),
     }
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("num_layers", type=int, nargs="?")
     parser.add_argument("backend", choices=["xla"], nargs="?")
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--pages", type=int, nargs="+", default=NUM_PAGES)
     args = parser.parse_args()
     target, num_devices, dtype = args.target, args.num_devices, args.dtype
     gate = gate_of(target, num_devices)
@@ -269,7 +271,7 @@ def main() -> None:
         whole = config_from_hf(json.loads(args.config.read_text())["config"], args.config)
         found["page_bytes"] = replace(engine, model=whole).page_bytes(sizes.block_size, dtype)
     has_one = is_cut and gate is not None
-    for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if has_one else None]):
+    for num_pages in (num_devices * pages for pages in args.pages[: 1 if has_one else None]):
         builder = engine.builder(sizes)
         programs, random = engine.programs(builder, num_blocks=num_pages), SampleMode.RANDOM
         decode_mode, sample_mode = builder.buckets.decode_mode_for(random), builder.buckets.mode_for(random)

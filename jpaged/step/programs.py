@@ -51,6 +51,9 @@ SWAP_IN_KEY = ("swap_in",)
 TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
 """Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
 tiles of 8 rows to tiles of 16."""
+GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "1000"}
+"""Compiler options of programs that hold the cache, for GPUs: a limit of ten times the memory, in percent. XLA counts the
+donated cache twice, as argument and as result, and would compute values again to save memory that is not short."""
 Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -127,6 +130,7 @@ class Programs:
         self._num_slots, buckets = builder.tables.shape[1], builder.buckets
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
+        self._compiler_options = compiler_options(mesh)
         self._replicated = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
@@ -167,7 +171,9 @@ class Programs:
             return forward(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
         run.__name__ = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
-        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
+        packed = self._shape((layout.size,), jnp.int32)
+        jitted = jax.jit(run, donate_argnums=1, compiler_options=self._compiler_options)
+        return jitted.lower(tuple(leaves), self.state, packed)
 
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         """Yield (name, function, abstract arguments) of one sample program, and of one decode program if there is any.
@@ -199,7 +205,7 @@ class Programs:
     def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
         """Lower the decode program of one mode for steps of one layout."""
         run, arguments = self._decode_program(layout, mode)
-        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else None
+        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._compiler_options
         return jax.jit(run, donate_argnums=1, compiler_options=options).lower(*arguments)
 
     def _rules_of(self, mode: SampleMode) -> LogitRulesState | None:
@@ -259,7 +265,13 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in cache)
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...], shardings: Any, **options: Any) -> Lower:
-        return lambda: jax.jit(partial(function, layout=layout), out_shardings=shardings, **options).lower(*arguments)
+        jitted = jax.jit(
+            partial(function, layout=layout),
+            out_shardings=shardings,
+            compiler_options=compiler_options(mesh),
+            **options,
+        )
+        return lambda: jitted.lower(*arguments)
 
     programs: dict[Key, Lower] = {
         COPY_KEY: lower(copy_pages, (cache, page_list, page_list), cache_shardings, donate_argnums=0)
@@ -270,6 +282,11 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
         swap_in_shardings = cache_shardings, page_list.sharding
         programs[SWAP_IN_KEY] = lower(put_pages, swap_in_arguments, swap_in_shardings, donate_argnums=0)
     return programs
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str] | None:
+    """Return XLA's options for a program that takes the cache as a donated argument on these devices; None on most."""
+    return GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
 
 
 def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
