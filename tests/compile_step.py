@@ -1,6 +1,7 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
-    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE] [--pages N]
+    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
+        [--pages N]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model

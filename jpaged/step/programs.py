@@ -52,8 +52,8 @@ TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
 """Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
 tiles of 8 rows to tiles of 16."""
 GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "1000"}
-"""Compiler options of programs that hold the cache, for GPUs: a limit of ten times the memory, in percent. XLA counts the
-donated cache twice, as argument and as result, and would compute values again to save memory that is not short."""
+"""Compiler options of programs that hold the cache, for GPUs: a limit of ten times the memory, in percent. XLA counts
+the donated cache twice, as argument and as result, and would compute values again to save memory that is not short."""
 Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
