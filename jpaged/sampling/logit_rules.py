@@ -87,12 +87,15 @@ def apply_rules(
 ) -> Float[Array, "R V"]:
     """Return the logits of each row after the rules of its state slot; slot 0 has no rules.
 
-    `output_index` is how many tokens each row has drawn. Allowed tokens, bad words, min_tokens and logit bias come
-    first; all of them only add to logits. Then come the engine's `processors`, then penalties. −inf is added to the
-    logits of forbidden tokens: a row with a NaN or +inf still holds one afterwards, unless a processor replaces it.
+    `output_index` is how many tokens each row has drawn. Letters: R rows, V vocabulary, B tokens of bad words, A rule
+    parameters and arguments of processors (`LogitRulesState.values`). Allowed tokens, bad words, min_tokens and logit
+    bias come first; all of them only add to logits. Then come the engine's `processors`, then penalties. −inf is added
+    to the logits of forbidden tokens: a row with a NaN or +inf still holds one afterwards, unless a processor replaces
+    it.
     """
     tokens_RV, words_RB, values_RA = rules.tokens[slots], rules.words[slots], rules.values[slots]
     parameters = {name: values_RA[:, index, None] for index, name in enumerate(RULE_PARAMETERS)}
+    # ENDS marks the tokens that end a sequence; before `min_tokens` they are forbidden.
     is_too_early = (output_index[:, None].astype(jnp.float32) < parameters["min_tokens"]) & (tokens_RV & ENDS != 0)
     logits_RV = logits_RV + jnp.where(is_too_early, -jnp.inf, rules.bias[slots])
     would_complete_word = may_come_next(words_RB, jnp) & (words_RB & IS_LAST != 0)
@@ -148,9 +151,11 @@ def _penalize(
 
 
 def record_tokens(rules: LogitRulesState, slots: Int[Array, " R"], token_ids: Int[Array, " R"]) -> LogitRulesState:
-    """Return the rules after each row has drawn a token: its count is raised, and matches of bad words are advanced.
+    """Return the rules of all slots after each of R rows has drawn a token.
 
-    `slots` are the state slots of the rows; rows without rules have slot 0, whose rules stay as they are.
+    In the rows' state slots, `slots`, the count of the token drawn is raised by one, and each bad word's matched
+    beginning is extended by the token or dropped. Rows without rules have slot 0, whose rules stay as they are. No
+    other slot may occur twice.
     """
     # Slot 0 is replaced by an index beyond the last slot, which the scatters drop.
     slots_to_write = jnp.where(slots > 0, slots, rules.tokens.shape[0])

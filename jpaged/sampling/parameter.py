@@ -57,13 +57,17 @@ def parameter(
 
     `rule` takes a caller's value and returns the value to keep, or raises Unfit. `flag` is None if no command-line flag
     sets the parameter, `column` is None if it does not travel to the device as one number. `is_rule`: a value other
-    than the default is a logit rule, which only samplers of mode FULL apply. `hash` is as in `dataclasses.field`.
+    than the default is a logit rule, which only samplers of mode FULL apply. `hash` is False for a value that cannot be
+    hashed, a mapping, so that the parameters' hash leaves it out; None includes it.
     """
     return checked(default, rule, hash=hash, flag=flag, column=column, is_rule=is_rule or column is Column.RULE)
 
 
 def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[Any]:
-    """Take a list or a tuple of items; None is an empty one."""
+    """Return a list or a tuple as it is, and an empty tuple for None.
+
+    Raises Unfit, with `allowed` as what would fit, for another type or if `is_item` is false for one of the items.
+    """
     items = () if value is None else value
     if not isinstance(items, list | tuple) or not all(map(is_item, items)):
         raise Unfit(allowed)
@@ -98,7 +102,10 @@ def some_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def words(value: Any) -> tuple[str, ...]:
-    """Take a list of strings as a tuple; None is an empty one."""
+    """Return a list or tuple of texts as a tuple; None gives an empty tuple.
+
+    Raises Unfit for another type, for a text that is empty or all spaces, and for more than MAX_BAD_WORDS texts.
+    """
     allowed = "a list of strings that are not empty or all spaces"
     strings = _items(value, lambda one: isinstance(one, str) and one.strip(), allowed)
     if len(strings) > MAX_BAD_WORDS:

@@ -76,7 +76,10 @@ class SamplingRows:
 
     @classmethod
     def from_columns(cls, columns: Int[Array, "fields R"]) -> SamplingRows:
-        """Unpack rows from SAMPLE_FIELDS."""
+        """Return R rows from `columns`, int32, one column for each name in SAMPLE_FIELDS, in that order.
+
+        The columns of float parameters hold the bits of float32 numbers. Columns that are no field here are left out.
+        """
         named = dict(zip(SAMPLE_FIELDS, columns, strict=True))
         for name in FLOAT_PARAMETERS:
             named[name] = lax.bitcast_convert_type(named[name], jnp.float32)
@@ -109,7 +112,7 @@ class SampledRows:
     is_finite: Bool[Array, " R"]
     """False where the logits held a NaN or +inf, or nothing but −inf; the row's token is then meaningless."""
     scores: TokenScores | None = None
-    """Logprobs and ranks in modes SCORED and FULL, zeros for rows that ask for none; None in the other modes."""
+    """Logprobs and ranks in modes SCORED and FULL, meaningless for rows that ask for none; None in other modes."""
 
     def at(self, index: int, rows: list[int]) -> SampledRows:
         """Return these rows of one iteration of a decode program, whose arrays are numpy arrays [K, R, …]."""
@@ -143,9 +146,11 @@ def sample(
 ) -> SampledRows:
     """Return a token for every row, with whether its logits are finite; with scores in the modes SCORED and FULL.
 
-    `rows` are the parameters of the rows, `rules` the logit rules of all state slots; None if the mode reads none.
-    The likeliest token of every row is found first, as if all were greedy. Rows that need rules or a draw are then
-    computed in batches, which replace these results. Last, the rows that ask for scores are scored.
+    `logits_RV` are the model's logits of R rows over a vocabulary of V tokens. `rows` are the parameters of the rows,
+    `rules` the logit rules of all state slots; None if the mode reads none. The likeliest token of every row is found
+    first, as if all were greedy. Rows that need rules or a draw are then computed in batches, which replace these
+    results. In the modes SCORED and FULL a row may have a forced token, which it gets whatever its logits are; last,
+    the rows that ask for scores are scored. The scores of other rows mean nothing.
     """
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
@@ -155,10 +160,12 @@ def sample(
     if mode is SampleMode.GREEDY:
         return SampledRows(likeliest, is_finite_before_rules)
     has_rows_to_score = mode in (SampleMode.SCORED, SampleMode.FULL)
+    # `forced_token` is 1 + the id of the given token, or 0 for none.
     is_forced = (rows.forced_token > 0) & has_rows_to_score
     is_drawn = ~(rows.is_greedy | is_forced)
 
     def draw(selection: RowSelection, drawn: _DrawnRows) -> _DrawnRows:
+        """Return the results of all rows, `drawn`, with those of the selected rows computed and replaced."""
         new = batch.with_rules(selection, lambda logits: batch.draw(logits, selection, is_drawn[selection]))
         return _with_rows(drawn, selection, new)
 
@@ -172,8 +179,10 @@ def sample(
     is_finite = drawn.is_finite & is_finite_before_rules
 
     def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
+        """Return the scores of all rows with those of the selected rows computed and replaced."""
         return _with_rows(scores, selection, batch.score_tokens(selection, token_ids[selection]))
 
+    # Only the shapes of the scores are wanted here: nothing is computed.
     shapes = jax.eval_shape(lambda: batch.score_tokens(slice(None), token_ids))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     scores = control_flow.for_row_batches(rows.score > 0, row_work, score, no_scores, num_keys=len(RowWork))
@@ -182,7 +191,11 @@ def sample(
 
 
 def _row_work(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
-    """Return the RowWork of each row."""
+    """Return the RowWork of each row: what has to be computed for its token. Batches are made of rows sorted by it.
+
+    `is_ruled` says whether a row has logit rules, `is_drawn` whether its token is random.
+    """
+    # Min-p alone does not count: its threshold is known, while top-k and top-p search theirs.
     is_truncated = (rows.top_k > 0) | (rows.top_p < 1)
     ruled = jnp.where(is_truncated, RowWork.RULED_TRUNCATED, RowWork.RULED_DRAWN)
     drawn = jnp.where(is_truncated, RowWork.TRUNCATED, RowWork.DRAWN)
@@ -273,9 +286,9 @@ class _Batch:
         The setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
         truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
         A row with a forced token (`forced_token` is 1 + the token's id, or 0 for none) draws nothing, as its token is a
-        prompt's or was given by the request. Its logprob is tempered in both of the last two modes, by the temperature
-        that the host has packed for the row: 0, which is greedy, if the logprob must not be tempered. Greedy rows are
-        computed with temperature 1.
+        prompt's or was given by the request. In both of the last two modes, its logits are divided by the temperature
+        that the host has packed for the row. If that is 0, the row counts as greedy, and greedy rows are computed with
+        temperature 1: so the host packs 0 where the logprob must be the raw one.
         """
         params = self.rows.at(selection)
         compute = partial(
@@ -337,7 +350,11 @@ def _scale(logits: BlockRows, params: SamplingRows) -> RowFunction:
 
 
 def _first_maximum(logits: BlockRows, vocab_size: int) -> Int[Array, " r"]:
-    """Return the lowest index of each row's maximum; the vocabulary's last index if the maximum is a NaN."""
+    """Return the lowest index of each row's maximum; the vocabulary's last index if the maximum is a NaN.
+
+    The maxima of the blocks (of BLOCK tokens) tell the first block that holds the row's maximum, so that of each row
+    only this block is read. A NaN equals nothing: then both searches give their last index, which is limited to V − 1.
+    """
     row_max = logits.row_max[:, None]
     block_ids = _first_true(logits.maxima[logits.selection] == row_max)
     block_starts = block_ids * BLOCK

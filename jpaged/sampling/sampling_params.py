@@ -36,6 +36,7 @@ class RequestOutputKind(enum.Enum):
 
 
 def _output_kind(value: Any) -> RequestOutputKind:
+    """Take a RequestOutputKind, or its value, such as "delta". Raises Unfit for anything else."""
     try:
         return RequestOutputKind(value)
     except ValueError:
@@ -251,9 +252,10 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
         return frozenset() if self.ignore_eos else eos_token_ids
 
     def num_top_tokens(self, num_end_ids: int) -> int:
-        """Return how many most likely next tokens of one beam a step needs.
+        """Return how many most likely next tokens of one beam a step needs: `beam_width` + `num_end_ids`.
 
-        Even if all end tokens are among them, as many are left as there are beams.
+        `num_end_ids` tokens end a beam. Even if all of them are among the most likely tokens, `beam_width` tokens that
+        continue the beam are left.
         """
         return self.beam_width + num_end_ids
 

@@ -63,10 +63,12 @@ def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minim
     """
 
     def is_open(bounds: _Bounds) -> Bool[Array, ""]:
+        """Return whether a limited row has more than one weight between its bounds, and a number to try there."""
         has_numbers_between = bounds.high - bounds.low > 1
         return jnp.any(minimum.is_limited & has_numbers_between & (bounds.num_low - bounds.num_high > 1))
 
     def halve(bounds: _Bounds) -> _Bounds:
+        """Return the upper half of each row's range if its middle keeps enough weights, else the lower half."""
         middle = bounds.low + (bounds.high - bounds.low) // 2
         count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(middle, jnp.float32))
         is_enough = minimum.is_met(count, mass)

@@ -37,10 +37,12 @@ class TokenScores:
         """Return the token ids and logprobs of the `num_tops` most likely tokens of a row, most likely first.
 
         −1 asks for the whole vocabulary, which needs `all_logprobs`. Of tokens with equal logprobs the lower id comes
-        first. If no other tokens were scored, `num_tops` must be 0, and both arrays are empty. Call this on the host,
-        after the scores have been copied there.
+        first. With `all_logprobs`, a number beyond the vocabulary gives all of it. Without, the row's k stored tokens
+        are cut, so that a number beyond k gives k. If only the row's own token was scored, `num_tops` must be 0, and
+        both arrays are empty. Call this on the host, after the scores have been copied there as numpy arrays.
         """
         if self.all_logprobs is None and self.top_token_ids is None:
+            # A request that asks for other tokens is sampled in mode FULL, which scores them.
             assert num_tops == 0, "no other tokens were scored"
             return np.empty(0, np.int32), np.empty(0, np.float32)
         if self.all_logprobs is None:
@@ -49,7 +51,8 @@ class TokenScores:
             return np.asarray(self.top_token_ids[row, :num_tops]), np.asarray(self.top_logprobs[row, :num_tops])
         logprobs = np.asarray(self.all_logprobs[row])
         if 0 <= num_tops < len(logprobs):
-            # Sort only the tokens that reach the logprob of the last one wanted. All that tie with it are candidates.
+            # A vocabulary is long: only the tokens that reach the logprob of the last one wanted are sorted. All that
+            # tie with that one are among them, so that the lower ids win. For 0 tokens nothing reaches infinity.
             lowest_logprob = np.partition(logprobs, -num_tops)[-num_tops] if num_tops else np.inf
             ids = np.flatnonzero(logprobs >= lowest_logprob)
         else:
@@ -70,10 +73,10 @@ def token_scores(
 ) -> TokenScores:
     """Return the logprob and rank of one token of each selected row, by the log-softmax of logits ÷ temperature.
 
-    `max_logprobs` is how many most likely tokens are returned beside it: 0 for none, −1 for the logprobs of the whole
-    vocabulary. If `wants_tops` is false, no row asks for the most likely tokens, and zeros may be returned for them.
-    The row maximum is subtracted from logits first, before the logarithm of the total: in the other order, the rounding
-    of large logits would show in the result.
+    `token_ids` are these tokens, one for each of r rows. Ranks count from 1. `max_logprobs` is how many most likely
+    tokens are returned beside it: 0 for none, −1 for the logprobs of the whole vocabulary. If `wants_tops` is false, no
+    row asks for the most likely tokens, and zeros may be returned for them. The row maximum is subtracted from logits
+    first, before the logarithm of the total: in the other order, the rounding of large logits would show in the result.
     """
     block_ids = token_ids[:, None] // BLOCK
     token_logit = jnp.take_along_axis(logits.take_blocks(block_ids)[:, 0], token_ids[:, None] % BLOCK, axis=1)

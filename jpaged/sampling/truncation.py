@@ -58,9 +58,10 @@ def truncate(
     """Return the tokens of each selected row that min-p, top-k and top-p keep: a threshold, and sums of kept weights.
 
     `weigh` turns logits [r, n] into weights, of which a row's largest is 1. A token is kept if its weight reaches the
-    threshold. Min-p gives the first threshold. Then top-k raises it to the weight of the k-th token, and top-p to the
-    highest threshold that still keeps the share `top_p` of the remaining weights. The block sums of rows without
-    `is_drawn` may be wrong.
+    threshold. Min-p is the first threshold. Then top-k raises it to the weight of the k-th token, unless it is higher
+    already, and top-p to the highest threshold that still keeps the share `top_p` of the remaining weights. Tokens that
+    tie with the last one kept are kept. If no row has a top-k or top-p, no search is needed. The block sums of rows
+    without `is_drawn` may be wrong.
     """
     has_top_k = _has_top_k(logits, limits.top_k)
     has_top_p = limits.top_p < 1.0
@@ -118,7 +119,8 @@ class _WholeRowSearch:
     def raise_threshold(self, threshold: Float[Array, " r"], minimum: KeptMinimum) -> Float[Array, " r"]:
         """Return each row's highest threshold, at least the given one, whose tokens still amount to `minimum`.
 
-        Rows that are not limited keep the threshold that they have.
+        A threshold's tokens are those whose weight reaches it. Rows that are not limited get their given threshold
+        back, as does a row whose given threshold has too few tokens already.
         """
         raised_bits = self._raise_bits(lax.bitcast_convert_type(threshold, jnp.int32), minimum)
         return jnp.where(minimum.is_limited, lax.bitcast_convert_type(raised_bits, jnp.float32), threshold)
@@ -132,6 +134,7 @@ class _WholeRowSearch:
         return block_masses(self._weights(), threshold)
 
     def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
+        """Return `raise_threshold` for bits of thresholds; those of rows that are not limited mean nothing."""
         return self.control_flow.highest_thresholds(self._weights(), threshold_bits, minimum)
 
     def _weights(self) -> Float[Array, "r bB"]:
@@ -154,6 +157,7 @@ class _LikelyFirstSearch(_WholeRowSearch):
         super().__init__(logits, weigh, control_flow)
         top = logits.top_blocks(NUM_LIKELY_BLOCKS)
         largest_unlikely = weigh(top.largest_outside[:, None])[:, 0]
+        # As integers, the bits of float32 numbers ≥ 0 are in the order of the numbers: + 1 is the next larger number.
         self.complete_from = lax.bitcast_convert_type(largest_unlikely, jnp.int32) + 1
         """Bits of a weight, [r]: every token whose weight reaches it lies in a likely block."""
         self.likely_weights = weigh(top.values)
@@ -161,10 +165,15 @@ class _LikelyFirstSearch(_WholeRowSearch):
         self.likely_block_ids = top.block_ids
 
     def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
-        """Return the bits of each limited row's highest threshold, at least the given one, that keeps `minimum`.
+        """Return each row's highest threshold, at least the given one, whose tokens still amount to `minimum`.
 
-        If a row's likely blocks hold enough weights from `complete_from` on, the answer lies at or above it, where
-        likely blocks hold all tokens, and so only they are searched. Other rows are searched whole.
+        Thresholds are weights ≥ 0, given and returned as their float32 bits, int32 [r]: as integers, these are in the
+        order of the numbers. A threshold keeps the tokens whose weight reaches it. A row whose given threshold keeps
+        too few already gets it back. The result means nothing for rows that are not limited (`minimum.is_limited`).
+
+        A row's likely blocks are the NUM_LIKELY_BLOCKS blocks of tokens with its largest weights. They hold every token
+        whose weight reaches `complete_from` (bits [r]). If these tokens amount to `minimum`, the answer is at least
+        `complete_from`, and only the likely blocks are searched. Otherwise the whole row is searched.
         """
         search, (is_limited, *_) = self.control_flow.highest_thresholds, minimum
         complete_from = lax.bitcast_convert_type(self.complete_from, jnp.float32)
@@ -185,10 +194,11 @@ class _LikelyFirstSearch(_WholeRowSearch):
         return self._where_likely_suffice(suffices, is_needed, likely_mass, from_whole_rows)
 
     def block_sums(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, "r b"]:
-        """Return the sums of each block's weights that reach the threshold; anything in rows without `is_needed`.
+        """Return, for each of a row's b blocks, the sum of its weights that reach the row's threshold.
 
-        If all of these weights lie in likely blocks, their sums are scattered to the blocks' indices in the row, and
-        the other blocks have the sum 0. Else whole rows are summed.
+        If all of these weights lie in the row's t likely blocks, the sums of these [r, t] are scattered to the blocks'
+        indices in the row, and the other blocks have the sum 0. Else the whole row is summed. The result means nothing
+        for rows without `is_needed`.
         """
         block_ids, num_blocks = self.likely_block_ids, self.logits.maxima.shape[1]
         zeros_rb = jnp.zeros((len(block_ids), num_blocks), jnp.float32)
