@@ -71,6 +71,7 @@ class CompilePlan:
         on_event = weakref.WeakMethod(self._on_event)
 
         def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+            """Pass an event of JAX to the plan, while it lives."""
             if (count_event := on_event()) is not None:
                 count_event(event)
 
@@ -100,6 +101,7 @@ class CompilePlan:
         set of shapes is fixed; no key is started then.
         """
         with self._lock:
+            # Equal keys among `keys` count once; their order stays.
             new_keys = [key for key in dict.fromkeys(keys) if key not in self._futures]
             if unknown := [key for key in new_keys if key not in self.programs and key not in self._extra_programs]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
@@ -153,7 +155,8 @@ class CompilePlan:
     def wait(self) -> None:
         """Wait until every key that was started is compiled; raise the error of the first one that failed, in order.
 
-        Must not be called while another thread may be in `get`, which cancels futures and replaces them.
+        Keys that were deferred and are not started yet are not waited for. Must not be called while another thread may
+        be in `get`, which cancels futures and replaces them.
         """
         with self._lock:
             futures = list(self._futures.values())

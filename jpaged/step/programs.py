@@ -61,10 +61,11 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
-    """Return the key of the forward program for a step of this many tokens.
+    """Return the key of the forward program for a step of this many tokens: ("forward", T) or ("forward_decodes", T).
 
-    `decodes_only` says that each row of the step has one token. Such steps run a program of their own in some token
-    buckets. A bucket that has no other program runs this one even if `decodes_only` is false.
+    T is the token bucket, the padded number of tokens. `decodes_only` says that each row of the step has one token. For
+    such steps, some token buckets have the program "forward_decodes". A bucket that has only this program runs it even
+    if `decodes_only` is false.
     """
     bucket = buckets.tokens_for(num_tokens)
     has_decode_program = buckets.has_decodes_apart(bucket)
@@ -128,6 +129,7 @@ class Programs:
         """Shapes of the weights with their placement."""
         self._builder, self._buckets = builder, builder.buckets
         self._num_slots, buckets = builder.tables.shape[1], builder.buckets
+        # Programs for a single device are written without a mesh.
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
         self._compiler_options = compiler_options(mesh)
@@ -161,9 +163,11 @@ class Programs:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
     def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
-        """Lower the forward program for steps of one layout; the device state is donated.
+        """Lower the forward program for steps of one layout: (weights, device state, step's buffer) → (state, columns).
 
-        The executable takes the weights as a flat tuple of arrays, as calls with a tree of modules are slower.
+        It runs the model on the step's tokens; the columns are the SAMPLE_FIELDS of the rows to sample. The device
+        state is donated. Weights are a flat tuple of arrays, as calls with a tree of modules are slower. The function's
+        name is the program's name in profiles.
         """
         leaves, tree = jax.tree.flatten(self.weights.state)
 
@@ -187,9 +191,13 @@ class Programs:
             yield "decode", *self._decode_program(self._builder.layouts[size, True], mode)
 
     def _decode_program(self, layout: StepLayout, mode: SampleMode) -> Program:
-        """Return the function of a decode program, for steps of one layout in one mode, and its abstract arguments.
+        """Return the function of a decode program, for steps of one layout in one mode, and its arguments as shapes.
 
-        The function takes the weights as a flat tuple, (device state, logit rules), and a step's buffer.
+        The function has three arguments. The first one is all weights as a flat tuple of arrays, which takes a call
+        less time than a tree of modules. The second one is the pair (device state, logit rules); the rules are None if
+        the mode reads none. The third one is a step's packed buffer, int32. The result is that of `decode`: the pair of
+        the new device state and new rules, and the sampled rows [K, R], K tokens of each of R rows. The function's
+        name is the program's name in profiles.
         """
         leaves, tree = jax.tree.flatten(self.weights.state)
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
@@ -213,10 +221,13 @@ class Programs:
         return self._rules if mode is SampleMode.FULL else None
 
     def _sample_program(self, num_rows: int, mode: SampleMode) -> Program:
-        """Return the function of a sample program, for this many rows in one mode, and its abstract arguments.
+        """Return the function of a sample program, for this many rows in one mode, and its arguments as shapes.
 
-        The function takes only the weights that logits need, the sampling state, the hidden states, and the columns of
-        the largest sample bucket, of which it reads the first `num_rows`.
+        The function has four arguments: the weights that logits need, as a flat tuple of arrays; the sampling state,
+        which is the last token of each state slot and the logit rules (None if the mode reads none); the hidden states
+        of the last forward program; and SAMPLE_FIELDS columns. All sample programs take columns of one width, that of
+        the largest bucket, as forward programs return them; this one reads the first `num_rows`. The result is that of
+        `sample_rows`: the new sampling state, and a sampled token of each row.
         """
         leaves, unflatten = self.weights.split_logits()
 
@@ -241,7 +252,7 @@ class Programs:
         return jax.jit(update_tables, donate_argnums=0).lower(self.state.page_tables, changes)
 
     def _lower_allocate(self) -> jax.stages.Lowered:
-        """Lower the program that makes a new device state, and logit rules that change nothing."""
+        """Lower the program that makes a new device state, and logit rules that change nothing; it has no arguments."""
         placement = jax.tree.map(lambda leaf: leaf.sharding, (self.state, self._rules))
         rules = partial(new_rules, self._builder.rules_spec, self._num_slots)
         return jax.jit(lambda: (new_state(self.state), rules()), out_shardings=placement).lower()
@@ -262,6 +273,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     cache = cache_arrays(layout, mesh)
     page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))
     cache_shardings = tuple(array.sharding for array in cache)
+    # A page taken out of the cache has one such array for each of the cache's arrays, over all layers.
     page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in cache)
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...], shardings: Any, **options: Any) -> Lower:

@@ -166,19 +166,25 @@ class Runner:
         return self.compile_plan.get(key)(*arguments)
 
     def _forward(self, step: StepInputs) -> jax.Array:
-        """Start the forward program of a step; return the SAMPLE_FIELDS of the rows to sample, [fields, S]."""
-        assert step.layout is not None
+        """Start the forward program of a step; return the SAMPLE_FIELDS of the rows to sample, [fields, S].
+
+        S is the largest number of samples of a step; columns after the step's own are padding. The device state is
+        donated to the program, and `self.state` becomes the state that it returns.
+        """
+        assert step.layout is not None  # A step without rows has neither layout nor buffer, and runs no program.
         assert step.packed is not None
         packed = self._put(step.packed)
         self.state, columns = self._run(layout_key(step.layout), self.store.leaves, self.state, packed)
         return columns
 
     def _decode(self, step: StepInputs) -> SampledRows:
-        """Start the decode program of a step and return its sampled rows, [K, R], which may not be computed yet.
+        """Start the decode program of a step; return its sampled rows, [K, R]: up to K tokens of each of R padded rows.
 
-        A program of mode FULL reads and changes the logit rules; others take None for them and return None.
+        Returns before they are computed. The program takes the device state as a donated argument, and `self.state`
+        becomes the state that it returns. A program of mode FULL also takes and returns the logit rules. Others take
+        None for them and return None, so that `self.rules` stays as it is. The step must have a buffer, that is, rows.
         """
-        assert step.layout is not None
+        assert step.layout is not None  # A step without rows has neither layout nor buffer, and is not decoded.
         assert step.packed is not None
         mode = self.buckets.decode_mode_for(step.mode)
         key = "decode", step.layout.num_tokens, mode
@@ -188,7 +194,11 @@ class Runner:
         return sampled
 
     def _score(self, step: StepInputs) -> Iterator[SampledRows]:
-        """Start a sampler for each batch of prompt tokens that the step scores."""
+        """Start a sampler for each batch of prompt tokens that the step scores, and yield its rows of scores.
+
+        Each batch is an array [fields, S] with a column per token; only the last one has padding. Mode FULL is used, as
+        it also gives the most likely tokens.
+        """
         num_left = step.num_scored
         for columns in step.score_columns:
             num_rows = min(num_left, columns.shape[1])
@@ -198,8 +208,9 @@ class Runner:
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         """Start the sample program on the hidden states of the last forward program; return the sampled rows.
 
-        `columns` are the SAMPLE_FIELDS of `num_rows` rows, then padding; the results are padded to the sample bucket. A
-        program of mode FULL reads and changes the logit rules; others take None for them and return None.
+        `columns` are the SAMPLE_FIELDS of `num_rows` rows, then padding; the results are padded to the sample bucket.
+        Returns before they are computed. The last tokens of the state slots are donated and replaced. A program of mode
+        FULL does the same with the logit rules; others take None for them and return None, so that `self.rules` stays.
         """
         mode = self.buckets.mode_for(mode)
         key = sample_key(self.buckets, num_rows, mode)

@@ -76,7 +76,10 @@ class DeviceState:
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
-    """Return a state of these shapes. Pages are left uninitialized, since no slot is read before it is written."""
+    """Return a state of these shapes: pages are uninitialized, all other arrays are zeros.
+
+    Attention uses no page slot before a key and a value were written to it, so pages need no zeros.
+    """
     ops = shapes.cache.backend.layer_ops
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
     others = shapes.page_tables, shapes.last_tokens, shapes.hidden
@@ -96,8 +99,9 @@ def forward(
     """Run the model on every token of the step; return the new device state, and the rows to sample as SAMPLE_FIELDS.
 
     `graph` and `weights` are the two halves of the model (`nnx.merge`); `packed` is a step's buffer, which `layout`
-    cuts into sections. `state` is donated: its pages take the new keys and values, and its `hidden` takes the hidden
-    states of the step's tokens, from which a sampler computes logits afterwards. Nothing is sampled here.
+    cuts into sections. `state` is donated: its pages take the new keys and values, and its `hidden`, which has room for
+    the largest step, takes the hidden states of the step's tokens in its first T rows. A sampler computes logits from
+    these afterwards: nothing is sampled here, and S counts the rows to sample, padding included.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
@@ -249,6 +253,7 @@ def decode(
     tables = update_tables(state.page_tables, view["changes"])
     counts = _counts(view)
     step = _metadata(view, tables, decodes_only=True)
+    # Each row has one sample, so the first R columns hold all samples, padding included.
     samples = view["samples"][:, : layout.num_rows]
     row_of_sample = samples[TOKEN]
     loop = _DecodeLoop(

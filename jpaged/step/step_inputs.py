@@ -225,6 +225,7 @@ class StepInputBuilder:
         int32 [4, N]), page moves and the backend's plan, so copying is faster. The result is what `_pack` would return.
         """
         last, vectors = previous.inputs, previous.vectors
+        # The previous step had rows, so it has a buffer.
         assert last.packed is not None
         assert last.layout is not None
         rows, layout, packed = replace(vectors, starts=vectors.starts + 1), last.layout, last.packed.copy()
@@ -384,12 +385,12 @@ class StepInputBuilder:
     def _score_rows(
         self, rows: _RowVectors, chunks: list[Chunk]
     ) -> tuple[list[tuple[Request, range]], tuple[np.ndarray, ...]]:
-        """Return which prompt tokens are scored, and the SAMPLE_FIELDS of the sampler rows that score them, in batches.
+        """Return the positions that score prompt tokens, by request, and the SAMPLE_FIELDS of their rows, in batches.
 
-        A prompt token is scored by the hidden state of the token before it: it is the row's forced token, packed as
+        The hidden state at a position scores the prompt's next token, which is the row's forced token, packed as
         1 + its id. The row writes state slot 0, which belongs to no sequence; its temperature is 0 unless the request's
-        prompt logprobs are tempered. For a chunk of the positions 4 … 6 that begins at token 10 of the step, with the
-        positions 5 and 6 in `scored`, the rows read the tokens 11 and 12 and are forced to the prompt's tokens 6 and 7.
+        prompt logprobs are tempered. A chunk of the positions 4 … 6 begins at token 10 of the step, and `chunk.scored`
+        is 5 … 6: the rows read the step's tokens 11 and 12, score the prompt's tokens 6 and 7, and 5 … 6 is returned.
         """
         scored: list[tuple[Request, range]] = []
         columns_of_chunks: list[np.ndarray] = []
@@ -415,8 +416,9 @@ class StepInputBuilder:
 
         Samples are in the order of the work: each decode, then the samples drawn from each chunk, none, one or several.
         With one decode in row 0, a chunk in row 2 with no samples and a chunk in row 1 with three, `row_of_sample` is
-        [0, 1, 1, 1]. The field TOKEN is the index in the step of the token whose hidden state is sampled from.
-        `next_positions` gets the position after the row, for each row and for each sample, which may have another slot.
+        [0, 1, 1, 1]. The field TOKEN is the index in the step of the token whose hidden state is sampled from. If a
+        step decodes several tokens of each row, OUTPUT_INDEX is that of the first token drawn, and so is computed from
+        `context_lens`; `next_positions` are those after the whole step (`final_lens`).
         """
         num_decodes = len(work.decodes)
         samples = [*work.decodes, *(sample for chunk in work.chunks for sample in chunk.samples)]
@@ -427,11 +429,13 @@ class StepInputBuilder:
             row_of_sample = np.repeat(row_of_sample, samples_per_row)
         slots = rows.seq_slots[row_of_sample]
         slots[num_decodes:] = [sample.seq_slot for sample in samples[num_decodes:]]
+        # A chunk may have no sample, and a sample of the same prompt has another slot than its row: both are written.
         self.next_positions[rows.seq_slots] = rows.final_lens
         self.next_positions[slots] = rows.final_lens[row_of_sample]
         columns[TOKEN, :num_samples] = rows.query_ends[row_of_sample] - 1
         columns[SLOT, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
+        # SAMPLE_FIELDS begin with STEP_FIELDS, the three above; the others were packed when the sequence got its slot.
         columns[len(STEP_FIELDS) :, :num_samples] = self.sample_rows.take(slots, axis=1)
         # Each mode can do what the modes before it do, so the highest one serves all samples.
         return samples, MODES[self.modes[slots].max(initial=0)]

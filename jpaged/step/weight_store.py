@@ -64,10 +64,11 @@ class WeightStore:
     ) -> None:
         """Replace all weights by those of a checked tree, one by one, and wait until they are there.
 
-        `checked` is the tree and where each weight is in it; `program(key)` returns the compiled program of `live` with
-        that key. With `copy`, no new weight is one of the tree's own arrays; without it, arrays of the tree that fit
-        are taken as they are, and stay the caller's. No step may be in flight. Beside the tree and the weights, memory
-        holds at most MAX_PENDING weights that are being made. If this fails, the store is empty.
+        `checked` is the tree and where each weight is in it. `live` makes the new weights from it; `program(key)`
+        returns the compiled program of `live` with that key. With `copy`, no new weight is one of the tree's own
+        arrays. Without it, arrays of the tree that fit are taken as they are; they stay the caller's ("borrowed"), and
+        the store never deletes them. No step may be in flight. Beside the tree and the weights, memory holds at most
+        MAX_PENDING weights that are being made. If this fails, the store is empty.
         """
         # After `drop` there are paths but no arrays, so that `old` is empty.
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
