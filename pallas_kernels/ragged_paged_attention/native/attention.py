@@ -261,7 +261,8 @@ def _clear_padding(
 ) -> None:
     """Emit code that writes zeros for the outputs of padding tokens, which no tile computes.
 
-    Padding tokens follow the last token of the last query tile, or the decode rows if there are no query tiles.
+    A step is padded to `q.size(0)` tokens. Padding tokens follow the last token of the last query tile, or the decode
+    rows if there are no query tiles: token r is that of decode row r.
     `query_tiles` [3, tiles] holds each tile's row, first token and number of tokens. `token_size` is K × G × H, the
     elements of one token's output.
     """

@@ -78,7 +78,9 @@ class Queries:
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
         """Emit the allocation of a tile's queries, scores, weights, sums and softmax state on the thread's stack.
 
-        `keys` and `values` are the addresses of the keys and values of all layers.
+        `keys` and `values` are the addresses of the keys and values of all layers. A query is one head of one token.
+        As many queries are multiplied together as have their sums in registers: those of `tokens_together` tokens, or
+        one of `head_chunks` if a token has more. A span is the slots, or lanes of a head, that one iteration takes.
         """
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
@@ -115,7 +117,7 @@ class Queries:
         """Emit what comes after the last page."""
 
     def set_token(self, i: ir.Value, token: ir.Value, row: ir.Value, positions: ir.Value) -> None:
-        """Record token i of the tile: its index in the step, its row and its length."""
+        """Emit the record of token i of the tile: its index in the step, its row, and its length: position + 1."""
         self.code.store(token, self.tokens, i)
         self.code.store(row, self.rows, i)
         self.code.store(self.code.build.add(self.code.load_index(positions, token), I64(1)), self.lens, i)
@@ -310,7 +312,7 @@ class Queries:
 
         `query` is the query's index in the tile, `score_row` its row of scores and of weights. Slots 0 … `end_slot` − 1
         are read; those that the query must not attend to get weight 0. `page_start` is the position of slot 0.
-        Weights are relative to the new running maximum. If it has grown, the earlier sums are rescaled.
+        Weights are relative to the new running maximum. If it has grown, the weight sum and value sums are rescaled.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         slot_lanes, head_lanes = self.slot_lanes, self.head_lanes

@@ -29,6 +29,7 @@ class TiledQueries(Queries):
         There must be a unit and bfloat16 pages, head size and page size must be multiples of `PANEL`, and a tile's
         queries, sums, scores and weights must fit the stack.
         """
+        # Words of 4 bytes for each query: its own, its value sums, its scores, its weights. A tile is added as padding.
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
         is_small = 4 * words * (shape.num_queries + TILE) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
@@ -128,9 +129,10 @@ class TiledQueries(Queries):
         self._by_tiles(num_queries, sum_values)
 
     def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
-        """Emit `body` (first row, number of tiles) for all rows: two tiles of 16 rows at a time, or one for the last.
+        """Emit `body(first row, number of tiles)` for all rows: two tiles of 16 rows at a time, or one for the last.
 
-        One tile is emitted if at most 16 rows remain: 50 rows are two tiles at row 0 and two at row 32; 40 rows are
+        Rows are those of a matrix, and the last tile may reach beyond `num_rows`. If 1 to 16 rows are left, `body` gets
+        one tile: 50 rows are two tiles at row 0 and two at row 32; 40 rows are
         two tiles at row 0 and one at row 32.
         """
         build = self.code.build

@@ -55,11 +55,14 @@ class Tiles:
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
         """Return how the pages of `num_rows` decode rows are cut into KV splits, which are computed in batches.
 
-        Each row has up to `kv_splits` ÷ `num_rows` splits, but at least one: with `kv_splits` 256, 4 rows have up to 64
-        splits each, and 256 rows or more have one. A batch has as many splits as `decode_keys` and `decode_bytes` allow
-        with one page of each split. A split has at least the pages of `split_keys` keys if its row has them; fewer if
-        the rows do not fill a batch.
+        Each row has up to `kv_splits` ÷ `num_rows` splits, but at least one and at most a batch: with `kv_splits` 256,
+        4 rows have up to 64 splits each, and 256 rows or more have one. One iteration computes a page of each split of
+        a batch, so a batch has as many splits as `decode_keys` and `decode_bytes` allow for these pages. A split has at
+        least the pages of `split_keys` keys if its row has them. If there are fewer rows than splits in a batch, this
+        minimum shrinks in proportion, so that more splits fill the batch: with `split_keys` 256, pages of 16 slots and
+        batches of 32 splits, it is 16 pages for 32 rows and 4 pages for 8 rows.
         """
+        # The bytes of a page's keys; those of its values are as many, and `decode_bytes` does not count them.
         page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
         batch_size = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
         return KVSplits(
@@ -140,7 +143,8 @@ class XlaBackend(TiledBackend):
         Nothing is written if k and v are None. Decode rows, which come first with one token each, attend before the
         query tiles of the other rows. A decode row's output comes from two softmax states, which are merged: the one of
         the sinks and of the pages that it shares with other rows (cascade attention), and the one of its other pages
-        (split-KV). `inputs.kv_scales` is not read: `layout` refuses the dtypes that need scales.
+        (split-KV). `inputs.kv_scales` is not read: `layout` refuses the dtypes that need scales. Letters: T tokens and
+        R rows (sequences) of the step, both with padding; N = K × G query heads, G for each of K KV heads; H head size.
         """
         (keys, values), step, tables = pages, inputs.step, inputs.tables
         layer = XlaPages(keys, values, inputs.first_page, inputs.options)

@@ -63,7 +63,9 @@ class KVSplits:
         lens: Int[Array, " R"],
         num_skipped: Int[Array, " R"],
     ) -> Softmax:
-        """Return the softmax state of each row's query over its first `lens` tokens, without `num_skipped` first pages.
+        """Return the softmax state of each row's query over the row's first `lens` tokens.
+
+        The first `num_skipped` pages of a row are left out: `attend_shared` attends to those that rows share.
 
         Split-KV (flash decoding): each row's pages are dealt to at most `max_splits` splits, `batch_size` splits of
         all rows are computed at once, and the states of a row's splits are merged by log-sum-exp. Split s of a row with
@@ -84,6 +86,7 @@ class KVSplits:
         # One more row of length 0 is appended: the splits that fill up the last batch belong to it.
         is_live = jnp.arange(tables.shape[1])[None] < end_pages[:, None]
         tables = self.pages.first_page + jnp.pad(jnp.where(is_live, tables, NULL_PAGE), ((0, 1), (0, 0)))
+        # If a row has its first page at table index 2, and its splits are numbers 3 and 4, the offset is 2 − 3 = −1.
         rows_by_field = SplitRows(lens, first_pages - split_starts, num_splits, num_iterations)
         split_rows_table = jnp.pad(jnp.stack(rows_by_field, axis=1), ((0, 1), (0, 0)))
 

@@ -53,7 +53,11 @@ class PrefillTiles:
         return jnp.zeros_like(first_position) if window is None else jnp.maximum(first_position - window + 1, 0)
 
     def attend(self, tile: QueryTile, state: Softmax) -> Softmax:
-        """Return the softmax state of a tile's queries, [1, K, M], after all keys that they attend to."""
+        """Return the softmax state of a tile's queries, [1, K, M], after all keys that they attend to.
+
+        `state` is theirs before any of these keys. `tile.queries` are not scaled yet, and `tile.table` holds page
+        numbers within the layer. The loop goes over KV tiles, from the window's first key to the tile's end.
+        """
         first_kv_tile = self.first_key(tile.positions[0]) // self.tile_kv
         end_kv_tile = (tile.end + self.tile_kv - 1) // self.tile_kv
         queries = tile.queries * self.pages.options.scale
@@ -116,7 +120,8 @@ def prefill(
     its last token is overwritten by the next tile, or lies in padding: T2 is at least T + tile_q. `q` is not
     scaled yet. `sinks` are the logits of one attention sink per query head. `in_one_loop` runs one loop over all
     KV tiles of all query tiles, instead of a loop over query tiles that contains one over KV tiles; a GPU's host
-    waits in each iteration of a loop to read its condition.
+    waits in each iteration of a loop to read its condition. Letters: T tokens of the step, G query heads for each of K
+    KV heads, H head size, R rows, P entries of a page table.
     """
     group_size = q.shape[2]
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
@@ -124,9 +129,11 @@ def prefill(
     # `context_lens` counts this step's queries, so a row's last query stands at the context's last position.
     first_positions = step.context_lens[tile_rows] - step.query_starts[tile_rows + 1] + first_tokens
     end_positions = first_positions + lens
+    # Queries after a short tile's last one get its position; their outputs are overwritten or lie in padding.
     positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], end_positions[:, None] - 1)
 
     def query_tile(index: Array) -> QueryTile:
+        """Return query tile `index` of the plan: `tile_q` tokens, of which a short tile's last ones mean nothing."""
         queries = by_head(lax.dynamic_slice_in_dim(padded_q, first_tokens[index], tile_q))
         table, query_positions = tables[tile_rows[index]], jnp.tile(positions[index], group_size)
         return QueryTile(queries, table, query_positions, end_positions[index])

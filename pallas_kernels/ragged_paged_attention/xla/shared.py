@@ -30,8 +30,9 @@ def attend_shared(
 
     Cascade attention: the queries of a tile's rows, at most `tile_rows`, stand side by side as if they were queries of
     one row, so that the shared pages are read once. `state` holds a state of each of the R rows, and rows in no
-    tile keep theirs. Every tile computes `tile_rows` rows: one with fewer members also computes the rows that follow
-    in `plan.members`, and drops the results.
+    tile keep theirs. Column i of `plan.shared_tiles` holds the index of tile i's first member in `plan.members`, its
+    number of members and its number of shared pages. Every tile computes `tile_rows` rows: one with fewer members also
+    computes the rows that follow in `plan.members`, and drops the results.
     """
     page_size, (num_rows, _, group_size, _) = tiles.pages.page_size, q.shape
     # Without padding, `dynamic_slice` would move the last tile's slice back to fit into the array.

@@ -40,7 +40,11 @@ class Softmax:
         return cls(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), values)
 
     def merge(self, other: Softmax) -> Softmax:
-        """Return the state of the same queries over the keys of both states, which have no key in common."""
+        """Return the state of the same queries over the keys of both states, which have no key in common.
+
+        Weights are relative to the maximum of their state, so both are rescaled to the larger maximum. A state without
+        keys has the total 0 and changes nothing.
+        """
         new_max = jnp.maximum(self.max, other.max)
         decay, other_decay = jnp.exp(self.max - new_max), jnp.exp(other.max - new_max)
         return Softmax(
@@ -61,7 +65,8 @@ class Softmax:
     ) -> Softmax:
         """Return the state after S more keys of each row, a step of the online softmax.
 
-        A score of −inf masks a key. `weigh` (weights) returns the sum of the keys' values times these weights.
+        `scores` are the queries' logits for these keys; −inf masks a key. `weigh(weights)` returns, for each query, the
+        sum of the keys' values times these weights. If the maximum grows, the sums so far are rescaled by `decay`.
         """
         new_max = jnp.maximum(self.max, jnp.max(scores, axis=3))
         weights = jnp.exp(scores - new_max[..., None])
