@@ -140,13 +140,13 @@ class MatrixUnit:
         code.loop(begin, end, step, step=TILE)
 
     def _each_sum(self, name: str, c: Matrix, num_tiles: int) -> None:
-        """Emit the instruction `name` for each register of sums, with the address of its tile in C."""
+        """Emit the load or store `name` for each register of sums, with the address of its tile in C."""
         for i, register_pair in enumerate(SUMS[:num_tiles]):
             for j, tile_register in enumerate(register_pair):
                 self._call(name, I8(tile_register), c.at(self._code, TILE * i, TILE_BYTES * j), c.stride)
 
     def _call(self, name: str, *args: ir.Value) -> None:
-        """Emit an instruction of the matrix unit by the name of its LLVM intrinsic."""
+        """Emit an instruction of the matrix unit; `name` is its LLVM intrinsic without "llvm.x86."."""
         build = self._code.build
         function = declare(build.module, f"llvm.x86.{name}", ir.VoidType(), *(arg.type for arg in args))
         build.call(function, args)
@@ -163,6 +163,7 @@ def tile_handler() -> str:
     """
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+        """Count the panels, which are the units; a product with a large weight is worth several threads."""
         x, panels = args
         build, num_panels, num_pairs = code.build, panels.size(0), panels.size(1)
         num_words = build.mul(build.mul(num_panels, I64(PANEL)), num_pairs)

@@ -50,6 +50,7 @@ def check_interface(header: str) -> tuple[int, int]:
     if len(numbers) != 2 or numbers[0] != MAJOR:
         raise _refusal(f"version {'.'.join(map(str, numbers)) or 'unknown'}", f"{MAJOR}.x")
     for name, expected in _EXPECTED.items():
+        # Fields after the expected ones are not read: structures grow at their end.
         if (found := _fields(header, name)[: len(expected)]) != expected:
             raise _refusal(f"XLA_FFI_{name} with {', '.join(found) or 'no fields'}", ", ".join(expected))
     # The first four fields of the structure are not functions.

@@ -258,7 +258,11 @@ class Code:
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
 
     def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """Reduce the lanes, a power of two, to one value: `join` joins the vector's halves until one lane is left."""
+        """Reduce the lanes of a vector to one value: `join` joins the two halves, such as by adding, until one is left.
+
+        The number of lanes must be a power of two. The lower half is the first argument of `join`: with 4 lanes, lanes
+        0 and 2 are joined, and lanes 1 and 3, then the two results.
+        """
         while (num_lanes := vector.type.count // 2) > 0:
             halves = (
                 ir.Constant(ir.VectorType(I32, num_lanes), list(range(first_lane, first_lane + num_lanes)))
@@ -300,7 +304,7 @@ def host_has_avx512() -> bool:
 
 
 def lanes_for(size: int) -> int:
-    """Return the lanes of float32 in the longest vector that divides `size`."""
+    """Return the lanes of float32 in the longest vector that divides `size`: 16, 8, 4, 2 or 1; 16 needs AVX-512."""
     lanes = 16 if host_has_avx512() else 8
     while size % lanes:
         lanes //= 2

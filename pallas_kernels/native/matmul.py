@@ -134,12 +134,14 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
             f"product: got a weight of shape {panels.shape}, wanted {wanted}: panels of {x.shape[1]} × {num_out}"
         )
     is_bf16_packed = x.dtype == jnp.bfloat16
+    # In bfloat16, K is padded as the panels are; the zeros add nothing.
     if is_bf16_packed and (num_padding := 2 * panels.shape[1] - x.shape[1]):
         x = jnp.pad(x, ((0, 0), (0, num_padding)))
     num_rows, has_avx512 = x.shape[0], host_has_avx512()
     if is_bf16_packed and has_amx_unit():
         name = tile_handler()
     else:
+        # As few batches of rows as possible, of equal sizes or one row apart; the handler is compiled for the smaller.
         num_batches = -(-num_rows // _max_rows_together(has_avx512))
         name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_avx512, num_rows // num_batches)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
@@ -200,6 +202,7 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
             has_partial_sums = build.icmp_signed(">", begin, I64(0))
 
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                """Return the sums plus the products of word k of each row and of the panel's columns."""
                 word_offset = add(add(panel_offset, mul(k, I64(PANEL))), I64(first_column))
                 offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
                 words = code.load_vectors(panels, offsets, word_type, lanes)

@@ -66,6 +66,7 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
     vector_type = ir.VectorType(F32, lanes)
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+        """Count the units of rows, and decide whether they are worth several threads. `args` are x, weight and bias."""
         build, (x, *vectors) = code.build, args
         num_rows = x.size(0)
         num_units = build.sdiv(build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
@@ -81,7 +82,8 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
         def mean_of_row(start: ir.Value, add_vector: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
             """Return the mean of a row's elements, or of their squares.
 
-            `start` is the offset of the row in x. `add_vector` (vector, sum) adds a vector of the row, or its square.
+            `start` is the offset of the row in x. `add_vector(vector, sum)` returns the sum with a vector of the row
+            added, or with its square.
             """
 
             def add_vectors(element: ir.Value, *sums: ir.Value) -> list[ir.Value]:

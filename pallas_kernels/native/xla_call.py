@@ -176,6 +176,7 @@ def _schedule_helpers(code: Code, frame: ir.Value, work: ir.Function, job: ir.Va
     build.atomic_rmw("add", code.at(job, HOLDERS, I64), num_helpers, "monotonic")
 
     def schedule(_: ir.Value) -> None:
+        """Emit the scheduling of one helper; if it is refused, run it here, as it must release the job."""
         error = _call(code, api, ffi.SCHEDULE, context, build.bitcast(helper, POINTER), job)
         with build.if_then(_is_not_null(code, error)):
             _destroy(code, api, error)
