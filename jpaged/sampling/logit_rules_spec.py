@@ -90,6 +90,7 @@ class LogitRulesSpec:
         sequence. `bad_words` are the token ids of each word that the output must not hold, at most MAX_BAD_TOKENS
         together, which the caller has checked. Words that the end of the output has begun are marked as matched so far.
         """
+        # Each entry counts how often the output holds the token, with flags in the high bits (IN_PROMPT, ENDS).
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
         tokens[np.asarray(prompt, np.intp)] |= IN_PROMPT
         # An end-of-sequence id of the model may lie outside the vocabulary, so that it has no logit.

@@ -127,8 +127,9 @@ def trial(
 ) -> Float[Array, "T D"]:
     """Return the hidden states of one step. Callers only trace this function, to check a model without running it.
 
-    `packed` is a step's buffer, which `layout` cuts into sections. `tables` are the page tables of all state slots,
-    `layers` the attention layers that the model's config announces.
+    `graph` and `weights` are the two halves of the model (`nnx.merge`). `packed` is a step's buffer, which `layout`
+    cuts into sections. `tables` are the page tables of all state slots, `layers` the attention layers that the model's
+    config announces.
 
     Raises ValueError if the model does not attend exactly as `layers` say, or if it returns something other than the
     cache that its last `attend` returned.
@@ -187,9 +188,11 @@ def sample_rows(
 ) -> tuple[SamplingState, SampledRows]:
     """Sample one token for each of R rows, padding included; return the new sampling state and the sampled rows.
 
-    `columns` are the SAMPLE_FIELDS of the rows; the field "token" says which hidden state a row is sampled from. The
-    row's token is written to its state slot (padding and rows that only score a prompt token write slot 0), and is
-    counted in the logit rules of that slot if there are rules. `mesh` is None on a single device.
+    `graph` and `weights` are the two halves of the model (`nnx.merge`); only the weights that logits need are used.
+    `state` is the last token of each state slot, and the logit rules, None if the mode reads none. `columns` are the
+    SAMPLE_FIELDS of the rows; the field "token" says which hidden state a row is sampled from. The row's token is
+    written to its state slot (padding and rows that only score a prompt token write slot 0), and is counted in the
+    logit rules of that slot if there are rules. `mesh` is None on a single device.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
     logits_RV = _whole_logits(_merged(graph, weights), hidden_TD[columns[TOKEN]], mesh)
@@ -242,12 +245,13 @@ def decode(
 ) -> tuple[tuple[DeviceState, LogitRulesState | None], SampledRows]:
     """Decode up to K = `sampling.num_steps` tokens of every row, one after another.
 
-    Return the new state and rules, and the sampled rows of each iteration, [K, R]. `packed` is a step's buffer, which
-    `layout` cuts into sections; every row has one token. A row is live until it has drawn its `decode_lens` tokens or
-    one that ends its sequence; it is not live at all if its last token has ended its sequence. The loop runs until no
-    row is live; with static control flow it runs K times. A row that is not live is computed again with unchanged
-    inputs beside the others: it rewrites the same keys and values, and its results mean nothing. `state` and `rules`
-    are donated.
+    Return the new state and rules, and the sampled rows of each iteration, [K, R]. `graph` and `weights` are the two
+    halves of the model (`nnx.merge`), `rules` the logit rules of all state slots (None if the mode reads none).
+    `packed` is a step's buffer, which `layout` cuts into sections; every row has one token. A row is live until it has
+    drawn its `decode_lens` tokens or one that ends its sequence; it is not live at all if its last token has ended its
+    sequence. The loop runs until no row is live; with static control flow it runs K times. A row that is not live is
+    computed again with unchanged inputs beside the others: it rewrites the same keys and values, and its results mean
+    nothing. `state` and `rules` are donated.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])

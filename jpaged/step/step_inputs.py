@@ -311,6 +311,7 @@ class StepInputBuilder:
         query_lens[len(work.decodes) :] = [chunk.num_tokens for chunk in work.chunks]
         starts = self.next_positions[slots]
         starts[len(work.decodes) :] = [chunk.start for chunk in work.chunks]
+        # The last key of `lexsort` counts first.
         order = np.lexsort((-starts, query_lens > 1))
         row_of_work = np.empty_like(order)
         row_of_work[order] = np.arange(len(order))
@@ -366,7 +367,7 @@ class StepInputBuilder:
         the pages 4, 9 and 7 has slot 7 × 16 + 3.
         """
         num_tokens, block_size = rows.num_tokens, self.sizes.block_size
-        slots, positions = rows.seq_slots, rows.starts
+        slots, positions = rows.seq_slots, rows.starts  # These are by row; with one token a row, also by token.
         if num_tokens > len(slots):
             slots = np.repeat(slots, rows.query_lens)
             positions = np.arange(num_tokens) + np.repeat(positions - rows.query_starts, rows.query_lens)

@@ -70,7 +70,7 @@ class WeightStore:
         the store never deletes them. No step may be in flight. Beside the tree and the weights, memory holds at most
         MAX_PENDING weights that are being made. If this fails, the store is empty.
         """
-        # After `drop` there are paths but no arrays, so that `old` is empty.
+        # `old` holds the present arrays by path. After `drop` there are paths but no arrays, so that it is empty.
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
         tree, _ = checked
         is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, tree.arrays.values()))
@@ -93,6 +93,7 @@ class WeightStore:
             gc.collect(0)  # JAX frees memory of the host only when Python collects garbage.
             return None
 
+        # JAX returns arrays before they are computed. Only the oldest is waited for, so the next ones begin meanwhile.
         made: dict[Path, jax.Array] = {}
         pending: deque[jax.Array] = deque()
         for new in live.make(checked, program, take=take, copy=copy):
