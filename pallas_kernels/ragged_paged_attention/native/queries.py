@@ -270,9 +270,10 @@ class Queries:
     ) -> None:
         """Emit scores[query, z] = q · k[:, z] for all slots z of a page: a matrix product with its sums in registers.
 
-        `queries` are offsets from `first_query`, and the rows of `self.scores` that are written. One iteration takes
-        `slot_span` slots for all queries; its inner loop goes over the words of a head (one float32 or two bfloat16
-        each) and carries the sums. With `prefetches_values`, it also prefetches the page's values.
+        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16. `queries` are offsets
+        from `first_query`, and the rows of `self.scores` that are written. One iteration takes `slot_span` slots for
+        all queries; its inner loop goes over the words and carries the sums. `prefetches_values` adds prefetches of the
+        page's values.
         """
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words

@@ -83,7 +83,8 @@ class KVSplits:
         num_iterations = jnp.minimum(pages_per_split, num_pages)
         split_ends = jnp.cumsum(num_splits)
         split_starts = split_ends - num_splits
-        # One more row of length 0 is appended: the splits that fill up the last batch belong to it.
+        # Entries after a row's last page may be stale: they become the null page. One more row of length 0 is appended:
+        # the splits that fill up the last batch belong to it.
         is_live = jnp.arange(tables.shape[1])[None] < end_pages[:, None]
         tables = self.pages.first_page + jnp.pad(jnp.where(is_live, tables, NULL_PAGE), ((0, 1), (0, 0)))
         # If a row has its first page at table index 2, and its splits are numbers 3 and 4, the offset is 2 − 3 = −1.
@@ -108,6 +109,7 @@ class KVSplits:
                 lambda old, new: lax.dynamic_update_slice_in_dim(old, new, batch * batch_size, 0), states, state
             )
 
+        # All splits that there may be, filled up to whole batches, and one more state.
         max_states = num_rows * self.max_splits
         max_states += -max_states % batch_size
         # The last state is never written: it is empty, and is merged into rows that have no split left. The values of
