@@ -177,7 +177,10 @@ def _read_piece(inputs: AttentionInputs, launch: Launch, index: Scalar) -> Piece
 
 
 def _query_tile(scratch: AttentionScratch, launch: Launch, index: Scalar) -> tuple[Ref, Ref | None]:
-    """Return the tile in shared memory of a piece's queries, and the barrier at which their copies arrive."""
+    """Return the tile in shared memory for the queries of piece `index`, and the barrier at which their copies arrive.
+
+    Successive pieces use the query tiles in turn. The barrier is None on chips without TMA.
+    """
     tile = lax.rem(index, jnp.int32(launch.num_query_tiles))
     return scratch.q_tiles.at[tile], None if scratch.q_barriers is None else scratch.q_barriers.at[tile]
 
@@ -185,9 +188,12 @@ def _query_tile(scratch: AttentionScratch, launch: Launch, index: Scalar) -> tup
 def _fetch_queries(
     inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Scalar, piece_row: PieceRow
 ) -> None:
-    """Start the copies of the queries of piece `index` to shared memory; `piece_row` is the row of that piece.
+    """Start the copies of the query tile of piece `index` of the plan to shared memory.
 
-    The number of query rows counts all that the row has from the piece's first one on, also those beyond the tile.
+    A piece is a query tile over a range of the keys of one row (sequence), here `piece_row`, which has `num_queries` ×
+    `group_size` query rows. The tile begins at query row `first_query_row` of its row and at `aligned_row` among the
+    aligned query rows of the step, where each row begins at a multiple of `ROW_ALIGN` = 8. `num_rows` counts the query
+    rows from the start of the tile to the end of the row. It may exceed the tile; then `start_query_copies` fills it.
     """
     piece = _read_piece(inputs, launch, index)
     aligned_row = pl.multiple_of(piece.aligned_row, ROW_ALIGN)
@@ -236,7 +242,7 @@ def _compute_piece(
     num_kv_tiles = jnp.maximum(end_tile - first_tile, 0)
 
     def tile_pages(tile_index: Scalar) -> tuple[Scalar, ...]:
-        """Return the pages of a KV tile of this piece.
+        """Return the indices, in the arrays of pages, of the pages of a KV tile; tile 0 is the first one of this piece.
 
         Pages before the first one or after the last one that any query attends to are replaced by that page. The other
         two clamps, to the table and to the cache, guard memory: a caller that passes a context longer than its table,

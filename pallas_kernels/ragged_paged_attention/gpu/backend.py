@@ -49,7 +49,7 @@ MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
 
 
 def faster_prefill(capability: tuple[int, int], head_size: int) -> str:
-    """Return the instruction by which large tiles are faster on a GPU of this compute capability: wgmma on a Hopper.
+    """Return the faster instruction for large tiles: wgmma on a Hopper at head sizes 64 and 128, else mma.
 
     An H100 computed a prompt of 8,192 tokens in 0.68 of the time of mma (docs/measurements/first_light_h100_3.json).
     """
@@ -79,7 +79,8 @@ class GpuBackend(GpuPlanner, Backend):
         """Return the backend for these GPUs of one kind: its kernels are compiled for their compute capability.
 
         `shape` holds the heads of one GPU. With `deterministic`, keys are not split (split-KV), since the splits of a
-        row depend on the other rows. ValueError for a GPU older than Ampere.
+        row depend on the other rows. `tuned` is not used: nothing is tuned for this backend. Raises ValueError for a
+        GPU older than Ampere.
         """
         device = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
@@ -101,7 +102,10 @@ class GpuBackend(GpuPlanner, Backend):
         )
 
     def __post_init__(self) -> None:
-        """Raise ValueError if this JAX has no `mma`, or if the kernels do not take a field; the text names it."""
+        """Raise ValueError if this JAX has no `mma`, or if a field has a value that the kernels do not take.
+
+        The text names the field and the values that are allowed.
+        """
         if not hasattr(plgpu, "mma"):
             raise ValueError(
                 f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
@@ -145,10 +149,11 @@ class GpuBackend(GpuPlanner, Backend):
     def launches(
         self, num_tokens: int, num_rows: int, options: AttendOptions, *, decodes_only: bool = False
     ) -> list[Launch]:
-        """Return one launch of the attention kernel for each size of query tiles that a step of that size may have.
+        """Return one launch of the attention kernel for each size of query tiles, small or large, that a step may have.
 
-        Each launch names its section of the plan. If the plan has no section for the layer's window, the layer takes
-        the section of full attention, and the kernel skips the keys that the window hides.
+        The step is padded to `num_tokens` and `num_rows`; with `decodes_only` it has small tiles only. Each launch
+        names its section of the plan. If the plan has no section for the layer's window, the launch takes that of full
+        attention, and the kernel skips the keys that the window hides.
         """
         windows = self.planned_windows
         window_index = windows.index(options.window) if options.window in windows else 0
@@ -173,9 +178,10 @@ class GpuBackend(GpuPlanner, Backend):
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """See `Backend.attend`: scatter k and v into the pages, then flash attention with split-KV.
 
-        The queries are gathered into a mutable array [K, A, H], by KV head, with the A query rows of each sequence
-        aligned to eight. Each launch overwrites the queries of its tiles by their outputs. If keys can be split, a
-        launch returns partial results too, and `merge` combines them.
+        The queries are gathered into a mutable array [K, A, H] by KV head: A counts the query rows of all sequences,
+        each of which begins at a multiple of 8. Each launch overwrites the queries of its tiles by their outputs. If
+        keys can be split, a launch returns partial results too, and `merge` combines them. If k and v are None, the
+        pages hold the keys and values already.
         """
         q, k, v, step = inputs.q, inputs.k, inputs.v, inputs.step
         k_pages, v_pages = pages

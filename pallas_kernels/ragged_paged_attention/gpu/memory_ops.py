@@ -46,14 +46,16 @@ class Chip:
 
 
 def smem_tile(shape: tuple[int, ...], dtype: DTypeLike, chip: Chip, lanes: int | None = None) -> Any:
-    """Return the type of a tile in shared memory, [rows, lanes] in its last axes, that products read without conflicts.
+    """Return the type of a tile in shared memory that products read without bank conflicts.
 
-    A row lies in swizzled blocks of 128, 64 or 32 bytes, the largest size that divides the row; x & −x is the largest
-    power of two that divides x. On Hopper a row of 96 bfloat16, 192 bytes, is three blocks of 64. `lanes` is given if a
-    product reads fewer lanes at a time than the tile has: then the block size divides the bytes of these.
+    `shape` ends in [rows, lanes]. A row lies in swizzled blocks of 128, 64 or 32 bytes: the largest of these sizes that
+    divides the row, or on Ampere half the row, but at least 32. A row of 96 bfloat16, 192 bytes, is three blocks of 64
+    on Hopper and six blocks of 32 on Ampere. `lanes` is given if a product reads fewer lanes at a time than the tile
+    has: then the block size divides the bytes of that many lanes, on any chip.
     """
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
-    # On Ampere, four warps share the copy of 16 rows, which takes an even number of blocks in a row.
+    # On Ampere, four warps share the copy of 16 rows, which takes an even number of blocks in a row. Below, x & −x is
+    # the largest power of two that divides x.
     bytes_to_divide = row_bytes if chip.has_tma or lanes else row_bytes // 2
     block_bytes = max(min(bytes_to_divide & -bytes_to_divide, 128), 32)
     tiling = plgpu.TilingTransform((8, block_bytes // jnp.dtype(dtype).itemsize))
@@ -61,7 +63,11 @@ def smem_tile(shape: tuple[int, ...], dtype: DTypeLike, chip: Chip, lanes: int |
 
 
 def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> None:
-    """Start a copy from global to shared memory; a TMA copy arrives at `barrier`."""
+    """Start a copy from global to shared memory; `wait_copies` waits for it.
+
+    A TMA copy arrives at `barrier`. A cp.async copy needs no barrier, which is None then; `source` must lie within its
+    array, since nothing is checked.
+    """
     if chip.has_tma:
         plgpu.copy_gmem_to_smem(source, target, barrier)
     else:
@@ -72,7 +78,7 @@ def wait_copies(barrier: Ref | None, num_later: int, chip: Chip) -> None:
     """Wait for the copies that arrive at `barrier`; without TMA, for all copies but the last `num_later` started.
 
     Copies by cp.async arrive at no barrier. They end in the order of their start, so each thread waits until at most
-    `num_later` of its own are left; then the threads of the block meet, and each of them sees the data of all.
+    `num_later` of its own are in flight. Then the threads of the block synchronize, and each sees the data of all.
     """
     if chip.has_tma:
         plgpu.barrier_wait(barrier)
@@ -104,11 +110,11 @@ def start_query_copies(
 ) -> None:
     """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target` in shared memory.
 
-    If there are more rows than the tile has, the first ones are copied.
-    Rows are copied ROW_ALIGN = 8 at a time, until the tile is full. In place of rows after the last one, the last 8
-    rows are copied again, because another thread block may be writing the rows that follow in `source`: 20 rows to a
-    tile of 32 copy the rows 0 … 7, 8 … 15, 16 … 23 and 16 … 23 again. Ampere cannot copy so few rows at a time and
-    copies the rows that follow; results computed from them are not stored.
+    The whole tile is filled, ROW_ALIGN = 8 rows at a time. If `num_rows` exceeds the rows of the tile, the first ones
+    are copied. If it is less, the group of 8 that holds the last row is copied again in place of the rows after it,
+    because another thread block may be writing those: 20 rows to a tile of 32 copy the rows 0 … 7, 8 … 15, 16 … 23, and
+    16 … 23 again. Ampere cannot copy so few rows at a time and copies the rows that follow in `source` as well. Results
+    of the added rows are not stored. On Hopper, `barrier` gets one arrival for each group of 8.
     """
     if not chip.has_tma:
         return start_copy(source.at[head, pl.ds(aligned_row, target.shape[0])], target, barrier, chip)
@@ -121,11 +127,11 @@ def start_query_copies(
 def store_query_rows(
     target: Ref, head: Scalar, aligned_row: jax.Array, num_rows: Scalar, values: jax.Array, staging: Ref, chip: Chip
 ) -> None:
-    """Store the first `num_rows` rows of `values`, or all, to target[head, aligned_row:], by way of the tile `staging`.
+    """Store the first `num_rows` rows of `values` to target[head, aligned_row:]; all rows if `num_rows` is larger.
 
-    `staging` is shared memory of the shape of `values`. Rows are stored ROW_ALIGN = 8 at a time, 16 bytes per thread at
-    head size 128. `num_rows` is therefore rounded up to a multiple of 8, which overwrites only padding rows: the rows
-    of each sequence begin at a multiple of 8.
+    The rows go through `staging`, a tile in shared memory of the shape of `values`, so that each thread stores adjacent
+    numbers: 16 bytes at head size 128. Rows are stored ROW_ALIGN = 8 at a time, so `num_rows` is rounded up to a
+    multiple of 8. That overwrites only padding rows, because the rows of each sequence begin at a multiple of 8.
     """
     staging[...] = values.astype(staging.dtype)
     for first_row in range(0, staging.shape[0], ROW_ALIGN):
@@ -137,10 +143,12 @@ def store_query_rows(
 
 
 def row_layout(head_size: int, chip: Chip) -> Any:
-    """Return the register layout of ROW_ALIGN = 8 rows: each of the four warps has two rows, a thread adjacent lanes.
+    """Return the register layout in which a thread block loads and stores rows [rows, H], a multiple of 8 of them.
 
-    The layout repeats after so many lanes as the largest power of two that divides the head size, 128 at most. On
-    Ampere 64 or 32 lanes lie in two blocks of shared memory, so there a warp has half of the lanes of four rows.
+    Of 8 rows each of the four warps has two, 16 threads to a row; a thread has `lanes_at_once` // 16 adjacent lanes of
+    one row. The layout repeats every `lanes_at_once` lanes, the largest power of two that divides the head size, but at
+    most 128: head size 96 is three times 32 lanes, 2 to a thread. On Ampere 64 or 32 lanes lie in two blocks of shared
+    memory, so there a warp has half of the lanes of four rows, 8 threads to a row.
     """
     lanes_at_once = min(head_size & -head_size, 128)
     if lanes_at_once in (32, 64) and not chip.has_tma:
@@ -153,7 +161,8 @@ def row_layout(head_size: int, chip: Chip) -> Any:
 def to_compute_dtype(stored: jax.Array, chip: Chip) -> jax.Array:
     """Convert one-byte numbers of a page, int8 or float8_e4m3fn, to bfloat16, which is exact.
 
-    Chips before Hopper, which have no TMA, have no instruction for the conversion either.
+    Chips before Hopper have no instruction for the conversion. They are those without TMA; there the numbers are
+    converted by operations on their bits.
     """
     if chip.has_tma:
         return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
@@ -171,7 +180,7 @@ def _int8_to_float32(stored: jax.Array) -> jax.Array:
 
 
 def _float8_to_float32(bits: jax.Array) -> jax.Array:
-    """Convert the bits of float8_e4m3fn to float32, NaN included, without the conversion instruction.
+    """Convert the bits of float8_e4m3fn, given as int8, to float32, NaN included, without the conversion instruction.
 
     Exponent and mantissa, shifted left by 7, are those of a float16. Its exponent is too small by 8, the difference of
     the two formats' biases (15 − 7), so the result is multiplied by 2⁸ = 256. The sign is in bit 15, because the

@@ -22,17 +22,21 @@ from .plan import MERGE_FIELDS, ROW_ALIGN, Merge, PlanSection
 
 
 def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: PlanSection, chip: Chip) -> None:
-    """Merge the partial results of each query tile whose keys were split, and write the outputs over its queries.
+    """Merge the partial results of each query tile whose keys were split (split-KV); outputs overwrite its queries.
 
-    Each such tile has one entry of type `Merge` in `plan`; `section` holds the offset of these entries and of their
-    number. `queries` is a mutable array [K, A, H], where each sequence's query rows begin at a multiple of `ROW_ALIGN`.
-    One thread block computes one tile and KV head; thread blocks beyond the number of entries do nothing.
+    Each such tile has one entry of type `Merge` in `plan`, field by field; `section` holds the offset of these entries
+    and of their number. `queries` is a mutable array [K, A, H], where each sequence's query rows begin at a multiple of
+    `ROW_ALIGN` = 8. The grid is as large as the plan may need: one thread block for each of `max_merges` tiles and each
+    KV head. Thread blocks beyond the number of entries do nothing.
     """
     tiles = section.tiles
     num_kv_heads, _, head_size = queries.shape
 
     def body(queries: Ref, partials: Partials, plan: Ref, staging: Ref) -> None:
-        """Merge one tile for one KV head, if the plan has so many; the outputs go through shared memory, `staging`."""
+        """Merge one split tile for one KV head. Do nothing if the plan has no tile of this thread block's index.
+
+        The outputs go through `staging`, a tile in shared memory, to `queries`.
+        """
         merge_index, head = lax.axis_index("merge"), lax.axis_index("head")
 
         @pl.when(merge_index < plan[section.num_merges_offset])
@@ -57,9 +61,10 @@ def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: 
 def _merged(partials: Partials, head: Scalar, split_tile: Merge) -> Float[Array, "M H"]:
     """Return the outputs [M, H] of one split tile and KV head: its partial results combined by log-sum-exp.
 
-    `split_tile` names `num_partials` consecutive entries of `partials`, each the sum of weights and the weighted sum of
-    values over one part of the keys, relative to the maximum of the scores there. They are rescaled to the largest
-    maximum and added up; then the weighted sum is divided by the sum of weights. Maxima are scores times log₂ e.
+    `split_tile` names `num_partials` consecutive entries of `partials`, one for each part of the tile's keys. An entry
+    has, for each of the M query rows, the largest score of that part (times log₂ e), and the sum of weights and the
+    weighted sum of values relative to it. Both sums are rescaled to the largest score of all parts and added up; then
+    the weighted sum is divided by the sum of weights.
     """
     tile_rows, head_size = partials.acc.shape[2:]
     layout = mma.acc_layout(tile_rows)

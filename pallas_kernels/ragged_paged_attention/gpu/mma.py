@@ -55,9 +55,10 @@ def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Arr
 
 
 def _multiply_add(acc: jax.Array, a_ref: Ref, b_ref: Ref, chip: Chip) -> jax.Array:
-    """Return acc + a · b, loaded from shared memory into the register layouts that `mma` reads.
+    """Return acc + a · b in float32: a [M, X] and b [X, Y] are loaded from shared memory, acc [M, Y] is in registers.
 
-    Only this function differs when the kernel is interpreted, because the interpreter has no `mma`.
+    Both are loaded into the register layouts that `mma` reads. When the kernel is interpreted, `jnp.dot` takes the
+    place of `mma`, which the interpreter does not have.
     """
     m_warps = _warps_along_rows(acc.shape[0])
     a = plgpu.load(a_ref, layout=plgpu.Layout.MMA_LHS(COMPUTE_DTYPE, m_warps=m_warps))

@@ -39,18 +39,19 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
     """Partition query tiles into `num_lists` lists of about equal cost, one list for each thread block of a KV head.
 
     Tile i has the keys of the granules `begin[i]` … `end[i]` − 1, at least one; there is at least one tile. A granule
-    is a fixed number of keys. A tile costs its granules plus `PIECE_COST`; that a split begins one more piece is not
-    counted. The tiles keep their order: they are laid end to end, and borders cut them into lists. A border inside a
-    tile splits the tile's keys (split-KV). Example: tiles of 10 and 2 granules cost 12 and 4 (`PIECE_COST` is 2), so
-    the share of each of two lists is 8. With a split at granule 6 of tile 0, both lists cost 8; without one, the border
-    moves to the end of tile 0, and the lists cost 12 and 4.
+    is a fixed number of keys. A tile costs its granules plus `PIECE_COST` = 2; that a split begins one more piece is
+    not counted. The tiles keep their order: they are laid end to end, and borders cut them into lists. A border inside
+    a tile splits the tile's keys (split-KV). Example: tiles of 10 and 2 granules cost 12 and 4, so the share of each of
+    two lists is 8. With a split at granule 6 of tile 0, both lists cost 8; without one, the border moves to the end of
+    tile 0, and the lists cost 12 and 4.
 
     `min_share` is the cost that a list gets before the next one gets any, and `max_splits` the largest number of
     splits. No tile is split if without splits the longest list costs at most `BALANCED` = 1.1 times the mean, or times
-    `min_share` if that is larger. Otherwise the best of up to four partitions is returned. One has no splits, and one
-    has `num_lists` lists. If `max_splits` is less than the number of borders, there are two more: with `max_splits` + 1
-    lists, and with as many lists per tile, the same number for all tiles, as lists and splits allow. Unused lists are
-    empty.
+    `min_share` if that is larger. Otherwise up to four partitions are compared, and the one whose longest list costs
+    least is returned: the one without splits, and one with up to `max_splits` splits and equal shares for `num_lists`
+    lists. If `max_splits` is less than the number of borders, there are two more: with shares for `max_splits` + 1
+    lists, all of whose borders may split, and with the same number of lists for each tile, as many as lists and splits
+    allow. The lists that such a partition does not use are empty.
     """
     cost = end - begin + PIECE_COST
     ends = cost.cumsum()
@@ -83,8 +84,10 @@ class _EqualShares:
     ):
         """Find the tile that each border lies in, the granule there, and the distance to the nearest end of a tile.
 
-        Example: three tiles of cost 4, 8 and 4 with `share` 8 have a border at cost 8, in the middle of tile 1. Its
-        distance to the nearest end of a tile, where tile 1 starts, is −4.
+        The tiles are laid end to end on an axis of cost; a tile's first `PIECE_COST` units stand for the fixed cost of
+        a piece, each further unit for one granule of keys. Border i is at cost (i + 1) × `share`, or at the end of all
+        tiles if that is less. Example: three tiles of cost 4, 8 and 4 with `share` 8 have a border at cost 8, in the
+        middle of tile 1. Its distance to the nearest end of a tile, where tile 1 starts, is −4.
         """
         self.num_tiles, self.total = len(begin), ends[-1]
         self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)
@@ -97,6 +100,7 @@ class _EqualShares:
         """Index of the tile that begins where a border would move to."""
         self.distance = is_past_middle * tile_cost - cost_before_border
         """Cost from each border to the nearest end of a tile, negative if that end lies before the border."""
+        # A border can split its tile only if at least one granule lies before it and one after it.
         self.granule = begin[self.tile] + cost_before_border - PIECE_COST
         self.is_inside = (self.granule > begin[self.tile]) & (self.granule < end[self.tile])
 
@@ -104,15 +108,18 @@ class _EqualShares:
         """Return the partition that splits tiles at `max_splits` borders at most, those farthest from an end of a tile.
 
         All other borders move to the nearest end of a tile. No border passes another: of two borders inside one tile,
-        the one that moves is nearer to the end it moves to. Lists after the last share are empty.
+        the one that moves is nearer to the end it moves to. If there are more lists than shares, the last ones are
+        empty. `max_cost` of the result is the cost of the longest list; that a split begins one more piece adds none.
         """
         split_borders = self.is_inside.nonzero()[0]
         if len(split_borders) > max_splits:
             farthest = np.argsort(-np.abs(self.distance[split_borders]), kind="stable")[:max_splits]
             split_borders = np.sort(split_borders[farthest])
+        # A list begins at the tile that its border moves to, or at a split: number s is coded as num_tiles + 1 + s.
         list_starts = np.full(num_lists - 1, self.num_tiles)
         list_starts[: len(self.nearest_tile)] = self.nearest_tile
         list_starts[split_borders] = self.num_tiles + 1 + np.arange(len(split_borders))
+        # The costs at which the shares begin and end; only borders that do not split their tile have moved.
         list_edges = np.empty(len(self.borders) + 2, np.int64)
         list_edges[0], list_edges[1:-1], list_edges[-1] = 0, self.borders + self.distance, self.total
         list_edges[1:-1][split_borders] = self.borders[split_borders]

@@ -188,16 +188,21 @@ class GpuPlanner:
         return tile_rows > 16 or self.head_size not in FULL_REGISTERS
 
     def num_query_tiles(self, tile_rows: int) -> int:
-        """Return the tiles of queries that a thread block has: two, unless the second one costs a block its place."""
+        """Return how many query tiles a thread block holds in shared memory: two, so that the next one can be fetched.
+
+        One, if with two fewer thread blocks would fit on a multiprocessor, or if the next piece is not read ahead.
+        """
         has_memory = self.blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
         return 2 if has_memory and self.reads_ahead(tile_rows) else 1
 
     def blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int = 1) -> int:
         """Return how many thread blocks fit on a multiprocessor, at least 1.
 
-        Shared memory and registers limit the number; the registers hold three blocks with tiles of 16 rows, else two.
+        Shared memory and registers limit the number: the registers hold three blocks with tiles of 16 query rows, else
+        two. A block's shared memory holds `num_stages` tiles of keys and as many of values, `num_query_tiles` tiles of
+        queries, and one tile of softmax weights, all counted with two bytes a number.
         """
-        # One-byte pages take half of this and a tile in two bytes.
+        # Pages of one byte a number take half of `kv_bytes`, and one tile each of keys and values in two bytes.
         kv_bytes = self.num_stages * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
         bytes_per_block = kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES
@@ -205,7 +210,10 @@ class GpuPlanner:
 
     @property
     def partial_bytes(self) -> int:
-        """Return the bytes for partial results: what the queries leave of `TEMP_BYTES`, but 4 to 11 MiB."""
+        """Return the bytes of global memory for partial results: at least 4 MiB, at most 11 MiB.
+
+        Between these bounds it is what the queries of 256 tokens, two bytes a number, leave of `TEMP_BYTES`.
+        """
         return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 11 << 20)
 
     @property
@@ -238,13 +246,18 @@ class GpuPlanner:
                 self._write_section(section, tiles, window, out)
 
     def max_tiles(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
-        """Return the largest number of tiles of `tile_rows` query rows in a step of that size.
+        """Return the most tiles of `tile_rows` query rows that a step of `num_tokens` in `num_rows` sequences may have.
 
-        A sequence of few queries has one small tile; every other sequence may end in a large tile that is not full.
+        The result is an upper bound; the length of the plan follows from it. A sequence of n queries has n × G query
+        rows, G = `group_size`. If they fit into a small tile, it has one small tile; else it has large ones, of which
+        the last may not be full. Example with G = 4, small tiles of 16 query rows and large ones of 64: a step of 100
+        tokens in 8 sequences has at most 8 small tiles. A sequence with large tiles has at least 5 queries, so there
+        are at most 400 // 64 = 6 full large tiles and min(100 // 5, 8) = 8 others: 14 in all.
         """
         if tile_rows < self.large_tile_rows:
             return min(num_tokens, num_rows)
-        # The fewest queries of a sequence that has large tiles: one more than fit a small tile.
+        # The fewest queries of a sequence that has large tiles: one more than fit a small tile, or 1 if all tiles have
+        # the same size.
         min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group_size + 1
         return num_tokens * self.group_size // tile_rows + min(num_tokens // min_queries, num_rows)
 
@@ -263,6 +276,9 @@ class GpuPlanner:
         to the tiles 0, 1, 1, 2: `first_piece` is [0, 1, 3], the split begins piece 2, and the pieces 1 and 2 get the
         partial results 0 and 1, which one merge combines. `window` is None for full attention. Without tiles, only the
         lists and the number of merges are written, as zeros.
+
+        `out` is the plan of the whole step. Pieces and merges are written field by field: all rows, then all first
+        query rows, and so on. A piece that is its whole tile has the partial result −1.
         """
         if not len(tiles.row):
             out[section.lists_offset : section.num_merges_offset + 1] = 0
@@ -288,7 +304,8 @@ class GpuPlanner:
         pieces = Piece(*out[section.pieces_offset : section.merges_offset].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
         pieces.row[:], pieces.first_query_row[:] = tiles.row[piece_tile], tiles.first_query_row[piece_tile]
         pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[piece_tile], partial_index
-        # The kernel finds the first and the last key of a tile by the lengths on the device, which may be shorter.
+        # The kernel finds the first and the last key of a tile by the lengths on the device, which may be shorter than
+        # those of the plan. Only the keys at which a tile is split are written.
         pieces.begin[:], pieces.end[:] = 0, NO_END
         pieces.begin[split_piece] = pieces.end[split_piece - 1] = split_granules * SPLIT_GRANULE
         list_begins = out[section.lists_offset : section.num_merges_offset]
@@ -306,10 +323,12 @@ class GpuPlanner:
 
 @cache
 def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only: bool) -> list[list[PlanSection]]:
-    """Return what `GpuPlanner.sections` returns, cached by size of a step: it would take a third of a plan's time.
+    """Return what `GpuPlanner.sections` returns: for each size of tiles a list with one section for each window.
 
-    The sections follow one another in the plan: first those of the small tiles, one per window, then those of the large
-    ones. `max_splits` follows from the room for partial results: each split adds at most two of them.
+    The result is cached by the size of the step, because computing it would take a third of the time of a plan. The
+    sections follow one another in the plan, first those of the small tiles. `num_lists` is the number of thread blocks
+    per KV head that the chip holds at once. `max_splits` is limited by `num_lists` − 1, the borders between lists, and
+    by the room for partial results: each split adds at most two of them.
     """
     sections: list[list[PlanSection]] = []
     section_offset = 0
@@ -348,7 +367,9 @@ def _cut_tiles(
 
     `query_lens` and `context_lens` are of all sequences of the step. `group_size` is G, the query heads per KV head: a
     sequence of n queries has n × G query rows. With G = 4 and tiles of 16, 6 queries are 24 query rows and two tiles:
-    query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5).
+    query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5). Aligned query rows count those of all sequences of
+    the step, each rounded up to a multiple of `ROW_ALIGN` = 8. A sequence's queries are its last positions, so its
+    first query has position context length − number of queries.
     """
     query_rows = query_lens * group_size
     aligned_lens = -(-query_rows // ROW_ALIGN) * ROW_ALIGN

@@ -30,11 +30,14 @@ class QueryRows:
     group_size: int
     """G: query heads per KV head."""
     tile_rows: int
-    """How far behind the last row its last tile may reach."""
+    """Aligned query rows after those of the last row of the step: its last tile may reach that far."""
 
     @property
     def begins(self) -> Int[Array, " R"]:
-        """Return the first aligned query row of each row, as `plan` counts them."""
+        """Return the index of the first aligned query row of each row of the step, as `plan` counts them.
+
+        Each row (sequence) takes its queries × G aligned query rows, rounded up to a multiple of `ROW_ALIGN` = 8.
+        """
         lens = jnp.diff(self.step.query_starts) * self.group_size
         aligned = -(-lens // ROW_ALIGN) * ROW_ALIGN
         return jnp.cumsum(aligned) - aligned
@@ -45,6 +48,8 @@ class QueryRows:
         Each sequence (row of the step) begins at a multiple of `ROW_ALIGN` = 8; its query rows are (query, head) pairs.
         With G = 2 and rows of 3 and 5 queries, row 0 takes the aligned rows 0 … 5 (and 6, 7 as padding), row 1 the
         aligned rows 8 … 17: aligned row 11 is query (11 − 8) // 2 = 1 of row 1, by head 2k + 1 of KV head k.
+        In a step that only decodes, row t is token t, so a transposition does without the gather. In both cases
+        `tile_rows` rows are added at the end, because the last tile may reach beyond the last row.
         """
         num_tokens, num_heads, head_size = q.shape
         if self.step.decodes_only:
@@ -52,19 +57,25 @@ class QueryRows:
             q_KTgH = jnp.pad(q_KTGH, ((0, 0), (0, 0), (0, -self.group_size % ROW_ALIGN), (0, 0)))
             return jnp.pad(q_KTgH.reshape(self.num_kv_heads, -1, head_size), ((0, 0), (0, self.tile_rows), (0, 0)))
         (num_rows,) = self.step.context_lens.shape
+        # An upper bound that is known when the step is traced: each row takes at most ROW_ALIGN − 1 rows of padding.
         num_aligned_rows = num_tokens * self.group_size + (ROW_ALIGN - 1) * min(num_rows, num_tokens) + self.tile_rows
         query_row = jnp.arange(-(-num_aligned_rows // ROW_ALIGN) * ROW_ALIGN)
         row = _last_begun(query_row, self.begins)
         row_offset = query_row - self.begins[row]
+        # Aligned query rows after the last query may hold any query; the clamp keeps the index valid.
         token = jnp.minimum(self.step.query_starts[row] + row_offset // self.group_size, num_tokens - 1)
         head_KA = jnp.arange(self.num_kv_heads)[:, None] * self.group_size + (row_offset % self.group_size)[None]
         return q.reshape(-1, head_size)[(token * num_heads)[None] + head_KA]
 
     def restore(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
-        """Return the results of aligned query rows in the order of tokens: this undoes `align`.
+        """Return the results of aligned query rows in the order of tokens [T, N, H]: this undoes `align`.
 
-        Padding tokens get zeros: the query rows after the last sequence may hold results computed from keys that no
-        query attends to.
+        In `aligned`, each sequence (row of the step) begins at a multiple of `ROW_ALIGN` = 8 and holds its results as
+        (query, query head) pairs: with G = 2, query 1 of a sequence that begins at aligned row 8 is in the aligned rows
+        10 and 11. In a step that only decodes, each token has G aligned rows, rounded up to a multiple of 8, and the
+        last `tile_rows` aligned rows belong to no token: `align` appended them for the last tile.
+
+        Padding tokens, those after the last sequence, get zeros. What their aligned rows hold is arbitrary.
         """
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
@@ -73,18 +84,20 @@ class QueryRows:
             by_head = aligned[:, : -self.tile_rows].reshape(num_kv_heads, len(token), -1, head_size)
             by_token = by_head[:, :, : self.group_size].transpose(1, 0, 2, 3)
         else:
+            # Padding tokens lie in no sequence. Both clamps keep their indices valid; zeros replace what they gather.
             row = jnp.minimum(_last_begun(token, starts), starts.shape[0] - 2)
             first_row_T = (token - starts[row]) * self.group_size + self.begins[row]
             aligned_row_TG = jnp.minimum(first_row_T[:, None] + jnp.arange(self.group_size)[None], num_aligned_rows - 1)
-            head_K = jnp.arange(num_kv_heads) * num_aligned_rows
+            head_K = jnp.arange(num_kv_heads) * num_aligned_rows  # The first aligned row of each KV head.
             by_token = aligned.reshape(-1, head_size)[head_K[None, :, None] + aligned_row_TG[:, None]]
         results = by_token.reshape(len(token), num_kv_heads * self.group_size, head_size)
         return jnp.where((token < starts[-1])[:, None, None], results, 0)
 
 
 def _last_begun(index: Int[Array, " I"], starts: Int[Array, " R"]) -> Int[Array, " I"]:
-    """Return the last row that begins at or before each index.
+    """Return, for each index, the number of the last row whose start is at most that index; `starts` ascend.
 
-    Each index is compared with all starts, because a binary search would be a loop on the device.
+    With starts 0, 3, 3 and 8, index 3 gives row 2 and index 9 row 3. Each index is compared with all starts, because a
+    binary search would be a loop on the device.
     """
     return jnp.searchsorted(starts, index, side="right", method="compare_all").astype(jnp.int32) - 1

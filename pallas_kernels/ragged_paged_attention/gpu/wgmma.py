@@ -45,9 +45,10 @@ def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Arr
 
 
 def _product(a_ref: Ref, b_ref: Ref) -> jax.Array:
-    """Return a · b in float32; both lie in shared memory, and what was written there is committed first.
+    """Return a · b in float32 for `a_ref` [M, X] and `b_ref` [X, Y] in shared memory.
 
-    `wgmma` is asynchronous: reading the accumulator waits for the product.
+    What ordinary instructions have written to shared memory is committed first, so that `wgmma` sees it. `wgmma` is
+    asynchronous: reading the accumulator waits for the product.
     """
     plgpu.commit_smem()
 
