@@ -134,8 +134,9 @@ class TpuBackend(Backend):
     ) -> TpuBackend:
         """Return the backend for these TPUs of one kind; `shape` holds the heads of one device.
 
-        `tuned` are entries of a user's table of tile sizes. `deterministic` has no effect: the table of backends has
-        ruled this backend out where it is set. Raises ValueError if the kernels have no sizes for the chip.
+        `tuned` are entries of a user's table of tile sizes. `deterministic` has no effect, because this backend is not
+        chosen where it is set (`BackendEntry.not_deterministic`). Raises ValueError if the kernels have no sizes for
+        the chip.
         """
         device_kind = devices[0].device_kind
         if device_kind not in TPU_CHIPS:
@@ -151,7 +152,7 @@ class TpuBackend(Backend):
         return f"sizes of {nearest}, not tuned for {self.chip}" if nearest else ""
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
-        """See `Backend.check_context_len`: one token more than two full tiles of decode."""
+        """Return the tokens of the longest row in the check at start: one more than two full tiles of decode."""
         return 2 * self.sizes_for(num_heads, layout, dtype).decode.tile + 1
 
     @classmethod
@@ -195,7 +196,8 @@ class TpuBackend(Backend):
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return how many int32 numbers a plan has: one that counts the query tiles, and four for each possible tile.
 
-        Each prefill row may begin and end with a tile that is not full. A step of decode rows only has an empty plan.
+        The step is padded to `num_tokens` and `num_rows`. Each row may begin and end with a tile of less than `tile_q`
+        tokens, all others are full. A step of decode rows only has an empty plan.
         """
         return 0 if decodes_only else PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
@@ -204,7 +206,8 @@ class TpuBackend(Backend):
 
         Tiles are cut at positions that are multiples of `tile_q`, so that the causal mask's diagonal lies in the same
         way in every tile but the first and the last of a row. With `tile_q` 32, a row's positions 40 … 99 become tiles
-        of 24, 32 and 4 tokens. `out` has the number of tiles first, then each field of all tiles.
+        of 24, 32 and 4 tokens. `out` has the number of tiles first, then each field of all tiles. Decode rows, which
+        come first, have no tiles. If the step has decode rows only, nothing is written.
         """
         if rows.decodes_only:
             return

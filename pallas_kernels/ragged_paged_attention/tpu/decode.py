@@ -66,7 +66,8 @@ def decode_vmem_bytes(
 def heads_per_product(num_kv_heads: int, group_size: int, max_rows: int) -> int:
     """Return h, a divisor of `num_kv_heads`: the KV heads, of G = `group_size` query heads each, in one product.
 
-    A product has h·G rows of scores, at most `max_rows` of them unless h is 1.
+    A product has h·G rows of scores, at most `max_rows` of them unless h is 1. The largest such h up to
+    `MAX_HEADS_PER_PRODUCT` = 8 is taken: 8 KV heads with G = 4 and `max_rows` 16 give h = 4.
     """
     max_heads = min(num_kv_heads, MAX_HEADS_PER_PRODUCT)
     divisors = [h for h in range(1, max_heads + 1) if num_kv_heads % h == 0 and h * group_size <= max_rows]
@@ -147,11 +148,13 @@ def decode_attention(
 def _row_schedule(
     context_lens: Int[Array, " R"], num_rows: Int[Array, ""], tile: int, window: int | None, block_rows: int
 ) -> tuple[Int[Array, " R_padded"], Int[Array, " R_padded"]]:
-    """Return the `context_lens` and `next_long_row` of `DecodeScalars`, padded by up to two blocks of rows.
+    """Return the lengths of the rows to decode, 0 for all others, and for each row the first long row from it on.
 
-    A row is long if it has a full tile: its query attends to keys before the KV tile that the row ends in. With tiles
-    of 512 tokens, rows of 1,100, 80 and 700 tokens give `next_long_row` 0, 2, 2, and 3 in the padding: none is left.
-    The padding is needed because the kernel also reads the entries of the block after the last one.
+    These are `context_lens` and `next_long_row` of `DecodeScalars`. The first `num_rows` rows are decoded. A row is
+    long if it has a full tile: its query attends to keys before the KV tile that the row ends in. With tiles of 512
+    tokens, rows of 1,100, 80 and 700 tokens give `next_long_row` 0, 2, 2. The number of rows, R = 3 here, says that no
+    long row is left. Both results are padded, with 0 and with R, to whole blocks and one block more, because the kernel
+    also reads the entries of the block after the last one.
     """
     num_padded_rows = context_lens.shape[0]
     row = jnp.arange(num_padded_rows)

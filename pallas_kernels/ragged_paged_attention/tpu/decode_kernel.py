@@ -190,10 +190,11 @@ class DecodeKernel:
             self.outputs.out[row_in_block, query_heads] = out.astype(self.outputs.out.dtype)
 
     def _keep_queries(self, rows: list[Row]) -> None:
-        """Copy the queries of tokens that are not decoded to the outputs, which share their memory.
+        """Copy the queries of the block's tokens that are not decoded to the outputs, which share their memory.
 
-        These tokens are prefill's or padding. The block's output window is written back as a whole, so without the
-        copy the queries would be lost.
+        These tokens, whose rows have context length 0 in this kernel, are prefill's or padding. The block's output
+        window is written back as a whole, so without the copy their queries would be lost. The prefill kernel, which
+        runs after this one, reads its queries from the same array.
         """
         for row_in_block, row in enumerate(rows):
 
@@ -328,11 +329,12 @@ class DecodeKernel:
             self._attend(sub_tiles, is_masked=True)
 
     def _put_new_token(self, row_in_block: int, row: Row) -> Ref:
-        """Put a row's new key and value into its tail in VMEM, and return the DMA that writes them to the page.
+        """Put a row's new key and value into its tail (last KV tile), and return the DMA that writes them to the page.
 
         The DMA is not started yet. It can only address aligned blocks of `write_slots` slots, so it writes the new
         token together with its neighbours, as they were fetched. With 8 slots to a block, the token at offset 21 of the
-        tail is slot 5 of the block at offset 16.
+        tail is slot 5 of the block at offset 16. Only called if the layer has new keys and values. For a row that is
+        not decoded, whose context length is 0, all indices are valid and the caller starts no DMA.
         """
         k, v = self.inputs.k, self.inputs.v
         assert k is not None
@@ -362,7 +364,7 @@ class DecodeKernel:
         unrolled_loop(self.num_products, self.max_products // len(sub_tiles), attend_product)
 
     def _attend_product(self, sub_tiles: list[SubTile], is_masked: bool, product: Scalar) -> None:
-        """Do one step of the online softmax for the h KV heads of product `product`; every sub-tile has its own row.
+        """Add one sub-tile each of one or more rows to the rows' softmax states, for the h KV heads of a product.
 
         Each stage (scores, maxima, weights, weighted values, update) is done for all rows before the next one: the rows
         are independent, so the matrix unit works for one while the vector unit works for another.

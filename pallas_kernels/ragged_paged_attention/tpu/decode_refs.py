@@ -143,12 +143,14 @@ def tail_rows_together(dtype: np.dtype[Any]) -> int:
 
 
 def max_unrolled_products(rows: int, heads: int, dtype: np.dtype[Any]) -> int:
-    """Return how many products one loop body may hold before the compiler spills registers; at least 1.
+    """Return how many products (scores and weighted values of some KV heads) one loop body of decode holds at most.
 
-    A product has `rows` rows of scores and the keys and values of `heads` KV heads. `dtype` is that of the pages, or
-    float32 if products are computed in float32. A float32 product takes six passes, over three bfloat16 parts of each
-    number, and a float8 number is widened in many steps. For int8, 32 KV heads in one loop body spilled registers on
-    v5e; 16 did not.
+    A product has `rows` rows of scores and takes the keys and values of `heads` KV heads. `dtype` is that of the pages,
+    or float32 if products are computed in float32. The limits on one loop body were found by compiling: beyond them the
+    compiler spilled registers. They are 160 rows of scores, 32 KV heads (16 for int8, since 32 spilled on v5e), and 8
+    products: 4 for float8_e4m3fn, whose numbers are widened in many steps, and 1 for float32, whose products take six
+    passes. A single product may exceed them, so the result is at least 1. Example: bfloat16 products of 32 rows and 8
+    KV heads give min(8, 160 // 32, 32 // 8) = 4.
     """
     limit = {"float32": 1, "float8_e4m3fn": MAX_UNROLLED_PRODUCTS // 2}.get(dtype.name, MAX_UNROLLED_PRODUCTS)
     max_heads = MAX_UNROLLED_HEADS // 2 if dtype.name == "int8" else MAX_UNROLLED_HEADS
@@ -156,17 +158,19 @@ def max_unrolled_products(rows: int, heads: int, dtype: np.dtype[Any]) -> int:
 
 
 def unroll_factor(num_iterations: int, max_unroll: int) -> int:
-    """Return how many iterations one loop body holds: all if `max_unroll` allows it, else a divisor of their number.
+    """Return how many iterations one loop body holds: all if there are at most `max_unroll`, else a divisor of them.
 
-    Example: 12 iterations with `max_unroll` 8 are unrolled by gcd(12, 8) = 4, in a loop of 3.
+    The divisor is the greatest common one with `max_unroll`, not always the largest possible; `max_unroll` below 1
+    counts as 1. Example: 12 iterations with `max_unroll` 8 are unrolled by gcd(12, 8) = 4, in a loop of 3.
     """
     return num_iterations if num_iterations <= max_unroll else math.gcd(num_iterations, max(max_unroll, 1))
 
 
 def unrolled_loop(num_iterations: int, max_unroll: int, do: Callable[[Any], None]) -> None:
-    """Call `do(0)` … `do(num_iterations − 1)` in a loop whose body holds `unroll_factor` of the calls.
+    """Call `do(0)` … `do(num_iterations − 1)` in order, in a loop on the device whose body holds several of the calls.
 
-    If one body holds all calls, there is no loop and `do` gets Python integers; else it gets traced ones.
+    Their number, `unroll_factor`, is at most `max_unroll` and divides `num_iterations`. If one body holds all calls,
+    there is no loop and `do` gets Python integers; else it gets traced ones.
     """
     unroll = unroll_factor(num_iterations, max_unroll)
 

@@ -38,9 +38,10 @@ def rows_shape(num_tokens: int, num_heads: int, dtype: DTypeLike) -> tuple[int, 
 def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
     """Copy the 128 lanes from `lane` on of `tokens` [T, N, H], two or four bytes a number, into the scratch `rows`.
 
-    T is a multiple of `TOKEN_UNROLL`. `rows` is int32 [T · pitch, 128]; a token takes `pitch` rows. Row t · pitch + n
-    holds head n of token t if numbers have four bytes, else its heads 2n (low halves) and 2n + 1 (high halves). Lanes
-    from H on are zeros, and so is the head that is missing if N is odd.
+    `rows` is int32 [T · pitch, 128] and is read by head, with a stride of `pitch` rows, the distance from one token to
+    the next. Row t · pitch + n holds head n of token t if numbers have four bytes, else its heads 2n (low halves) and
+    2n + 1 (high halves). Lanes from H on are zeros, and so is the missing last head of a pair if N is odd. Tokens after
+    the last whole block of `TOKEN_UNROLL` = 16 tokens are not copied.
     """
     _, num_heads, head_size = tokens.shape
     width = min(LANES, head_size - lane)
@@ -56,15 +57,21 @@ def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
 def heads_from_rows(
     rows: Ref, first_token: Scalar, num_tokens: int, num_heads: int, dtype: DTypeLike
 ) -> Iterator[jax.Array]:
-    """Yield each head in turn, [num_tokens, 128] from token `first_token` on, out of the scratch `rows`.
+    """Yield the array [num_tokens, 128] of each head in turn, from token `first_token` on, out of the scratch `rows`.
 
-    A token takes `pitch` int32 rows. Four-byte numbers: row t · pitch + n holds head n of token t, so a head is one
-    strided load. Two-byte numbers: row t · pitch + n holds heads 2n (low halves) and 2n + 1 (high halves) of token t,
-    while the result packs two tokens of one head into a row. Therefore the 1st, 3rd, … and the 2nd, 4th, … of the
-    tokens are loaded separately and their halves exchanged. `num_tokens` must be even then; `first_token` may be odd.
+    `tokens_to_rows` has filled `rows`, int32 [tokens · pitch, 128]. A token takes `pitch` rows, the last of which may
+    be unused: the pitch is odd, because rows at an even distance would be loaded one by one.
+
+    Four-byte numbers: row t · pitch + n holds head n of token t, so one head of all tokens is one strided load.
+
+    Two-byte numbers: row t · pitch + n holds head 2n (low halves) and head 2n + 1 (high halves) of token t. The result
+    needs two tokens of one head in an int32 row. Therefore the tokens `first_token` + 0, 2, 4 … and + 1, 3, 5 … are
+    loaded separately. Exchanging their halves gives both heads; if the number of heads is odd, the last row has no
+    second head, and nothing is yielded for it. `num_tokens` must be even then; `first_token` may be odd.
     """
     pitch = _pitch(num_heads, dtype)
     for row in range(_rows_per_token(num_heads, dtype)):
+        # `start` is the row of the first token that holds head `row`, or heads 2 · row and 2 · row + 1.
         start = first_token * pitch + row
         if jnp.dtype(dtype).itemsize == 4:
             yield from_int32(rows[pl.ds(start, num_tokens, stride=pitch)], dtype)
@@ -79,9 +86,11 @@ def heads_from_rows(
 def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref, tokens: Ref) -> None:
     """Write `load_head(n)`, the array [T, 128] of head n, to the 128 lanes from `lane` on of `tokens` [T, N, H].
 
-    This undoes `tokens_to_rows` and `heads_from_rows`. First each head is stored into the scratch `rows` by one strided
-    store; two heads of two-byte numbers are stored together, with their halves exchanged. Then each token is copied
-    from there. Lanes from H on are dropped. T is a multiple of `TOKEN_UNROLL`.
+    This undoes `tokens_to_rows` and `heads_from_rows`. First each head is stored into the scratch `rows`, int32
+    [T · pitch, 128], by one store with a stride of `pitch` rows, the distance from one token to the next. Two heads of
+    two-byte numbers share a row, so their halves are exchanged and they are stored together: first the tokens 0, 2,
+    4 …, then 1, 3, 5 …. Then each token is copied from `rows`. Lanes from H on are dropped. T is a multiple of
+    `TOKEN_UNROLL` = 16.
     """
     num_tokens, num_heads, head_size = tokens.shape
     pitch, num_rows = _pitch(num_heads, tokens.dtype), _rows_per_token(num_heads, tokens.dtype)
@@ -91,6 +100,7 @@ def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref,
             rows[pl.ds(row, num_tokens, stride=pitch)] = to_int32(load_head(row))
             continue
         even_head = to_int32(load_head(2 * row))
+        # With an odd number of heads, the last one has no partner; what takes its place is not copied to `tokens`.
         odd_head = to_int32(load_head(2 * row + 1)) if 2 * row + 1 < num_heads else even_head
         even_tokens, odd_tokens = _swap_halves(even_head, odd_head)
         rows[pl.ds(row, num_tokens // 2, stride=2 * pitch)] = even_tokens
@@ -104,10 +114,11 @@ def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref,
 
 
 def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None]) -> None:
-    """Call `do(block_tokens, block_rows, token)` for each token, with its index in its block of `TOKEN_UNROLL` tokens.
+    """Call `do(block_tokens, block_rows, token)` for each of `tokens` [T, N, H], in blocks of `TOKEN_UNROLL` = 16.
 
-    `block_rows` are the rows of that block in the scratch `rows`; they begin at a multiple of 16. Tokens after the last
-    whole block are left out. Only the tokens of a block are unrolled, to keep compile times short.
+    `token` is the index in its block, a Python integer. `block_tokens` is the block [16, N, H] itself, and `block_rows`
+    its rows in the scratch `rows`, which begin at a multiple of 16. Tokens after the last whole block are left out.
+    Only the tokens of a block are unrolled, to keep compile times short.
     """
     num_tokens, num_heads = tokens.shape[:2]
 
@@ -125,9 +136,10 @@ def _rows_of_token(token: int, num_heads: int, dtype: DTypeLike) -> Any:
 
 
 def _swap_halves(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (low half of a, low half of b) and (high half of a, high half of b), each packed into int32 rows.
+    """Return two int32 arrays: the low halves of a and b, and the high halves of a and b, a's in the low half of each.
 
-    The swap is its own inverse: it sorts two heads of a token into two tokens of a head, and back.
+    With a = (token 0: head 0, head 1) and b = (token 1: head 0, head 1), low half first, the results are (head 0:
+    token 0, token 1) and (head 1: token 0, token 1). Applied to them, the function returns a and b again.
     """
     return (a & LOW_HALF) | (b << 16), lax.shift_right_logical(a, 16) | (b & HIGH_HALF)
 

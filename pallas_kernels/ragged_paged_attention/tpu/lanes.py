@@ -71,9 +71,10 @@ class HeadLanes:
         return LANES // 2 if self.is_packed else 0
 
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """Return the keys and values of one head, [T, H] each, as pages hold them: S arrays [T, 128] in order.
+        """Return the keys and values of one head, [T, H] each, as pages hold them: a list of S arrays [T, 128].
 
-        The order is that of the pages: one packed row, or all rows of the key and then all rows of the value.
+        S is the number of rows of 128 lanes that the key and the value of one token take. If H ≤ 64, there is one row
+        with both side by side, else all rows of the key and then all rows of the value, padded with zeros.
         """
         k, v = self.padded(k), self.padded(v)
         rows_by_index: dict[int, jax.Array] = {}
@@ -154,9 +155,10 @@ def compute_dtype(dtype: DTypeLike, kv_dtype: DTypeLike) -> Any:
 def row_mask_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:
     """Build the int32 mask that `zero_rows` applies to an array of the shape and dtype of `like`, [rows, 128].
 
-    `is_kept` maps an array of row indices to booleans. Four rows of one-byte numbers, or two of two-byte numbers, share
-    one row of 32-bit numbers, so each of them owns 8 or 16 bits of the mask: all ones if the row is kept, else zeros.
-    Example: row 5 of two-byte numbers owns the upper 16 bits of mask row 2.
+    `is_kept` maps an array of row indices to booleans: whether `zero_rows` leaves that row as it is. Four rows of
+    one-byte numbers, or two of two-byte numbers, share one row of 32-bit numbers, so each of them owns 8 or 16 bits of
+    the mask: all ones if the row is kept, else zeros. Example: row 5 of two-byte numbers owns the upper 16 bits of mask
+    row 2. Rows after the last one of `like`, where its rows are no multiple of 4 or 2, get bits that nothing reads.
     """
     bits_per_number = 8 * like.dtype.itemsize
     numbers_per_word = 32 // bits_per_number

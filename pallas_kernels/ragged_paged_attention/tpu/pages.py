@@ -65,9 +65,10 @@ class PageCopies(NamedTuple):
         )
 
     def fetch(self, row: Scalar, tile_index: Scalar, span: PageSpan, target: Ref, semaphore: Ref) -> None:
-        """Start one DMA for each page of `span`, from HBM to the offset of the page's tokens in the tile `target`.
+        """Start one DMA for each page of `span`, from HBM into `target`, the buffer in VMEM for one tile of a row.
 
-        `span` lies within tile `tile_index`. The caller waits for the bytes at `semaphore` with `wait`.
+        `span` is entries of the row's page table within tile `tile_index`; an empty span starts nothing. Each page goes
+        to the offset of its tokens in the tile. The caller waits for the bytes at `semaphore` with `wait`.
         """
 
         @pl.loop(span.begin, span.end)
@@ -79,7 +80,7 @@ class PageCopies(NamedTuple):
     def fetch_full(
         self, row: Scalar, tile_index: Scalar, target: Ref, semaphore: Ref, *, is_needed: bool | Array
     ) -> None:
-        """If `is_needed`, start the DMAs of all pages of a tile, without a loop.
+        """If `is_needed`, start the DMAs of all pages of tile `tile_index` of a row into `target`, without a loop.
 
         The page table is read in either case, outside the branch: a branch that contains only the starts of copies
         takes the fewest VLIW bundles. `row` and `tile_index` must therefore be valid even if the tile is not needed.

@@ -231,7 +231,7 @@ def _attend_query_tile(
         return jnp.int32(0) if window is None else jnp.maximum(scalars.first_positions[q_tile] - window + 1, 0)
 
     def chunk_rows(head: int) -> Ref:
-        """Return the rows of a query head among those of its chunk."""
+        """Return the rows of a query head among the (head, query) rows of its chunk of heads."""
         return pl.ds(head % chunk * tile_q, tile_q)
 
     # Copies
@@ -264,7 +264,10 @@ def _attend_query_tile(
         """Add the keys and values in `kv` [K, S, keys, 128], from `kv_position` on, to all heads' softmax states."""
 
         def attend_chunk(chunk_index: Scalar, _: int) -> int:
-            """Do one step of the online softmax for the query heads of a chunk; they share KV head `head`."""
+            """Do one step of the online softmax for the b query heads of a chunk, which share KV head `head`.
+
+            The state of the chunk is updated in place: running maximum, sum of weights, and weighted values `acc`.
+            """
             dtype, head = scratch.queries.dtype, divide(chunk_index, num_chunks // num_kv_heads)
             keys, values = lanes.keys(kv, head), lanes.values(kv, head)
             factor = options.scale if inputs.scales is None else options.scale * inputs.scales[0, head]
@@ -332,6 +335,7 @@ def _attend_query_tile(
 
     @pl.loop(divide(first_visible_position(q_tile), tile_kv), num_kv_tiles)
     def _(kv_tile: Scalar) -> None:
+        """Fetch the KV tile that is computed after this one, wait for this one, and attend to its sub-tiles."""
         buffer = next_buffer[0]
         next_buffer[0] = 1 - buffer
 
@@ -346,6 +350,7 @@ def _attend_query_tile(
 
         @pl.loop(first_sub_tile, divide(num_visible_keys + sub_kv - 1, sub_kv))
         def _(sub_tile_index: Array) -> None:
+            """Attend to one sub-tile: unmasked if every query attends to all its keys, else masked, whole or half."""
             offset = pl.multiple_of(sub_tile_index * sub_kv, sub_kv)
             attend_from = partial(attend, kv_position + offset)
             is_unmasked = kv_position + offset + sub_kv - 1 <= first_position  # Every query attends to every key.
@@ -381,7 +386,8 @@ def _attend_query_tile(
 def padded_bytes(buffer: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of an array in VMEM, with its last two axes padded to whole tiles of the memory.
 
-    A tile is 128 lanes wide, and as many rows high as 32 bytes hold numbers: 8 rows of float32, 16 of bfloat16.
+    A tile of the memory is 128 lanes wide, and has as many rows as 32 bytes hold numbers: 8 rows of float32, 16 of
+    bfloat16. `buffer` has at least two axes.
     """
     shape, itemsize = buffer.shape, buffer.dtype.itemsize
     rows = 32 // itemsize

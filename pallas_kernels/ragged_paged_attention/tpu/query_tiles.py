@@ -37,7 +37,11 @@ class QueryTiles(NamedTuple):
 
     @classmethod
     def of(cls, layer: LayerInputs) -> QueryTiles:
-        """Collect the arrays that become these references; the first number of the plan counts the tiles in use."""
+        """Collect the arrays that become these references in a kernel.
+
+        The plan is the number of tiles in use, then four fields of M numbers each: row, first token, first position and
+        length of each tile.
+        """
         plan = layer.step.plan
         first_page_and_count = jnp.stack([layer.first_page, plan[0]])
         return cls._make((layer.tables.reshape(-1), *plan[PLAN_HEADER:].reshape(4, -1), first_page_and_count))

@@ -127,9 +127,11 @@ def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
 
 
 def _entry(entry: dict[str, Any]) -> TunedEntry:
-    """Return one JSON entry of a table as a `TunedEntry`, after checking it.
+    """Check one JSON entry of a table of tile sizes, and return its chip, shape and sizes as a `TunedEntry`.
 
-    Raises ValueError for a bad value, TypeError or KeyError for an unknown or a missing field.
+    The entry must have exactly the keys `ENTRY_KEYS`; its source, date, JAX version and figures are not returned.
+    Raises ValueError for a bad value or other keys, TypeError or KeyError for an unknown or a missing field of the
+    shape or of the sizes.
     """
     if not isinstance(entry, dict) or set(entry) != ENTRY_KEYS:
         raise ValueError(f"got {entry!r}, allowed: an object of {', '.join(sorted(ENTRY_KEYS))}")
@@ -146,8 +148,11 @@ def _entry(entry: dict[str, Any]) -> TunedEntry:
 def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     """Raise ValueError for sizes that the kernels cannot work with at this shape; the text names the first bad one.
 
-    Every size is a positive integer. Sub-tiles are whole lane tiles and divide their KV tile; KV tiles are whole pages
-    and fit, with all their buffers, into the VMEM of one core.
+    Every size is a positive integer. A KV tile (`tile` of decode, `tile_kv` of prefill, in tokens) is whole pages, and
+    all buffers of it fit into the VMEM of one core. The tokens of one product (`full` and `tail` of decode, `sub_kv` of
+    prefill) are a multiple of 128 lanes and divide their KV tile. `write_slots` is the number of slots of a page that
+    one DMA can address on this chip. `buffers` is a power of two from 2 on: one KV tile is computed while at least one
+    is fetched.
     """
     values = {**shape._asdict(), **sizes._asdict(), **sizes.decode._asdict()}
     del values["dtype"], values["decode"]
@@ -167,6 +172,7 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     write_slots = write_slots_of(chip, shape.dtype)
     require("write_slots", sizes.decode.write_slots == write_slots, f"{write_slots} on {chip} for {shape.dtype}")
     require("buffers", values["buffers"] >= 2 and not values["buffers"] & (values["buffers"] - 1), "powers of two")
+    # Prefill has two buffers of KV tiles. Decode's formula, which also counts tails, bounds both kernels.
     for name, buffers in (("tile", sizes.decode.buffers), ("tile_kv", 2)):
         tile_bytes, vmem_bytes = values[name] * _token_bytes(shape), CHIPS[chip].vmem_bytes
         needed_bytes = decode_vmem_bytes(tile_bytes, buffers, spare_bytes=CHIPS[chip].spare_bytes)
@@ -177,11 +183,13 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
     """Return sizes by a rule: KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
 
-    `tile` counts the tokens of a KV tile of decode; `full` and `tail` count the tokens of one product over a full tile
-    and over a row's last tile; `max_rows` is the largest number of rows of scores in one product.
+    `tile` counts the tokens of a KV tile, the same for decode and prefill. `full` and `tail` count the tokens of one
+    product of decode over a full tile and over a row's last tile, and `max_rows` is the largest number of rows of
+    scores in one product. The last size is `sub_kv`, the tokens of one product of prefill: the largest divisor of
+    `tile` that is a multiple of `tail` and at most `MAX_PREFILL_KEYS` = 512, or `tail` if there is none.
 
     `in_float32` says that products are computed in float32 although the pages hold narrower numbers. Sizes are rounded
-    down, so that a KV tile is whole sub-tiles and whole pages. Example: 8 KV heads of 128 in bfloat16 take 4 KiB a
+    down, so that a KV tile is whole products and whole pages. Example: 8 KV heads of 128 in bfloat16 take 4 KiB a
     token, so 2 MiB hold a tile of 512 tokens.
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
@@ -235,7 +243,9 @@ def write_slots_of(chip: str, dtype: DTypeLike) -> int:
 
 @functools.cache
 def _chip_rule(chip: str, itemsize: int) -> tuple[int, int]:
-    """Return decode's `max_rows` and `full` from `rules.json`, for pages of `itemsize` bytes a number.
+    """Return decode's `max_rows` (rows of scores) and `full` (tokens), both of one product, from `rules.json`.
+
+    `itemsize` is the bytes of a number in the pages, 1 or 2; a chip without an entry takes that of the nearest chip.
 
     The values were chosen from those that spill no register at the shapes named in the file: their compiled schedule
     of a full tile is the shortest, or within one percent of it.

@@ -82,6 +82,8 @@ def write_prefill(
     _, num_kv_heads, head_size = k.shape
     _, _, num_lane_rows, page_size, _ = pages.shape
     lanes, block = HeadLanes(head_size), math.gcd(page_size, MAX_BLOCK_TOKENS)
+    # A tile's tokens begin at token `block`, so that the first and the last block, which may reach beyond the tile's
+    # tokens on either side, lie within the buffer.
     room = block + tile_q + block
     scratch = WriteScratch(
         k_tiles=pltpu.VMEM((2, room, num_kv_heads, head_size), k.dtype),
