@@ -45,7 +45,8 @@ class LayerOps:
 
         A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out). Return the bounds of the rows and of
         the columns of Wᵀ to read, and a function (first row, rows) that writes rows to `out`. It counts rows from the
-        first one to read: for `bounds` ((0, 8), (4, 6)) rows 4 and 5 of Wᵀ are to be read, as its rows 0 and 1.
+        first one to read: for `bounds` ((0, 8), (4, 6)) rows 4 and 5 of Wᵀ are to be read, and the function is called
+        with (0, both rows), or with (0, row 4) and (1, row 5). Here W is stored as it is, so `matrix` is not used.
         """
         return list(bounds)[::-1], partial(write_rows, out.T)
 

@@ -184,7 +184,8 @@ class KVLayout(KVShape):
     def unwritten(self) -> Any:
         """Return the element that checks fill the arrays with before any write: NaN, or the largest integer.
 
-        An element of `stored_dtype` may hold several numbers of `dtype`; then each of them has that value.
+        Reads of slots that were never written then show in the results. An element of `stored_dtype` may hold several
+        numbers of `dtype`; then each of them has that value.
         """
         is_integer = np.issubdtype(self.dtype, np.integer)
         number = np.iinfo(self.dtype).max if is_integer else np.nan

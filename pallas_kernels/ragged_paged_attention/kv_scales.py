@@ -40,7 +40,8 @@ def is_quantized(dtype: DTypeLike) -> bool:
 def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLike) -> Array:
     """Return x / scale, rounded to the nearest numbers of `dtype` and clipped to ± its largest number.
 
-    `scale` is positive, one per KV head. `dtype` is int8, clipped to ±127, or float8_e4m3fn, in which NaN stays NaN.
+    `scale` is positive, one per KV head. `dtype` is int8, clipped to ±127, or float8_e4m3fn, clipped to ±448, in which
+    NaN stays NaN. Where nothing was clipped, the result times `scale` is `x` but for rounding.
     """
     scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):

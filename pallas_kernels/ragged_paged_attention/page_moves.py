@@ -26,10 +26,11 @@ Page = tuple[Array, ...]
 
 
 def copy_pages(pages: Pages, sources: Int[Array, " N"], destinations: Int[Array, " N"], *, layout: KVLayout) -> Pages:
-    """Copy page `sources[i]` to page `destinations[i]` in all layers, one after another, and return the new arrays.
+    """Copy page `sources[i]` to page `destinations[i]` in all layers, for each i in order, and return the new arrays.
 
-    The caller must donate `pages`, whose memory the result takes. Padding entries copy the null page to itself. The
-    copy needs memory for one page.
+    Both number the pages of one layer. A page that an earlier copy has written may be a later source. The caller must
+    donate `pages`, whose memory the result takes. Padding entries copy the null page to itself. The copy needs memory
+    for one page.
     """
     for source, destination in zip(sources, destinations, strict=True):
         target_entries, source_entries = _entries(destination, layout), _entries(source, layout)

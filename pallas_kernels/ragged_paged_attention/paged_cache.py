@@ -101,13 +101,15 @@ class PagedCache:
         sinks: Array | None,
         options: AttendOptions,
     ) -> tuple[Array, PagedCache]:
-        """Attend on every device of the mesh with its own KV heads and their query heads; devices exchange nothing.
+        """Do what `attend` does with a cache whose KV heads are spread over the devices of a mesh.
 
-        This is tensor parallelism over heads by `shard_map`. Inside, the cache is one device's part and has no mesh.
-        Raises ValueError if the KV heads are no multiple of the devices.
+        This is tensor parallelism over heads by `shard_map`: each device attends with its own KV heads and their query
+        heads, and the devices exchange nothing. Inside, `attend` is called with a cache that is one device's part and
+        has no mesh. Return the outputs of all heads, sharded like the queries, and the written cache. Raises ValueError
+        if the number of KV heads is no multiple of the number of devices.
         """
         mesh, layout, axis = self.mesh, self.layout, self.mesh_axis
-        assert mesh is not None
+        assert mesh is not None  # `attend` calls this only with a mesh.
         num_devices = mesh.shape[axis]
         if layout.num_kv_heads % num_devices:
             raise ValueError(
@@ -147,7 +149,11 @@ class PagedCache:
             raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
 
     def _refuse_misfits(self, q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> None:
-        """Raise ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory."""
+        """Raise ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory.
+
+        `q` is [T, N, H], N a positive multiple of the KV heads; `k` and `v` are [T, K, H], or both None; `sinks` is
+        [N] or None.
+        """
         if (k is None) is not (v is None):
             raise ValueError(
                 "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; values "
@@ -169,7 +175,10 @@ class PagedCache:
             raise ValueError(f"attend: got sinks {list(sinks.shape)}, wanted one for each of {q.shape[1]} query heads")
 
     def _refuse_scales(self) -> None:
-        """Raise ValueError unless pages of one byte a number, and only these, have scales of the right shape."""
+        """Raise ValueError unless pages of one byte a number, and only these, have scales.
+
+        Scales of keys and of values are [L, K] each: one for each layer and KV head of the cache.
+        """
         if is_quantized(self.layout.dtype) is (self.scales is None):
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "

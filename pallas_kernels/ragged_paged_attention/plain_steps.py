@@ -17,9 +17,11 @@ from .interface import NULL_PAGE, AttentionMetadata, Backend, PlanRows
 def random_tables(
     context_lens: Sequence[int], page_size: int, rng: np.random.Generator, *, first_page: int = NULL_PAGE + 1
 ) -> np.ndarray:
-    """Return page tables [rows, P] of rows that share no page: shuffled pages from `first_page` on, then null pages.
+    """Return int32 page tables [rows, P] of rows that share no page: shuffled pages, then null pages up to P.
 
-    P is the largest number of pages that a row of `context_lens` takes.
+    `context_lens` are the tokens of each row, and P is the largest number of pages that a row takes. With pages of 16,
+    rows of 40 and 10 tokens take 3 pages and 1: the pages `first_page` … `first_page` + 3, shuffled. The caller makes
+    the cache large enough for them.
     """
     num_pages = -(-np.asarray(context_lens) // page_size)
     tables = np.full((len(num_pages), num_pages.max()), NULL_PAGE, np.int32)
@@ -41,8 +43,10 @@ def step_of_rows(
     """Build a step of these rows, padded to `num_tokens` and `num_rows`, with the plan that `backend` makes for it.
 
     `query_lens` are the tokens of each row in the step, `context_lens` its tokens in all, these included. `tables` are
-    the page numbers of each row [rows, P], in one page-table group. `decodes_only`: the step is for a program that
-    takes rows with one query only. Raises ValueError unless the rows with one query come first.
+    the page numbers of each row [rows, P], in one page-table group. A row's queries are its last tokens: a row with 3
+    of 10 tokens in the step has them at positions 7, 8 and 9. Padding tokens get slot 0, padding rows no queries.
+    `decodes_only`: the step is for a program that takes rows with one query only. Raises ValueError unless the rows
+    with one query come first.
     """
     lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)  # Tokens in the step, and in all.
     num_given_rows, num_queries, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))

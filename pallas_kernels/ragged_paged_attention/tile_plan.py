@@ -76,7 +76,9 @@ class TilePlanner:
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
         """Write the plan for these rows into `out`, int32, which the caller has filled with zeros.
 
-        All zeros are a valid plan, without tiles: that of decode rows that share no pages. Nothing is written then.
+        The plan has query tiles of the rows with many queries, and shared tiles: sets of decode rows that begin with
+        the same pages. All zeros are a valid plan without any tile. If there are only decode rows and this planner
+        looks for no shared pages, nothing is written.
         """
         if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
             return
@@ -113,10 +115,12 @@ class TilePlanner:
         """Cut the sets of decode rows that share a prefix into tiles of at most `shared_rows` rows.
 
         A set is left out if sharing spares it fewer than `min_saved_tokens` tokens of reads: a set of n rows reads its
-        prefix once and not n times.
+        prefix once and not n times. With tiles of 4 rows, a set of 6 rows becomes tiles of 4 and 2 rows; the rows of
+        all sets stand in `out.members`, one set after another, and a tile names its first one by its index there.
+        Each of these rows gets the number of shared pages in `out.num_shared_pages`.
         """
         if not len(rows.page_tables):
-            return  # Every layer has a window.
+            return  # Every layer has a window, and then rows share no work.
         decode = slice(rows.num_decode_rows)
         prefixes = shared_prefixes(rows.context_lens[decode], rows.page_tables, rows.table_rows[decode], rows.page_size)
         num_tiles = first_member = 0
@@ -156,7 +160,7 @@ def shared_prefixes(
     the longest, which is one of them. Three rows with 9 pages are yielded, since that saves 18 reads, while four rows
     with 2 pages would save 6. The fourth row is then alone.
     """
-    num_full_pages = (context_lens - 1) // page_size
+    num_full_pages = (context_lens - 1) // page_size  # The page of the last token is not counted, even if it is full.
     rows = np.flatnonzero(num_full_pages)
     rows = rows[np.argsort(page_tables[0, table_rows[rows], 0], kind="stable")]
     ends_of_sets = np.flatnonzero(np.diff(page_tables[0, table_rows[rows], 0]))
@@ -173,6 +177,7 @@ def shared_prefixes(
         common_pages = np.where(is_other_page.any(axis=1), is_other_page.argmax(axis=1), max_pages)
         common_pages = np.minimum(common_pages, num_full_pages[candidate])
         # With the rows in descending order of common pages, taking the first n + 1 rows saves n × descending[n] reads.
+        # Rows with a first page in common have at least one common page, unless another group's tables differ.
         descending = np.sort(common_pages)[::-1]
         shared_pages = descending[(np.arange(len(candidate)) * descending).argmax()]
         if shared_pages:
