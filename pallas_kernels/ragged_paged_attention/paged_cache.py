@@ -137,7 +137,7 @@ class PagedCache:
         return out, dataclasses.replace(self, pages=pages)
 
     def _refuse_options(self, layer: int, options: AttendOptions) -> None:
-        """Raise ValueError for a layer that the cache does not have, and for a window or a cap out of range."""
+        """Raise ValueError for a window below 1, a soft cap that is not positive, or a layer that the cache lacks."""
         window, soft_cap = options.window, options.soft_cap
         if window is not None and window < 1:
             raise ValueError(

@@ -149,10 +149,12 @@ class SharedPrefix(NamedTuple):
 def shared_prefixes(
     context_lens: np.ndarray, page_tables: np.ndarray, table_rows: np.ndarray, page_size: int
 ) -> Iterator[SharedPrefix]:
-    """Yield sets of rows that begin with the same pages, after at most `MAX_PREFIXES` searches.
+    """Yield sets of rows that begin with the same pages, and the number of these pages.
 
-    `page_tables` [groups, tables, P] holds row r's pages in table `table_rows[r]`; rows share a page if it is the same
-    in all page-table groups. No row is in two sets, and a row's last page, which may be partial, is never shared.
+    `context_lens` [R] are the tokens of each row. `page_tables` [groups, tables, P] holds row r's pages in table
+    `table_rows[r]`; rows share a page if it is the same in all page-table groups. No row is in two sets, and a row's
+    last page, which may be partial, is never shared. There are at most `MAX_PREFIXES` = 8 searches; each yields one set
+    or none.
 
     A search takes the largest set of rows with the same first page and compares each row with the longest one, page by
     page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. The rows with
@@ -175,6 +177,7 @@ def shared_prefixes(
         longest_table = page_tables[:, table_rows[longest_row], None, :max_pages]
         is_other_page = (candidate_tables != longest_table).any(axis=0)
         common_pages = np.where(is_other_page.any(axis=1), is_other_page.argmax(axis=1), max_pages)
+        # Table entries after a row's own pages may hold anything, so they do not count.
         common_pages = np.minimum(common_pages, num_full_pages[candidate])
         # With the rows in descending order of common pages, taking the first n + 1 rows saves n × descending[n] reads.
         # Rows with a first page in common have at least one common page, unless another group's tables differ.

@@ -69,14 +69,17 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
 
     A tile class is all query tiles of one size; a piece is a query tile over a range of its row's keys. The plan
     assigns the pieces to lists, and one kernel call runs a thread block for each list and KV head. Outputs overwrite
-    their queries in `inputs.queries`, a mutable array. Return the partial results of tiles whose keys are split, for
-    `merge` to combine, or None if no tile of this class can be split.
+    their queries in `inputs.queries`, a mutable array [K, A, H]. Return the partial results of tiles whose keys are
+    split, for `merge` to combine, or None if no tile of this class can be split. Partial results that the plan names no
+    piece for are not written.
     """
     num_kv_heads, _, head_size = inputs.queries.shape
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
     kv_tiles = smem_tile((launch.num_stages, tile_kv, head_size), dtype, chip)
+    # Pages of one byte a number are converted into a tile of their own, one each for keys and values.
     bf16_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
-    # A KV tile is copied page by page, keys and values apart; a tile of queries, ROW_ALIGN rows at a time.
+    # A KV tile is copied page by page, keys and values apart; a tile of queries, ROW_ALIGN rows at a time. Each copy
+    # by TMA arrives once at its barrier.
     copies_per_stage = 2 * max(tile_kv // inputs.k_pages.shape[2], 1)
     copies_per_query_tile = tiles.tile_rows // ROW_ALIGN
     kv_barriers = plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
@@ -98,7 +101,7 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
         partial_types = Partials(jax.ShapeDtypeStruct((*state_shape, head_size), jnp.float32), state_type, state_type)
 
     def kernel(inputs: AttentionInputs, *refs: Any) -> None:
-        *partials, scratch = refs
+        *partials, scratch = refs  # The reference of the output comes first, if there is one.
         _compute_list(inputs, partials[0] if partials else None, scratch, launch)
 
     results = plgpu.kernel(
@@ -134,7 +137,12 @@ def _compute_list(
         return PieceRow(row, inputs.context_lens[row], inputs.query_starts[row + 1] - inputs.query_starts[row])
 
     def compute_piece(piece_index: Scalar, piece_row: PieceRow | None) -> PieceRow | None:
-        """Compute one piece. With `reads_ahead`, take its row and return the next piece's row; else both are None."""
+        """Compute piece `piece_index`, as one iteration of the loop over the pieces of the list.
+
+        The loop carries the row and the lengths of a piece (`PieceRow`) from the iteration before. With `reads_ahead`,
+        `piece_row` is the row of this piece and the next piece's is returned; else both are None, and each iteration
+        reads its own.
+        """
 
         def fetch_next() -> PieceRow | None:
             """With `reads_ahead`, load the next piece's row; with two query tiles, start to copy its queries.
@@ -260,7 +268,11 @@ def _compute_piece(
         return tuple(pages)
 
     def fetch(tile_index: Scalar, pages: tuple[Scalar, ...]) -> None:
-        """Start the copies of a KV tile's pages, or of the part of one page that is the tile, into its stage."""
+        """Start the copies of keys and values of KV tile `tile_index` of the piece, from `pages` into its stage.
+
+        Whole pages are copied if a page is no longer than a tile; else the tile is a part of one page. On chips with
+        TMA the copies arrive at the barrier of the stage.
+        """
         stage = lax.rem(tile_index, jnp.int32(num_stages))
         barrier = None if scratch.kv_barriers is None else scratch.kv_barriers.at[stage]
         keys_per_copy = min(tile_kv, page_size)
@@ -283,7 +295,10 @@ def _compute_piece(
         factor = factor * inputs.k_scales[head]
 
     def scores_of(k_tile: Ref, tile_index: Scalar) -> Array:
-        """Return the scores [M, T] of a KV tile, times log₂ e; `MASK_VALUE` where a query may not attend to a key."""
+        """Return the scores [M, T] of a KV tile, times log₂ e; `MASK_VALUE` where a query may not attend to a key.
+
+        No mask is computed if every query of the tile attends to every key of the KV tile.
+        """
         scores = products.scores(q_tile, k_tile, chip) * factor
         if soft_cap is not None:
             # tanh x = 1 − 2 ÷ (1 + e²ˣ). The tanh of the hardware has 11 bits: 1 % of the weight of a score of 50.
@@ -305,7 +320,10 @@ def _compute_piece(
         return jnp.where(is_visible, scores, MASK_VALUE)
 
     def zero_hidden_values(v_tile: Ref, tile_index: Scalar) -> None:
-        """Zero the values of keys that no query attends to: they may be NaN, and 0 × NaN is NaN."""
+        """Zero the values of keys that no query of the tile attends to: they may be NaN, and 0 × NaN is NaN.
+
+        `v_tile` is the shared memory of KV tile `tile_index` of the piece. Most KV tiles have no such keys.
+        """
         first_key = (first_tile + tile_index) * tile_kv
 
         @pl.when((first_key < first_visible_key) | (first_key + (tile_kv - 1) > last_visible_key))
@@ -317,7 +335,12 @@ def _compute_piece(
             v_tile[...] = jnp.where(is_visible, values, jnp.zeros_like(values))
 
     def attend(tile_index: Scalar, carry: LoopState) -> LoopState:
-        """Fetch the KV tile `num_stages` − 1 ahead, wait for this one, and add it to the online-softmax state."""
+        """Fetch the KV tile `num_stages` − 1 ahead, wait for this one, and add it to the online-softmax state.
+
+        KV tile n of the piece lies in stage n mod `num_stages` of shared memory. The state (`carry`) is acc [M, H], the
+        running maximum and the sum of weights, [M] each, and the pages of the KV tile that is fetched now. These page
+        numbers are loaded one tile before they are needed. Tiles of one-byte pages are converted to bfloat16 first.
+        """
         acc, running_max, running_sum, pages = carry
         fence_before_copy(chip)
         fetch_if_needed(tile_index + (num_stages - 1), pages)

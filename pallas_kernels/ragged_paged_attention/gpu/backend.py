@@ -131,7 +131,11 @@ class GpuBackend(GpuPlanner, Backend):
             )
 
     def layout(self, shape: KVShape) -> KVLayout:
-        """Return the layout of a cache of these sizes; raise ValueError if the kernels cannot take one of them."""
+        """Return the layout of a cache of these sizes; raise ValueError if the kernels cannot take one of them.
+
+        They take the dtypes `kv_dtypes`, the head sizes `HEAD_SIZES` (fewer of them in one-byte pages), and pages of
+        16, 32 or 64 tokens (not of 16 at head size 80 before Hopper).
+        """
         # `kv_cache_dtype` is auto by default, which means the model's dtype.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)

@@ -184,13 +184,17 @@ class GpuPlanner:
         return min(64 if self.head_size <= 128 else 32, self.max_tile_kv)
 
     def reads_ahead(self, tile_rows: int) -> bool:
-        """Return whether a thread block reads the next piece's row while it computes one: if registers have room."""
+        """Return whether a thread block reads the next piece's row and lengths while it computes a piece.
+
+        It does, unless registers have no room: that is so in tiles of 16 query rows at head sizes 96 and 256.
+        """
         return tile_rows > 16 or self.head_size not in FULL_REGISTERS
 
     def num_query_tiles(self, tile_rows: int) -> int:
-        """Return how many query tiles a thread block holds in shared memory: two, so that the next one can be fetched.
+        """Return how many query tiles a thread block holds in shared memory: two if the next one is fetched ahead.
 
-        One, if with two fewer thread blocks would fit on a multiprocessor, or if the next piece is not read ahead.
+        It is one if a second tile would leave room for fewer thread blocks on a multiprocessor, or if registers have no
+        room to read the next piece's row ahead (`reads_ahead`).
         """
         has_memory = self.blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
         return 2 if has_memory and self.reads_ahead(tile_rows) else 1

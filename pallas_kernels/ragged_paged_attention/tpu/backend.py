@@ -113,7 +113,10 @@ class TpuBackend(Backend):
     check_guard = CheckGuard.WATCHDOG
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `tile_q` is no power of two from 16 on, or if the kernels have no sizes for `chip`."""
+        """Raise ValueError if `tile_q` is no power of two from 16 on, or if the kernels have no sizes for `chip`.
+
+        The kernels copy the tokens of a tile in whole blocks of `TOKEN_UNROLL` = 16 tokens.
+        """
         if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):
             raise ValueError(
                 f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKEN_UNROLL} on"

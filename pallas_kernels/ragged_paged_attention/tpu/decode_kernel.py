@@ -178,7 +178,7 @@ class DecodeKernel:
                 scratch.running_sum[row_in_block, product] = jnp.ones(state_shape, jnp.float32)
 
     def _end_row(self, row_in_block: int) -> None:
-        """Write a row's outputs [N, H]: acc ÷ running_sum × the scale of one-byte values, without padding lanes."""
+        """Write a row's outputs [N, H], acc ÷ running_sum × the scale of one-byte values, without padding lanes."""
         scratch, lanes = self.scratch, self.lanes
         for product in range(self.num_products):
             query_heads = pl.ds(product * self.product_rows, self.product_rows)
@@ -258,6 +258,7 @@ class DecodeKernel:
 
             @pl.loop(row.first_tile, row.last_tile)
             def _(tile_index: Scalar) -> None:
+                """Attend to one full tile of the row, sub-tile after sub-tile, while later tiles are fetched."""
                 buffer = scratch.next_buffer[0]
                 self._fetch_full_tile((buffer - 1) & (self.num_buffers - 1))
                 self._wait_full_tile(row, tile_index, buffer)

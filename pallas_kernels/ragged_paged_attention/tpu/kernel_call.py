@@ -56,7 +56,7 @@ def call_kernel(
     There is at least one grid step, also if `num_steps` is 0: what a TPU does with the windows of an empty grid is not
     documented. The kernel must then write each output's window, and touch nothing else. Grid steps run in order.
     """
-    # Pallas counts the operands without those that are None.
+    # Operands are numbered, for `input_output_aliases`, after the scalars and without the inputs that are None.
     present = [field for field, array in inputs._asdict().items() if array is not None]
     pinned = [field for field in present if getattr(in_specs, field).memory_space is not pltpu.SMEM]
     inputs = inputs._replace(

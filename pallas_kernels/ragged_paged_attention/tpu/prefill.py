@@ -157,14 +157,16 @@ def prefill_attention(
 ) -> Float[Array, "T N H"]:
     """Attend the queries of prefill rows causally to their rows' pages; return `layer.q` with outputs in their place.
 
-    `layer.q` is donated; tokens of other rows keep its content. The pages already hold the keys and values of this
-    step. `tile_kv` is the number of keys of a KV tile, a multiple of the page size and of `sub_kv`, the keys of one
-    product. `tile_q` is the largest number of queries of a tile. L is 128.
+    One kernel call, flash attention with one grid step per tile of queries of one row; `layer.step.plan` holds the
+    tiles. The pages already hold the keys and values of this step. `layer.q` is donated; tokens of decode rows, where
+    it holds outputs already, stay as they are. `tile_kv` is the number of keys of a KV tile, a multiple of the page
+    size and of `sub_kv`, the keys of one product. `tile_q` is the largest number of queries of a tile. L is 128.
     """
     q, (_, num_heads, head_size) = layer.q, layer.q.shape
     sinks = None if layer.sinks is None else layer.sinks.astype(jnp.float32) * LOG2_E
     scales = None if layer.kv_scales is None else jnp.stack(layer.kv_scales).astype(jnp.float32)
     inputs = PrefillInputs(sinks, scales, q, pages)
+    # The sinks and the scales, if given, are read number by number; all else stays in HBM.
     in_specs = PrefillInputs._make((*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), IN_HBM, IN_HBM))
     buffers = prefill_buffers(tile_q, num_heads, pages.shape[1], head_size, tile_kv, q.dtype, pages.dtype)
     scratch = PrefillScratch(
@@ -261,7 +263,11 @@ def _attend_query_tile(
     # Compute
 
     def attend(kv_position: Scalar, kv: Ref, *, is_masked: bool) -> None:
-        """Add the keys and values in `kv` [K, S, keys, 128], from `kv_position` on, to all heads' softmax states."""
+        """Add the keys and values of one sub-tile to the online-softmax states of all query heads, chunk after chunk.
+
+        `kv` [K, S, keys, 128] in VMEM holds those of the positions from `kv_position` on. Without `is_masked`, every
+        query must attend to every key.
+        """
 
         def attend_chunk(chunk_index: Scalar, _: int) -> int:
             """Do one step of the online softmax for the b query heads of a chunk, which share KV head `head`.
@@ -367,7 +373,11 @@ def _attend_query_tile(
     pl.when(q_tile > 0)(lambda: out_copy(q_tile - 1).wait())
 
     def output(head: int, first_lane: int) -> Array:
-        """Return 128 lanes of the outputs of one query head, [tile_q, 128], with value lane 0 in lane 0."""
+        """Return the 128 lanes from `first_lane` on of the outputs of one query head, [tile_q, 128].
+
+        The output is acc ÷ running_sum, times the scale of one-byte values. In packed rows (H ≤ 64) values lie in the
+        upper 64 lanes; they are rotated to begin at lane 0.
+        """
         chunk_index, rows = head // chunk, chunk_rows(head)
         result = scratch.acc[chunk_index, rows, pl.ds(first_lane, LANES)] / scratch.running_sum[chunk_index, rows]
         if inputs.scales is not None:

@@ -101,15 +101,19 @@ ENTRY_KEYS = {"chip", "shape", "sizes", "source", "date", "jax", "figures"}
 
 
 def sizes_of(chip: str, shape: TpuShape, tuned: tuple[TunedEntry, ...] = ()) -> TpuSizes:
-    """Return the sizes of exactly this shape in `tuned`, else those in our own table, else those by the rule."""
+    """Return the sizes of exactly this shape in `tuned`, else those in our own table, else those by the rule.
+
+    Of several entries in `tuned` for the same chip and shape, the last one counts.
+    """
     tuned_sizes = {(entry.chip, entry.shape): entry.sizes for entry in (*_shipped_entries(), *tuned)}
     return tuned_sizes.get((chip, shape)) or sizes_by_rule(chip, shape)
 
 
 def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
-    """Return the entries of a JSON table of tile sizes.
+    """Return the entries of a JSON table of tile sizes, in the order of the file.
 
-    Raises ValueError if the file cannot be read or an entry cannot be used; the text names the file and the entry.
+    The file holds a list of objects, each with the keys `ENTRY_KEYS`. If the file cannot be read or one of its entries
+    cannot be used, none is returned: this raises ValueError, whose text names the file and the entry.
     """
     try:
         entries = json.loads(table.read_text())

@@ -74,7 +74,8 @@ def write_prefill(
     """Write the layer's new keys and values of prefill tokens into the pages, which are donated, and return the pages.
 
     `layer.k` and `layer.v` must be given. For pages of one byte a number, they hold the quantized numbers, in two or
-    four bytes each. `tile_q` is the largest number of tokens of a tile. L is 128. The kernel has a grid step per tile.
+    four bytes each. `tile_q` is the largest number of tokens of a tile. L is 128. The kernel has a grid step per tile
+    of tokens of one row; `layer.step.plan` holds the tiles. The new tokens of decode rows are not written here.
     """
     k, v = layer.k, layer.v
     assert k is not None
@@ -167,7 +168,11 @@ def _write_tile(
 
     @pl.loop(first_block, end_block)
     def _(block_index: Scalar) -> None:
-        """Compute one block [K, S, block, 128] by KV head, and start its copy to the page."""
+        """Compute one block [K, S, block, 128] by KV head, and start its copy to the page.
+
+        The block holds the positions `block_index` × block and following. A partial block, at the first or last token
+        of the tile, is read from its page first, so that its other slots are written back unchanged.
+        """
         block_buffer = lax.rem(block_index - first_block, 2)
         block_position = block_index * block
 
