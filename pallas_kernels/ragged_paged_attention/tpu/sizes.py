@@ -192,9 +192,10 @@ def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> Tp
     scores in one product. The last size is `sub_kv`, the tokens of one product of prefill: the largest divisor of
     `tile` that is a multiple of `tail` and at most `MAX_PREFILL_KEYS` = 512, or `tail` if there is none.
 
-    `in_float32` says that products are computed in float32 although the pages hold narrower numbers. Sizes are rounded
-    down, so that a KV tile is whole products and whole pages. Example: 8 KV heads of 128 in bfloat16 take 4 KiB a
-    token, so 2 MiB hold a tile of 512 tokens.
+    `in_float32` says that products are computed in float32 although the pages hold narrower numbers. A KV tile is a
+    power of two times the smallest tile of whole products and whole pages: as many as `tile_bytes` hold, at least one,
+    and no more than 2,048 tokens unless a page is larger. Example: 8 KV heads of 128 in bfloat16 take 4 KiB a token, so
+    2 MiB hold a tile of 512 tokens.
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes, tile_bytes = _token_bytes(shape), CHIPS[chip].tile_bytes
@@ -202,7 +203,8 @@ def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> Tp
     max_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _chip_rule(chip, itemsize)
     # A product has at least the query heads of one KV head as rows, which may be more than `max_rows`.
     full = min(full, MAX_SCORES // max(shape.num_heads // shape.num_kv_heads, max_rows))
-    # Shorter products of one-byte numbers spill a register on v5e.
+    # A tile of one-byte numbers has at least `full` tokens if that takes no more than twice `tile_bytes`: shorter
+    # products of such numbers spill a register on v5e.
     min_tile = full if itemsize == 1 and full * token_bytes <= 2 * tile_bytes else LANES
     max_tile = min(max(tile_bytes // token_bytes, min_tile), 2048)
     full = tail * _power_of_two_up_to(min(full, max_tile) // tail)
@@ -215,7 +217,7 @@ def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> Tp
 
 
 def buffers_of(chip: str, tile_bytes: int) -> int:
-    """Return decode's number of full tiles: as many as `flight_bytes` hold, 2 to `MAX_BUFFERS`."""
+    """Return decode's number of full tiles in VMEM: the largest power of two that `flight_bytes` hold, 2 to 16."""
     return min(max(_power_of_two_up_to(CHIPS[chip].flight_bytes // tile_bytes), 2), MAX_BUFFERS)
 
 
