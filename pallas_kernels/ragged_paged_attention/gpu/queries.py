@@ -48,7 +48,7 @@ class QueryRows:
         Each sequence (row of the step) begins at a multiple of `ROW_ALIGN` = 8; its query rows are (query, head) pairs.
         With G = 2 and rows of 3 and 5 queries, row 0 takes the aligned rows 0 … 5 (and 6, 7 as padding), row 1 the
         aligned rows 8 … 17: aligned row 11 is query (11 − 8) // 2 = 1 of row 1, by head 2k + 1 of KV head k.
-        In a step that only decodes, row t is token t, so a transposition does without the gather. In both cases
+        In a step that only decodes, row t is token t, so a transposition replaces the gather. In both cases
         `tile_rows` rows are added at the end, because the last tile may reach beyond the last row.
         """
         num_tokens, num_heads, head_size = q.shape
