@@ -83,7 +83,8 @@ class BatchRunner:
 
         Return the messages of the valid requests, and an output with an error message for each invalid one, by its id.
         If `raises` is true, the first invalid request raises InvalidRequestError with its index instead, and the count
-        of requests is as before this call. `number` is that of all requests; None takes the count, which then grows.
+        of requests is as before this call. With an integer `number`, all requests get it. With None, each gets the
+        count of requests before it, and the count grows. `form` is the form of the results.
         """
         builder, num_before = self.builder, self.builder.num_requests
         checked: list[NewRequest] = []

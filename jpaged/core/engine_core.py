@@ -150,7 +150,10 @@ class EngineCore:
         self.results.fail(request, message, cause=cause)
 
     def prepare(self) -> None:
-        """Let the scheduler know which request to compute alone, if earlier steps have failed."""
+        """Tell the scheduler which request to compute alone, if earlier steps have failed; None lets all requests run.
+
+        If the isolated request has got a token since it was isolated, it is released, and all requests are queued anew.
+        """
         if self.quarantine.note_step(self.num_generated):
             self._start_anew()
         self.scheduler.isolated_request = self.quarantine.isolated_request
@@ -186,6 +189,7 @@ class EngineCore:
             observer.dispatched(record)
         self.in_flight.append(step)
         self.num_step_tokens += work.num_tokens
+        # A step that decodes K tokens per sequence computes its whole bucket K times. Without a layout it has no rows.
         if inputs.layout is not None:
             self.num_padded_tokens += inputs.layout.num_tokens * max(inputs.decode_lens, default=1)
         return work
@@ -243,11 +247,11 @@ class EngineCore:
             self.scheduler.retire(work)
 
     def recover(self, error: BaseException) -> None:
-        """After a step has failed with `error`, queue all requests anew, from the tokens that the host knows.
+        """Queue all unfinished requests anew after a step has failed with `error`, from the tokens that the host knows.
 
-        The quarantine decides what else happens: nothing but a warning, the end of the request that ran alone, or the
-        end of all unfinished requests. Raise `error` if it ends all requests, or if it is an interrupt such as
-        KeyboardInterrupt.
+        The quarantine then decides on one of three outcomes. The failure is only logged, and the next steps compute
+        what was lost. Or the request that was computed alone ends by an error. Or all unfinished requests end by an
+        error, and `error` is raised. An interrupt such as KeyboardInterrupt is always raised, and ends no request.
         """
         # Read before the restart, which empties `running`.
         running, isolated = list(self.scheduler.running), self.scheduler.isolated_request
@@ -265,10 +269,10 @@ class EngineCore:
             self._warn_of_retry(error)
 
     def _warn_of_retry(self, error: Exception) -> None:
-        """Log that a step failed and is computed again.
+        """Log a warning that a step failed with `error` and is computed again.
 
-        Equal failures in a row are logged once, until a request has got a new token. The traceback is logged only at
-        the level DEBUG.
+        A failure with the same type and text as the last one is not logged again before a request has got a new token.
+        The warning has a traceback only if the logger's level is DEBUG.
         """
         message = f"{type(error).__name__}: {one_line(error)}"
         if (message, self.num_generated) != self._last_retry:
@@ -289,7 +293,10 @@ class EngineCore:
         self.scheduler.restart()
 
     def check_idle(self) -> None:
-        """If no request is unfinished and pages or slots are lost, log that as an error and count it."""
+        """Log an error, and count it in `num_idle_faults`, if no request is unfinished and pages or slots are taken.
+
+        While a request is unfinished, this does nothing.
+        """
         if not self.scheduler.unfinished and (lost := self.scheduler.idle_fault()) is not None:
             self.num_idle_faults += 1
             logger.error("%s are lost, though no request has them: this is a defect of jpaged; please report it", lost)
@@ -309,10 +316,10 @@ class EngineCore:
         }
 
     def _check_progress(self, work: SchedulerOutput) -> None:
-        """Raise RuntimeError if an empty step means that no later one will have work either.
+        """Raise RuntimeError if requests are unfinished and no step after the empty step `work` could compute them.
 
-        An empty step is in order while a step in flight may free pages, or if scheduling it preempted or ended a
-        request.
+        An empty step is in order while a step is in flight, which may free pages when it retires. It is also in order
+        if scheduling it has preempted or ended a request: the next step then finds other pages free.
         """
         if self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
             cause = "this is a defect of jpaged, or an admission gate that never opens"

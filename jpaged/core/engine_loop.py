@@ -363,8 +363,8 @@ class EngineLoop:
     def _compute(self, max_in_flight: int) -> list[SampleSequence]:
         """Start steps until `max_in_flight` are in flight, then wait for the oldest one and process its results.
 
-        Return the sequences that it sampled for; 0 starts no step and only reads. If a step fails, the result is empty
-        and requests are queued anew. The exception is raised only if it ends all requests or is an interrupt.
+        Return the sequences that it sampled for. With 0, no step is started. If a step fails, the result is empty and
+        requests are queued anew. The exception is raised only if it ends all requests or is an interrupt.
         """
         core = self.core
         self._is_computing = True
@@ -404,7 +404,7 @@ class EngineLoop:
             self._unread += self._compute(0)
 
     def _publish(self, sampled: list[SampleSequence]) -> list[Request]:
-        """Return each request that has ended, or of which `sampled` has a sequence, once; forget the ended ones."""
+        """Return, each once, the requests of the sequences in `sampled` and all that have ended; forget the latter."""
         now = time.monotonic()
         # `requests` has lost those that were aborted since the step was started, and may have a new one of an old id.
         changed = {s.request: None for s in sampled if self.requests.get(s.request.request_id) is s.request}

@@ -77,7 +77,7 @@ class StepObserver(Protocol):
 
 
 def turns_of(work: SchedulerOutput) -> tuple[Turn, ...]:
-    """Return what a step computes, in the scheduler's order: decodes, then chunks."""
+    """Return what a step computes of each sequence: one `Turn` per decode, then one per chunk of a prompt."""
     lens = work.decode_lens or [1] * len(work.decodes)  # Empty lens mean one token for each sequence.
     rows = [*zip(work.decodes, lens, strict=True), *((chunk.sequence, chunk.num_tokens) for chunk in work.chunks)]
     return tuple(Turn(sequence.request.request_id, sequence.index, count) for sequence, count in rows)

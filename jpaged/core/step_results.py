@@ -72,9 +72,9 @@ class StepResults:
     def append_scores(self, step_rows: StepRows, scores: SampledRows) -> None:
         """Give each request the logprobs of its prompt tokens that the step has scored.
 
-        `step_rows.scored` has the requests and their prompt positions in the order of the rows of `scores`. Requests
-        that have ended get nothing. A request whose logits were not finite, or whose output cannot be made, ends with
-        an error.
+        `step_rows.scored` lists (request, positions): each position of a prompt has one row of `scores`, in that order,
+        which holds the logprob of the next token. Requests that have ended get nothing. A request whose logits were
+        not finite, or whose output cannot be made, ends with an error, and the others go on.
         """
         row = 0
         for request, positions in step_rows.scored:
@@ -161,10 +161,11 @@ class StepResults:
     def _roll_back(self, sequence: SampleSequence, num_left: int) -> None:
         """Undo the append of one token to a sequence, at whatever point an interrupt has stopped it.
 
-        `num_left` is the number of later tokens that the interrupted step has for the sequence. The new length is
-        `num_tokens` − `num_left` − (tokens of the steps in flight) − 1, since `num_tokens` counts all of these. The
-        text and the logprobs are cut to the same length. Samples that have ended, and those of a beam search, stay as
-        they are: a restart gives the latter the tokens of their search.
+        The token may or may not be in `token_ids`, so the right length comes from `num_tokens`. That counts this token,
+        the `num_left` later tokens that the interrupted step has for the sequence, and the tokens of steps in flight.
+        Example: `num_tokens` 20, `num_left` 3 and 4 tokens in flight give 20 − 3 − 4 − 1 = 12 tokens. The text and the
+        logprobs are cut to the same length. Samples that have ended stay as they are. So do those of a beam search, to
+        which a restart gives the tokens of their search.
         """
         num_to_come = num_left
         for step in self.in_flight:
@@ -179,10 +180,11 @@ class StepResults:
             self.outputs.restart(sequence)
 
     def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
-        """Give a beam search the likeliest next tokens of one beam, `sequence`: those of row `row` of `sampled`.
+        """Give a beam search the likeliest next tokens of the beam `sequence`, from row `row` of `sampled`.
 
-        Once all beams of the request have theirs, the search chooses which beams go on, with which tokens, and which
-        end. No scores are added while the request is preempted. If this fails, the request ends with an error.
+        Once all beams of the request have got theirs, the search chooses which beams continue, with which tokens, and
+        which end; the samples are changed to match. Nothing is added if the request was preempted meanwhile. If the
+        search raises an exception, the request ends with an error, and others go on.
         """
         request, search = sequence.request, sequence.request.beams
         assert isinstance(search, BeamSearch)
@@ -205,11 +207,12 @@ class StepResults:
             self.fail(request, OUTPUT_FAILED, cause=exception)
 
     def _extend_beams(self, request: Request, step: BeamStep) -> list[SampleSequence]:
-        """Give the samples of a request the tokens of the chosen beams: those of the parent, and the chosen one.
+        """Make one sample of a request hold each chosen beam; return the samples in the order of `step.choices`.
 
-        Return the sample of each choice, in order. The first choice of a parent keeps the parent's own sample. Further
-        choices of that parent take over samples that were not chosen, and share the parent's pages. Samples that are
-        left over end.
+        A choice is (parent, beam): the sample that the beam continues, and the beam with its new last token. The
+        sample gets the parent's tokens and the new one. The first choice of a parent keeps the parent's own sample.
+        Further choices of that parent take over samples that were not chosen, and share the parent's pages. Samples
+        that are left over end.
         """
         successors = self.scheduler.branch(request, [parent for parent, _ in step.choices])
         # All copies come before the first append: a parent's tokens must be copied without its own next one.
