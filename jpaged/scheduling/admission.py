@@ -231,7 +231,12 @@ class Admission:
         return room.start_time - request.arrival_time > self.config.delay_factor * self._last_admission_s
 
     def _is_worth_checking(self, request: Request, room: StepRoom) -> bool:
-        """Return whether a full check may find room: slots are free, no token of it is in flight, and pages changed."""
+        """Return whether the full check of a request may succeed, by tests that cost little.
+
+        It cannot if too few state slots are free for the live samples, or while a step in flight computes one of them.
+        Otherwise it may if no request runs, if as many pages are free as the last check found to be needed, or if the
+        prefix cache has got the page that it lacked then.
+        """
         if len(request.live) > len(room.free_slots) or any(is_in_flight(s, room.retired_step) for s in request.live):
             return False
         has_room = not room.running or self._has_free_pages(request, room)
@@ -246,11 +251,12 @@ class Admission:
         return match or (self._check_fit(request, room) if self._gave_up_pins(room) else None)
 
     def _check_fit(self, request: Request, room: StepRoom) -> PrefixMatch | None:
-        """Return the cached pages that a waiting request starts from; None if the rest does not fit in this step.
+        """Return the cached pages that a waiting request starts from; None if it cannot start in this step.
 
-        `request.admission` then says why: it gets the free pages needed, the hash of the first page that the cache
-        lacks, and whether the request waits for a running one to compute its prefix. Only the first live sample is
-        looked up, since the others share its pages.
+        It cannot start if its other pages are not free, if the step has no room for its first chunk, or if it should
+        wait for a running request to compute its prefix. `request.admission` gets what was found: the free pages
+        needed, the hash of the first page that the cache lacks, and whether it waits for a prefix. Only the first live
+        sample is looked up in the prefix cache, since the others share its pages.
         """
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
@@ -271,9 +277,11 @@ class Admission:
         return match if not is_too_long and self._has_free_pages(request, room) else None
 
     def _fits_again(self, request: Request, room: StepRoom) -> bool:
-        """Return whether enough device pages are free for a swapped request's pages and for those that it needs next.
+        """Return whether enough device pages are free for a swapped request to run again.
 
-        The number of free pages that it needs is stored in `request.admission`.
+        It needs pages for those that it has in the host pool, unless the device still has their content in use, and for
+        its tokens that are not computed yet. While other requests run, one more page per sample and page-table group is
+        asked for. The sum is stored as `request.admission.pages_needed`, for the next cheap test.
         """
         # The request may hold more pages than `pages_now` says: its samples may own copies of pages that they shared
         # with a parent that has ended.
@@ -287,8 +295,9 @@ class Admission:
     def _gave_up_pins(self, room: StepRoom) -> bool:
         """Unpin all pages if no running request and no step in flight can free any page; return whether it did.
 
-        This is the last resort for the next request. It was accepted on the assumption that it uses the pinned pages of
-        its prefix. It may hold or match other pages instead, and then it cannot fit beside the pinned ones.
+        This is the last resort for the next request, which could otherwise never run. When a request is accepted, the
+        pinned pages of its prefix are counted as its own. If it later holds or matches other pages with the same
+        content, it does not fit beside the pinned ones.
         """
         if room.running or self.blocks.has_deferred:
             return False
@@ -303,28 +312,35 @@ class Admission:
     # Prefixes that running requests compute
 
     def _is_publishing(self, request: Request) -> bool:
-        """Return whether a running request's prompt has full pages that are not in the prefix cache yet."""
+        """Return whether a running request's prompt has full pages that the prefix cache will get, and has not got yet.
+
+        Pages that several versions of the weights have computed are never offered.
+        """
         num_full = request.prompt_len // self.arithmetic.block_size
         return (
             self.prefixes.is_enabled and not request.has_mixed_pages and request.live[0].prefix.num_published < num_full
         )
 
     def _is_being_computed(self, sequence: SampleSequence, match: PrefixMatch, num_pending: int) -> bool:
-        """Return whether a running request is about to publish pages that the sequence should wait for.
+        """Return whether a waiting sequence should wait until a running request has published pages that it needs.
 
-        `match` is what the prefix cache has of the sequence, and `num_pending` counts the tokens after it. The sequence
-        should wait for a request that comes earlier in the order, if that request's pages save at least half of the
-        pending tokens, and if that request has at most twice the saved tokens left to compute. It should not wait if
-        pages that it needs for a sliding window are lost: the running request has given them back, and others have
-        taken them.
+        `match` holds the cached pages that the sequence could start from now, and `num_pending` counts its tokens after
+        them. A running request is worth waiting for if its prompt continues the match with the same full pages, if
+        these save at least half of the pending tokens, and if the request has at most twice as many tokens left to
+        compute as it saves, so that the wait is short beside the saving. It must come earlier in the order. It must not
+        have lost pages that the sequence needs for a sliding window, to sequences that have taken them since.
+
+        If the result is True, the counter `await_prefix` grows by one.
         """
         block_size, start = self.arithmetic.block_size, match.num_pages
         max_pages = self.demand.match_limit(sequence) // block_size
         for request in self._publishing:
+            # The first live sample computes the prompt for all samples of its request.
             publisher, num_full = request.live[0], request.prompt_len // block_size
             if request.order > sequence.request.order:
                 continue
-            # The first page that the cache lacks must be a full page of the running request's prompt.
+            # The first page that the cache lacks must be a full page of the running request's prompt. The slice has
+            # that page's hash, or is empty if no hash of such a page is known.
             if publisher.prefix.hashes[start : min(start + 1, num_full)] != [match.missing_hash]:
                 continue
             pairs = zip(publisher.prefix.hashes[start:num_full], sequence.prefix.hashes[start:max_pages], strict=False)

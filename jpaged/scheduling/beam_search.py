@@ -118,11 +118,13 @@ class BeamSearch:
             for parent, before in running
             for token_id, log_prob in zip(*(column.tolist() for column in self._rows[parent]), strict=True)
         ]
-        # Each beam has at most one continuation per end token. So of this many, at least `width` do not end.
+        # Each beam has at most one continuation per end token. So of this many, at least `width` do not end. The factor
+        # is at least 2, as in Hugging Face transformers.
         num_candidates = max(2, 1 + len(self.end_ids)) * width
         best = nlargest(num_candidates, continuations, key=lambda continuation: continuation[1].score)
         is_last = num_generated == self.max_tokens
         are_ends = [is_last or beam.last_token in self.end_ids for _, beam in best]
+        # A beam that ends below the best `width` continuations is dropped: it is no hypothesis.
         ended = [beam for (_, beam), is_end in zip(best[:width], are_ends, strict=False) if is_end]
         scored = [Hypothesis(self._score(beam, num_generated), beam, beam.last_token in self.end_ids) for beam in ended]
         hypotheses = nlargest(width, [*self.hypotheses, *scored], key=lambda hypothesis: hypothesis.score)

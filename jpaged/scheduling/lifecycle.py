@@ -123,8 +123,9 @@ class Lifecycle:
     def idle_fault(self) -> str | None:
         """Return a description of leaked slots and pages, or None if nothing is lost.
 
-        Example: "1 state slots and 3 device pages". The caller makes sure that no request is unfinished. Then every
-        slot must be free, and every page must be free, cached, pinned, or waiting for a step in flight to retire.
+        Example: "1 state slots and 3 device pages". Call this only while no request is unfinished. Then every state
+        slot must be free, every host page must be free or cached, and every device page must be free, cached, pinned,
+        or waiting for a step in flight to retire. `num_used` of a pool leaves out free, cached and waiting pages.
         """
         num_free_slots, max_slots = len(self.free_slots), self.config.max_num_seqs
         num_used_pages, num_pinned = self.blocks.device.num_used, len(self.blocks.store.pinned_pages)
@@ -142,9 +143,10 @@ class Lifecycle:
     # From state to state
 
     def run(self, request: Request) -> None:
-        """Make a request one of the running ones, in their order, and give each live sample a state slot.
+        """Insert a request among the running ones, which are sorted by `order`, and give each live sample a state slot.
 
-        The caller has taken the request out of its queue and given it its first pages. Enough slots must be free.
+        The caller has taken the request out of its queue and given it its first pages. One slot per live sample must be
+        free. The admission gate, if there is one, is told that the request runs.
         """
         insort(self.running, request, key=lambda other: other.order)
         request.state = RequestState.RUNNING
@@ -160,13 +162,14 @@ class Lifecycle:
 
         The preemption policy chooses between two modes. SWAP moves the pages to the host pool, and the request becomes
         SWAPPED. RECOMPUTE gives the pages up, and the request waits to compute its tokens again. A beam search and a
-        request for which the host pool has no room are always recomputed. Return the mode and the reason in words.
+        request for which the host pool has no room are always recomputed. Return the request with the mode that was
+        used and the reason for it in words. The counters of preemptions and swaps are raised.
         """
         num_tokens, num_pages = sample_tree.num_distinct_tokens(request), self.blocks.num_held(request.live)
         mode, reason = self.preemption.choose(num_tokens=num_tokens, num_pages=num_pages)
         if request.beams is not None:
             mode, reason = PreemptionMode.RECOMPUTE, "its beams may continue each other while it is away"
-            request.beams.forget_rows()
+            request.beams.forget_rows()  # Scores that wait for those of other beams: all are computed again.
         if mode is PreemptionMode.SWAP and not self._swap_out(request):
             mode, reason = PreemptionMode.RECOMPUTE, "the host pool is full"
         is_swapped = mode is PreemptionMode.SWAP
@@ -180,10 +183,11 @@ class Lifecycle:
         return Preemption(request, mode, reason)
 
     def _swap_out(self, request: Request) -> bool:
-        """Move a request's pages to the host pool and take its slots.
+        """Move the pages of a request's live samples to the host pool, and free the samples' slots.
 
-        Return False if the pool is too full: the request then keeps its pages and slots.
+        Return whether this was done. If the host pool is too full, the request keeps its pages and slots.
         """
+        # Steps in flight may still write the device pages, which must not be reused before these steps have retired.
         for sequence in request.live:
             self.defer_free(sequence)
         if not self.blocks.swap_out(request.live):
@@ -194,10 +198,11 @@ class Lifecycle:
         return True
 
     def finish(self, sequence: SampleSequence, state: RequestState) -> None:
-        """End one sequence in this state and free its slot and pages. Do nothing if it has ended already.
+        """End one sequence in the state `state`, and free its slot and pages. Do nothing if it has ended already.
 
-        The request ends with its last live sequence. After an error, the pages are also unpublished, since they may
-        hold what caused it.
+        When its last live sequence ends, the request ends in the same state. After an error, the prefix cache no longer
+        offers the sequence's pages, since they may hold what caused the error. Children of the sequence get another
+        parent. An abort is counted under what the sequence was doing, such as `abort_decoding`.
         """
         if sequence.state.is_finished:
             return
@@ -228,9 +233,10 @@ class Lifecycle:
     def restart(self) -> None:
         """Queue every unfinished request again, after the device has lost all pages and all results in flight.
 
-        Each request keeps the tokens that the host knows. An interrupt may have left the queues, slots and page tables
-        half-written, so they are rebuilt from the requests. A request without live samples ends. The samples of a beam
-        search must have the tokens of its running beams when this is called.
+        Each request keeps the tokens that the host knows, and computes all of them again. An interrupt may have left
+        the queues, slots and page tables half-written, so they are rebuilt from `unfinished`. A request without live
+        samples ends in the state of its last sample. Before this call, the caller must have given the samples of a beam
+        search the tokens of its running beams.
         """
         if self.gate is not None:
             for request in self.running:
@@ -257,10 +263,11 @@ class Lifecycle:
         self.counts["restart"] += 1
 
     def _restart_beams(self, request: Request) -> None:
-        """Prepare the samples of a beam search to be queued again after all pages are lost.
+        """Prepare the live samples of a beam search to be queued again after all pages are lost.
 
-        If the search is over, its live samples end. Otherwise the samples share only the prompt from now on, since
-        beams may have replaced the tokens after it, and their page hashes are dropped.
+        If the search is over, its live samples end. Otherwise each sample shares only the prompt with the first one
+        from now on, and drops its page hashes: the samples got their tokens anew from the search, so the tree of shared
+        tokens and the hashes from before may be wrong after the prompt.
         """
         assert request.beams is not None
         request.beams.forget_rows()
@@ -279,9 +286,10 @@ class Lifecycle:
         self.blocks.retire(step)
 
     def _queue(self, request: Request, state: RequestState) -> None:
-        """Put a request that has stopped running back into a queue: `state` is WAITING or SWAPPED.
+        """Set the state of a request and its live samples to `state`, WAITING or SWAPPED, and put it into that queue.
 
-        A waiting request has no pages, so each sample that has a parent will wait for it again.
+        A waiting request has no pages, so each sample with a parent waits again for the parent to compute the tokens
+        that both share. A swapped request keeps its pages in the host pool.
         """
         request.state = state
         if state is RequestState.WAITING:
@@ -316,24 +324,26 @@ class Lifecycle:
     # Samples that begin with the pages of another sample
 
     def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
-        """Add copies of `parent` to its request, one for each sample index in `indices`, and return them.
+        """Add copies of the live sample `parent` to its request, one for each sample index in `indices`; return them.
 
-        They have the parent's known tokens and share its pages. A sample that writes the partly filled last page while
-        others share it gets a copy first. Raise InvalidRequestError, and change nothing, if the request could not run
-        alone with so many samples.
+        A copy has the parent's tokens that the host knows, and shares the pages of all of them but the last. Before a
+        sample writes a partly filled page that others share, it gets a copy of that page. Raise InvalidRequestError,
+        and change nothing, if the request could not run alone with so many samples.
         """
         self.demand.check_fork(parent, len(indices), self.config.max_num_seqs)
         return [self._fork(parent, index) for index in indices]
 
     def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
-        """Add one copy of `parent` with sample index `index` to its request, and return it.
+        """Add one copy of `parent` with sample index `index` to its request, and return the copy.
 
-        It shares the parent's pages now, or later if the parent has not computed the shared tokens yet.
+        `fork` has checked that the request can run with one more sample. The copy shares the parent's pages now, or
+        later if the parent has not computed the shared tokens yet.
         """
         child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups, parent=parent)
         child.state = parent.state
         # All tokens but the last are shared. The child computes the last one itself, to have logits to draw from.
         num_shared = child.num_tokens - 1
+        # A parent that has computed nothing may have no pages: the child waits even if it shares no token.
         sample_tree.attach(child, parent, awaits_parent=parent.num_computed < max(1, num_shared))
         if not child.awaits_parent:
             self._share_all(parent, child, num_shared)
@@ -342,11 +352,13 @@ class Lifecycle:
         return child
 
     def branch(self, request: Request, parents: Sequence[SampleSequence]) -> list[SampleSequence]:
-        """Make the live samples of a request continue `parents`, which may repeat; return the successor of each parent.
+        """Make the live samples of a request continue `parents`; return the successor of each parent, in that order.
 
-        This is one step of a beam search. The first successor of a parent is the parent itself. Each further successor
-        is a live sample that is no parent: it gives up its own pages and shares the parent's, and the caller copies the
-        tokens. There must be enough such samples; those left over end. No step in flight may compute the request.
+        This is one step of a beam search. `parents` are live samples of the request, and one that several chosen beams
+        continue is in the list several times. Its first successor is the parent itself. Each further successor is a
+        live sample that is no parent: it gives up its own pages and shares the parent's, and the caller copies the
+        tokens. Example: samples a, b, c with the parents (a, a, c) give the successors (a, b, c). There must be enough
+        such samples; those left over end. No step in flight may compute the request.
         """
         idle = [sample for sample in request.live if all(sample is not parent for parent in parents)]
         successors: list[SampleSequence] = []
@@ -360,10 +372,10 @@ class Lifecycle:
         return successors
 
     def _clone(self, parent: SampleSequence, sequence: SampleSequence) -> None:
-        """Make a sample give up its own pages and continue `parent`, as a child that shares all of its tokens.
+        """Make a sample give up its slot and pages and become a child of `parent` that shares all of its tokens.
 
-        If the parent has computed its tokens, the sample shares its pages now; otherwise it waits for the parent. The
-        caller copies the tokens.
+        If the parent has computed all its tokens, the sample shares the parent's pages now; otherwise it waits for the
+        parent. Only the number of tokens is set here: the caller copies the tokens themselves.
         """
         self.release(sequence)
         self.prefixes.forget_hashes(sequence)
@@ -374,12 +386,15 @@ class Lifecycle:
             self._share_all(parent, sequence, parent.num_tokens)
 
     def share_with_parent(self, sequence: SampleSequence) -> None:
-        """Give a sample its parent's pages of the tokens that they share, which the parent has computed.
+        """Give a sample that has no pages its parent's pages of the tokens that both share and the parent has computed.
 
-        The last token that the sample has is not shared, because it computes that one to draw the next. If the sample's
-        parent has ended, it gets what the prefix cache has instead, or nothing if too few pages are free for that. The
-        same holds if a window of the parent has passed pages that the sample needs: the sample waited for another one,
-        which ended, and this parent has computed far more.
+        The sample's last token is not shared: the sample computes it itself, to have logits for its next token.
+
+        Nothing is shared with the parent in two cases. Either the sample has no parent any more, or the parent's
+        sliding windows have given back pages that the sample needs. The second case arises if the first parent has
+        ended and the sample's new parent has computed far more than the shared tokens. In both cases the sample starts
+        from the pages that the prefix cache has of its tokens, and computes all tokens after them in pages of its own.
+        If too few pages are free to take the cached ones, it starts at its first token.
         """
         parent, num_shared = sequence.parent, min(sequence.fork_len, sequence.num_tokens - 1)
         if parent is not None and self.blocks.can_share(parent, num_shared):
@@ -397,11 +412,12 @@ class Lifecycle:
         sample_tree.set_waiting(child, False)
 
     def _share_all(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
-        """Share pages with a parent that may be decoding, so that neither writes the shared last page unchecked.
+        """Give `child` the parent's pages of its first `num_tokens` tokens, and stop the parent from decoding on.
 
-        The parent's decode limit becomes 0: before it decodes on, the scheduler checks it again and may have to copy
-        the last page. A step in flight may still write that page for the parent, so `defer_free` keeps it from reuse
-        until that step has retired, whichever of the two gives it back.
+        The last of these pages may be partly filled, and the parent may be decoding into it. So the parent's decode
+        limit becomes 0: before it decodes its next token, the scheduler checks it again and copies the page if both
+        still reference it. A step in flight may still write that page for the parent. `defer_free` therefore keeps the
+        page from reuse until that step has retired, even if both sequences give it back before.
         """
         self.share(parent, child, num_tokens)
         progress.set_decode_limit(parent, 0)

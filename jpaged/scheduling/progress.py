@@ -12,7 +12,11 @@ from .scheduler_output import SchedulerOutput
 
 
 def is_in_flight(sequence: SampleSequence, retired_step: int) -> bool:
-    """Return whether a scheduled step after `retired_step` computes tokens of this sequence."""
+    """Return whether a step that was scheduled after `retired_step`, the last retired one, computes this sequence.
+
+    That is so if the device draws tokens which the host does not know yet, or if the step of its last chunk of known
+    tokens has not retired.
+    """
     return sequence.num_tokens > len(sequence.token_ids) or sequence.last_chunk_step > retired_step
 
 

@@ -126,26 +126,30 @@ class Scheduler(Lifecycle):
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
-            # The pages of a prompt's last chunk are published once the token drawn after it is known. A request with
-            # the same prompt would then start after the last full page that leaves it a token to compute. The pages
-            # that a window reads from there are kept until then.
+            # The pages of a prompt's last chunk are published only once the token that it draws is known. A request
+            # with the same prompt would then start after the last full page that leaves it a token to compute: at
+            # token 8 of 10, and also of 12, with pages of 4 tokens. The pages that a window reads from there are kept.
             num_known, block_size = len(sequence.token_ids), self.arithmetic.block_size
             num_done = end if end < num_known else (num_known - 1) // block_size * block_size
             self._pass_windows(sequence, num_done)
 
     def update_pages(self, sequence: SampleSequence) -> None:
-        """Update a sequence's pages after the host got a new token of it.
+        """Offer a sequence's full pages to the prefix cache, and give back pages that its sliding windows have passed.
 
-        All tokens before the new one are computed, and their pages hold no NaN, since the token's logits were finite.
-        Full pages of a running sequence are offered to the prefix cache, here and nowhere else. Pages that a sliding
-        window has passed are given back. The next call is due when the host knows more than `check_at_len` tokens.
+        Call this after a new token was appended, if the host then knows more than `check_at_len` tokens, and before the
+        sequence ends. All tokens before the new one are computed, and their pages hold no NaN, since the logits that
+        the token was drawn from were finite. A sequence that was preempted while its step was in flight has lost its
+        pages or has them on the host: it offers none.
         """
         num_known = len(sequence.token_ids)
         if sequence.state is RequestState.RUNNING:
             self.prefixes.publish(sequence, num_known - 1)
             page_end = self.arithmetic.pages_for(num_known) * self.arithmetic.block_size
+            # Two later tokens need a check: the one after `page_end` tokens, which shows that the page of the new token
+            # is full and sound, and token number `max_len`, which ends the sequence.
             progress.set_check(sequence, min(page_end, sequence.max_len - 1))
-        # For other sequences `check_at_len` stays 0, so this is called for every token until they run again.
+        # A sequence that is swapped out gives back host pages here. One that waits has no pages, so nothing happens.
+        # Both keep `check_at_len` 0, so this is called for each of their tokens until they run again.
         self._pass_windows(sequence, num_known - 1)
 
     def count_chosen_token(self, sequence: SampleSequence) -> None:
@@ -154,10 +158,11 @@ class Scheduler(Lifecycle):
         self.update_pages(sequence)
 
     def _pass_windows(self, sequence: SampleSequence, num_done: int) -> None:
-        """Give back the pages that no sliding window reads any more, for queries at position `num_done` or later.
+        """Give back the sequence's pages that no query at position `num_done` or later reads through a sliding window.
 
-        Before that, children that wait for this sequence get its pages, if it has computed all tokens that they share:
-        they may need pages that are about to be given back. A child needs no state slot for that.
+        Before that, children that wait for this sequence share its pages, if it has computed all tokens that they have
+        in common: they may need pages that are about to be given back. A child needs no state slot for that. Without
+        sliding windows this does nothing.
         """
         if not self.arithmetic.window_groups:
             return
@@ -198,10 +203,13 @@ class Scheduler(Lifecycle):
         progress.set_decode_limit(sequence, min(page_end, sequence.max_len - 1))
 
     def _add_chunk(self, sequence: SampleSequence) -> None:
-        """Add the longest chunk of a sequence's next known tokens to the step that the step has room for.
+        """Add a chunk of a sequence's next known tokens to the step: the longest one that the step has room for.
 
-        Add nothing if the step has no room, if pages are missing, or if the sequence does not run any more. Without
-        chunked prefill, the chunk holds all pending tokens up to the next fork point, or nothing is added.
+        `_room` limits the tokens of chunks and the prompt tokens that the step can score, and is reduced by the chunk.
+        A chunk also ends where a child that waits for this sequence begins to differ from it (a fork point). Pages are
+        taken, if need be by preempting later requests. Add nothing if the step has no room, if pages are missing, or if
+        the sequence does not run any more. Without chunked prefill, the chunk holds all pending tokens up to the next
+        fork point, or nothing is added.
         """
         if sequence.state is not RequestState.RUNNING:
             return
@@ -222,10 +230,11 @@ class Scheduler(Lifecycle):
         room.score_budget -= len(chunk.scored)
 
     def _make_room(self, sequence: SampleSequence, num_tokens: int) -> bool:
-        """Get the pages for a sequence's first `num_tokens` tokens, if need be by preempting the last running requests.
+        """Get the pages for a sequence's first `num_tokens` tokens; return whether the sequence has them.
 
-        Return False if the sequence must wait, for pages that a step in flight will free, or because its own request is
-        the last one. Its request may then have been preempted itself.
+        While too few pages are free, the last running request is preempted and gives its pages back. Return False if a
+        step in flight will free pages when it retires, which the sequence then awaits. Return False too if its own
+        request is the last running one: the request then waits for steps in flight, or has been preempted or ended.
         """
         while not self.blocks.prepare(sequence, num_tokens):
             if self.blocks.has_deferred:
@@ -249,10 +258,10 @@ class Scheduler(Lifecycle):
         return True
 
     def _attach(self, sequence: SampleSequence) -> bool:
-        """Let a sample share its parent's pages; return whether the sample can continue in this step.
+        """Give a waiting sample its parent's pages; return whether the sample can continue in this step.
 
-        Return False, and share nothing, while the parent has not computed the shared tokens. Return False too if the
-        request was preempted in this call.
+        Return False, and share nothing, while the parent has not computed the tokens that both share. A sample whose
+        parent has ended starts by itself. Return False too if the request was preempted in this call.
         """
         parent = sequence.parent
         if parent is not None and parent.num_computed < sequence.fork_len:
@@ -266,10 +275,11 @@ class Scheduler(Lifecycle):
         return sequence.state is RequestState.RUNNING
 
     def _preempt_last(self, asking: Request) -> bool:
-        """Preempt the last running request, or end it if it could never run again, to make room for `asking`.
+        """Take the pages of the last running request for the request `asking`; return whether that can try again.
 
-        Return whether this was another request than `asking`, which can then try again. If `asking` is the last one and
-        steps are in flight, it keeps its pages and waits for them; otherwise it is preempted itself.
+        The last request is preempted, or ended if it could no longer run even alone. Return True if it was another
+        request than `asking`. If `asking` is the last one itself, return False: it keeps its pages and waits while
+        steps are in flight, and is preempted or ended otherwise.
         """
         request = self.running[-1]
         if request is asking and self.step > self.retired_step:
@@ -293,8 +303,9 @@ class Scheduler(Lifecycle):
     def _swap_in(self) -> None:
         """Let swapped requests run again, in order, as long as they fit.
 
-        Each gets its pages back from the host pool, and its tokens that are not computed yet are added as chunks. Stop
-        if that preempts a request. End requests that can never run again.
+        A request gets its pages back from the host pool. Then a chunk of its known tokens that are not computed yet is
+        added for each sample, except samples that wait for their parent. Adding one may preempt a request: then stop,
+        since memory is short. Requests that can never run again end.
         """
         for request, can_run in self.admission.choose_swapped(self._room):
             if not can_run:
@@ -341,9 +352,9 @@ class Scheduler(Lifecycle):
     # The end of the step
 
     def _drop_preempted(self, decodes: list[SampleSequence]) -> None:
-        """Take requests that were preempted or ended while this step was scheduled out of its work and of `decodes`.
+        """Remove sequences that were preempted or ended while this step was scheduled from its work and from `decodes`.
 
-        All lists change in place. A preempted sequence has a decode limit of 0.
+        The lists change in place. Such a sequence does not run, has no state slot, and has a decode limit of 0.
         """
         work = self._work
         if work.preempted or work.ignored:
@@ -370,10 +381,11 @@ class Scheduler(Lifecycle):
         return is_all and all(s.request.mode in modes and s.request.beams is None for s in decodes)
 
     def _decode_lens(self, decodes: list[SampleSequence]) -> list[int]:
-        """Return how many tokens each sequence decodes one after another in this step; empty means one token each.
+        """Return how many tokens each of `decodes` decodes one after another in this step; empty means one token each.
 
-        This is at most `max_decode_steps`, and as many as its pages hold. More pages are taken if they are free, never
-        from another request.
+        A sequence decodes at most `max_decode_steps` tokens, and no more than its pages hold or its length allows. More
+        pages are taken for it if they are free, never from another request. `StepShape.even_out` then lowers the counts
+        so that the step does not run long for a few sequences.
         """
         lens, max_steps = [], self.config.max_decode_steps
         for sequence in decodes:
@@ -386,8 +398,9 @@ class Scheduler(Lifecycle):
     def _count_as_computed(self, work: SchedulerOutput) -> None:
         """Count the step's tokens as computed, before the device computes them.
 
-        Children that draw their first token from a chunk of their parent get the parent's pages up to the chunk's end.
-        Only chunks that end before a sequence's last token count as `prefill_chunks`.
+        A child that draws its first token from the last position of its parent's chunk shares the parent's pages up to
+        the chunk's end. Chunks that end before their sequence's last token raise the counter `prefill_chunks`; a
+        sequence's last chunk, after which it draws a token, does not.
         """
         for chunk in work.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens

@@ -24,7 +24,11 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """Return the positions of the chunk whose logits give a prompt token's logprob that is wanted and missing."""
+        """Return the positions of the chunk whose logits score a prompt token: the token at the next position.
+
+        Empty unless the request wants the logprobs of its prompt. Positions that are scored already are left out, and
+        so is the prompt's last position, after which no prompt token comes.
+        """
         request = self.sequence.request
         if not request.needs_prompt_scores:
             return range(0)
@@ -38,7 +42,11 @@ class Chunk:
 
 
 def scored_end(sequence: SampleSequence, start: int, num_scored: int) -> int:
-    """Return the largest end of a chunk from `start` on, if the step may score `num_scored` more prompt tokens."""
+    """Return the largest end of a chunk that starts at `start`, if the step may score `num_scored` more prompt tokens.
+
+    It is the end of the known tokens if nothing has to be scored, or if all that has to be fits into the step.
+    Otherwise the chunk ends where `num_scored` positions, from the first one without a score, are used up.
+    """
     request = sequence.request
     if not request.needs_prompt_scores:
         return sequence.num_tokens

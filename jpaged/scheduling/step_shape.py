@@ -58,7 +58,10 @@ class StepShape:
         return decodes if len(decodes) <= room else self._rotate(decodes, room)
 
     def _rotate(self, decodes: list[SampleSequence], room: int) -> list[SampleSequence]:
-        """Return `room` of the sequences, which are more: the first one, and in rotation some of the others."""
+        """Return `room` of the more than `room` sequences in `decodes`: the first one always, the others in rotation.
+
+        Example with 5 sequences and a room of 3: 0 1 2, then 0 3 4, then 0 1 2 again.
+        """
         others = decodes[1:]
         start = self._first_decode % len(others)
         self._first_decode = start + room - 1
