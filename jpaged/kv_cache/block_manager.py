@@ -176,11 +176,11 @@ class BlockManager:
         self._forget_pages(sequence)
 
     def pass_windows(self, sequence: SampleSequence, num_done: int) -> None:
-        """Give back the pages that no sliding window reads any more: no query at `num_done` or later attends to them.
+        """Give back the sequence's pages that no query at position `num_done` or later reads through a sliding window.
 
-        `num_done` is a token position. No step in flight may compute a token before it. The null page replaces each
-        page in the page table. If the sequence is swapped out, its pages are in the host pool. A sequence that has lost
-        its pages does not change.
+        No step in flight may compute a token before that position. In the page table, the null page replaces each page
+        that is given back. The pages of a sequence that is swapped out go back to the host pool. Nothing happens to
+        groups without a window, or to a sequence that has lost its pages.
         """
         pool = self._pool_of(sequence)
         for group, _ in self.arithmetic.window_groups:
@@ -195,7 +195,10 @@ class BlockManager:
                 sequence.num_passed[group] = index + 1
 
     def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
-        """Return whether the parent still has all pages that the query at position `num_tokens` attends to."""
+        """Return whether the parent still has all pages that a child which shares `num_tokens` tokens attends to.
+
+        The child's first query is at position `num_tokens`. Only pages that sliding windows have passed can be gone.
+        """
         return all(
             parent.num_passed[group] <= self.arithmetic.first_visible_page(group, num_tokens)
             for group, _ in self.arithmetic.window_groups
@@ -334,7 +337,10 @@ class BlockManager:
         return [page for page in dict.fromkeys(chain.from_iterable(tables)) if page != NULL_PAGE]
 
     def _copies(self, pages: Iterable[int], source: PagePool, target: PagePool) -> dict[int, int]:
-        """Return source page → target page, for the `pages` that both pools have under the same prefix hash."""
+        """Return page of `source` → page of `target` with the same content, for those of `pages` that have one.
+
+        Pages have the same content if both pools publish them under the same key (group and prefix hash).
+        """
         keys = {page: source.key_of[page] for page in pages if page in source.key_of}
         return {page: target.page_of[key] for page, key in keys.items() if key in target.page_of}
 

@@ -55,6 +55,9 @@ class PageArithmetic:
         the step that the pages are taken for, because pages are given back only when a step retires. Each step computes
         at most `max_chunk` tokens of the sequence. A fork takes pages over from its parent (`BlockManager.share`), with
         one token more than its window sees.
+
+        Example with pages of 4 tokens and `max_chunk` 1: a sequence has at most 2 + 1 = 3 pages for a window of 9
+        tokens, and a fork at most 3 + 1 = 4.
         """
         num_tokens = num_steps * self.max_chunk
         # The window - 1 tokens before the first query, then the tokens of the steps. In the worst case these begin at

@@ -64,9 +64,10 @@ class PageDemand:
             raise refusal("n", got, self.available, way_out)
 
     def check_pin(self, num_pages: int, requests: Iterable[Request]) -> None:
-        """Raise InvalidRequestError if one of these requests could never run beside `num_pages` newly pinned pages.
+        """Raise InvalidRequestError if one of `requests` could never run once `num_pages` more pages are pinned.
 
-        Without requests, the pages of one sequence of one token must be left.
+        The pages that are pinned already are not available either. Without requests, enough pages for a sequence of one
+        token must be left.
         """
         num_available, pages_of_one_token = self.blocks.num_available, self.arithmetic.max_pages(0, [1])
         num_needed = max(map(self.max_pages, requests), default=pages_of_one_token)
@@ -122,8 +123,9 @@ class PageDemand:
         """Return how many of a sequence's first tokens may come from the prefix cache.
 
         The last token may not, since only a computed token yields logits. If the prompt's tokens are to be scored, only
-        tokens that have been scored may. If some layers have a sliding window, the limit is one token below the fork
-        point of each live child: a cached prefix lacks pages before its own window, and the child needs them.
+        tokens that have been scored may. If some layers have a sliding window, the limit is also one token less than
+        what the sequence shares with each live child (`fork_len`). A longer cached prefix could lack pages before its
+        own window that the child needs.
         """
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:

@@ -113,7 +113,8 @@ class PagePool:
     def forget(self, page: int) -> None:
         """Make the page unpublished, so that it is not found by its key any more. Sequences that own it keep it.
 
-        A free page with content becomes an empty free page, even if it was not published yet.
+        If the page is free and kept its content, it becomes an empty free page, even if it was not published yet.
+        Nothing happens to any other page without a key, such as the null page.
         """
         key = self.key_of.pop(page, None)
         if key is not None:
@@ -134,7 +135,11 @@ class PagePool:
         self.pending_writers[page] = step
 
     def retire(self, step: int) -> None:
-        """Record that every step up to `step` is done: deferred pages that no later step may write become free."""
+        """Record that every step up to `step` is done. Deferred pages that no later step may write become free.
+
+        A page that is still referenced is no longer deferred when its last reference goes, unless a step after `step`
+        may write it.
+        """
         self.retired_step = step
         # `deferred` is in the order in which pages were given back, not in the order of steps, so all are looked at.
         written_pages = [page for last_step, page in self.deferred if last_step <= step]
@@ -156,6 +161,10 @@ class PagePool:
         return page, key
 
     def _make_free(self, page: int, *, keeps_content: bool = False) -> None:
+        """Add a page without references to the free ones, with its content if it is published or with `keeps_content`.
+
+        If more than `max_cached` free pages have content then, the one that was used least recently becomes empty.
+        """
         if keeps_content or page in self.key_of:
             self.cached[page] = None
             if self.max_cached is not None and len(self.cached) > self.max_cached:

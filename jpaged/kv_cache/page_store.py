@@ -132,6 +132,7 @@ class PageStore:
         self.take_moves()
 
     def _copy_out(self, page: int, key: PageKey | None) -> int:
+        """Take a host page for the content of a device page and note the move; publish it if `key` is not None."""
         copy, _ = self.host.take()
         self.moves.append(PageMove(MoveKind.SWAP_OUT, page, copy))
         if key is not None:

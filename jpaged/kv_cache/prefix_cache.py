@@ -89,9 +89,12 @@ class PrefixCache:
     def match(self, sequence: SampleSequence, num_tokens: int) -> PrefixMatch:
         """Return the longest cached prefix of this sequence, in whole pages, of at most `num_tokens` tokens.
 
-        Layers with full attention need every page of the prefix. Layers with a sliding window need only the pages that
-        the first query after the prefix attends to. The page tables of such layers are separate groups, and a prefix
-        counts only if every group has what it needs. This call neither references nor moves a page; `adopt` does.
+        A page-table group of layers with full attention needs every page of the prefix. A group of layers with a
+        sliding window needs only the pages that the first query after the prefix attends to. A prefix counts only if
+        every group has what it needs, on the device or in the host pool.
+
+        The result may have 0 pages. It also has the hash of the first page after the prefix, or None if the prefix is
+        as long as `num_tokens` allows or the cache is off. This call neither references nor moves a page; `adopt` does.
         """
         num_pages = max_pages = num_tokens // self.block_size if self.is_enabled else 0
         hashes = self._hashes(sequence, num_pages)
@@ -231,10 +234,11 @@ class PrefixCache:
         sequence.prefix.hashes = []
 
     def discard(self, sequence: SampleSequence) -> None:
-        """Unpublish and unpin all pages of a sequence whose logits were not finite. Their owners keep them.
+        """Unpublish and unpin all pages of a sequence that has failed; sequences that own them keep them.
 
-        This includes pages that it found in the cache, and copies in the other pool: nothing tells which page is to
-        blame, and a page with NaN that stays published would fail every later request with that prefix.
+        The sequence's logits may not have been finite, so a page may hold NaN, and nothing tells which one. A page with
+        NaN that stays published would fail every later request with that prefix. So pages that the sequence found in
+        the cache are unpublished too, and copies of its pages in the other pool.
         """
         pools = self.device, self.host
         # Index True is the host: the pages of a swapped sequence are in the host pool.
@@ -254,8 +258,8 @@ class PrefixCache:
     def renew(self, weights_version: int) -> None:
         """Unpublish every page because the weights have changed, and pin the same prefixes for the new weights.
 
-        Each pin is undone and made again, as often as it was made, under a cache key with `weights_version`. The pins
-        take effect once the new weights compute the prefixes.
+        A prefix that was pinned n times is unpinned and then pinned n times under its cache key with the new
+        `weights_version`. No page has that key yet, so the pins take effect once the new weights compute the prefixes.
         """
         pins = [(self._pinned_tokens[last_hash], num_pins) for last_hash, num_pins in self.pinned_prefixes.items()]
         for (token_ids, key), num_pins in pins:
@@ -292,9 +296,10 @@ class PrefixCache:
         return num_leading * self.block_size if is_whole_prefix_kept or not self.arithmetic.window_groups else 0
 
     def unpin(self, token_ids: Sequence[int], key: CacheKey) -> bool:
-        """Undo one `pin` of the same prefix; return False if there was none.
+        """Undo one `pin` of the prefix with these token ids and cache key; return False if there was none.
 
-        Pages that no other pin keeps may then be evicted, the prefix's last page first.
+        Pages that no other pin keeps may then be evicted. The last page is given up first, since the start of a prefix
+        serves more sequences than its end.
         """
         hashes, pins = self._prefix_hashes(token_ids, key), self.store.pins
         if not hashes or not self.pinned_prefixes[hashes[-1]]:
@@ -362,10 +367,10 @@ class PrefixCache:
         return length
 
     def _last_missing(self, hashes: list[bytes], length: int) -> int | None:
-        """Return the index of the last page that a window needs and the cache lacks; None if no such page is missing.
+        """Return the index of a page that a sliding window needs and the cache lacks; None if no such page is missing.
 
-        A sliding window needs the pages that the first query after a prefix of `length` pages attends to. Of several
-        groups, the first one that lacks a page decides.
+        A window needs the pages that the first query after a prefix of `length` pages attends to, whose hashes are in
+        `hashes`. If several are missing, the last one of the first page-table group that lacks any is returned.
         """
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, length * self.block_size)

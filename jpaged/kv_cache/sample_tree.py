@@ -15,7 +15,10 @@ def children_of(sequence: SampleSequence) -> list[SampleSequence]:
 
 
 def common_len(request: Request) -> int:
-    """Return how many first tokens all live samples of a request are known to share; 0 if there is only one."""
+    """Return how many first tokens all live samples of a request are known to share; 0 if there is only one.
+
+    It is the smallest number of tokens that a live sample is recorded to share with its parent (`fork_len`).
+    """
     return min((sequence.fork_len for sequence in request.live if sequence.parent is not None), default=0)
 
 
