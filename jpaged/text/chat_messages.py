@@ -70,9 +70,9 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield each message as a new dict without empty fields, its content as one string.
 
-    An assistant's message without content may have a refusal, which becomes the content, or reasoning or calls, and
-    then keeps no content or an empty one. Raise InvalidRequestError for the first message that is malformed or has
-    audio.
+    An assistant's message may lack content in two cases. If it has a refusal, the refusal becomes the content. If it
+    has reasoning or tool calls, it is yielded without content, or with the empty string that it came with. Raise
+    InvalidRequestError for an empty list, and for the first message that is malformed or has audio.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise _bad_messages(f"messages must be a list of at least one message, got {shorten(messages)}")
@@ -101,10 +101,11 @@ def _is_empty(value: object) -> bool:
 
 
 def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a copy of `message` in plain JSON values, with its reasoning under both names that templates read.
+    """Return a copy of `message` in plain JSON values, with its reasoning as `thinking` and as `reasoning_content`.
 
-    Only plain values are safe: a template could call any method of the caller's objects. `index` names the message in
-    errors. Raise InvalidRequestError for a value that JSON cannot hold.
+    Templates read one of these two names. Of several fields with reasoning, the first of REASONING_NAMES counts, but an
+    existing `thinking` stays. Only plain values are safe: a template could call any method of the caller's objects.
+    `index` names the message in errors. Raise InvalidRequestError for a value that JSON cannot hold.
     """
     reasoning = next((message[name] for name in REASONING_NAMES if message.get(name)), None)
     if reasoning is not None:

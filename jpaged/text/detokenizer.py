@@ -44,11 +44,11 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ):
-        """Start with no output after the prompt.
+        """Start with an empty output after the prompt `prompt_token_ids`.
 
-        The options have the names and the meaning of `SamplingParams`: which special tokens appear in the text and how
-        they are spaced, which stop strings end it, whether it then includes them, and after how many tokens they count.
-        No stop string is empty.
+        The options have the names and the meaning of `SamplingParams`. They say whether special tokens appear in the
+        text and how they are spaced, which stop strings end it, whether the text then includes the stop string, and
+        after how many output tokens stop strings count. No stop string may be empty.
         """
         assert all(stop), "an empty stop string is refused before it gets here"
         self.num_tokens = 0
@@ -124,11 +124,11 @@ class Detokenizer:
             self._unsent.append(text)
 
     def delta(self, *, finished: bool = False) -> str:
-        """Return the text since the last call, as far as no later token can change it.
+        """Return the text since the last call, as far as no later token can change it, and add it to `pieces`.
 
-        Text that may be the beginning of a stop string is held back, unless the output includes stop strings. With
-        `finished` the sequence ends first, so that nothing is held back. Joined, all deltas of an ended sequence are
-        `text`.
+        Text that may be the beginning of a stop string is held back for a later call, unless the output includes stop
+        strings. With `finished`, the sequence is ended first, so that nothing is held back. Joined, all deltas of an
+        ended sequence are equal to `text`.
         """
         if finished:
             self.finish()
@@ -142,9 +142,10 @@ class Detokenizer:
         return new[:end]
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Return the bytes of the last tokens of `token_ids`, without skipped tokens.
+        """Return the bytes of the last tokens of `token_ids`; special tokens that the text leaves out add none.
 
-        They are at least four, the length of the longest UTF-8 character, or all bytes if there are fewer.
+        So many tokens are taken that the result has at least four bytes, the length of the longest UTF-8 character. If
+        all tokens together have fewer, all their bytes are returned.
         """
         tail = b""
         for token_id in reversed(token_ids):
@@ -171,9 +172,10 @@ class Detokenizer:
         return data
 
     def _push(self, text: str) -> bool:
-        """Add decoded text, and return whether it completes a stop string, at which the output then ends.
+        """Add decoded text to the output, and return whether it completes a stop string.
 
-        The output then includes the stop string or not, as the options say, and `stop_string` is set.
+        If it does, the output ends there: `stop_string` is set, and the text after the stop string is dropped. The stop
+        string itself is dropped too, unless the output includes stop strings.
         """
         hit = self._find_stop(text) if self._matchers else None
         if hit is None:
@@ -190,10 +192,11 @@ class Detokenizer:
         return True
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """Return the end of the first stop string in the new `text`, as an index, and the string; None if none ends.
+        """Return (end, stop string) of the first stop string that ends in the new `text`; None if none ends there.
 
-        The stop string may begin in the text of earlier calls. If several end at one character, the longest counts.
-        Nothing is found within the first `min_tokens` tokens, but the matchers still read the text.
+        `end` is the index in `text` after the stop string's last character. The stop string may begin in the text of
+        earlier calls. If several end at one character, the longest counts. Nothing is found within the first
+        `min_tokens` tokens, but the matchers still read the text.
         """
         matchers = self._matchers
         # Fast path: no stop string is begun, and none begins in this text.

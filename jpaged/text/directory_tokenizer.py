@@ -319,16 +319,20 @@ def _convert_prefix_space(backend: tokenizers.Tokenizer, *, adds_space: bool, is
 
 
 def sentence_piece_decoder(*, adds_space: bool) -> decoders.Sequence:
-    """Return the decoder of a SentencePiece model, which drops the space that the tokenizer `adds_space` put first."""
+    """Return the decoder of a SentencePiece model: ▁ becomes a space, and byte tokens such as <0x0A> their characters.
+
+    If `adds_space` is true, the tokenizer puts a space before each text, and the decoder drops one at the start.
+    """
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
 
 
 def _apply_bert_options(backend: tokenizers.Tokenizer, fields: Fields) -> None:
-    """Set lower-casing, accents and Chinese characters in BERT's normalizer as the options say.
+    """Set what BERT's normalizer does about case, accents and Chinese characters, as the options say.
 
-    A missing option has the default of BERT's class, which is true for lower case and Chinese characters; accents are
-    by default stripped if text is lower-cased, which null says. A tokenizer without a normalizer stays without one.
+    Missing options have the defaults of BERT's class: text is lower-cased, and spaces are put around Chinese
+    characters. Accents are stripped if text is lower-cased, for which the normalizer's own value is None. A tokenizer
+    without a normalizer stays without one.
     """
     wanted = {
         "lowercase": fields.boolean("do_lower_case", True),
@@ -360,7 +364,10 @@ def _apply_bos_and_eos(
 
 
 def text_between(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
-    """Return the step that puts these tokens before and after a text; None for no token."""
+    """Return the post-processor that puts the token `first` before and the token `last` after each text.
+
+    None stands for no token. The tokens must be in the vocabulary of `backend`.
+    """
     before, after = ([token] if token else [] for token in (first, last))
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
     return processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)

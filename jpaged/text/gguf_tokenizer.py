@@ -238,7 +238,11 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a SentencePiece tokenizer (Llama 2, Gemma 2 and 3) as BPE: its scores become an order of merges."""
+    """Return a SentencePiece tokenizer (Llama 2, Gemma 2 and 3), and True: its prompts begin with BOS by default.
+
+    It is built as BPE: the scores of the tokens become an order of merges. Spaces become ▁, and one ▁ is put before a
+    text unless the file's `add_space_prefix` is false.
+    """
     adds_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
     backend = _byte_fallback_bpe(vocabulary, _merges_from_scores(vocabulary), adds_space=adds_space)
     to_bar = normalizers.Replace(" ", "▁")
@@ -247,7 +251,10 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _gemma4(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return Gemma 4's tokenizer: BPE with merges of its own over text whose spaces are ▁."""
+    """Return Gemma 4's tokenizer, and True: its prompts begin with BOS by default.
+
+    It is BPE with the merges of the file. Spaces become ▁, and a run of newlines is split from the text beside it.
+    """
     backend = _byte_fallback_bpe(vocabulary, vocabulary.merges(), adds_space=False)
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")

@@ -89,9 +89,10 @@ class OutputProcessor:
         self._replay(child, _output_of(parent))
 
     def restart(self, sequence: SampleSequence) -> None:
-        """Rebuild the output of a sequence whose last tokens were dropped; they will be drawn again, and are the same.
+        """Rebuild the output of a sequence whose last tokens were dropped and will be drawn again.
 
-        Deltas may have had these tokens and their text, so later deltas begin after what was delivered.
+        The same tokens will be drawn. Deltas may have delivered some of them and their text already, so later deltas
+        begin after what was delivered.
         """
         sequence.stop_reason = None
         old = _output_of(sequence)
@@ -105,9 +106,9 @@ class OutputProcessor:
             output.num_delta_pieces = 1
 
     def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
-        """Make a new output for a sequence from its output tokens, and return it.
+        """Set up a new output for a sequence, with the text and logprobs of its present output tokens, and return it.
 
-        The logprobs are those of `old`, an output with at least as many of the same tokens.
+        The logprobs are copied from `old`, the output of a sequence that begins with the same tokens.
         """
         self.start(sequence)
         output = _output_of(sequence)
@@ -141,11 +142,15 @@ class OutputProcessor:
         return RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
 
     def append_scores(self, request: Request, positions: range, scores: SampledRows, rows: range) -> None:
-        """Add the logprobs of prompt tokens to a request.
+        """Add the logprobs of prompt tokens to a request that asked for them.
 
-        `rows[i]` of `scores` belongs to the token after `positions[i]`: the logits at a position score the next token.
-        Both ranges have one length. Scores that are computed again after a preemption replace the old ones, or are
-        dropped if an output has shown these.
+        Row `rows[i]` of `scores` has the logprob of the token at `positions[i]` + 1, since the logits at a position
+        score the next token. Both ranges have the same length. A request of the form ARRAYS or SCORES keeps one number
+        for each token but the first: the number for position p + 1 is at index p. Other requests keep a `Logprob` entry
+        for each token, with None for the first.
+
+        Scores that are computed again after a preemption replace the old ones. Entries that an output has shown already
+        (they are then a tuple) stay as they are.
         """
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
@@ -166,10 +171,11 @@ class OutputProcessor:
             prompt.entries[position + 1] = entries
 
     def output_of(self, request: Request) -> RequestOutput | None:
-        """Return the present output of a request, by its `output_kind`.
+        """Return the present output of a request, as its `output_kind` asks.
 
-        FINAL_ONLY is None before the request's end and all of it then, CUMULATIVE is all tokens so far, and DELTA is
-        what no earlier call has returned. The output of a beam search always holds its beams whole.
+        For FINAL_ONLY, return None before the request's end, and all its tokens then. For CUMULATIVE, return all tokens
+        so far. For DELTA, return only what no earlier call has returned, and only the samples that have anything new.
+        The output of a beam search always holds its beams whole.
         """
         queue_end, kind = request.first_scheduled_time, request.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not request.state.is_finished:
@@ -238,10 +244,11 @@ class OutputProcessor:
         return deltas
 
     def _beams(self, request: Request, search: BeamSearch) -> list[CompletionOutput]:
-        """Return the outputs of a search's hypotheses, its ended beams, best first.
+        """Return one output per beam of a beam search.
 
-        While the search goes on, and if it was aborted or failed, they are those of its running beams instead; before
-        the first token these are `beam_width` empty ones.
+        If the request has ended by itself, the beams are the hypotheses of the search (its ended beams), best first.
+        While it is unfinished, or if it was aborted or has failed, they are its running beams instead; before the first
+        token these are `beam_width` empty beams.
         """
         beams: list[tuple[Beam, str | None]] = [
             (one.beam, "stop" if one.is_stopped else "length") for one in search.hypotheses
@@ -252,9 +259,10 @@ class OutputProcessor:
         return [self._beam(request, index, beam, reason) for index, (beam, reason) in enumerate(beams)]
 
     def _beam(self, request: Request, index: int, beam: Beam, finish_reason: str | None) -> CompletionOutput:
-        """Return the output of one beam, as number `index`: its whole text, tokens and score.
+        """Return the output of one beam, under the sample index `index`, with its whole text, all tokens and its score.
 
-        Its `token_ids` include the EOS token that stopped it, its text does not. The text is empty without a tokenizer.
+        `token_ids` include the EOS token that stopped the beam, and the text does not. Without a tokenizer the text is
+        empty.
         """
         token_ids = beam.token_ids
         text = ""
@@ -273,10 +281,11 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, request: Request, *, is_delta: bool) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """Return the logprobs of the prompt's tokens, with None for the first token.
+        """Return one entry of logprobs per prompt token, None for the first token, which no logits score.
 
-        Return None until all are computed, if the request did not ask for them, and if its results are numbers. With
-        `is_delta`, only the first call with all of them returns them.
+        Return None instead of the tuple while some are not computed, if the request did not ask for them, or if its
+        logprobs are kept as numbers. With `is_delta`, they are returned once only. From the first call that returns
+        them, they count as shown, and `append_scores` no longer replaces them.
         """
         scores = request.prompt_scores
         if is_delta and scores.are_shown:
@@ -289,9 +298,10 @@ class OutputProcessor:
         return scores.entries
 
     def _entries(self, token_id: int, scores: TokenScores, row: int, num_top: int) -> dict[int, Logprob]:
-        """Return the `Logprob` of `token_id`, then those of the `num_top` likeliest tokens of row `row`, by token id.
+        """Return token id → `Logprob`: first the entry of `token_id`, then those of the `num_top` likeliest tokens.
 
-        −1 stands for all tokens. If `token_id` is among the likeliest, it is the first entry and occurs once.
+        Row `row` of `scores` has the values; a `num_top` of −1 stands for all tokens. The likeliest tokens come in
+        descending order with the ranks 1, 2, …. If `token_id` is among them, it has only its own entry, the first one.
         """
         top_ids, top_logprobs = scores.top(row, num_top)
         token_ids, text_of = top_ids.tolist(), self._token_text
@@ -370,7 +380,10 @@ def _delta_completion(sequence: SampleSequence, delta: SampleDelta) -> Completio
 
 
 def _log_masses(sequence: SampleSequence, num_last: int) -> tuple[float, ...] | None:
-    """Return the log masses of the last tokens of a sample; None if its request did not ask for them."""
+    """Return the logarithms of the probability that truncation left, for the `num_last` last tokens of a sample.
+
+    Return None if its request did not ask for them.
+    """
     masses = sequence.token_log_masses
     return None if masses is None else tuple(masses[len(masses) - num_last :])
 

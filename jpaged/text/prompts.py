@@ -123,9 +123,10 @@ class PromptEncoder:
         return CheckedParams(params, self._bad_words(params))
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
-        """Raise InvalidRequestError for a beam search that needs the logprobs of more tokens per beam than are given.
+        """Raise InvalidRequestError if a beam search needs the logprobs of more tokens per beam than the engine gives.
 
-        The vocabulary bounds them, and `max_logprobs` unless it is negative.
+        A search needs those of its width plus the number of its end tokens. The engine gives at most those of the whole
+        vocabulary, and at most `max_logprobs`, its option, unless that is negative.
         """
         needed = params.num_top_tokens(len(params.end_ids(self.eos_token_ids)))
         got = f"{params.beam_width}, which needs the logprobs of {needed} tokens"
@@ -242,7 +243,8 @@ class PromptEncoder:
         """Raise InvalidRequestError unless a prompt of `num_tokens` tokens can be served.
 
         It must have a token, leave room for `num_room` output tokens in the context, and not exceed the engine's limit
-        on waiting tokens, if there is one.
+        on waiting tokens, if there is one. `num_room` is 1 for a prompt that gets an answer, and 0 for one that is only
+        scored.
         """
         if not num_tokens:
             raise refusal("prompt", "no token", "at least one, since a prompt cannot be empty", "give some text")
@@ -276,8 +278,8 @@ def check_priority(priority: Any, scheduling_policy: object) -> int:
 def _only_form(prompt: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the one of PROMPT_KEYS that a prompt's mapping has, and its value.
 
-    Raise InvalidRequestError for an unknown key, for none or several of PROMPT_KEYS, and for a `prompt` that is no
-    string or `prompt_token_ids` that are one. Other types are checked later.
+    Raise InvalidRequestError for an unknown key, and for none or several of PROMPT_KEYS. Raise it too if `prompt` is no
+    string, or if `prompt_token_ids` is a string. Other types are checked later.
     """
     for key in prompt:
         check_name(key, (*PROMPT_KEYS, *PROMPT_EXTRAS), "key of a prompt", not_available=not_available.PROMPT_KEYS)
