@@ -178,7 +178,7 @@ class CheckedFields:
         cls._kind, cls._error, cls._not_available = kind, error, not_available
 
     def __new__(cls, **values: Any) -> Self:
-        """Refuse unknown keywords."""
+        """Raise the class's error for a keyword that is no field, before the dataclass would raise a TypeError."""
         known = cls.__dataclass_fields__
         for name, value in values.items():
             if name not in known:
@@ -186,7 +186,7 @@ class CheckedFields:
         return super().__new__(cls)
 
     def _check_fields(self) -> None:
-        """Check each field and keep what its rule returns."""
+        """Check each field that has a rule, and store what the rule returns; raise the class's error if it refuses."""
         values = self.__dict__  # Frozen: fields cannot be set, and object.__setattr__ takes twice as long.
         for name, one in self.__dataclass_fields__.items():
             if rule := one.metadata.get("rule"):

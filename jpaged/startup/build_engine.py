@@ -228,7 +228,7 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
 
 
 def _select_devices(config: EngineConfig) -> list[jax.Device]:
-    """Return the devices to run on: those of `config.mesh`, or else the first `config.num_devices` of the kind.
+    """Return the devices to run on: those of `config.mesh`, or else the first `config.num_devices` of `config.device`.
 
     If no number is given, all devices of the first chip are taken. Raises ConfigError if this process has too few
     devices, if the mesh has devices of another process, or if XLA has too few threads for a mesh of CPU devices.

@@ -149,7 +149,10 @@ def _readable(kind: str, name: str) -> Iterator[None]:
 
 
 def _check_format(model: str, kind: str, load_format: str) -> None:
-    """Raise ConfigError if a checkpoint of this kind is not what `load_format` asks for."""
+    """Raise ConfigError if `load_format` asks for another kind of checkpoint than `kind`, that of `model`.
+
+    "auto" takes every kind, and "hf" means safetensors.
+    """
     wanted = "safetensors" if load_format == "hf" else load_format
     if wanted not in ("auto", kind):
         allowed = f"auto or {kind}, since {model} is no checkpoint of {wanted}"

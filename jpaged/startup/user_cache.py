@@ -15,7 +15,11 @@ def user_cache(*names: str) -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory` with access for its owner only, and so those of its parents that lie in a folder `jpaged`."""
+    """Create `directory` and its missing parents; `directory` itself is made accessible to its owner only.
+
+    The same holds for a folder named `jpaged` among the parents and for all folders below it. Folders that exist keep
+    their permissions.
+    """
     ours = [path for path in (*reversed(directory.parents), directory) if "jpaged" in path.parts]
     (ours or [directory])[0].parent.mkdir(parents=True, exist_ok=True)
     for path in ours or [directory]:
