@@ -64,10 +64,10 @@ def find_failure(
     """Compare a backend with `xla` on this device; return why it must not serve, as a clause, or None if it may.
 
     Compares attention, and also matrix products and norms if the backend has its own. The reason not to serve is that
-    results differ or that the comparison failed. An agreement is remembered in this user's cache:
-    a backend that agreed before with the same versions is not compared again. If the cache cannot be used, a warning
-    says so and each start compares. A backend whose check is made in a subprocess (`check_process`) is not compared
-    here, and the result is None.
+    results differ or that the comparison raised an exception. An agreement is remembered in this user's cache by a file
+    whose name is a digest of `check_key`: if the file is there, nothing is compared. If the cache cannot be used, a
+    warning says so and each start compares. Nothing is compared, and the result is None, for a backend that needs no
+    check or whose check is made in a subprocess (`check_process`).
     """
     if not backend.needs_check or backend.check_guard is CheckGuard.CHILD:
         return None
@@ -105,10 +105,11 @@ def result_file(key: Any) -> Path:
 
 
 def keep_result(path: Path, result: Any, name: str) -> bool:
-    """Write the result of a comparison to `path` as JSON, so that later starts find it. Return whether that worked.
+    """Write the result of a comparison to the file `path` as JSON, so that later starts find it; return whether it worked.
 
-    If it did not, a warning says that each start will compare the backend `name`. `result` is anything that msgspec can
-    encode.
+    The folder of the file is made if it is missing, and is private to its owner. If the file cannot be written, a
+    warning says that the check of the backend `name` is made at each start, and the result is False. `result` is any
+    value that msgspec can encode.
     """
     try:
         make_private(path.parent)
@@ -252,7 +253,7 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
 
 
 def _stored(ops: LayerOps, weight_t: np.ndarray, matrix: tuple[int, int]) -> np.ndarray:
-    """Return a matrix W as `ops` stores it. `weight_t` is Wᵀ [out, in], and `matrix` is (in, out)."""
+    """Return a matrix W as `ops` stores it. `weight_t` is Wᵀ [out, in], and `matrix` is the shape (in, out) of W."""
     out = np.empty(ops.matrix_shape(*matrix, weight_t.dtype), weight_t.dtype)
     _, write = ops.matrix_rows(out, [(0, size) for size in out.shape], matrix)
     write(0, weight_t)

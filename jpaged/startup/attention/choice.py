@@ -65,9 +65,10 @@ def choose_attention(
 ) -> AttentionChoice:
     """Choose the attention backend for these devices, all of one kind. `asked` is the option `attention_backend`.
 
-    With "auto", the first backend in BACKENDS is taken that is a default of the platform and can serve, else the
-    fallback. Any other value names a backend: ConfigError if it cannot serve. ConfigError also if the user's table of
-    tuned sizes is broken. `deterministic`: a row's bits must not depend on the other rows of its step.
+    With "auto", the first backend in BACKENDS is taken that is a default of the platform and can serve. If there is
+    none, the fallback is taken, and the result's reason says why the last of them cannot. Any other value of `asked`
+    names a backend. Raises ConfigError if the named backend cannot serve, or if the user's table of tuned tile sizes is
+    broken. With `deterministic`, the bits of a sequence's result must not depend on the other sequences of its step.
     """
     if asked != "auto":
         backend = backend_by_name(asked, shape, devices, deterministic=deterministic)

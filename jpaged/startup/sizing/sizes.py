@@ -337,7 +337,7 @@ def _pool(
 
 
 def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights_bytes: int) -> None:
-    """Refuse an option `name` that asks for `got` × `unit_bytes` of pages where memory has no room for them."""
+    """Raise ConfigError if the pages of the option `name`, `got` × `unit_bytes`, do not fit beside the weights."""
     max_units = max(0, free_bytes - weights_bytes) // unit_bytes
     if got > max_units:
         shown = f"{got} ({_gb(got * unit_bytes)} GB)"
@@ -389,7 +389,10 @@ def _check_samples(demands: Sequence[Demand], num_pages: int, arithmetic: PageAr
 
 
 def _no_room(config: EngineConfig, free: FreeMemory, needed_bytes: int, min_pool_bytes: int) -> ConfigError:
-    """Return the error if weights and step, `needed_bytes`, leave no room for the smallest pool, `min_pool_bytes`."""
+    """Return the error which says that the smallest pool, of `min_pool_bytes`, has no room in the free memory.
+
+    `needed_bytes` is what the weights and the largest step take. The error names the bytes that are missing.
+    """
     take = f"take at most {_gb(needed_bytes)} GB"
     if free.is_cpu:
         # The pool gets half of what is left.
@@ -436,7 +439,7 @@ def _gb(num_bytes: int) -> str:
 
 
 def _round_down(num_pages: int) -> int:
-    """Round down to three significant bits: free memory differs from run to run, and compiled shapes should not."""
+    """Round down to three significant bits, 1000 to 896: free memory differs from run to run, shapes should not."""
     shift = max(0, num_pages.bit_length() - 3)
     return num_pages >> shift << shift
 
