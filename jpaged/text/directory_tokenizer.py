@@ -199,12 +199,13 @@ def _class_name(path: Path, options: Mapping[str, Any]) -> str:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], rules: _Rules) -> dict[str, str]:
-    """Add the tokens that the files beside tokenizer.json declare, and return the special tokens by name.
+    """Add the tokens that the files beside tokenizer.json declare to `backend`; return name → text of special tokens.
 
-    `added_tokens_decoder` of tokenizer_config.json, if present, replaces the older files special_tokens_map.json and
-    added_tokens.json. A special token that no file names and that is only the class's default is used if the vocabulary
-    has it: transformers 4.57 would give any other one an id that the model has no row for. Declared tokens are added in
-    the order of their ids; those that `backend` has in the same form are not added again.
+    The files are in the directory `path`. `added_tokens_decoder` among the `options` of tokenizer_config.json, if it is
+    there, replaces the older files special_tokens_map.json and added_tokens.json. For a special token that no file
+    names, the default of the tokenizer class (`rules`) is used if the vocabulary has it: transformers 4.57 would give
+    any other one an id that the model has no row for. Declared tokens are added in the order of their ids. Those that
+    `backend` has with the same text and flags are not added again.
     """
     named, declared = _declarations(backend, path, options)
     for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
@@ -237,9 +238,9 @@ def _declarations(
 ) -> tuple[dict[str, Any], dict[int, AddedToken]]:
     """Return the options with the special tokens that other files name, and the declared tokens by their ids.
 
-    With `added_tokens_decoder` among the options, no other file is read, and the declared tokens are its entries.
-    Otherwise special_tokens_map.json overrides the options' names, and the declared tokens are those of
-    added_tokens.json, except that tokens of `backend` keep their form.
+    If the options have `added_tokens_decoder`, no other file is read, and its entries are the declared tokens.
+    Otherwise special_tokens_map.json overrides the special tokens that the options name. The declared tokens are then
+    those of added_tokens.json and the added tokens of `backend`, which win for an id that both have.
     """
     named = dict(options)
     if options.get("added_tokens_decoder") is not None:
@@ -278,9 +279,10 @@ def _token(value: Any) -> AddedToken:
 def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:
     """Set whether the tokenizer puts a space before a text, as the option `add_prefix_space` says.
 
-    A pre-tokenizer of a single step that has this flag gets the option's value, for most classes false if the option is
-    missing; an option that is null leaves the flag as it is. For Cohere and Bloom, true is also set in each step of a
-    sequence. Llama's class rebuilds the normalizer, the pre-tokenizer and the decoder of a SentencePiece model instead.
+    A pre-tokenizer of a single step that has this flag gets the option's value. A missing option counts as false for
+    most classes; for the others, and if the option is null, the flag stays as it is. For Cohere and Bloom, true is also
+    set in each step of a pre-tokenizer with several steps. For Llama's class the normalizer, the pre-tokenizer and the
+    decoder of a SentencePiece model are replaced, if the option is set or `backend` was converted from an older file.
     """
     adds_space = fields.boolean("add_prefix_space", False)
     is_set = fields.has("add_prefix_space")

@@ -293,9 +293,10 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _word_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return BERT's WordPiece tokenizer, which lower-cases text; the second value, that of BOS, is not used for it.
+    """Return BERT's WordPiece tokenizer, which lower-cases text, and True.
 
-    Raise ModelLoadError if the file does not name the unknown, CLS and SEP tokens.
+    The second value, whether prompts begin with BOS by default, has no effect: the caller puts CLS and SEP around a
+    text. Raise ModelLoadError if the file does not name the unknown, CLS and SEP tokens.
     """
     names = vocabulary.special_names
     for name in ("unk_token", "cls_token", "sep_token"):

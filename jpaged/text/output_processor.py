@@ -213,7 +213,8 @@ class OutputProcessor:
     def take_deltas(self, request: Request) -> list[SampleDelta]:
         """Return one delta for each sample with new tokens or a new end since the last call, and count it as delivered.
 
-        Text may lag behind the tokens: what may still change is held back. A beam search has no deltas.
+        A delta has the tokens, their logprobs and the text that no earlier delta had. Text that later tokens may still
+        change is held back, so a delta may have tokens and no text. A beam search has no deltas: the list is empty.
         """
         deltas: list[SampleDelta] = []
         if request.beams is not None:
@@ -332,9 +333,10 @@ def _output_of(sequence: SampleSequence) -> SequenceOutput:
 
 
 def _completion(sequence: SampleSequence) -> CompletionOutput:
-    """Return the output of one sequence with all its tokens and its certain text so far.
+    """Return the output of one sequence with all its tokens, their logprobs, and the text that cannot change any more.
 
-    The tuples and the text of the last output are extended, not rebuilt, and kept for the next one.
+    `sequence.output` keeps the tuples and the text of the last call. Only what is new is appended to them here, since
+    making them anew from the array takes several times as long.
     """
     output, request = _output_of(sequence), sequence.request
     if (detokenizer := output.detokenizer) is not None:
