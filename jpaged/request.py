@@ -285,8 +285,9 @@ class Request:
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
         """Fill the fields that `params` and the seed decide, and create the samples.
 
-        `params.seed` goes before a seed derived from `engine_seed`. All samples but the first become its children: they
-        share its whole prompt, and wait for it to compute that. `num_groups` counts page-table groups.
+        `params.seed` is used if it is set, else a seed that is derived from `engine_seed` and the request's number. The
+        samples have the indices `sample_indices`, or 0 to n − 1 for None. All but the first become children of the
+        first sample, whose prompt they share and wait for. `num_groups` counts page-table groups.
         """
         params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.
         self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
@@ -319,9 +320,9 @@ class Request:
     ) -> SampleSequence:
         """Add a live sample with the index `index` and a copy of `token_ids`, and return it.
 
-        It has no pages, and no parent in the tree of samples: the caller attaches it. If the tokens are those that
-        another sample, `parent`, has drawn, the new sample gets copies of that sample's logprobs and weight versions.
-        `num_groups` counts page-table groups.
+        It waits, has no pages, and has no parent in the tree of samples: the caller sets that. If `token_ids` are the
+        tokens of another sample, `parent`, the new sample also gets copies of that sample's logprobs, log masses and
+        weight versions. `num_groups` counts page-table groups.
         """
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]

@@ -92,7 +92,11 @@ class Admission:
         self.waiting.push(request)
 
     def requeue(self, request: Request) -> None:
-        """Queue a preempted request again, among the swapped or the waiting ones, in its old place of the order."""
+        """Queue a preempted request again, among the swapped or the waiting ones, in its old place of the order.
+
+        What the last check found out about its pages is dropped. While newcomers are held, a request that has never run
+        is held outside of the queue.
+        """
         request.admission.pages_needed, request.admission.missing_hash = 0, None
         if self.holds_newcomers and request.first_scheduled_time is None:
             self.held[request] = None
@@ -100,7 +104,7 @@ class Admission:
         (self.swapped if request.state is RequestState.SWAPPED else self.waiting).push(request)
 
     def remove(self, request: Request) -> None:
-        """Take a waiting or swapped request out of its queue."""
+        """Take a waiting or swapped request out of its queue, or out of `held` if it waits outside of the queue."""
         if request in self.held:
             del self.held[request]
             return
@@ -159,8 +163,9 @@ class Admission:
         (request, None) stands for a request that can never run, since the pool has become smaller. The scheduler starts
         or ends each request, and updates `room`, before it asks for the next. No request is yielded while a swapped one
         is earlier in the order. A request that does not fit yet, or awaits a prefix that a running one computes, may be
-        passed by at most MAX_BYPASSES later ones. One that only the gate refuses may be passed by any number. If
-        `isolated` is set, only that request is admitted, and only once no other runs.
+        passed by at most MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate
+        refuses may be passed by any number. All that are passed stay in the queue. If `isolated` is set, only that
+        request is admitted, and only once no other runs.
         """
         if not self.waiting:
             return
@@ -204,10 +209,10 @@ class Admission:
             self._admitting.append((room.step, room.start_time))
 
     def _choose_isolated(self, request: Request, room: StepRoom) -> Iterator[tuple[Request, PrefixMatch | None]]:
-        """Yield this request, if it waits and no other runs, with its cached pages if it fits.
+        """Yield (request, its cached pages) if `request` waits, no other request runs, and it fits.
 
-        Yield (request, None) if it can never run. It is the only request that may be admitted, so the order of the
-        queue and the gate play no role.
+        Yield (request, None) instead if it can never run, and nothing if it has to wait. It is the only request that
+        may be admitted, so the order of the queue and the gate play no role.
         """
         if room.running or request.state is not RequestState.WAITING:
             return

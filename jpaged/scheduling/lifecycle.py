@@ -88,7 +88,7 @@ class Lifecycle:
         one step, since chunked prefill is off, and is longer than what one step may score.
         """
         self.demand.check(request, self.config.max_num_seqs)
-        max_len = self.config.max_scored_tokens + 1
+        max_len = self.config.max_scored_tokens + 1  # The first token of a prompt has no logprob.
         if request.needs_prompt_scores and not self.config.enable_chunked_prefill and request.prompt_len > max_len:
             got = f"a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false"
             allowed = f"at most {max_len}, as many as a step has room for while max_logprobs is -1"

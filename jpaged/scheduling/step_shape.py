@@ -34,8 +34,8 @@ class StepShape:
     def prefill_budget(self, num_decodes: int) -> int:
         """Return how many tokens of the step chunks may take, beside `num_decodes` sequences that decode one each.
 
-        They get what decoding leaves, but at least half of the step, so that no prompt starves. Without chunked prefill
-        they may take the whole step.
+        They get what decoding leaves, but at least half of the step, so that no prompt starves: `choose_decodes` then
+        leaves some of the decoding sequences to later steps. Without chunked prefill chunks may take the whole step.
         """
         num_tokens = self.config.max_num_batched_tokens
         if not self.config.enable_chunked_prefill:
