@@ -92,10 +92,10 @@ class StepResults:
     def append(self, samples: list[SampleSequence], decode_lens: list[int], sampled: SampledRows) -> None:
         """Append the tokens that a step has drawn to their sequences, which are in the order of the sampled rows.
 
-        `decode_lens` is empty for a step that has drawn one token per sequence; the arrays of `sampled` are then [R],
-        perhaps with padding rows at the end. Otherwise it has the number of tokens drawn for each sequence, and the
-        arrays are [K, R]: iterations of a decode program. All first tokens are appended before the second ones, and a
-        sequence that ends at a token gets none of its later ones.
+        `decode_lens` is empty for a step that has drawn one token per sequence. The arrays of `sampled` are then [R]:
+        one row per sequence, perhaps with padding rows at the end. Otherwise `decode_lens` has the number of tokens for
+        each sequence, and the arrays are [K, R]: K iterations of a decode program, each with R rows. All first tokens
+        are appended before the second ones, and a sequence that ends at a token gets none of its later ones.
         """
         if not decode_lens:
             count = len(samples)

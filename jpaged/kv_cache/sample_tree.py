@@ -60,7 +60,8 @@ def set_waiting(sequence: SampleSequence, is_waiting: bool) -> None:
 def share_nothing(sequence: SampleSequence) -> None:
     """Record that a sample computes all of its tokens itself, in pages of its own.
 
-    One that has a parent stays its child by their first token alone, for which no page is shared.
+    A sample with a parent stays its child in the tree, with `fork_len` 1: both have the first token in common, but a
+    child computes its last shared token itself, so no page is shared.
     """
     sequence.fork_len, sequence.awaits_parent = 0 if sequence.parent is None else 1, False
 

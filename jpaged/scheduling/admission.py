@@ -230,7 +230,10 @@ class Admission:
         return self.gate is None or self.gate.admits(request)
 
     def _has_waited(self, request: Request, room: StepRoom) -> bool:
-        """Return whether a request has waited long enough; by `delay_factor`, newcomers wait for others to join."""
+        """Return whether a request has waited longer than `delay_factor` times what the last step with newcomers took.
+
+        The wait lets other newcomers join its step. Without a factor, or while no request runs, no request has to wait.
+        """
         if not self.config.delay_factor or not room.running:
             return True
         return room.start_time - request.arrival_time > self.config.delay_factor * self._last_admission_s

@@ -101,12 +101,14 @@ class Detokenizer:
                 if is_joined and self._is_after_joined:
                     piece = tokenizer.special_bytes(token_id)
                 self._is_after_joined = is_joined
+            # SentencePiece drops a leading space of the first token that adds text.
             if self._is_first and piece:
                 piece = tokenizer.token_bytes(token_id, is_first=True)
                 self._is_first = False
             data = self._pending + piece
             if self._num_prompt_bytes:
                 data = self._resolve_prompt_bytes(data)
+                # Still too few bytes to tell whether they complete the prompt's last character.
                 if self._num_prompt_bytes:
                     self._pending = data
                     continue

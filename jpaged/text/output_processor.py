@@ -63,9 +63,11 @@ class OutputProcessor:
         self._token_text = _TokenTexts(tokenizer).__getitem__
 
     def start(self, sequence: SampleSequence) -> None:
-        """Set up `sequence.output`, without tokens, text and logprobs, and `sequence.needs_every_token`.
+        """Give a sequence an empty output, and set `sequence.needs_every_token`.
 
-        A request that wants text gets a detokenizer, for which the engine must have a tokenizer.
+        If its request wants text, the output has a detokenizer, for which the engine must have a tokenizer. Every token
+        must be passed to `check_stop` if the request wants text or `Logprob` entries; otherwise only a token that may
+        end the sequence has to be.
         """
         params = sequence.request.params
         detokenizer = None

@@ -105,7 +105,7 @@ def result_file(key: Any) -> Path:
 
 
 def keep_result(path: Path, result: Any, name: str) -> bool:
-    """Write the result of a comparison to the file `path` as JSON, so that later starts find it; return whether it worked.
+    """Write the result of a comparison to the file `path` as JSON, for later starts; return whether that worked.
 
     The folder of the file is made if it is missing, and is private to its owner. If the file cannot be written, a
     warning says that the check of the backend `name` is made at each start, and the result is False. `result` is any
