@@ -46,10 +46,12 @@ class CheckedCache:
     ) -> tuple[Float[Array, "T N H"], CheckedCache]:
         """Check the call against the spec and attend; return the output and the cache for the next layer.
 
-        `options` are the other options of `PagedCache.attend`, which are passed on unchecked. A layer that reads the
-        keys and values of an earlier layer passes None for both; as `layer` it may give its own number or the earlier
-        layer's. Raises ValueError for a call that differs from the spec.
+        `layer` is the layer's number in the spec, from 0. `options` are the other options of `PagedCache.attend`, which
+        are passed on unchecked. A layer that reads the keys and values of an earlier layer passes None for both; as
+        `layer` it may give its own number or the earlier layer's. Raises ValueError for a call that differs from the
+        spec: another layer than the next one, or another window, soft cap or shape.
         """
+        # If such a layer gives the earlier layer's number, its own number takes its place, and the checks use that.
         if k is None and v is None and isinstance(layer, int | np.integer) and self.num_attended < len(self.layers):
             layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
         self._check_layer(layer)
@@ -62,7 +64,8 @@ class CheckedCache:
     def _check_layer(self, layer: Any) -> None:
         """Raise ValueError unless `layer` is the number of the layer that attends next, as a Python or numpy integer.
 
-        A traced number is refused, since the check happens while JAX traces.
+        Layers must attend in the order of the spec, each exactly once: a cache in which `num_attended` layers have
+        attended wants the layer with that number. A traced number is refused, since the check happens while JAX traces.
         """
         count = len(self.layers)
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
@@ -83,7 +86,11 @@ class CheckedCache:
         raise ValueError(f"attend: {fault}, wanted {wanted}: each layer once, in the order of the spec; {way_out}")
 
     def _check_options(self, layer: int, window: Any, soft_cap: Any) -> None:
-        """Raise ValueError unless window and soft cap are constants, and equal those of the layer's spec."""
+        """Raise ValueError unless window and soft cap are constants, and equal those of the layer's spec.
+
+        None stands for full attention and for no soft cap. A traced value is refused, since it cannot be compared while
+        JAX traces.
+        """
         spec = self.layers[layer]
         for name, got, wanted, kind in (
             ("window", window, spec.window, Integral),
@@ -98,7 +105,9 @@ class CheckedCache:
     def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
         """Raise ValueError unless queries, keys and values have the shapes that the layer's spec says.
 
-        Keys and values must be None for a layer that reads those of another.
+        The shapes are [tokens, query heads, head size] for queries and [tokens, KV heads, head size] for keys and
+        values, where `step` gives the number of tokens. Keys and values must be None for a layer that reads those of
+        another layer, `pages_of` in its spec.
         """
         spec, num_tokens = self.layers[layer], step.positions.shape[0]
         arrays: list[tuple[str, Array | None, tuple[int, ...]]]
@@ -130,6 +139,7 @@ def num_attention_calls(jaxpr: Any) -> int:
     """
     num_calls = 0
     for equation in jaxpr.eqns:
+        # A call of a jitted function is an equation whose parameter `name` is the function's name.
         if equation.params.get("name") == "_attention_call":
             num_calls += 1
             continue

@@ -41,10 +41,11 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
         """Make the projections and, if `config.qk_norm` is set, the norms of queries and keys, of the class `norm`.
 
-        Sizes are totals over the `make.num_shards` devices, with heads that pad and KV heads that are copied to several
-        devices. Runs, (first stored row, first row of the model, number of rows), say where the model's heads are; the
-        other rows are zeros. `qk_norm` "all" norms all heads of a token together; any other value norms each head
-        alone. `norm` is called as norm(size, eps=…, make=…, axis=…), and for "all" also with `runs` and `num_values`.
+        Sizes are totals over the `make.num_shards` devices. They include heads of zeros that pad the number of heads,
+        and the copies of KV heads that lie on several devices. A run (first stored row, first row of the model, number
+        of rows) says where the model's own heads are stored; rows in no run are zeros. `qk_norm` "all" norms all heads
+        of a token together; any other value norms each head alone. `norm` is called as norm(size, eps=…, make=…,
+        axis=…), and for "all" also with `runs` and `num_values`.
         """
         hidden, head, shares = config.hidden_size, config.head_size, config.shares(make.num_shards)
         queries, keys = shares.stored_heads * head, shares.stored_kv_heads * head
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
         parts = ("q_proj", queries), ("k_proj", keys), ("v_proj", keys)
         runs = {"q_proj": query_runs, "k_proj": kv_runs, "v_proj": kv_runs}
         options: dict[str, Any] = {"bias": config.qkv_bias, "make": make, "runs": runs}
+        # "heads" and "kv_heads" are split over the same axis of the mesh, so one name serves for all three parts.
         self.qkv_proj = FusedLinear(hidden, parts, axes=("embed", "kv_heads"), **options)
         options = {"bias": config.out_bias, "make": make, "in_runs": query_runs}
         self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), **options)
@@ -73,7 +75,8 @@ class Attention(nnx.Module):
     def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
         """Return queries, keys and values by head, for the layer's input `x_TD`.
 
-        Queries and keys are normed if the model has such norms, and rotated unless `rotation` is None.
+        T are the tokens of the step, and D is the model's width. Queries and keys are normed if the model has such
+        norms, and then rotated unless `rotation` is None; values are neither normed nor rotated.
         """
         queries, keys, values = self.qkv_proj(x_TD)
         q_TNH, k_TKH = self._by_head(queries, self.q_norm), self._by_head(keys, self.k_norm)
@@ -83,7 +86,10 @@ class Attention(nnx.Module):
         return QKV(rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH)
 
     def _by_head(self, x: Float[Array, "T NH"], norm: Any) -> Float[Array, "T N H"]:
-        """Return queries or keys by head, after their norm over all heads or over each head; None for no norm."""
+        """Return queries or keys `x` by head, normed by `norm`; None leaves them as they are.
+
+        A norm over all heads is applied before the split into heads, and a norm of each head after it.
+        """
         if norm is not None and self.norms_all_heads:
             x = norm(x)
         x_TNH = x.reshape(x.shape[0], -1, self.head_size)
@@ -94,7 +100,11 @@ class GatedMLP(nnx.Module):
     """down(act(gate(x)) × up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        """Make the weights, whose width `inner` is padded to a multiple of the devices; `run` is the unpadded part."""
+        """Make the fused projection of gate and up, and the down projection.
+
+        The inner width is padded with zeros to a multiple of the devices. `run`, (first stored column, first column of
+        the model, number of columns), says that the model's own columns come first and the padding last.
+        """
         hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
         parts, run = (("gate_proj", inner), ("up_proj", inner)), ((0, 0, config.intermediate_size),)
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
@@ -112,6 +122,7 @@ class MLP(nnx.Module):
     """down(act(up(x)))."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        """Make both projections. The inner width is padded to a multiple of the devices, with the padding last."""
         hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
         run, options = ((0, 0, config.intermediate_size),), dict[str, Any](bias=config.mlp_bias, make=make)
         self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), out_runs=run, **options)
@@ -221,9 +232,12 @@ class Decoder(nnx.Module):
     def naming(cls, held: Collection[str], *, is_tied: bool = False) -> Callable[[str], str]:
         """Return a function from a tensor's usual name to its name in a checkpoint whose tensor names are `held`.
 
-        Names begin with the first of `other_bases` and `base` that `held` has, and those of `other_names` are replaced
-        where only the replacement is in `held`. With `is_tied`, a checkpoint that holds only one of the embedding and
-        the head gives that name for both, since transformers ties a missing matrix to the one that is there.
+        A usual name that begins with `base` begins in the checkpoint with the first of `other_bases` and `base` that
+        any name in `held` begins with. If none does, it keeps `base`, or loses it if `held` has the embedding or the
+        last norm without `base`. A key of `other_names` becomes its value if only the value is in `held`. With
+        `is_tied`, a checkpoint that holds only one of the embedding and the head gives that name for both, since
+        transformers ties a missing matrix to the one that is there. Example: with "norm.weight" in `held`, and no name
+        that begins with "model.", "model.layers.0.mlp.up_proj.weight" becomes "layers.0.mlp.up_proj.weight".
         """
         bases = (*cls.other_bases, cls.base)
         # transformers' base classes save a model without its head, under names without `base`.
@@ -232,12 +246,14 @@ class Decoder(nnx.Module):
         base = next((base for base in bases if any(name.startswith(base) for name in held)), default_base)
 
         def stored_name(name: str) -> str:
+            """Return a tensor's name in the checkpoint, before embedding and head share one."""
             if name.startswith(cls.base):
                 return base + name.removeprefix(cls.base)
             alternative = cls.other_names.get(name, name)
             return alternative if name not in held and alternative in held else name
 
         embedding, head = cls.embedding_and_head(stored_name)
+        # Both or none of the two are held: then neither name stands for the other.
         if not is_tied or (embedding in held) is (head in held):
             return stored_name
         held_matrix, missing_matrix = (head, embedding) if head in held else (embedding, head)
@@ -257,7 +273,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         """Make the embedding, the layers, the last norm and, unless it is tied to the embedding, the head.
 
-        Embedding and head have `num_rows` rows, the vocabulary padded to a multiple of the devices.
+        `make` makes the weights, as arrays or as abstract shapes, for `make.num_shards` devices. Embedding and head
+        have `num_rows` rows: the vocabulary, padded with zeros at its end to a multiple of the devices.
         """
         is_tied = config.tie_word_embeddings
         self.vocab_size, num_rows = config.vocab_size, config.shares(make.num_shards).stored_vocab
@@ -277,9 +294,10 @@ class Decoder(nnx.Module):
         )
 
     def __call__(self, inputs: ModelInputs, cache: AttentionCache) -> tuple[Float[Array, "T D"], Any]:
-        """Return hidden states after the last norm, and the cache with this step's keys and values.
+        """Return hidden states [T, D] after the last norm, and the cache with this step's keys and values.
 
-        Layers with equal rotary embeddings share one computation of cosines and sines.
+        T are the tokens of the step, those of all sequences one after the other, and D is the model's width. Layers
+        with equal rotary embeddings share one computation of cosines and sines; None stands for a layer without one.
         """
         x_TD = self.embedded(inputs)
         rotations = {rope: self._rotation(rope, inputs) for rope in dict.fromkeys(self.ropes)}
@@ -295,6 +313,7 @@ class Decoder(nnx.Module):
         return scaled(self.embed(inputs.token_ids), self.embedding_multiplier)
 
     def _rotation(self, rope: RopeConfig | None, inputs: ModelInputs) -> Rotation | None:
+        """Return the rotation of each token of the step by a rotary embedding; None without one."""
         if rope is None:
             return None
         frequencies = inverse_frequencies(rope, self.head_size)

@@ -40,10 +40,12 @@ class DenseAttention:
     ) -> tuple[Float[Array, "T N H"], DenseAttention]:
         """Return the attention of each token to itself and the tokens before it, and this cache, unchanged.
 
-        A token attends to the latest `window` tokens, its own included; None for all. `layer` and `step` are not used.
-        Scores and weights are computed in float32. Raises ValueError for sinks, and for a layer without keys and values
-        of its own.
+        `q` [T, N, H] has N query heads of size H, and `k` and `v` have K heads, each shared by G = N ÷ K query heads.
+        Scores are multiplied by `scale`, and limited to ±`soft_cap` by tanh unless that is None. A token attends to the
+        latest `window` tokens, its own included; None for all. `layer` and `step` are not used. Scores and weights are
+        computed in float32. Raises ValueError for sinks, and for a layer without keys and values of its own.
         """
+        # In the names of these arrays, N is the number of tokens of each of the B sequences.
         if k is None or v is None or sinks is not None:
             raise ValueError("attend: got sinks, or no keys and values, wanted those of the layer's own alone")
         q_BNKGH = q.reshape(self.num_sequences, -1, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
@@ -75,8 +77,9 @@ def dense_logits(
     at position 0 and may be padded at their ends, by any token ids. Sequences that are padded in front need
     `positions_BN`, the position of each token, and `mask_BNN`, which tokens (axis 2) each token (axis 1) may see.
 
-    Raises ValueError if the module cannot be called with (inputs, cache), or if its calls of `attend` differ from its
-    `spec`. The calls of a module without a `ModelSpec` are not checked.
+    Entry [b, n] of the result are the scores of the token after token n of sequence b. Raises ValueError if the module
+    cannot be called with (inputs, cache), or if its calls of `attend` differ from its `spec`. The calls of a module
+    without a `ModelSpec` are not checked.
     """
     if fault := call_fault(model):
         raise ValueError(f"model: {fault}")
@@ -94,7 +97,11 @@ def dense_logits(
 
 
 def dense_logprobs(model: Any, ids_BN: Int[Array, "B N"], temperature: float = 1.0) -> Float[Array, "B N1"]:
-    """Return the logprob of each token but the first of B sequences, [B, N − 1], as `Engine.logprobs` defines it."""
+    """Return the logprob of each token but the first of B sequences, [B, N − 1], as `Engine.logprobs` defines it.
+
+    Entry [b, n] is the logprob of token n + 1 of sequence b, given the tokens before it, after the logits were divided
+    by `temperature`. `ids_BN` and `model` are as `dense_logits` takes them; sequences start at position 0.
+    """
     logits = dense_logits(model, ids_BN)[:, :-1].astype(jnp.float32) / temperature
     drawn = jnp.take_along_axis(logits, ids_BN[:, 1:, None], axis=2)[..., 0]
     return drawn - jax.nn.logsumexp(logits, axis=2)

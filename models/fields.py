@@ -93,6 +93,7 @@ class Fields:
             is_number = type(value) is float or (type(value) is int and abs(value) <= 2**63)
             return is_number and isfinite(value) and value > above and min <= value <= max
 
+        # A list times False is empty, so the error names only the bounds that are finite.
         bounds = [f"above {above:g}"] * (above > -inf) + [f"from {min:g}"] * (min > -inf)
         wanted = " ".join(["a number", *bounds, *[f"up to {max:g}"] * (max < inf)])
         return float(self._value(key, default, is_right, wanted))
@@ -118,7 +119,8 @@ class Fields:
     def items(self, key: str, kind: type | tuple[type, ...], default: list[Any] | None = None) -> list[Any]:
         """Return a list whose items are all of the type `kind`, or of one of these types.
 
-        `default` is the value of an absent key; without it the key is required. Raises ModelLoadError.
+        `default` is the value of an absent key; without it the key is required. Items of a subclass pass too: true and
+        false are accepted where `kind` is int. Raises ModelLoadError for another value.
         """
 
         def is_right(value: Any) -> bool:

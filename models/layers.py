@@ -57,8 +57,10 @@ class Linear(nnx.Module):
     ) -> None:
         """Make the weight W [num_in, num_out] and, with `bias`, b [num_out]. `axes` are the logical axes of both sizes.
 
-        `in_runs` and `out_runs` say where the model's own inputs and outputs lie; the others are zero padding. None
-        means that nothing is padded.
+        `num_in` and `num_out` include padding. `in_runs` and `out_runs` say where the model's own inputs and outputs
+        lie: each run is (first stored, first of the model, number), and all others are zero padding. None means that
+        nothing is padded. The metadata count rows and columns of Wᵀ [out, in], as checkpoints store it, and map a part
+        of a fused weight to its runs; None is the key for a weight that is no fusion of parts.
         """
         self.weight = make.matrix(num_in, num_out, axes, columns=in_runs, rows=((None, out_runs),))
         self.bias = make.vector(num_out, axes[1], fill=0.0, rows=((None, out_runs),)) if bias else nnx.data(None)
@@ -94,17 +96,22 @@ class FusedLinear(nnx.Module):
         make: WeightMaker,
         runs: Mapping[str | None, tuple[Run, ...]] | None = None,
     ) -> None:
-        """Make the fused weight and, with `bias`, the fused bias. `axes` are the logical axes of inputs and outputs.
+        """Make the fused weight [num_in, outputs of all parts] and, with `bias`, the fused bias.
 
-        `runs` say for each part where the model's own outputs lie; the others are zero padding. Without `runs` nothing
-        is padded. The number of outputs of each part must be a multiple of the number of devices.
+        `parts` are (name, number of outputs, padding included) of each projection. Each number must be a multiple of
+        the number of devices, `make.num_shards`, because every device holds an equal share of every part: its columns
+        are its share of the first part, then of the second, and so on. `runs` map a part's name to its runs, (first
+        stored output, first output of the model, number), counted within the part; outputs in no run are zero padding.
+        A part without runs is not padded. The metadata call outputs rows, since checkpoints store Wᵀ [out, in]. `axes`
+        are the logical axes of inputs and outputs.
         """
         num_out = sum(size for _, size in parts)
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "rows": tuple((runs or {}).items())}
         self.weight = make.matrix(num_in, num_out, axes, **fused)
         self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
         self.num_shards = make.num_shards
-        # Where one part ends and the next begins, counted in columns of one device's block.
+        # Where one part ends and the next begins, counted in columns of one device's block: parts of 8 and 4 outputs on
+        # 2 devices end at column 4 of a block of 6. The end of the last part is left out, as `jnp.split` wants it.
         self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
@@ -135,8 +142,9 @@ class Embedding(nnx.Module):
     ) -> None:
         """Make the weight. `axis` is the logical axis of the vocabulary; None keeps the table whole on every device.
 
-        `is_tied` says whether the table also makes the logits. `runs` say which rows the model has; the others are zero
-        padding. None means that nothing is padded.
+        `is_tied` says whether the table also makes the logits; the layer operations `make.ops` may then store it as the
+        matrix of that product. `runs`, (first stored row, first row of the model, number of rows), say which of the
+        `vocab_size` rows the model has; the others are zero padding. None means that nothing is padded.
         """
         axes = (axis, "embed")
         self.is_matrix = is_tied and make.ops.stores_tied_table_as_matrix
@@ -151,6 +159,7 @@ class Embedding(nnx.Module):
         """Return the vectors of `token_ids` in the dtype of hidden states.
 
         The caller has checked the ids against the vocabulary: JAX would clamp an id beyond the table without an error.
+        On a CPU, rows are looked up as integers, because XLA would convert a whole bfloat16 table to float32 first.
         """
         if self.is_matrix:
             rows = self.weight.ops.columns(self.weight[...], token_ids, self.weight.matrix[0])
@@ -200,8 +209,9 @@ class RMSNorm(nnx.Module):
     ) -> None:
         """Make the weight [size]. `axis` is its logical axis; None keeps it whole on every device.
 
-        `runs` say where the model's own values lie; the others are zero padding. `num_values` is the divisor of the
-        mean of squares, for an input with padding or with copies; None for `size`.
+        `runs`, (first stored value, first value of the model, number), say where the model's own values lie; the others
+        are zero padding, and None means that there is none. `num_values` is the divisor of the mean of squares, for an
+        input with padding or with copies; None for `size`.
         """
         self.weight = make.vector(size, axis, fill=self.fill, ops=make.ops, rows=((None, runs),))
         # `rms_norm` divides the sum of squares by `size`. The true mean is larger by 1 ÷ share, so eps is scaled here

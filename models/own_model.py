@@ -47,7 +47,7 @@ class OwnModel:
         """Return the stored sizes on `num_shards` devices, with the heads of the first layer.
 
         Nothing is padded, since heads and vocabulary must be multiples of `num_shards`. An own MLP's width is unknown;
-        `num_shards` stands for it.
+        `num_shards` stands for it, a width that needs no padding either.
         """
         layer = self.spec.layers[0]
         return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.spec.vocab_size)
@@ -79,12 +79,14 @@ class OwnModel:
     def weights(self, mesh: Mesh) -> Weights:
         """Return the abstract weights with their shardings on `mesh`.
 
-        A variable is spread by the logical axes that its metadata name, or lies whole on every device if there are
-        none. Raises ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks, on a mesh of several devices.
+        A variable is spread by the logical axes that its metadata name, such as ("embed", "heads"), or lies whole on
+        every device if there are none. So does a leaf that is a plain array. On a mesh of several devices, raises
+        ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks. The result has no config, since none describes the
+        module.
         """
 
         def placed(path: Path, leaf: Any) -> Any:
-            """Return the leaf with its shape, dtype and sharding as its value."""
+            """Return the leaf at `path` of the state, with its shape, dtype and sharding in place of its value."""
             metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
             axes = next((metadata[key] for key in AXES_KEYS if isinstance(metadata.get(key), tuple)), ())
             if mesh.size == 1:  # Every array lies whole on the one device, so axes need not be known.

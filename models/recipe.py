@@ -78,8 +78,13 @@ def make_recipes(
     A fused weight has several parts, such as queries, keys and values, which are modules of their own in checkpoints.
     The metadata of a variable say how it is laid out: `matrix` is (in, out) of a matrix, `parts` are (name, rows) of a
     fused weight, `num_shards` is the number of devices, and `rows` and `columns` are the runs that the model has, where
-    padding surrounds them. The rows of each part are cut so that a piece lies within one block of the tensor, one run
-    and one device's shard. Raises KeyError for a module that `sources` lacks.
+    padding surrounds them. A run (stored, true, count) puts `count` rows of the model, from row `true` on, at row
+    `stored` of the padded part. The rows of each part are cut so that a piece lies within one block of the tensor, one
+    run and one device's shard. Raises KeyError for a module that `sources` lacks.
+
+    Example: parts k and v of 4 rows each, on 2 devices. The weight has the rows 0 and 1 of k, then of v, then the rows
+    2 and 3 of k, then of v. So the recipe is four pieces: rows (0, 2) and (2, 4) of the tensor of k at rows (0, 2) and
+    (4, 6) of the weight, and those of the tensor of v at rows (2, 4) and (6, 8).
     """
     pieces: dict[Path, tuple[Piece, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -98,6 +103,7 @@ def make_recipes(
             module = path[:-1] if part is None else (*path[:-2], part)
             source, numbers = _source(sources, module)
             tensor = stored_name(f"{source.name.format(**numbers)}.{path[-1]}")
+            # A tree that holds all layers in one array has no layer number in the array's name.
             stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{path[-1]}")
             stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
             blocks = source.blocks or ((0, _true_size(row_runs)),)
@@ -226,9 +232,9 @@ def read_rows(
     """Yield (row, values) for the slice `bounds` of a weight, block of rows by block of rows, in order.
 
     `pieces` are the weight's recipe. `bounds` are (start, stop) of the rows and, for a matrix, of the columns of Wᵀ.
-    Each block has at most `max_values` values, but at least one row; `row` is its first row in the weight. Values are
-    in the tensor's dtype, or float32 where several pieces or zeros make up the block. Raises ModelLoadError for a NaN
-    or an infinity.
+    Each block has at most `max_values` values, but at least one row; `row` is its first row in the weight. Rows and
+    columns that no piece covers are zeros. Values are in the tensor's dtype, or float32 where several pieces or zeros
+    make up the block. Raises ModelLoadError for a NaN or an infinity.
     """
     (first_row, end_row), *column_bounds = bounds
     width = column_bounds[0][1] - column_bounds[0][0] if column_bounds else 1
@@ -244,14 +250,16 @@ def read_rows(
 def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bounds, ...]) -> np.ndarray:
     """Return the slice `bounds` of a weight, all rows of which lie in each of these pieces.
 
-    If one piece covers the whole slice, the result is what the checkpoint gives, without a copy. Otherwise it is a
-    float32 array, which is zero where no piece lies.
+    `bounds` are (start, stop) of the rows and, for a matrix, of the columns of Wᵀ. Pieces may still cover only some of
+    the columns, or there may be none. If one piece covers the whole slice, the result is what the checkpoint gives,
+    without a copy. Otherwise it is a float32 array, which is zero where no piece lies.
     """
     if len(pieces) == 1 and _overlap(pieces[0], bounds) == bounds:
         return _read_piece(checkpoint, pieces[0], bounds)
     values = np.zeros([stop - start for start, stop in bounds], np.float32)
     for piece in pieces:
         if (overlap := _overlap(piece, bounds)) is not None:
+            # The overlap is counted in the weight; in `values` it begins where the slice does.
             indices = tuple(
                 slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(overlap, bounds, strict=True)
             )
@@ -274,6 +282,7 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]
     The result is [rows, columns] of Wᵀ, also for a tensor that is stored transposed. Raises ModelLoadError, which names
     the tensor, for a NaN or an infinity.
     """
+    # From a row or column of the weight to the same one of the tensor, both counted in Wᵀ.
     shifts = [source[0] - target[0] for source, target in zip(piece.source, piece.target, strict=True)]
     axes = [slice(start + shift, stop + shift) for (start, stop), shift in zip(bounds, shifts, strict=True)]
     values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_transposed else axes))

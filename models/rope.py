@@ -17,8 +17,10 @@ from .config.rope import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     """Return the radians per position of each pair of rotated lanes: float32 [F] on the host, F ≤ H / 2.
 
-    Without scaling they are theta^(−2i / size) for i < F. linear divides all of them by `factor`; longrope and
-    `freq_factors` divide each by its own factor; llama3 and yarn are `_llama3` and `_yarn`. Computed in float64.
+    Without scaling they are theta^(−2i / size) for i < F, where `size` lanes of a head of `head_size` are rotated.
+    `freq_factors`, if set, take the place of the scaling that `kind` names. linear divides all frequencies by `factor`;
+    longrope and `freq_factors` divide each by its own factor; llama3 and yarn divide the slow ones, keep the fast ones,
+    and blend in between. Computed in float64.
     Sources: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al.
     2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release.
     """
@@ -41,8 +43,9 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 def attention_factor(rope: RopeConfig) -> float:
     """Return the factor by which cosines and sines are multiplied: 1 except for yarn and longrope.
 
-    `rope.attention_factor` counts if it is set, as it always is for longrope. Otherwise it is a ratio of two mscales if
-    both are set (DeepSeek), or 0.1 ln(s) + 1 for a context that is stretched by s = `rope.factor`.
+    `rope.attention_factor` counts if it is set, as it always is for longrope. Otherwise, with s = `rope.factor`, by
+    which the context is stretched, and f(m) = 0.1 m ln(s) + 1, it is f(`mscale`) ÷ f(`mscale_all_dim`) if both are set,
+    as in DeepSeek's models, and else f(1). For s ≤ 1 every f is 1.
     Source: Peng et al. 2023, arXiv:2309.00071, eq. 22.
     """
     if rope.kind not in ("yarn", "longrope"):
@@ -75,6 +78,7 @@ class Rotation:
         return rotated.astype(x_TNH.dtype)
 
     def _rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Return `x_TNH` with all lanes rotated, by the pairs (i, i + F)."""
         first, second = jnp.split(x_TNH, 2, axis=-1)
         cos, sin = self.cos, self.sin
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -105,30 +109,33 @@ def _original_max(rope: RopeConfig) -> int:
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     """Return frequencies with llama3's scaling, by how often each rotates within the original context.
 
-    Up to `low_freq_factor` rotations it is divided by `factor`, from `high_freq_factor` on it is kept, and in between
-    the two are blended.
+    A frequency that makes at most `low_freq_factor` rotations there is divided by `factor`. One that makes at least
+    `high_freq_factor` is kept. In between, both results are blended linearly in the number of rotations.
     """
     num_rotations = _original_max(rope) * frequencies / (2 * math.pi)
     blend = np.clip((num_rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
-def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_size: int) -> np.ndarray:
+def _yarn(rope: RopeConfig, frequencies: np.ndarray, rotary_size: int) -> np.ndarray:
     """Return frequencies with YaRN's scaling: fast ones are kept, slow ones divided by `factor`, with a ramp between.
 
-    The ramp runs from the frequency that rotates `beta_fast` times within the original context to the one that rotates
-    `beta_slow` times. `head_size` is the number of rotated lanes. Source: Peng et al. 2023, arXiv:2309.00071.
+    The ramp is linear in the index of the frequency. It runs from the frequency that rotates `beta_fast` times within
+    the original context to the one that rotates `beta_slow` times. With `truncate` both ends are moved outwards to
+    whole indices. `rotary_size` is the number of rotated lanes, two for each frequency. Source: Peng et al. 2023,
+    arXiv:2309.00071.
     """
 
     def lane_with_rotations(num_rotations: float) -> float:
         """Return the index (fractional) of the frequency that rotates so often within the original context."""
-        return head_size * math.log(_original_max(rope) / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_size * math.log(_original_max(rope) / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = lane_with_rotations(rope.beta_fast), lane_with_rotations(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_size - 1)
-    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    low, high = max(low, 0), min(high, rotary_size - 1)
+    # The least length keeps the division defined where both ends are the same index.
+    ramp = np.clip((np.arange(rotary_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
     return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
 
 

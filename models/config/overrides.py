@@ -32,6 +32,7 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     `rope_parameters`. Null under the file's own name removes its object, with a theta in it; null under the other name
     removes only the scaling. Raises ModelLoadError for a rotary embedding that is neither an object nor null.
     """
+    # The name under which the file has its object; "" if it has none, or an empty one.
     file_key = next((key for key in ROPE_OBJECTS if data.get(key)), "")
     to_merge = dict(overrides)
     for key in ROPE_OBJECTS:
@@ -45,6 +46,7 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     if not isinstance(data.get(file_key), Mapping):
         return _merged(data, to_merge)
     parameters = dict(data[file_key])
+    # Layer types that have an object of their own within the file's object, if any.
     layer_types = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     for outer, (inner, layer_type) in INSIDE.items():
         if outer in overrides:  # The readers would prefer the file's value inside of the object to this override.
@@ -53,6 +55,7 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
             if layer_type == FULL:
                 parameters.pop(inner, None)
     for key in ROPE_OBJECTS:
+        # An override under the other name; an object for all layers is not merged into objects per layer type.
         if key in overrides and key != file_key and not layer_types:
             scaling = to_merge.pop(key)
             if scaling is None:  # Null turns the scaling off; the embedding itself stays.

@@ -104,7 +104,8 @@ def _over(defaults: Mapping[str, Any], found: Fields) -> Fields:
 def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool = False) -> RopeConfig:
     """Return the rotary embedding whose parameters are the fields `rope`; `fields` are those of the whole config.
 
-    `head_size` is in lanes. `is_partial` says whether the family may rotate only the first lanes of each head. Raises
+    `head_size` is in lanes. `is_partial` says whether the family may rotate only the first lanes of each head, a share
+    `partial_rotary_factor` of them. The kind is under `rope_type`, or under `type` in older files. Raises
     ModelLoadError for a kind or a value that is not supported, and for an odd number of rotated lanes.
     """
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
@@ -126,8 +127,8 @@ def read_ropes_by_type(
 
     Files of transformers 5 have an object per layer type in `rope_parameters`. Files of version 4 have each theta at
     the top level, and a `rope_scaling` that applies to layers of full attention only. `thetas` maps a layer type to
-    (its top-level key, None if it has none; the default theta). Raises ModelLoadError, also for a file that mixes both
-    forms.
+    (its top-level key, None if it has none; the default theta). A layer type without an object of its own is read in
+    the form of version 4. Raises ModelLoadError, also for a file that mixes both forms.
     """
     by_type = fields.mapping("rope_parameters")
     scaling = fields.mapping("rope_scaling")
@@ -176,8 +177,8 @@ def rope_key(fields: Fields) -> str:
 def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> RopeConfig:
     """Return the embedding of this `kind` with its scaling; the caller sets theta and the number of rotated lanes.
 
-    `max_position` is the model's longest context in tokens, and `size` the number of rotated lanes. Raises
-    ModelLoadError for a parameter that is missing, out of range or contradicts another.
+    `kind` is one of ROPE_KINDS. `max_position` is the model's longest context in tokens, and `size` the number of
+    rotated lanes. Raises ModelLoadError for a parameter that is missing, out of range or contradicts another.
     """
     if kind == "default":
         return RopeConfig()
@@ -194,6 +195,7 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
         if high <= low:
             raise rope.wrong("high_freq_factor", f"a number above low_freq_factor, {low:g}")
         return replace(base, low_freq_factor=low, high_freq_factor=high)
+    # The remaining kind is yarn.
     beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0), rope.number("beta_slow", 1.0, above=0)
     if beta_fast < beta_slow:
         raise rope.wrong("beta_fast", f"a number from beta_slow, {beta_slow:g}")

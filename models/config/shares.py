@@ -94,7 +94,10 @@ class Shares:
 
         Each run is (first stored row, first row of the model, number of rows). Each stored KV head has `group_size`
         stored query heads. Copies of a KV head take the query heads of its group in turn, and the last copies may get
-        fewer than `group_size`, or none; the rest is padding.
+        fewer than `group_size`, or none; the rest is padding. Adjacent runs are merged.
+
+        Example: 9 query heads and 3 KV heads on 8 devices, where each KV head has 2 copies of 2 query heads each. With
+        `head_size` 1 the runs are (0, 0, 3), (4, 3, 3) and (8, 6, 3): each group of 3 heads is stored as 4.
         """
         runs = []
         for kv_head in range(self.stored_kv_heads):
@@ -109,7 +112,10 @@ class Shares:
         """Return where the rows of the model's KV heads are stored; a head has `head_size` rows of Wᵀ.
 
         Each run is (first stored row, first row of the model, number of rows). A KV head that is copied to several
-        devices has a run for each copy.
+        devices occurs once for each copy, and a run that continues the one before on both sides is merged with it.
+
+        Example: 3 KV heads of 2 copies each, with `head_size` 1, are the runs (0, 0, 1), (1, 0, 2), (3, 1, 2) and
+        (5, 2, 1): heads 0 0 1 1 2 2.
         """
         heads = ((kv_head, kv_head // self.kv_copies) for kv_head in range(self.stored_kv_heads))
         return _scaled([(kv_head, true, 1) for kv_head, true in heads if true < self.num_kv_heads], head_size)

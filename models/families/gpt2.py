@@ -98,7 +98,8 @@ class GPT2(Decoder):
         """Return, for each module, where a checkpoint keeps it.
 
         Matrices of layers are stored as W [in, out], and not as Wᵀ. One tensor, c_attn, holds the outputs of the
-        queries, then of the keys, then of the values, `hidden_size` of each.
+        queries, then of the keys, then of the values, `hidden_size` of each. With 768, the keys are outputs 768 to
+        1535.
         """
         size, plain = config.hidden_size, super().sources(config)
         transposed = {

@@ -27,7 +27,8 @@ class SmolLM3(Decoder):
     def read_config(cls, fields: Fields) -> DecoderConfig:
         """Read SmolLM3's config: Llama's keys, and which layers have no rotary embedding.
 
-        By default that is every fourth layer. If windows are in use, they are on these layers.
+        By default that is every fourth layer. If windows are in use, they are on these layers, unless the file lists
+        the types of its layers. A list `no_rope_layers` may be longer than the model, but not shorter.
         """
         num_layers = num_layers_of(fields)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))

@@ -52,6 +52,7 @@ def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
     present = {file.relative_to(directory).as_posix() for root in read for file in _files(directory / root)}
     listed = _read(path)
     roots = {PurePosixPath(path.as_posix()) for path in read}
+    # Listed files to check: those in `read`, and those below a folder in `read`.
     wanted = {name for name in listed if not roots.isdisjoint((PurePosixPath(name), *PurePosixPath(name).parents))}
     if missing := sorted(wanted - present):
         raise ModelLoadError(f"{path}: lists {missing[0]}, which is not in the directory: fetch it")

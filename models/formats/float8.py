@@ -67,13 +67,15 @@ def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], fi
     """Return a slice of a matrix in float32, times its scales.
 
     `stored` are the bytes of the slice, and `first` is the row and the column of the matrix at which it begins. `scale`
-    is two-dimensional and has one value for each `block` (rows, columns) of the whole matrix.
+    is two-dimensional and has one value for each `block` (rows, columns) of the whole matrix; the last block of a row
+    or column may be cut off by the matrix's end. A product may be infinite or NaN, which raises nothing here.
     """
     values, (row, column) = _values()[stored], first
     with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
         if scale.shape[1] == 1:  # All columns share a scale.
             values *= _spread(scale[:, 0], block[0], row, len(values))[:, None]
             return values
+        # Each turn computes the rows of the slice that lie in one row of blocks, number `index` from the matrix's top.
         for index in range(row // block[0], -(-(row + len(values)) // block[0])):
             rows = slice(max(0, index * block[0] - row), (index + 1) * block[0] - row)
             values[rows] *= _spread(scale[index], block[1], column, values.shape[1])

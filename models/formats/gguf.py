@@ -121,11 +121,12 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         """Read `count` strings, each of which is a length in 8 bytes and then its bytes.
 
-        It is one tight loop, without a call for each string, since a vocabulary may have 100,000 strings.
+        It is one tight loop, without a call for each string, since a vocabulary may have 100,000 strings. Bytes that
+        are not UTF-8 become lone surrogates. Raises ModelLoadError past the end of the file.
         """
         data, end, strings = self.data, len(self.data), []
         for _ in range(count):
-            start = self.position + 8
+            start = self.position + 8  # If this is past the end, the length cannot be read and counts as 0.
             self.position = start + (_LENGTH.unpack_from(data, self.position)[0] if start <= end else 0)
             if self.position > end:
                 self.advance(1)  # Raises, since the position is past the end.
@@ -229,6 +230,7 @@ def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, num_dims = cursor.string(), cursor.scalar("I")
     if not 1 <= num_dims <= MAX_DIMS:
         raise ModelLoadError(f"{cursor.path}: tensor {name!r} has {num_dims} dimensions, allowed are 1 to {MAX_DIMS}")
+    # The file lists the fastest axis first, numpy the slowest.
     shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 

@@ -85,6 +85,7 @@ def _read_compressed(quantization: Fields, method: str) -> Float8Scheme:
 
 
 def _read_block(fields: Fields, key: str) -> tuple[int, int]:
+    """Return the rows and columns that share a scale, from the list under `key`; ModelLoadError for other lists."""
     block = fields.items(key, int)
     if len(block) != 2 or min(block) < 1:
         raise fields.wrong(key, "two integers from 1: rows and columns")

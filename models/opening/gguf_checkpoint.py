@@ -116,13 +116,21 @@ class GGUFCheckpoint:
         return list(self.file.paths)
 
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the row of the file for each of Hugging Face's `rows`: row `i` of half 0 or 1 of a head is at
-        2 i + half of that head."""
+        """Return the row of the file for each of Hugging Face's `rows` of the query or key projection.
+
+        Hugging Face stores the first half of a head's rows and then the second; the file alternates between the halves.
+        So row `i` of half 0 or 1 is row 2 i + half of the head in the file. For heads of 4 rows, rows 0, 1, 2 and 3 are
+        in the file's rows 0, 2, 1 and 3.
+        """
         head, row = np.divmod(rows, self._head_size)
         half, i = np.divmod(row, self._head_size // 2)
         return head * self._head_size + 2 * i + half
 
     def _hf_name(self, gguf_name: str) -> str:
+        """Return Hugging Face's name of a tensor, or its own name if there is none.
+
+        Example: "blk.3.attn_q.weight" becomes "model.layers.3.self_attn.q_proj.weight".
+        """
         match = _LAYER.fullmatch(gguf_name)
         if match and match[2] in self._format.layer_names:
             return f"model.layers.{match[1]}.{self._format.layer_names[match[2]]}.{match[3]}"

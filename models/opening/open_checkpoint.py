@@ -61,8 +61,9 @@ def open_checkpoint(
 def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
     """Return the config, corrected by what the checkpoint stores.
 
-    The embedding's dtype becomes the config's if config.json names none. A tied embedding and head become untied if
-    both are stored and differ, for which their values are read.
+    The embedding's dtype becomes the config's if config.json names none. A model that config.json ties becomes untied
+    if the checkpoint stores both the embedding and the head, and they differ; their values are read to compare them.
+    Nothing changes if the embedding is missing.
     """
     model, names = model_class(config.architecture), checkpoint.names()
     stored_name = model.naming(names, is_tied=config.tie_word_embeddings)
@@ -88,14 +89,16 @@ def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:
 
 
 def _have_equal_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Return whether two tensors have the same shape and the same bits, as float32 if their dtypes differ.
+    """Return whether the tensors named `first` and `second` have the same shape and the same bits.
 
-    Values are compared only of matrices: tensors of equal shapes that are no matrices count as equal.
+    They are the embedding and the head of a model that config.json ties: if they differ, the model is not tied. If
+    their dtypes differ, both are compared as float32. Only values of matrices [V, D] are read. Tensors of equal shapes
+    that are no matrices count as equal, since no model takes them: `check_tensors` reports them later.
     """
     shape = checkpoint.shape(first)
     if checkpoint.shape(second) != shape:
         return False
-    # `check_tensors` refuses an embedding that is no matrix later.
+    # Two axes make a matrix; `are_equal` compares nothing else.
     return len(shape) != 2 or are_equal(checkpoint, first, second, _bits)
 
 

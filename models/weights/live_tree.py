@@ -82,6 +82,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     ]
     needed = {name: arrays[name] for name in shapes if name in arrays}
     misfits = {name: fault for name, leaf in needed.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
+    # Each of these has a fault of its own, so the faults cannot be listed by name under one heading.
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
     faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
     fitting = {name: leaf for name, leaf in needed.items() if name not in misfits}
@@ -132,8 +133,9 @@ def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str |
 def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
     """Return whether two matrices of the same shape have equal values after conversion to `dtype`, the weight's.
 
-    Matrices with the same sharding are compared on their devices, others block by block on the host. The matrices of a
-    checkpoint file are compared bit by bit, in `open_checkpoint`, where the weight's dtype is not known yet.
+    They are the two copies of a matrix that the model has only once, such as a tied head. Values that become equal by
+    rounding count as equal, and so do 0 and −0. A NaN equals nothing, unless both are the same object. JAX arrays with
+    the same sharding are compared on their devices, all others block by block on the host.
     """
     if first is second:
         return True

@@ -94,7 +94,7 @@ class LiveWeights:
         """Prepare the recipes of all weights for each layout of a tree.
 
         `abstract` has the shapes, dtypes and shardings of the weights on `mesh`. If it has no config, only trees under
-        the weights' own paths are accepted.
+        the weights' own paths are accepted. Equal recipes get one number: programs are found by it.
         """
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
@@ -135,6 +135,7 @@ class LiveWeights:
             prefix for prefix, num_names in Counter(prefixes_seen).items() if 2 * num_names > len(own_names)
         ]
         config = self.abstract.config
+        # The empty prefix fits if the tree's names are the engine's paths already; then nothing is removed.
         if own_prefixes:
             prefixes = [] if "" in own_prefixes else likeliest_prefixes(own_prefixes)
         else:
@@ -165,7 +166,7 @@ class LiveWeights:
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
             old = take(path)
             sources = [_narrowed(tree.arrays[name]) for name in origin.names]
-            first = sources[0]
+            first = sources[0]  # All tensors of one weight have the same dtype; `check` has seen to that.
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
                 if old is not None:
                     old.delete()  # Its memory is not needed for this weight.
@@ -294,9 +295,11 @@ class LiveWeights:
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 
     def _checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
-        """Return where each weight is in trees under checkpoint names, for both such layouts; {} without a config.
+        """Return where each weight is in trees under checkpoint names, for TENSORS and STACKED; {} without a config.
 
-        Families have alternative names for some tensors: the names that are in `held` are used.
+        In TENSORS each name is one tensor of one layer. In STACKED a name is an array [L, …] of all layers, of which
+        the weight takes its layer. Both have the same recipe. Families have alternative names for some tensors: the
+        names that are in `held` are used.
         """
         config = self.abstract.config
         if config is None:
@@ -308,7 +311,7 @@ class LiveWeights:
             numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
             shapes = tuple(recipes.shapes[name] for name in names)
             recipe = _recipe(self._leaves[path], shapes, numbered)
-            layer = recipes.stacked[names[0]].layer
+            layer = recipes.stacked[names[0]].layer  # All tensors of a weight belong to its layer.
             tensors[path] = _Origin(recipe, names)
             stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
@@ -320,7 +323,10 @@ def _starts_of_parts(name: str) -> list[int]:
 
 
 def _recipe(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
-    """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes."""
+    """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes.
+
+    `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer.
+    """
     metadata = leaf.get_metadata()
     stored = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
     return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
@@ -362,7 +368,8 @@ def _fits(array: jax.Array, leaf: Any) -> bool:
 def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
     """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
 
-    With `layer` the tensors are arrays [L, …], of which that layer is taken.
+    With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put together as Wᵀ, in which
+    pieces are counted, and then stored as `recipe.ops` wants it. Parts that no piece covers are zero.
     """
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]

@@ -225,8 +225,10 @@ def _read_weight(
 ) -> None:
     """Fill `out` with the slice `bounds` of one weight, from the pieces that the weight is made of.
 
-    `bounds` are (start, stop) for each axis of the stored weight, and `metadata` is the weight's. Recipes count in rows
-    and columns of Wᵀ, so for a matrix `ops` gives the rows of Wᵀ that the slice holds, and a function to store them.
+    `bounds` are (start, stop) for each axis of the stored weight, and `metadata` is the weight's. Pieces are counted in
+    rows and columns of Wᵀ. So for a matrix, `ops` turns `bounds` into the rows and columns of Wᵀ that the slice holds,
+    and gives the function that writes rows of Wᵀ to `out` in the stored layout. At most CHUNK_BYTES as float32 are read
+    at once.
     """
     write = partial(write_rows, out)
     if "matrix" in metadata:
@@ -246,7 +248,10 @@ class _WeightMemory:
         self._lock, self._block, self._num_used = Lock(), np.empty(0, np.uint8), 0
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """Return an uninitialized array, aligned so that JAX can alias it. The array keeps its block alive."""
+        """Return an uninitialized array, aligned so that JAX can alias it. The array keeps its block alive.
+
+        Arrays of up to a quarter of BLOCK_BYTES lie one after the other in shared blocks.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block, start = self._block, self._num_used

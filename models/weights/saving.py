@@ -108,7 +108,8 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
     """Return a tensor, copied from the weights that its values are in, in chunks of rows.
 
     `parts` are (weight, piece): the values at the piece's `target` in the weight become those at its `source` in the
-    tensor.
+    tensor. Both are counted in rows and columns of Wᵀ for a matrix W; a piece that `is_transposed` goes to a tensor
+    that is stored as W.
     """
     tensor = np.zeros(shape, dtype)
     for leaf, piece in parts:
@@ -117,6 +118,7 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
         tensor_columns = tuple(slice(*bounds) for bounds in piece.source[1:])
         weight_columns = tuple(slice(*bounds) for bounds in piece.target[1:])
         width = piece.target[1][1] if weight_columns else 1
+        # A chunk takes CHUNK_BYTES as float32, but has at least one row.
         num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // 4 // width))
         for weight_row in range(weight_start, weight_stop, num_rows):
             # Every chunk has `num_rows` rows, so that JAX compiles one shape. The last one begins earlier and copies
