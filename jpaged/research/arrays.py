@@ -64,8 +64,9 @@ def for_arrays(params: Any) -> SamplingParams:
 def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     """Return the samples of requests that have ended, one row per sample, in the order of `requests`.
 
-    T is the largest `max_tokens` of the requests, not the longest output: the shapes do not depend on what was drawn.
-    P is the longest prompt. Without requests, B, P and T are 0.
+    B is the number of samples, one row each. T is the largest `max_tokens` of the requests, not the longest output: the
+    shapes do not depend on what was drawn. P is the longest prompt. Outputs are padded at their ends and prompts in
+    front, by zeros where `mask` and `prompt_mask` are false. Without requests, B, P and T are 0.
     """
     samples = [(index, one) for index, request in enumerate(requests) for one in request.sequences]
     shape = len(samples), max((request.max_tokens for request in requests), default=0)
@@ -134,8 +135,9 @@ def compare(
 ) -> LogprobComparison:
     """Compare the logprobs of the output tokens of finished requests with a trainer's.
 
-    `trainer_fn` takes int32 ids [B, N], each row a prompt and its output, padded by zeros at the end, and returns the
-    logprob of each token but the first, [B, N − 1]. Raise JpagedError if a request has failed, InvalidRequestError if
+    `trainer_fn` takes int32 ids [B, N], each row the prompt and the output of one sample, padded by zeros at the end.
+    It returns the logprob of each token but the first, [B, N − 1]; entries of prompt tokens and of padding are not
+    used. Raise JpagedError if a request has failed, InvalidRequestError if
     there is none or `trainer_fn` returns another shape.
     """
     _raise_if_failed("compare_logprobs", requests)
@@ -168,6 +170,7 @@ def _raise_if_failed(call: str, requests: Sequence[Request]) -> None:
 
 def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:
     """Return ours − theirs for each output token; entry i of `theirs` is the logprob of token i + 1."""
+    # The first output token is token `prompt_len`, so its entry in `theirs` is the one before.
     ours, first = np.frombuffer(sample.token_logprobs or b"", np.float32), sample.request.prompt_len - 1
     return ours - theirs[first : first + len(ours)]
 

@@ -74,8 +74,9 @@ class Sleep:
     def end(self, tags: Any) -> None:
         """Bring back what `tags` name: the weights, the pages, or both, which is what None means.
 
-        Weights that were dropped and come from no checkpoint cannot be brought back. With `tags` of None that raises
-        ConfigError, and nothing is changed. If `tags` name them, they stay away, as with vLLM, until an update.
+        `tags` are any of TAGS; what the engine has already is left alone. Weights that were dropped and come from no
+        checkpoint cannot be brought back. With `tags` of None that raises ConfigError, and nothing is changed. If
+        `tags` name them, they stay away, as with vLLM, until an update. Raise ConfigError for other tags.
         """
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or not isinstance(wanted, Collection) or not set(wanted) <= set(TAGS):

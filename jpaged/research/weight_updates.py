@@ -67,8 +67,9 @@ class WeightVersions:
     def _note_version(self, request: Request) -> None:
         """Record that the next tokens of a request are drawn by the present weights.
 
-        A sequence has a list of (index of the first output token, version). Entries that no token was drawn by, because
-        they start where the new one does, are replaced.
+        A sequence has a list of (index of the first output token, version), in ascending order. An entry that starts
+        where the new one does has drawn no token, and the new one replaces it. Example: version 2 makes [(0, 1)] to
+        [(0, 1), (5, 2)] after 5 output tokens, and to [(0, 2)] before the first one.
         """
         request.weights_version = self.version
         # A beam search has one history for all its beams, which have one length at a time. Outputs read it from the
