@@ -128,6 +128,7 @@ def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
         if args.length_penalty is not None:
             raise ConfigError("--length-penalty: has no effect without --beam-width; add that or leave it out")
         return None
+    # Sampling parameters that a beam search does not have.
     others = [name for name in sampling if name not in ("max_tokens", "ignore_eos")]
     if others:
         flag = _spellings(others[0], SAMPLING_FLAGS[others[0]])[-1]
@@ -154,8 +155,9 @@ def _spellings(name: str, flag: Flag) -> tuple[str, ...]:
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags of all sampling and beam search parameters to an argparse group.
 
-    Their order is that of `--help`: numbers with `FIRST_FLAGS` before the others, repeatable flags, numbers of beam
-    search, and switches, which are the flags without a metavar. Flags that are not given parse to None.
+    The metavar of a flag says what it takes, such as "N" for an integer; a switch has none, and stores True. The order
+    is that of `--help`: numbers with `FIRST_FLAGS` before the others, repeatable flags, numbers of beam search, and
+    switches. Flags that are not given parse to None.
     """
     sampling = {name: SAMPLING_FLAGS[name] for name in FIRST_FLAGS} | SAMPLING_FLAGS
     for metavars, flags in (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling):
@@ -197,6 +199,7 @@ def _converter(number_type: type[int | float], allowed: str) -> Callable[[str], 
     """
 
     def convert(text: str) -> int | float:
+        """Return the number that `text` stands for."""
         try:
             return number_type(text)
         except ValueError:

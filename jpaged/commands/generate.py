@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     """Run the command: check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
 
-    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if every job already has a result.
+    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run,
+    because every line has a result already, from an earlier run or as an error.
     Raises ConfigError, or InvalidRequestError for a prompt of the command line, if the run cannot start.
     """
     args = parse_generate(argv)

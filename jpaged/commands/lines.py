@@ -89,11 +89,13 @@ class LineSource:
     def _read(self) -> bool:
         """Read up to READ_BYTES into `_lines` and `_parts`; return False if the wait has ended without data.
 
-        At the end of the input `_is_at_end` is set, and what `_parts` holds becomes the last line. Raises ConfigError
-        if the read fails.
+        Complete lines go to `_lines`, without their newline, and the beginning of the next line to `_parts`. At the end
+        of the input `_is_at_end` is set, and what `_parts` holds becomes the last line. Raises ConfigError if the read
+        fails.
         """
         wait_s = self._wait_s()
         try:
+            # `poll` takes milliseconds; None waits without a limit.
             if not self._poll.poll(None if wait_s is None else wait_s * 1000):
                 return False
             data = os.read(self._descriptor, READ_BYTES)

@@ -109,6 +109,7 @@ class FinishedRecords:
             allowed = "results of this run's model, sampling and chat flags"
             way_out = "give the flags of that run, or another --output"
             raise refusal("--resume", got, allowed, way_out, error=ConfigError)
+        # All four columns are put in ascending order of the hashes, so that `take` can search by bisection.
         order = np.argsort(np.frombuffer(self._id_hashes, np.uint64), kind="stable")
         for column in (self._id_hashes, self._digests, self._offsets, self._lengths):
             column[:] = array(column.typecode, np.asarray(column)[order].tobytes())

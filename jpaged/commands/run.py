@@ -84,6 +84,7 @@ class Run:
                 yield None
             if item is None:
                 continue
+            # The steps that this asks for finish the earlier requests, and so let the printer go on.
             while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
                 yield None
             self.num_lines += 1
@@ -162,6 +163,7 @@ class Run:
                     self.fail(job.id, job.number, _message_with_cause(output.error, request.failure))
                 if write_deltas is None:
                     progress("requests", num_done, num_done + len(self._job_of) if self._are_all_made else None)
+        # Programs that were compiled meanwhile would hide how fast the engine is.
         elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
         return RunTimes(elapsed_s, first_token_time)
 

@@ -253,8 +253,9 @@ class DecodeLoops(NamedTuple):
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
         """Return the bundles of one row, in a step whose rows all have `context_len` (≥ 1) tokens.
 
-        A row costs its share of its block, its full tiles, and the sub-tiles of its tail. With `tile` 512 and `tail`
-        128, a row of 700 tokens has one full tile and a tail of 188 tokens in two sub-tiles.
+        A row costs its share of its block, its full tiles, and the sub-tiles of its tail. The last tile is always the
+        tail, even if it is full. With `tile` 512 and `tail` 128, a row of 700 tokens has one full tile and a tail of
+        188 tokens in two sub-tiles; a row of 512 tokens has no full tile and a tail of four.
         """
         from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS
 
@@ -276,6 +277,7 @@ def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: Tp
     from ...pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
 
     num_chunks = shape.num_heads // heads_per_chunk(shape.num_heads // shape.num_kv_heads, tile_q)
+    # In order of their begin: without a mask, with a mask, and with a mask at half the length.
     product_loops = _with_products(loops, 1 if num_chunks == 1 else 3)
     unmasked, masked, half = product_loops if len(product_loops) == 3 else product_loops * 3
     kv_tile_loop = _around(unmasked, loops)
@@ -330,7 +332,7 @@ def read_loops(bundles: str, utilization: str) -> list[Loop]:
     if len(slots) != len(marks) or any(len(row) != len(columns) for row in slots):
         wanted = f"one for each, of {len(columns)} numbers"
         raise ValueError(f"{fault} {len(slots)} rows for {len(marks)} bundles, wanted {wanted}")
-    spans = []
+    spans = []  # (begin, end, depth) of each loop; bundle `end` is no longer part of it.
     for begin, (mark, depth) in enumerate(marks):
         if mark == "LB":
             # A loop ends before the next marked line of a lower depth, or before the next loop of the same depth. Lines
@@ -343,6 +345,7 @@ def read_loops(bundles: str, utilization: str) -> list[Loop]:
             spans.append((begin, next(ends, len(marks)), depth))
     loops = []
     for begin, end, depth in spans:
+        # Bundles of inner loops are counted with these, and left out here.
         in_inner_loops = {n for b, e, d in spans if d > depth and begin <= b and e <= end for n in range(b, e)}
         own = [n for n in range(begin, end) if n not in in_inner_loops]
         totals = [sum(slots[n][column] for n in own) for column in range(len(columns))]

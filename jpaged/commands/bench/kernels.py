@@ -126,6 +126,7 @@ def random_pages(
     layout = backend.layout(KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype))
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
+    # Entries beyond the pages of the longest row, up to the length that the tables shall have.
     num_unused = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
     tables = np.pad(tables, ((0, 0), (0, num_unused)), constant_values=NULL_PAGE)
     step = step_of_rows(
@@ -155,6 +156,7 @@ def chain_of_layers(attend: Callable[..., tuple[Any, Any]], cache: Any, workload
     )
 
     def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the state after all layers."""
         cache, q, k, v = state
         for layer in range(workload.num_layers):
             out, cache = attend(layer, cache, q, k, v)

@@ -163,6 +163,7 @@ class Measured:
                     found[index] = _reason(error)
                 else:
                     programs[str(index)] = program
+            # A dictionary is the figures of usable sizes, a string the reason why other sizes are not usable.
             try:
                 measure(programs, self.num_runs)
             except Exception as error:  # Each program ran alone, so it is not known which one is at fault.
@@ -186,8 +187,9 @@ def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned
 
     Decode's sizes are tuned first, then prefill's: one size after another is set to the best of its value and FACTORS
     times its value, while all others stay. A kernel keeps its sizes of `start` unless the new ones save more than
-    MIN_GAIN of its cost. With a source that does not see copies, the sizes of FETCHED stay. Every cost goes to stderr.
-    Raises ConfigError if the best sizes so far, at first `start`, have no cost.
+    MIN_GAIN of its cost. A cost is the geometric mean over the source's workloads, relative to the sizes of `start`.
+    With a source that does not see copies, the sizes of FETCHED stay. Every cost goes to stderr. Raises ConfigError if
+    the best sizes so far, at first `start`, have no cost.
     """
     best, before, after = start, Figures(), Figures()
     for kind, names in (("decode", DECODE_SIZES), ("prefill", PREFILL_SIZES)):
@@ -227,6 +229,7 @@ def other_sizes(
 
     allowed = []
     for factor in factors:
+        # Decode's sizes are a tuple of their own within `sizes`.
         change: dict[str, Any] = {name: int(_size(sizes, name) * factor)}
         if name in DECODE_SIZES:
             change = {"decode": sizes.decode._replace(**change)}
