@@ -77,6 +77,7 @@ def check_overrides(
     name of the class, for the error. A key of the rotary embedding is known under either name of its object.
     """
     for key in paths(overrides):
+        # "rope_scaling.factor" is looked for as "rope_parameters.factor" too.
         first, dot, rest = key.partition(".")
         spellings = [f"{name}{dot}{rest}" for name in ROPE_OBJECTS] if first in ROPE_OBJECTS else [key]
         if first not in without_effect and not any(spelling in asked for spelling in spellings):

@@ -87,6 +87,7 @@ def rope_fields(
         "rope_theta": fields.number(theta_key, theta, above=1),
         "partial_rotary_factor": fields.number(share_key, share, above=0, max=1),
     }
+    # The values from the top level count only where the object has none.
     merged = _over(values, in_object)
     if fields.has(ORIGINAL):
         merged = merged.with_data({**merged.data, ORIGINAL: fields.integer(ORIGINAL)})

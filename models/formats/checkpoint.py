@@ -109,7 +109,10 @@ def are_equal(
 
 
 def bounds_of(part: slice, size: int) -> tuple[int, int]:
-    """Return the start and the stop of a slice of an axis of `size` elements; ValueError for a step."""
+    """Return the start and the stop of a slice of an axis of `size` elements; ValueError for a step.
+
+    Both are clipped to the axis, and an empty slice gives two equal bounds.
+    """
     start, stop, step = part.indices(size)
     if step != 1:
         raise ValueError(f"{part}: wanted a range without a step")

@@ -163,7 +163,11 @@ class OrbaxCheckpoint:
         return arrays
 
     def _spec(self, name: str) -> dict[str, Any]:
-        """Return tensorstore's spec that opens an array: in the OCDBT database, or in a folder of the array's name."""
+        """Return tensorstore's spec that opens the array `name`.
+
+        The array is in the folder's OCDBT database, one key-value store for all arrays, or in a folder of its own name.
+        A chunk that is not stored reads as zeros if the checkpoint omits zeros, and is an error otherwise.
+        """
         base = {"driver": "file", "path": f"{self.path.resolve()}/"}
         if self._is_ocdbt:
             kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}

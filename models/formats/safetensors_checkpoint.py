@@ -99,7 +99,11 @@ class SafetensorsCheckpoint:
         return [self.path / name for name in (names if SINGLE_FILE in names else [INDEX_FILE, *names])]
 
     def _read_float8(self, name: str, axes: tuple[slice, ...]) -> np.ndarray:
-        """Return the slice `axes` of a matrix in 8-bit floats as float32, times its scale."""
+        """Return the slice `axes` (rows and columns, with start and stop) of a matrix in 8-bit floats as float32.
+
+        The values are multiplied by their scales, one for each block of rows and columns of the whole matrix. The scale
+        tensor, which may be a scalar or a vector, is read whole and reshaped to [row blocks, column blocks].
+        """
         stored, (scale_name, block) = self._matrices[name], self._scales[name]
         num_scales = [-(-size // step) for size, step in zip(stored.shape, block, strict=True)]
         scale = self.read(scale_name, WHOLE).astype(np.float32).reshape(num_scales)

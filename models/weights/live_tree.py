@@ -69,9 +69,11 @@ class CheckedTree:
 def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
     """Return the arrays of a tree that the model needs, by name; those of `may_have` and a twin are left out.
 
-    Raises ModelLoadError, which lists all faults: missing and unknown names, wrong types and shapes, NaN and infinity,
-    and a twin that differs. Each tuple in `parts` has the names of arrays that make one weight together, which must
-    have the same dtype. Every value is read once to look for NaN, and a twin once more to compare it.
+    `arrays` are the tree's leaves by name, and `wanted` says which of them the model needs. A twin is a second copy of
+    a matrix that the model has once. Raises ModelLoadError, which lists all faults: missing and unknown names, wrong
+    types and shapes, NaN and infinity, and a twin that differs. Each tuple in `parts` has the names of arrays that make
+    one weight together, which must have the same dtype. Every value is read once to look for NaN, and a twin once more
+    to compare it.
     """
     twin, shapes = wanted.twin, dict(wanted.shapes)
     if twin is not None:

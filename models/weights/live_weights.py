@@ -396,14 +396,14 @@ def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any
     """Return an array of this shape with the blocks at their targets, and zeros elsewhere. Blocks do not overlap.
 
     If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps.
-    Otherwise they are written into an array of zeros one by one.
+    Otherwise they are written into an array of zeros one by one. A scalar weight (shape ()) is its only block.
     """
     if not shape:
         return blocks[0].values
     num_rows, *widths = shape
     all_columns = [(0, width) for width in widths]
     if all(list(block.target[1:]) == all_columns for block in blocks):
-        pieces, row = [], 0
+        pieces, row = [], 0  # `row` is the first row that `pieces` do not fill yet.
         for block in sorted(blocks, key=lambda block: block.target[0]):
             start, stop = block.target[0]
             pieces += [jnp.zeros((start - row, *widths), dtype)] if start > row else []

@@ -28,6 +28,7 @@ def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
     embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
     if any(model.naming(names)(anchor) in names for anchor in (embedding, norm)):
         return []
+    # The embedding's name is looked for without a base too, as in a model that was saved without its head.
     bases = *model.other_bases, model.base
     found = _prefixes_of(names, [base + embedding.removeprefix(model.base) for base in (*bases, "")])
     found |= _prefixes_of(names, [base + norm.removeprefix(model.base) for base in bases])
@@ -51,8 +52,9 @@ def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]
 def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
     """Return the prefixes, sorted, that may be the model's weights, of subtrees that hold tensors of the same names.
 
-    Subtrees of an optimizer, such as `mu.`, are left out. Averaged weights, such as `ema.`, are left out if there are
-    others.
+    A subtree is judged by the words of its prefix. Subtrees of an optimizer, such as `mu.`, are left out, even if there
+    are no others. Averaged weights, such as `ema.`, are left out if there are others. Example: `params.`,
+    `ema_params.` and `opt_state.mu.` give `["params."]`.
     """
     words = {prefix: set(re.split(r"[._]", prefix.lower())) for prefix in prefixes}
     weights = [prefix for prefix in prefixes if OPTIMIZER_TREES.isdisjoint(words[prefix])]
