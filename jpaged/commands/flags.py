@@ -175,7 +175,8 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """Add a flag for each field of EngineConfig except `seed` and the Python-only ones; aliases become spellings too.
 
     The field's type decides what the flag takes: `bool` gives `--name` and `--no-name`; other types take a value, read
-    by the converter in `FLAG_TYPES`. An option that is not given is no attribute of the parsed arguments.
+    by the converter that `FLAG_TYPES` has for the field, else for its type, else as plain text. An option that is not
+    given is no attribute of the parsed arguments.
     """
     aliases = {name: alias for alias, name in ALIASES.items()}
     for field in fields(EngineConfig):

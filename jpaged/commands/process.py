@@ -44,7 +44,7 @@ def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
 
 
 def _status_of(error: BaseException) -> int:
-    """Print an error of the user or the system as one line on stderr and return 1; raise any other error again.
+    """Print an error of the user or the system as one line on stderr and return 1; raise any other error, a bug, again.
 
     A broken pipe is not printed: it is how `| head` ends a command.
     """

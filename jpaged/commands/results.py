@@ -83,6 +83,7 @@ class ResultFile:
                 self._lock(file.fileno())
         self._descriptor: int | None = None
         self._end = 0
+        # Line number, offset and bytes of each record that `finish` keeps.
         self._numbers, self._offsets, self._lengths = array("q"), array("q"), array("I")
 
     def start(self, kept_bytes: int) -> None:

@@ -65,7 +65,8 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
     """Yield the lines of the summary, after a blank one: device, memory, sampling, start times, throughput and pages.
 
     `elapsed_s` is the time of the run without compilation, `first_token_s` the time from the start of the process to
-    the first token. Items that do not apply, such as swapped bytes when nothing was swapped, are left out.
+    the first token. Items that do not apply, such as swapped bytes when nothing was swapped, are left out. Example of a
+    line: "start: load 2.1 s · compile 8.0 s · first token 12.3 s after process start".
     """
     stats, sizes, step = engine.stats(), engine.sizes, engine.step_sizes
     yield ""

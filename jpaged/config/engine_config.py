@@ -253,6 +253,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         if self.deterministic and not self.enable_chunked_prefill:
             allowed = "true while deterministic is true, when all steps have one size"
             self._refuse("enable_chunked_prefill", allowed, leave)
+        # Backends that cannot serve with `deterministic`, each with the reason.
         not_deterministic = {entry.name: entry.not_deterministic for entry in BACKENDS if entry.not_deterministic}
         if self.deterministic and self.attention_backend in not_deterministic:
             names = ", ".join(["auto", *(name for name in BACKEND_NAMES if name not in not_deterministic)])

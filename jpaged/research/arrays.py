@@ -137,8 +137,8 @@ def compare(
 
     `trainer_fn` takes int32 ids [B, N], each row the prompt and the output of one sample, padded by zeros at the end.
     It returns the logprob of each token but the first, [B, N − 1]; entries of prompt tokens and of padding are not
-    used. Raise JpagedError if a request has failed, InvalidRequestError if
-    there is none or `trainer_fn` returns another shape.
+    used. Raise JpagedError if a request has failed, InvalidRequestError if there is none or `trainer_fn` returns
+    another shape.
     """
     _raise_if_failed("compare_logprobs", requests)
     samples = [sample for request in requests for sample in request.sequences]

@@ -42,6 +42,7 @@ class Trainer:
         """
         sequences, is_one = as_sequences(token_ids)
         check("temperature", temperature, number(1e-4, 2.0))
+        # The last token of each sequence becomes the one output token, which is given and not drawn.
         params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
         # These requests are not counted, so the seeds of later requests do not depend on this call.
         options: dict[str, Any] = {"number": 0, "form": ResultForm.SCORES}

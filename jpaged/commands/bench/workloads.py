@@ -78,6 +78,7 @@ def _drawn(name: str, vocab_size: int, num_requests: int) -> Workload:
 
     def lengths(mean: float, sigma: float) -> list[int]:
         """Draw lognormal lengths in tokens. `sigma` is that of their logarithm; `mean` is that before clipping."""
+        # A lognormal distribution has the mean exp(μ + σ² ÷ 2), which is solved for μ.
         drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_requests)
         return np.clip(drawn, MIN_TOKENS, MAX_TOKENS).astype(int).tolist()
 
