@@ -154,7 +154,8 @@ def num_attention_calls(jaxpr: Any) -> int:
 def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:
     """Raise ValueError unless `cache` is a CheckedCache in which every one of `layers` has attended.
 
-    `cache` is what a module's `__call__` returned.
+    `cache` is what a module's `__call__` returned, and `layers` are those of its spec. Layers attend in order, so their
+    number tells which of them have.
     """
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")

@@ -145,7 +145,8 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
     """Return what is wrong with the window, soft cap or `pages_of` of the layer at `index`; None if nothing is.
 
-    `pages_of` may only name an earlier layer that writes its own keys and values.
+    The result is a clause for an error, such as "layers[2].window is 0, wanted an integer ≥ 1, …". `pages_of` may only
+    name an earlier layer that writes its own keys and values.
     """
     layer, name = layers[index], f"layers[{index}]"
     window, soft_cap, owner = layer.window, layer.soft_cap, layer.pages_of
@@ -163,7 +164,8 @@ def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
 def _spec_fault(spec: ModelSpec) -> str | None:
     """Return the first thing that is wrong with a caller's spec, as a clause for an error; None if nothing is.
 
-    A spec is a dataclass whose fields may hold any value, so types are checked before they are used.
+    A spec is a dataclass whose fields may hold any value, so types are checked before they are used: the sizes first,
+    then the layers one by one, then the dtype and the token ids. Example: "hidden_size is 0, wanted an integer ≥ 1".
     """
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_context_len")}
     for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):

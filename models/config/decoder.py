@@ -130,8 +130,9 @@ class DecoderConfig:
     def spec(self) -> ModelSpec:
         """Return the sizes, token ids and attention layers that an engine reads, for the whole model on all devices.
 
-        Heads and sizes are those of the checkpoint, without padding. All layers have the same heads; only their windows
-        may differ.
+        Heads and sizes are those of the checkpoint, without padding. All layers have the same heads and soft cap, and
+        each writes its own keys and values; only their windows may differ. `activation_width`, in values per token, is
+        an estimate.
         """
         heads: dict[str, Any] = {
             "num_heads": self.num_heads,

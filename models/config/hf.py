@@ -21,7 +21,9 @@ ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 def read_sizes(fields: Fields) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig` whose keys most families share: sizes, heads, token ids and dtype.
 
-    Raises ModelLoadError, which names the key, for a value that is missing or wrong.
+    The number of layers is not among them; see `num_layers_of`. Without its key, a KV head for each query head, a head
+    size of hidden size ÷ heads, and an untied head are assumed. Raises ModelLoadError, which names the key, for a value
+    that is missing or wrong.
     """
     vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")

@@ -53,8 +53,10 @@ class Gemma2(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read Gemma 2's config: from the first layer on, every second layer has a window, unless the file lists the
-        types of its layers."""
+        """Read Gemma 2's config: layers 0, 2, 4, … have a window, unless the file lists the types of its layers.
+
+        All layers share one rotary embedding, which may make the context longer than `max_position_embeddings`.
+        """
         default = [SLIDING if layer % 2 == 0 else FULL for layer in range(num_layers_of(fields))]
         layer_types, common = read_layer_types(fields, default), _read_common(fields)
         rope = read_rope(fields, rope_fields(fields), head_size=common["head_size"])
@@ -83,9 +85,10 @@ class Gemma3(Gemma2):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read Gemma 3's config: every sixth layer has full attention, unless the file says otherwise.
+        """Read Gemma 3's config: layers 5, 11, 17, … have full attention and the others a window.
 
-        Layers with and without a window have different rotary embeddings.
+        The file may give another period than 6, or list the types of its layers. Layers with and without a window have
+        different rotary embeddings, with the default thetas 10,000 and 1,000,000.
         """
         pattern = fields.integer("sliding_window_pattern", 6)
         default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers_of(fields))]

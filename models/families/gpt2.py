@@ -69,9 +69,11 @@ class GPT2(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read GPT-2's config. Each head divides the hidden size equally, and all projections have biases.
+        """Read GPT-2's config. Raises ModelLoadError, which names the key, for a value that is not supported.
 
-        Positions are learned, so there is no rotary embedding.
+        The head size is the hidden size ÷ the number of heads, each query head has its own KV head, and all projections
+        have biases. Positions are learned, so no layer has a rotary embedding, and none has a window. The MLP is 4
+        times as wide as the model unless `n_inner` says otherwise.
         """
         fields = _renamed(fields)
         vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)

@@ -82,8 +82,12 @@ class GPTNeoX(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read GPT-NeoX's config. Each head divides the hidden size equally, and a quarter of its lanes are rotated by
-        default."""
+        """Read GPT-NeoX's config. Raises ModelLoadError, which names the key, for a value that is not supported.
+
+        The head size is the hidden size ÷ the number of heads, and each query head has its own KV head. Only the first
+        `rotary_pct` of a head's lanes are rotated, by default a quarter. The MLP always has biases; those of attention
+        may be turned off.
+        """
         vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)
         has_bias = fields.boolean("attention_bias", True)
         parameters = rope_fields(fields, theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")

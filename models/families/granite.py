@@ -16,7 +16,10 @@ class Granite(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read Granite's config: Llama's keys, and multipliers of embeddings, scores, residuals and logits."""
+        """Read Granite's config: Llama's keys, and multipliers of embeddings, scores, residuals and logits.
+
+        All four are 1 by default. `logits_scaling` divides the logits; the three others multiply.
+        """
         return read_llama(
             fields,
             **read_biases(fields, has_mlp_key=True),

@@ -47,9 +47,10 @@ class Olmo3(Olmo2):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read OLMo 3's config: every fourth layer has full attention, unless the file lists the types of its layers.
+        """Read OLMo 3's config: layers 3, 7, 11, … have full attention and the others a window.
 
-        The longest context follows from the rotary embedding of layers with full attention, if there are any.
+        The file may list the types of its layers instead. Each type has its own rotary embedding. The longest context
+        follows from that of layers with full attention or, without such layers, from that of the first layer.
         """
         default = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(num_layers_of(fields))]
         layer_types = read_layer_types(fields, default)

@@ -43,8 +43,9 @@ class Phi3(Decoder):
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
         """Return, for each module, where a checkpoint keeps it.
 
-        One tensor, qkv_proj, holds the rows of queries, keys and values, and another, gate_up_proj, those of gate and
-        up. All other tensors are as in Llama.
+        One tensor, qkv_proj, holds the rows of all queries, then of all keys, then of all values, and another,
+        gate_up_proj, those of gate and then of up. All other tensors are as in Llama. With 4 query heads and 2 KV heads
+        of size 8, queries are the rows 0 to 31 of qkv_proj, keys 32 to 47, and values 48 to 63.
         """
         queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         inner = config.intermediate_size

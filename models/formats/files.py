@@ -71,11 +71,12 @@ def _files(path: Path) -> list[Path]:
 def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:
     """Yield (name, SHA-256 sum) of each file in the directory, in the order of `names`.
 
-    Several threads compute sums. Raises ModelLoadError for a file that cannot be read.
+    Names are relative to the directory. NUM_READERS threads compute sums, of several files at once. Raises
+    ModelLoadError for a file that cannot be read.
     """
 
     def sum_of(name: str) -> str:
-        """Return the sum of a file in hexadecimal digits."""
+        """Return the SHA-256 sum of the file as 64 hexadecimal digits; ModelLoadError if it cannot be read."""
         try:
             with (directory / name).open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -90,8 +91,10 @@ def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:
 def _read(path: Path) -> dict[str, str]:
     """Return name → sum of the files in the list `path`, a file as sha256sum writes it.
 
-    Raises ModelLoadError if it cannot be read, is larger than MAX_BYTES, or has a line of another form, or the name of
-    a file outside of the directory.
+    A line such as "5f1d…  model.safetensors" has 64 hexadecimal digits, two spaces or a space and `*`, and a name; "./"
+    in front of the name is dropped. The last line counts if a name is there twice. Raises ModelLoadError if the list
+    cannot be read, is larger than MAX_BYTES, or has a line of another form, or the name of a file outside of the
+    directory.
     """
     try:
         if path.stat().st_size > MAX_BYTES:

@@ -113,6 +113,7 @@ class _Cursor:
         return struct.unpack_from("<" + code, self.data, self.advance(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
+        """Read one string: a length in 8 bytes, then that many bytes of UTF-8."""
         length = self.scalar("Q")
         start = self.advance(length)
         # A vocabulary may hold tokens that are not valid UTF-8.
@@ -143,6 +144,7 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
+            # An array is the type number of its items, their count, and then the items.
             item_kind, count = self.scalar("I"), self.scalar("Q")
             if item_kind in _SCALARS:
                 dtype = np.dtype(_SCALARS[item_kind]).newbyteorder("<")
@@ -188,8 +190,10 @@ def read_gguf(path: Path) -> GGUFFile:
 def _read_part(path: Path) -> GGUFFile:
     """Parse the header of one GGUF file, without the other parts of a split model.
 
-    Raises ModelLoadError, which names the file, if the file cannot be read, is not GGUF of a known version, or ends
-    before its header or a tensor does.
+    The header has the magic bytes, the version, the numbers of tensors and of metadata values, then the metadata as
+    pairs of key and value, then the declarations of the tensors. Tensor data follow, from the next multiple of
+    `general.alignment` bytes on; they are not read. Raises ModelLoadError, which names the file, if the file cannot be
+    read, is not GGUF of a known version, declares a tensor twice, or ends before its header or a tensor does.
     """
     try:
         with path.open("rb") as file:

@@ -201,8 +201,9 @@ class OrbaxCheckpoint:
 def _array_names(fields: Fields) -> list[str]:
     """Return the dotted names of all arrays in the tree; `fields` are those of the file that lists its leaves.
 
-    Empty containers are skipped. Raises ModelLoadError for other leaves, for two of the same name, and for a tree
-    without arrays.
+    Each entry of `tree_metadata` describes a leaf: `key_metadata` are the keys on its path, and `value_metadata` has
+    its type. Empty containers are skipped. Raises ModelLoadError for other leaves than arrays, for two of the same
+    name, and for a tree without arrays.
     """
     tree = fields.mapping("tree_metadata")
     names: dict[str, None] = {}

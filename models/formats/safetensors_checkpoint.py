@@ -34,9 +34,11 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, directory: Path, scheme: Float8Scheme | None = None):
-        """Open all files and check them. Raises ModelLoadError.
+        """Open all files of the directory and check them; no values are read.
 
         `scheme` says which scales the matrices in 8-bit floats have; None for a checkpoint without such matrices.
+        Raises ModelLoadError if a file is missing or damaged, if the index places a tensor in another file than the one
+        that has it, or if 8-bit floats and scales do not fit the scheme.
         """
         self.path = directory
         self._scheme = scheme
@@ -71,7 +73,10 @@ class SafetensorsCheckpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return float32, bfloat16 or float16; raise ModelLoadError if the tensor is stored as anything else."""
+        """Return float32, bfloat16 or float16, the dtype that `read` gives; for 8-bit floats with a scale, float32.
+
+        Raises ModelLoadError if the tensor is stored as anything else.
+        """
         if name in self._scales:
             return "float32"
         stored = self._files[name].get_slice(name).get_dtype()
@@ -121,8 +126,9 @@ class SafetensorsCheckpoint:
     def _find_scales(self, scheme: Float8Scheme) -> None:
         """Find the bytes and the scale of each matrix in 8-bit floats, and fill `_matrices` and `_scales`.
 
-        Raises ModelLoadError for such a matrix without a scale, for a scale of a tensor in another dtype, and for a
-        scale whose shape does not fit the scheme.
+        A scale is a tensor of its own, whose name is that of the matrix with another end, such as "q_proj.weight_scale"
+        for "q_proj.weight". Raises ModelLoadError for such a matrix without a scale, for a scale of a tensor in another
+        dtype, and for a scale whose shape does not fit the scheme.
         """
         for file_name in sorted(set(self._file_names.values())):
             self._matrices |= map_matrices(self.path / file_name)
@@ -187,8 +193,9 @@ def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> 
 def _read_index(directory: Path) -> dict[str, str]:
     """Return tensor → file name from the index of a checkpoint in several files.
 
-    Raises ModelLoadError if there is no index, if it is empty, or if it names a file that is missing, is outside of
-    `directory` or is not safetensors.
+    The index is a JSON object whose `weight_map` has this mapping. File names come from a download, so each must be the
+    plain name of a .safetensors file in `directory`, without a folder. Raises ModelLoadError for any other name, for a
+    file that is missing, and if there is no index or it is empty.
     """
     path = directory / INDEX_FILE
     if not path.is_file():
@@ -211,7 +218,8 @@ def _read_index(directory: Path) -> dict[str, str]:
 def _missing_weights(directory: Path) -> str:
     """Return, as a clause for an error, what a directory without safetensors holds instead, and what to do.
 
-    `directory` may also be missing, or be a file.
+    The first of these that is there decides: a GGUF file, pickled weights, a safetensors file of another name.
+    `directory` may also be missing, or be a file; then it holds no weights.
     """
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     wanted = f"wanted {SINGLE_FILE} or {INDEX_FILE}"
@@ -231,7 +239,8 @@ def _missing_weights(directory: Path) -> str:
 def _file_fault(path: Path, error: Exception) -> str:
     """Return, as a clause for an error, why safetensors cannot read a file, and what to do.
 
-    Typical bad downloads are recognised by the file's first bytes; otherwise `error`, the package's own, is quoted.
+    Typical bad downloads are recognised by the file's first bytes: an empty file, a pointer of git-LFS in place of the
+    weights, and an HTML page, such as a login page. Otherwise `error`, the package's own, is quoted.
     """
     try:
         with path.open("rb") as file:

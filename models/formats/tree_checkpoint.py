@@ -56,8 +56,12 @@ class TreeCheckpoint:
         return np.asarray(array)[axes]
 
     def _array(self, name: str) -> np.ndarray | jax.Array:
-        """Return a leaf of the tree. Raises ModelLoadError if it is no array, has another dtype than DTYPES, or cannot
-        be read by this process."""
+        """Return the leaf `name` of the tree, which must be an array.
+
+        Leaves are checked only here, when they are asked for. Raises ModelLoadError if the leaf is no array, has
+        another dtype than DTYPES or another byte order than the machine's, was deleted or donated, or lies in part on
+        devices of other processes.
+        """
         leaf = self._leaves[name]
         if not isinstance(leaf, np.ndarray | jax.Array):
             raise ModelLoadError(f"{PARAMS}: {name} is a {type(leaf).__name__}, wanted an array of numpy or JAX")

@@ -72,6 +72,7 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, file: GGUFFile, config: DecoderConfig):
+        """Serve the tensors of a parsed file; its `general.architecture` must be one of FORMATS."""
         self.file = file
         self.path = file.path
         self._head_size = config.head_size

@@ -65,7 +65,11 @@ class _Metadata:
     """The metadata of one file, read as the content of config.json."""
 
     def __init__(self, file: GGUFFile, fields: Fields, architecture: str):
-        """`fields` are the metadata. `names` maps keys of config.json to the file's keys, which errors name."""
+        """Keep the metadata `fields` of the file, and map keys of config.json to the file's keys for the same values.
+
+        The file's keys begin with its `architecture`, as in "llama.block_count" for `num_hidden_layers`. `names` holds
+        the map: values are read by it, and errors name the file's key.
+        """
         self.file, self.fields, self.architecture = file, fields, architecture
         self.freq_factors: tuple[float, ...] | None = None
         """Divisors of the rotary frequencies, if llama3's parameters cannot give them; `config` sets them."""
@@ -157,8 +161,9 @@ class _Metadata:
     def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of config.json that Gemma 2 has beside those of `config`.
 
-        An absent key gets llama.cpp's default. Raises ModelLoadError for layers with a window that have a rotary base
-        of their own.
+        An absent key gets llama.cpp's default. The layers 0, 2, 4, … have a window unless the file says otherwise.
+        Raises ModelLoadError for layers with a window that have a rotary base of their own, since all layers share one
+        rotary embedding.
         """
         fields, rope = self.fields, self._rope(DEFAULT_THETA, config["head_dim"])
         local_base = self.key("rope.freq_base_swa")
@@ -215,7 +220,8 @@ class _Metadata:
         """Return the attention type of each layer, SLIDING or FULL.
 
         The last of each `period` layers has full attention, and the others have a window. The file may give another
-        period, where 0 means that all layers have a window, or a list that says for each layer whether it has one.
+        period, where 0 means that all layers have a window, or a list that says for each layer whether it has one. With
+        period 6 the layers 5, 11, 17, … have full attention.
         """
         fields, key = self.fields, self.key("attention.sliding_window_pattern")
         if isinstance(fields.data.get(key), list):

@@ -190,8 +190,9 @@ class LiveWeights:
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
         """Return, by key, functions that lower the programs that make weights.
 
-        There is a program for each recipe and each dtype of its tensors; one version allocates the weight, and the
-        other reuses the memory of the old weight.
+        There are two programs for each recipe, each dtype of its tensors, and each way in which they lie in a tree: one
+        allocates the weight, and the other reuses the memory of the old weight. Nothing is compiled here; the caller
+        compiles what a function returns.
         """
         lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():

@@ -130,6 +130,7 @@ def load_weights(
 ) -> Weights:
     """Return `abstract` with its arrays loaded in their dtypes and shardings. `check_tensors` must have passed.
 
+    JAX asks for the shard of each device, and only the rows and columns of that shard are read from the tensors.
     `progress(done, total)` is called once per tensor, after the weight that it is a part of. Raises ModelLoadError,
     which names the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
@@ -137,7 +138,7 @@ def load_weights(
     leaves = dict(nnx.to_flat_state(abstract.state))
 
     def load(path: Path) -> jax.Array:
-        """Return one weight; JAX calls `read_shard` for the shard of each device."""
+        """Return the weight at `path` as a sharded array. JAX calls `read_shard` for the shard of each device."""
         leaf = leaves[path]
 
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -90,7 +90,11 @@ def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
 
 def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor]:
     """Return the tensors to save, by their Hugging Face names. Their values are read from the weights when each one
-    is made."""
+    is made.
+
+    One weight may be saved as several tensors, such as the fused queries, keys and values, and one tensor may be put
+    together from several pieces. A tensor has the dtype of the weight that its first piece is in.
+    """
     recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
     leaves = dict(nnx.to_flat_state(weights.state))
     parts: defaultdict[str, list[tuple[Any, Piece]]] = defaultdict(list)
