@@ -52,8 +52,9 @@ class FlagParser(argparse.ArgumentParser):
 def generate_parser() -> argparse.ArgumentParser:
     """Return the parser of `jpaged generate`.
 
-    In the parsed arguments, a flag that was not given is None, or False for the switches `--resume` and `--json`. An
-    engine option that was not given is no attribute at all, so that EngineConfig supplies its default.
+    In the parsed arguments, a flag that was not given is None, or False for the switches `--resume` and `--json`, or an
+    empty list for prompts. An engine option that was not given is no attribute at all, so that EngineConfig supplies
+    its default. A flag cannot be shortened to its first letters.
     """
     parser = FlagParser(
         prog="jpaged generate",

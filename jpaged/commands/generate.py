@@ -177,9 +177,10 @@ def _job_reader(
 ) -> JobReader:
     """Return the reader that turns prompts and lines into checked jobs.
 
-    Text prompts become chat messages unless there is no chat template, in the model or as `template` (the text of
-    `--chat-template`), or `--no-chat` is given. `flags` take precedence over the model's sampling defaults; `beams` are
-    the parameters of beam search or None. Raises ConfigError if a chat flag has no effect or lacks a template.
+    Text prompts become chat messages if there is a chat template, in the model or as `template` (the text of
+    `--chat-template`), and `--no-chat` is not given. `flags` take precedence over the model's sampling defaults;
+    `beams` are the parameters of beam search or None. Raises ConfigError if a chat flag has no effect or lacks a
+    template.
     """
     from ..sampling.logit_rules_spec import LogitRulesSpec
     from ..startup.sizing.sizes import requested_max_len, requested_max_seqs
@@ -208,7 +209,9 @@ def _job_reader(
 def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, line_format: str) -> str:
     """Return a hash of all options that results depend on: the model, the chat template, the sampling parameters.
 
-    `--resume` only takes over results with the same key. `line_format` is "arguments", "txt" or "jsonl".
+    `--resume` only takes over results with the same key. `line_format` is "arguments" for prompts of the command line,
+    else "txt" or "jsonl"; the same line means different prompts in these. Sampling parameters are those that hold for a
+    line without its own; a line's own are part of the line, whose digest is compared too.
     """
     source, tokenizer, beams = handle.source, handle.tokenizer, reader.beams
     assert source is not None, "a command serves models from files"
@@ -248,7 +251,11 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
 
 
 def _read_template(path: str) -> str:
-    """Return the text of a chat template file; ConfigError if it is no readable UTF-8 file or no valid Jinja2."""
+    """Return the text of the chat template in the file `path`.
+
+    It is compiled to find errors before a model is loaded, and the result is dropped. Raises ConfigError if `path` is
+    no readable UTF-8 file, or no valid Jinja2; then the message names the line.
+    """
     import jinja2
 
     from ..text.template_environment import compile_template

@@ -306,7 +306,8 @@ def _decoded(line: bytes) -> str:
 def _parsed_record(line: str) -> dict[str, Any]:
     """Return the JSON object of a line, with `num_samples` renamed to `n`.
 
-    Raises InvalidRequestError if the line is no JSON object, if an object has a key twice, or if both names are given.
+    Raises InvalidRequestError if the line is no JSON object, if the object or one inside it has a key twice, or if both
+    names are given. Keys and values are not checked further.
     """
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)

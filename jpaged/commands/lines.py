@@ -37,8 +37,9 @@ class LineSource:
     def __init__(self, name: str):
         """Open a file, or stdin for the name `-`.
 
-        `format` is "txt" if the name ends in .txt, else "jsonl", also for pipes. Raises ConfigError if the file cannot
-        be read, or if it is no pipe and its name ends in neither .txt nor .jsonl.
+        Nothing is read yet. `format` is "txt", a prompt per line, if the name ends in .txt, and else "jsonl", a JSON
+        object per line, also for pipes. Raises ConfigError if the file cannot be opened, or if it is no pipe and its
+        name ends in neither .txt nor .jsonl.
         """
         self.name = name
         self._descriptor, self.format = _open(name)
@@ -196,7 +197,7 @@ class IdTable:
         return slot
 
     def _grow(self) -> None:
-        """Double the number of slots and enter all hashes again."""
+        """Double the number of slots and enter all hashes again, since a hash's slot depends on their number."""
         hashes, values = self._hashes, self._values
         self._clear(2 * len(hashes))
         for hash_, value in zip(hashes, values, strict=True):

@@ -81,7 +81,8 @@ def prepare_streams() -> None:
 def interrupts_held() -> Iterator[None]:
     """Hold back SIGINT during a `with` and raise it at the end: JAX's library crashes if interrupted in its import.
 
-    Does nothing outside the main thread, where handlers cannot be set, and where SIGINT has no Python handler.
+    Several interrupts are raised as one, also if the body raises an error. Does nothing outside the main thread, where
+    handlers cannot be set, and where SIGINT has no Python handler, for example because it is ignored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -108,6 +109,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
+        """Keep the handlers and the hook that are in force, to put them back at the end; change nothing yet."""
         self.have_come = False
         self._is_installed = False
         self._handler = signal.getsignal(signal.SIGINT)

@@ -19,7 +19,10 @@ class ProgressReport:
     """Shows the phases of a command, such as load, compile and requests. Phases may overlap, on several threads."""
 
     def __init__(self) -> None:
-        """Show nothing yet: a phase appears with the first call that names it. Bars need stderr to be a terminal."""
+        """Show nothing yet: a phase appears with the first call of this object that names it.
+
+        If stderr is a terminal, now, phases have bars; else they have lines.
+        """
         self._is_terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
         self._bars: dict[str, Any] = {}

@@ -173,7 +173,8 @@ class ResultFile:
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the file by one with these lines: write a temporary file beside it, sync it to disk, and rename it.
 
-        The new file has the old one's permissions. After an error the temporary file is removed.
+        So a reader sees either the old file or the whole new one. The new file has the old one's permissions. After an
+        error the old file stays, and the temporary one is removed. `start` must have come before.
         """
         assert self._descriptor is not None, "start comes before finish"
         mode = os.fstat(self._descriptor).st_mode & 0o777
@@ -193,7 +194,8 @@ class ResultFile:
 def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
     """Return the JSON object of one sample of a request.
 
-    `logprobs` is null if the request asked for none; `log_kept_masses` is a key only if it asked for them.
+    `logprobs` is null if the request asked for none; else it has one object per output token. `log_kept_masses` is a
+    key only if the request asked for them, with one number per output token.
     """
     logprobs, masses = completion.logprobs, completion.log_kept_masses
     optional = {} if masses is None else {"log_kept_masses": list(masses)}

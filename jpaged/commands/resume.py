@@ -119,8 +119,8 @@ class FinishedRecords:
     def _read(self, path: Path, options: str) -> None:
         """Read all complete lines: add the results of these `options` in file order, and count the other lines.
 
-        Sets `end` and the counts of foreign lines, of results without a key and of results of other options. Nothing
-        changes if the file does not exist.
+        Sets `end` and the counts of foreign lines, of results without a key and of results of other options. Error
+        records are neither added nor counted. Nothing changes if the file does not exist.
         """
         if not path.exists():
             return

@@ -49,7 +49,7 @@ class Run:
     def __init__(
         self, results: ResultFile | None, printer: Printer | None, finished: FinishedRecords | None, options: str
     ):
-        """Write results to `results` and print them with `printer`; either may be None.
+        """Write results to the file `results` and print them on stdout with `printer`; either may be None.
 
         `finished` are the results of earlier runs that a resumed run takes over, None without `--resume`. `options` is
         the run's `resume.options_key`. The output file is not opened before `start`.
@@ -172,7 +172,9 @@ class Run:
     ) -> Iterator[Request | None]:
         """Yield an engine request for each job, and a None for each None in `jobs`.
 
-        The engine was sized for the first jobs. A later job that does not fit gets an error as its result instead.
+        A request is named by its job's line number, and `_job_of` has its job until it ends; `sampling` notes its
+        parameters. The engine was sized for the first jobs. A later job that does not fit gets an error as its result
+        instead. At the end `_are_all_made` is set, so that the total of the progress report is known.
         """
         for job in jobs:
             if job is None:
@@ -215,7 +217,8 @@ class Run:
     def _keep(self, line: DoneLine) -> None:
         """Take over the result that an earlier run wrote for this line.
 
-        The record stays where it is in the file; the printer reads it from there when its turn comes.
+        The record stays where it is in the file: `finish` keeps it under the line's number, and the printer, if there
+        is one, reads it from there when all earlier lines are printed. A resumed run always has an output file.
         """
         assert self.results is not None
         assert self.finished is not None

@@ -220,6 +220,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     """vLLM's name of `device_memory_utilization`."""
 
     def __post_init__(self, gpu_memory_utilization: float | None) -> None:
+        """Take the alias into account, which wins over its option, and check all options. Raise ConfigError."""
         if gpu_memory_utilization is not None:
             object.__setattr__(self, "device_memory_utilization", gpu_memory_utilization)
         self._check_fields()
@@ -233,7 +234,9 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     def _check_pairs(self) -> None:
         """Raise ConfigError if two options contradict each other, or if one of them would be ignored.
 
-        Runs after the check of each single option, so every value has its type and range.
+        Runs after the check of each single option, so every value has its type and range. Pairs are checked in the
+        order below, and the first that does not fit is reported: `_refuse` raises for an option's name, with the
+        allowed values and the way out.
         """
         one, leave = "give one of the two", "leave one of them out"  # Advice that ends the messages.
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:

@@ -22,6 +22,7 @@ class WeightVersions:
     """The present version of the weights, and how requests and prefixes are told of a new one."""
 
     def __init__(self, scheduler: Scheduler):
+        """Begin with version 0, of the weights that the engine has started with."""
         self.scheduler = scheduler
         self.version = 0
         """As outputs name it."""

@@ -108,8 +108,9 @@ class RecordedEngine:
     def run(self, workload: Workload) -> float:
         """Queue all requests of the workload at once; return the seconds until the last token.
 
-        The prefix cache is emptied first, and the records are those of this run afterwards. Requests ignore ends of
-        sequences, so that each generates exactly the tokens that the workload says.
+        The prefix cache is emptied first, and the records are those of this run afterwards: while it runs, this object
+        is the engine's observer, whose `dispatched` is called for each step. Requests ignore ends of sequences, so that
+        each generates exactly as many tokens as the workload says, and each has its index as its seed.
         """
         engine = self.engine
         engine.reset_prefix_cache()

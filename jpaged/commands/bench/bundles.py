@@ -124,8 +124,10 @@ class Compiler:
     ) -> tuple[list[Loop], list[Loop]]:
         """Compile attention over pages of this shape; return the loops of the decode and of the prefill kernel.
 
-        `dtype` is that of queries, keys and values; None means that of the pages, or bfloat16 for one-byte pages.
-        `options` are passed to `PagedCache.attend`, such as `soft_cap`. Nothing runs: all arrays have only a shape.
+        `dtype` is that of queries, keys and values; None means that of the pages, or bfloat16 for one-byte pages, which
+        have scales. `options` are passed to `PagedCache.attend`, such as `soft_cap`. Nothing runs: all arrays have only
+        a shape. The step has TOKENS tokens in up to ROWS rows, and the cache one layer, whose pages take at least
+        CACHE_BYTES.
         """
         import jax.numpy as jnp
 
@@ -195,10 +197,11 @@ class DecodeLoops(NamedTuple):
     def of(cls, loops: list[Loop], shape: TpuShape, sizes: DecodeSizes) -> DecodeLoops:
         """Count the bundles in the loops of a decode kernel that was compiled with these sizes.
 
-        Full tiles have a loop over tiles; in it there may be one over sub-tiles, and in that one over products, each of
-        some KV heads. Tails have a loop over sub-tiles, and in it there may be one over products. The kernel unrolls
-        the inner loops by rules (`unroll_factor`) that tell here which of them exist. Raises ValueError if the loops
-        have another form.
+        Full tiles have a loop over tiles; in it there may be one over sub-tiles, and in that one over products. A
+        product is the attention of a sub-tile for some of the KV heads (`heads`) at once. Tails have a loop over
+        sub-tiles, and in it there may be one over products. The kernel unrolls the inner loops by rules
+        (`unroll_factor`) that tell here which of them exist: one that is unrolled as a whole has no loop in the dump.
+        Raises ValueError if the loops have another form.
         """
         import jax.numpy as jnp
 

@@ -62,9 +62,10 @@ class PeerBaseline:
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:
-        """Wait for the peer's next line and return its JSON object.
+        """Wait, without a time limit, for the peer's next line and return its JSON object.
 
-        Raises ConfigError if the peer has ended or writes anything else.
+        Raises ConfigError if the peer has ended, with its exit status in the message, or if the line is anything but a
+        JSON object, with the beginning of the line.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

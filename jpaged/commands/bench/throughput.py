@@ -94,7 +94,8 @@ def bench(kind: str, argv: Sequence[str]) -> int:
 def _parse(kind: str, argv: Sequence[str]) -> Namespace:
     """Return the parsed flags of the bench `kind`; ConfigError if a value is not allowed.
 
-    A name in `--peer NAME=COMMAND` must differ from the engine's and the baselines' names.
+    The default workloads depend on `kind`; all other flags are the same for both benches, and engine flags are among
+    them. A name in `--peer NAME=COMMAND` must differ from the engine's and the baselines' names.
     """
     about = "whole workloads, beside what bounds the engine and what else there is."
     description = f"`jpaged bench latency` and `bench throughput`: {about}"
@@ -175,8 +176,9 @@ def _result(
 ) -> dict[str, Any]:
     """Return the report, to be written as JSON: ratios and rates first, then how they were measured.
 
-    A ratio such as "jpaged ÷ bare" is the engine's speed divided by the baseline's: above 1 the engine is faster. This
-    runs every workload once more, for its details.
+    `seconds` are those of every run, by workload and baseline; `config` has the options that the engine was started
+    with. A ratio such as "jpaged ÷ bare" is the engine's speed divided by the baseline's: above 1 the engine is faster.
+    This runs every workload once more on the engine, for its latencies and padding.
     """
     ours = baselines[ENGINE]
     assert isinstance(ours, RecordedEngine)
@@ -234,7 +236,10 @@ def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """Print rates, ratios and padding of each workload of a report (`_result`) on stderr."""
+    """Print rates, ratios and padding of each workload of a report (`_result`) on stderr.
+
+    Each baseline has a line such as "  jpaged ÷ bare  0.93   (bare 1234.5 tokens/s)".
+    """
     for name, ratios in result["ratios"].items():
         rates = result["tokens_per_s"][name]
         say(f"{name}: {ENGINE} {rates[ENGINE]} tokens/s")

@@ -307,7 +307,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raise ConfigError if a flag's value is not allowed, or if `--source bundles` lacks a `--chip`."""
+    """Raise ConfigError if a flag's value is not allowed, or if `--source bundles` lacks a `--chip`.
+
+    Query heads must be a multiple of the KV heads, since each KV head serves equally many of them. Whether the kernels
+    take the shape is checked later.
+    """
     check_positive(args, "num_heads", "num_kv_heads", "head_size", "block_size", "runs")
     if args.num_heads % args.num_kv_heads:
         allowed = f"multiples of --num-kv-heads, {args.num_kv_heads}"
@@ -322,8 +326,8 @@ def _check(args: Namespace) -> None:
 def _chip_here(args: Namespace) -> str:
     """Return the name of this machine's TPU chip, such as "v6e".
 
-    Raises ConfigError if JAX's first device is no TPU, a TPU that the kernels have no sizes for, or a different chip
-    than `--chip`.
+    `--chip` need not be given, since the device tells it. Raises ConfigError if JAX's first device is no TPU, a TPU
+    that the kernels have no sizes for, or a different chip than `--chip`; the message names what may be done instead.
     """
     import jax
 
