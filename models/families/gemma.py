@@ -105,7 +105,8 @@ class Gemma3(Gemma2):
 def _read_common(fields: Fields) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig` whose keys are the same for Gemma 2 and 3.
 
-    Attention scores are divided by √query_pre_attn_scalar.
+    They are the sizes, biases, activation, norm and token ids, the longest context before rotary scaling, the bound of
+    the logits, and the factor of attention scores, 1 ÷ √query_pre_attn_scalar.
     """
     return {
         **read_sizes(fields),

@@ -136,7 +136,7 @@ class OrbaxCheckpoint:
             raise ModelLoadError(f"{self.path}: is an orbax checkpoint whose saving did not end; take another one")
 
     def _open_all(self, names: list[str]) -> dict[str, _Array]:
-        """Return the metadata of each array; all of them are read at the same time.
+        """Return the shape, dtype and chunk shape of each array; all of them are read at the same time.
 
         Raises ModelLoadError for an array that cannot be opened, for a name that would lead out of the folder, and for
         chunks larger than their array, which could take any amount of memory.

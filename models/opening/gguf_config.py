@@ -92,8 +92,9 @@ class _Metadata:
         """Return the content that config.json would have for this model.
 
         Values that the metadata lack come from the tensors: the vocabulary is the rows of the embedding, a head is tied
-        if it is not stored, and biases exist if the first layer has them. Raises ModelLoadError for metadata that are
-        invalid or not supported, and for a file without an embedding.
+        if it is not stored, and biases exist if the first layer has them. The method of the architecture adds the keys
+        of its family, such as windows and the rotary embedding. May set `freq_factors`. Raises ModelLoadError for
+        metadata that are invalid or not supported, and for a file without an embedding.
         """
         fields, tensors = self.fields, self.file.tensors
         embedding = tensors.get("token_embd.weight")

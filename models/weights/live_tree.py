@@ -84,7 +84,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     ]
     needed = {name: arrays[name] for name in shapes if name in arrays}
     misfits = {name: fault for name, leaf in needed.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
-    # Each of these has a fault of its own, so the faults cannot be listed by name under one heading.
+    # Each of these names has a fault of its own, so every one gets a clause of its own.
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
     faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
     fitting = {name: leaf for name, leaf in needed.items() if name not in misfits}
@@ -119,7 +119,8 @@ def _listed(fault: str, names: set[str]) -> list[str]:
 def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
     """Return what is wrong with a leaf's type, dtype, memory or shape; None if nothing is. Values are not read.
 
-    `shape` is the wanted shape, and `dtypes` are the names of the allowed dtypes.
+    `shape` is the wanted shape, and `dtypes` are the names of the allowed dtypes. The result follows the leaf's name in
+    an error, such as "has shape (2, 3), wanted (3, 2)". Only the first fault is returned.
     """
     if not isinstance(leaf, np.ndarray | jax.Array):
         return f"is a {type(leaf).__name__}, wanted an array of numpy or JAX"

@@ -229,8 +229,9 @@ class LiveWeights:
     ) -> jax.stages.Lowered:
         """Lower the program that makes a weight of tensors with the given dtype and sharding.
 
-        With `num_stacked`, the L of tensors [L, …], the program also takes the layer's index; None for tensors of one
-        layer. With `is_in_place` the program also takes the old weight, and returns the new one in its memory.
+        The program takes the list of the tensors in `recipe`. With `num_stacked`, the L of tensors [L, …], it also
+        takes the layer's index, as the last argument; None for tensors of one layer. With `is_in_place` it also takes
+        the old weight, as the first argument, and returns the new one in its memory: (old, tensors, layer).
         """
         stack_shape = () if num_stacked is None else (num_stacked,)
         shapes = [

@@ -197,7 +197,9 @@ def recipes_for(abstract: Weights, config: DecoderConfig, held: Collection[str])
 def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
     """Raise ModelLoadError unless a checkpoint has all tensors that the model needs, and no unknown ones.
 
-    Tensors that the family ignores may be there as well, and the head of a tied model that stores it twice.
+    Tensors that the family ignores may be there as well, and the head of a tied model that stores it twice. Missing
+    tensors are reported before unknown ones; the message names one tensor and how many there are. If several subtrees
+    of a training state might be the model, the error asks for one of them.
     """
     model = model_class(config.architecture)
     stored_names = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
