@@ -87,10 +87,10 @@ class ResultFile:
         self._numbers, self._offsets, self._lengths = array("q"), array("q"), array("I")
 
     def start(self, kept_bytes: int) -> None:
-        """Create or open the file for `append`, lock it, and cut it after its first `kept_bytes` bytes.
+        """Create or open the file for `append`, lock it, and cut it after its first `kept_bytes` bytes; 0 empties it.
 
-        Raises ConfigError if another run has locked the file, or if it is shorter than `kept_bytes` by now.
-        """
+        The kept bytes are the lines of an earlier run that is resumed. `close` and `finish` release the lock. Raises
+        ConfigError if another run has locked the file, or if it is shorter than `kept_bytes` by now.        """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             self._lock(descriptor)

@@ -103,7 +103,8 @@ def overrides(value: Any) -> dict[str, Any]:
 def _plain(value: Any, depth: int) -> Any:
     """Return a copy of a JSON value; tuples become lists. Raise Unfit for a value that JSON does not have.
 
-    At most `depth` levels of objects, lists and values may be nested, this value included; more raise Unfit.
+    Keys of objects must be strings. NaN and infinities pass, as Python's `json` reads and writes them. At most `depth`
+    levels of objects, lists and values may be nested, this value included; more raise Unfit.
     """
     if not depth:
         raise Unfit(f"at most {MAX_JSON_DEPTH} levels")

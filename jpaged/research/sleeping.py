@@ -91,7 +91,8 @@ class Sleep:
     def _bring_weights_back(self) -> bool:
         """Move the weights back to the device, or read them from the checkpoint again; return whether it has them now.
 
-        The checkpoint is not read again after an update, since its weights are then older than those that were lost.
+        Weights that were moved to the host are in `store.leaves`; dropped ones are not, and are read again if there is
+        a checkpoint. It is not read again after an update, since its weights are then older than those that were lost.
         """
         store = self.runner.store
         with jax.transfer_guard("allow"):

@@ -241,6 +241,7 @@ class DecodeLoops(NamedTuple):
             [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
             for inner in (full, tail)
         )
+        # `_around` finds the loop over rows, in which the full tiles are.
         row = _around(full, loops)
         sub_tile_iterations = iterations(sizes.tile // sizes.full, max_unrolled // num_products)
         return cls(

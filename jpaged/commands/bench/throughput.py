@@ -125,9 +125,9 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
 def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack: ExitStack) -> dict[str, Baseline]:
     """Return everything that is timed, by name: the engine first, then the baselines of `--versus` and the peers.
 
-    Engines and peer processes are started here; `stack` closes them at its end. Baselines other than those of
-    OTHER_OPTIONS share the first engine or its weights. Raises ConfigError if a peer cannot be started, or for "dense"
-    with a model on several devices.
+    Engines and peer processes are started here; `stack` closes them at its end. Each baseline of OTHER_OPTIONS has an
+    engine of its own; the others share the first engine or its weights. Raises ConfigError if a peer cannot be started,
+    or for "dense" with a model on several devices.
     """
 
     def new_engine(**options: Any) -> RecordedEngine:
@@ -160,7 +160,7 @@ def _measure(baselines: dict[str, Baseline], workloads: list[Workload], num_runs
     A first run of each is not counted, because it compiles. Each run's tokens/s go to stderr.
     """
     seconds: Seconds = defaultdict(lambda: defaultdict(list))
-    for run in range(-1, num_runs):
+    for run in range(-1, num_runs):  # Run −1 is the one that is not counted.
         for workload in workloads:
             for name, baseline in baselines.items():
                 run_s = baseline.run(workload)
@@ -216,8 +216,10 @@ def _result(
 def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
     """Run the workload on the engine once more; return its latencies, padding and number of steps.
 
-    The time per output token of a request leaves out the first token; requests with one output token have none. Padded
-    ÷ true tokens are counted apart for steps that only decode and for steps with prompts.
+    Median and worst latencies are over the requests, in seconds; the time to the first token counts from the request's
+    arrival. The time per output token of a request leaves out the first token; requests with one output token have
+    none. Padded ÷ true tokens are counted apart for steps that only decode and for steps with prompts: 1 means no
+    padding.
     """
     ours.run(workload)
     first_s = [each.first_token_time - each.arrival_time for each in ours.metrics if each.first_token_time is not None]
