@@ -90,7 +90,8 @@ class ResultFile:
         """Create or open the file for `append`, lock it, and cut it after its first `kept_bytes` bytes; 0 empties it.
 
         The kept bytes are the lines of an earlier run that is resumed. `close` and `finish` release the lock. Raises
-        ConfigError if another run has locked the file, or if it is shorter than `kept_bytes` by now.        """
+        ConfigError if another run has locked the file, or if it is shorter than `kept_bytes` by now.
+        """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             self._lock(descriptor)
