@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         parts = PurePosixPath(match[2] if match else "/").parts
-        if match is None or parts[0] == "/" or ".." in parts:
+        if match is None or not parts or parts[0] == "/" or ".." in parts:
             wanted = "a SHA-256 sum, two spaces and the name of a file in the directory"
             raise ModelLoadError(f"{path}: line {number} is {line[:60]!r}, wanted {wanted}: write it with sha256sum")
         listed[match[2]] = match[1].lower()

@@ -61,6 +61,7 @@ FAULTS = {
         r"SHA256SUMS: lists tree/a/0\.0, which is not in the directory: fetch it",
     ),
     "not a sum": (listed(lambda text: "abc  config.json\n"), "line 1 is 'abc  config.json', wanted a SHA-256 sum"),
+    "the directory": (listed(lambda text: f"{'0' * 64}  ./.\n"), "line 1 is '0+', wanted a SHA-256 sum"),
     "outside": (listed(lambda text: f"{'0' * 64}  ../config.json\n"), r"line 1 is '0+\.*'?"),
     "not text": (lambda directory: (directory / "SHA256SUMS").write_bytes(b"\xff"), "SHA256SUMS: cannot be read"),
 }
