@@ -88,10 +88,11 @@ def apply_rules(
     """Return the logits of each row after the rules of its state slot; slot 0 has no rules.
 
     `output_index` is how many tokens each row has drawn. Letters: R rows, V vocabulary, B tokens of bad words, A rule
-    parameters and arguments of processors (`LogitRulesState.values`). Allowed tokens, bad words, min_tokens and logit
-    bias come first; all of them only add to logits. Then come the engine's `processors`, then penalties. −inf is added
-    to the logits of forbidden tokens: a row with a NaN or +inf still holds one afterwards, unless a processor replaces
-    it.
+    parameters and arguments of processors (`LogitRulesState.values`). Allowed tokens, min_tokens and logit bias come
+    first, with −inf in `rules.bias` for tokens that are not allowed. Then come the engine's `processors`, then
+    penalties. Bad words come before the processors, or last where there are none, which gives the same result. −inf is
+    added to the logits of forbidden tokens: a row with a NaN or +inf still holds one afterwards, unless a processor
+    replaces it.
     """
     tokens_RV, words_RB, values_RA = rules.tokens[slots], rules.words[slots], rules.values[slots]
     parameters = {name: values_RA[:, index, None] for index, name in enumerate(RULE_PARAMETERS)}

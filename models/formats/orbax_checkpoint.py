@@ -106,7 +106,8 @@ class OrbaxCheckpoint:
         shape = self.shape(name)
         axes = block_of(shape, rows, columns)  # Slices of the first two axes at most; a scalar has none.
         if any(axis.start == axis.stop for axis in axes):
-            return np.empty([axis.stop - axis.start for axis in axes], self._arrays[name].dtype)
+            block_shape = *(axis.stop - axis.start for axis in axes), *shape[len(axes) :]
+            return np.empty(block_shape, self._arrays[name].dtype)
         try:
             by_columns = len(axes) > 1 and axes[1].stop - axes[1].start < shape[1]
             values: np.ndarray = self._store(name, by_columns=by_columns)[axes].read().result()
