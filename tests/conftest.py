@@ -46,7 +46,7 @@ for _name, _value in (
 # that need them use the fixture `optimized`. A run with JAX_DISABLE_MOST_OPTIMIZATIONS=False optimizes every program.
 IS_UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True").lower() not in ("false", "0")
 jax.config.update("jax_disable_most_optimizations", IS_UNOPTIMIZED)
-quick_compile.use_in_unoptimized_programs()
+quick_compile.use_in_this_process()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

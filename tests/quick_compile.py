@@ -7,22 +7,23 @@ from typing import Any
 import jax
 from jax._src import compiler
 
-OPTIONS: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": 1}
-"""One module of LLVM for a program, since two test processes keep two cores busy."""
+ONE_MODULE: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": 1}
+"""One module of LLVM for a program, since two test processes keep two cores busy. Its results have the same bits."""
+OPTIONS = dict(ONE_MODULE)
 if jax.__version_info__ < (0, 11):  # Newer versions of XLA have no other way to emit loops.
     # Loops by LLVM alone instead of MLIR, whose contexts and passes take longer than what they do for a small program.
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
-def use_in_unoptimized_programs() -> None:
-    """Compile with OPTIONS in this process while `jax_disable_most_optimizations` is set.
+def use_in_this_process() -> None:
+    """Compile with OPTIONS while `jax_disable_most_optimizations` is set, and else with ONE_MODULE.
 
     JAX has no setting of its own for them: those of XLA_FLAGS hold for programs that are to be optimized too.
     """
     compile_options = compiler.get_compile_options
 
     def quick_options(*arguments: Any, env_options_overrides: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        quick = OPTIONS if jax.config.read("jax_disable_most_optimizations") else {}
+        quick = OPTIONS if jax.config.read("jax_disable_most_optimizations") else ONE_MODULE
         overrides = {**quick, **(env_options_overrides or {})}
         return compile_options(*arguments, env_options_overrides=overrides or None, **options)
 
@@ -30,7 +31,8 @@ def use_in_unoptimized_programs() -> None:
 
 
 def environment(*flags: str) -> dict[str, str]:
-    """Return the environment of a child whose programs need not be optimized, with further XLA flags."""
+    """Return the environment of a child that compiles as this process does, with further XLA flags."""
     is_unoptimized = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "").lower() not in ("", "false", "0")
-    quick = [f"--{name}={str(value).lower()}" for name, value in OPTIONS.items()] if is_unoptimized else []
+    options = OPTIONS if is_unoptimized else ONE_MODULE
+    quick = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*flags, *quick])}
