@@ -253,9 +253,8 @@ class Engine:
         self._loop.check_shared("add_request", caller)
         check_new_id(new.request_id, self._loop.requests)
         new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
-        request = self._loop.make(new)
+        self._loop.queue(self._loop.make(new))
         self._builder.num_requests += is_counted
-        self._loop.queue(request)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return an output for each request that got a token or ended, by its `output_kind`.
@@ -306,7 +305,8 @@ class Engine:
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in any state, and free what they hold; they give no further output.
 
-        `request_ids` is one id or several; ids of no unfinished request are ignored. Other requests go on unchanged.
+        `request_ids` is one id or several; ids of no unfinished request are ignored. Other requests go on unchanged. A
+        request of `generate` or its like, in another thread, keeps its output there, with the finish reason "abort".
         Raise InvalidRequestError for anything else.
         """
         self._loop.call("abort_request", lambda: self._loop.abort(request_ids))

@@ -51,7 +51,7 @@ class EngineCore:
     seed: int = 0
     """Seeds the draws of requests that have no seed of their own."""
     observer: StepObserver | None = None
-    """Is told of each step."""
+    """Is told of each step, until it raises."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     """Steps in the order of their dispatch; the oldest one retires first."""
@@ -154,7 +154,8 @@ class EngineCore:
 
         If the isolated request has got a token since it was isolated, it is released, and all requests are queued anew.
         """
-        if self.quarantine.note_step(self.num_generated):
+        # An interrupt during an earlier reset has left no device state.
+        if self.quarantine.note_step(self.num_generated) or not self.runner.has_state:
             self._start_anew()
         self.scheduler.isolated_request = self.quarantine.isolated_request
 
@@ -186,7 +187,7 @@ class EngineCore:
             times_s = scheduled_s - start_s, built_s - scheduled_s, time.perf_counter() - built_s
             record = self._record(step, *times_s)
             step = step._replace(record=record)
-            observer.dispatched(record)
+            self._tell(observer.dispatched, record)
         self.in_flight.append(step)
         self.num_step_tokens += work.num_tokens
         # A step that decodes K tokens per sequence computes its whole bucket K times. Without a layout it has no rows.
@@ -214,8 +215,16 @@ class EngineCore:
             self.results.append(step.rows.samples, step.inputs.decode_lens, sampled)
         if record is not None and self.observer is not None:
             record.read_s, record.process_s, record.is_retired = read_s - start_s, time.perf_counter() - read_s, True
-            self.observer.retired(record)
+            self._tell(self.observer.retired, record)
         return step.rows.samples
+
+    def _tell(self, observe: Callable[[StepRecord], None], record: StepRecord) -> None:
+        """Call a method of the observer. An observer that raises is dropped, and the step goes on."""
+        try:
+            observe(record)
+        except Exception:
+            self.observer = None
+            logger.exception("the observer of steps raised, and is told of no more of them")
 
     def _record(self, step: StepInFlight, schedule_s: float, build_s: float, dispatch_s: float) -> StepRecord:
         """Return the record of a step that was just dispatched, for the observer; the times are seconds."""

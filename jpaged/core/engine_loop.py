@@ -4,7 +4,7 @@
     drain: no step in flight, and unfinished requests as the caller wants them
 
 It decides how many steps are in flight, and which calls an engine takes at present. It knows no prompt: requests come
-as messages. Threads may share it: what changes requests or weights runs between steps, see `EngineLoop.call`.
+as messages. Threads may share it: what changes requests or weights runs between steps (step_lock.py).
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from ..checks import one_line, refusal
+from ..checks import one_line, refusal, shown
 from ..errors import ConfigError
 from ..intake.request_builder import as_request_ids, fork_source, unfinished_request
 from ..messages import NewRequest
@@ -31,13 +29,11 @@ from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
 from .engine_core import fault_of
+from .step_lock import Result, StepLock
 from .step_results import OUTPUT_FAILED
 
 logger = logging.getLogger("jpaged")
 
-POLL_S = 0.005
-"""Seconds after which a thread that waits for a step of another thread looks again whether it may run its own call."""
-Result = TypeVar("Result")
 StreamSink = Callable[[list[SampleDelta]], None]
 """Takes what a step has given to samples."""
 
@@ -60,44 +56,28 @@ class EngineLoop:
         self._max_num_seqs = parts.sizes.step.max_num_seqs
         self._max_in_flight = 2 if parts.config.async_scheduling else 1
         self._is_computing = False
-        self._lock = threading.Lock()
-        """Held by the thread that computes a step, or runs calls between steps."""
-        self._owner: int | None = None  # The identifier of that thread.
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        """Calls of other threads that wait for the end of a step."""
+        self.lock = StepLock()
         self._alone: tuple[int, str] | None = None
         """The thread that alone may queue and step requests at present, and its call."""
         self._last_fault: tuple[str, str, int] | None = None  # Its traceback was logged, or raised, last.
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
+        self._unreturned: list[RequestOutput] = []
+        """Outputs of steps that were interrupted before they returned them."""
 
     # Which thread does what
 
     def call(self, name: str, command: Callable[[], Result]) -> Result:
         """Run `command` while no step runs, and return its result or raise its exception. `name` is for errors.
 
-        If no step runs, the caller's thread runs it. During a step of another thread the command waits, and that thread
-        runs it after the step. Raise ConfigError for a call from inside of a step, such as from a scheduling policy:
-        the step would wait for the command, and the command for the end of the step.
+        During a step of another thread the command waits, and that thread runs it after the step. Raise ConfigError for
+        a call from inside of a step, such as from a scheduling policy: the step would wait for the command, and the
+        command for the end of the step.
         """
-        if self._owner == threading.get_ident():
+        if self.lock.is_own:
             self.check_outside(name)
             return command()
-        future: Future[Result] = Future()
-        self._calls.append((future, command))
-        try:
-            while not future.done():
-                if self._lock.acquire(blocking=False):
-                    try:
-                        self._run_calls()
-                    finally:
-                        self._lock.release()
-                else:
-                    wait([future], POLL_S)
-        except BaseException:  # An interrupt: the command is not to run later.
-            future.cancel()
-            raise
-        return future.result()
+        return self.lock.call(name, command)
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
@@ -132,44 +112,20 @@ class EngineLoop:
 
     @contextmanager
     def _between_calls(self, name: str) -> Iterator[None]:
-        """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile.
+        """Hold the lock for one step, the `with` block; a thread that holds it already does not take it again.
 
-        A thread that holds the lock already does not take it again. Raise ConfigError inside of a step, or while
-        another thread has reserved the engine; `name` is the method in the error.
+        Raise ConfigError inside of a step, or while another thread has reserved the engine; `name` is the method in the
+        error.
         """
-        caller = threading.get_ident()
-        if self._owner == caller:
+        if self.lock.is_own:
             self.check_outside(name)
             yield
             return
+        caller = threading.get_ident()
         self.check_shared(name, caller)  # Before the lock, which the other thread may keep almost all the time.
-        with self._lock:
-            try:
-                self._owner = caller
-                self.check_shared(name, caller)  # Another thread may have reserved the engine since.
-                yield
-            finally:
-                self._run_calls()
-
-    def _run_calls(self) -> None:
-        """Run the queued calls, in order; this thread must hold the lock. Results and exceptions go to their futures.
-
-        An interrupt such as KeyboardInterrupt is raised here too, and leaves later calls queued.
-        """
-        try:
-            self._owner = threading.get_ident()
-            while self._calls:
-                future, command = self._calls.popleft()
-                if not future.set_running_or_notify_cancel():
-                    continue  # Its caller was interrupted while it waited.
-                try:
-                    future.set_result(command())
-                except BaseException as error:
-                    future.set_exception(error)
-                    if not isinstance(error, Exception):  # An interrupt is this thread's own.
-                        raise
-        finally:
-            self._owner = None
+        with self.lock.hold():
+            self.check_shared(name, caller)  # Another thread may have reserved the engine since.
+            yield
 
     # Requests come and go
 
@@ -187,12 +143,17 @@ class EngineLoop:
         return request
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests in any state: they give no further output. Ids of no unfinished request are ignored."""
+        """End requests in any state: they give no further output. Ids of no unfinished request are ignored.
+
+        A call such as `generate`, which has reserved the engine, does return an output for each of its requests: those
+        that another thread aborts have the finish reason "abort".
+        """
         for request_id in as_request_ids(request_ids):
             request = self.requests.get(request_id)
             if request is not None:
                 self.core.abort(request)
-                self._forget(request)
+                if self._alone is None:
+                    self._forget(request)
 
     def fork(self, request_id: str, n: int, *, sample: int, sample_indices: Sequence[int] | None) -> list[int]:
         """Add `n` samples that go on from the tokens of sample `sample`; return their indices. See `Engine.fork`."""
@@ -220,16 +181,23 @@ class EngineLoop:
 
         A failed request has an error in its output. An exception that ends all requests is raised. See `Engine.step`.
         """
-        with self._between_calls("step"):
-            try:
-                changed = self._advance()
-            except Exception as error:
-                self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
-                raise
-            outputs = [output for request in changed if (output := self._output_of(request)) is not None]
-            for request in changed:
-                self.log_failure(request)
-            return outputs
+        outputs: list[RequestOutput] = []
+        try:
+            with self._between_calls("step"):
+                outputs, self._unreturned = self._unreturned, []
+                try:
+                    changed = self._advance()
+                except Exception as error:
+                    self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
+                    raise
+                for request in changed:
+                    if (output := self._output_of(request)) is not None:
+                        outputs.append(output)
+                    self.log_failure(request)
+        except BaseException:  # Also an interrupt in a call of another thread, which ran after the step.
+            self._unreturned += outputs
+            raise
+        return outputs
 
     def run_requests(
         self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
@@ -244,8 +212,12 @@ class EngineLoop:
         If steps fail whatever is computed, all unfinished requests end and the exception is raised; with
         `on_error="return"` their outputs are yielded instead, and the rest of `requests` is computed. A request that
         has failed holds the exception as its `failure`; it is not logged here. If the loop ends early, by an exception
-        or because its caller leaves it, every unfinished request of the engine is aborted.
+        or because its caller leaves it, every unfinished request of the engine is aborted. Raise RuntimeError if
+        another thread shuts the engine down meanwhile. The loop serves all requests of the engine, so only one thread
+        at a time may run one.
         """
+        if stream is not None and not callable(stream):
+            raise refusal("stream", shown(stream), "a function that takes a list of SampleDelta", error=ConfigError)
         source = RequestSource(requests, max_num_seqs=self._max_num_seqs)
         try:
             while not source.is_empty or self.requests:
@@ -259,8 +231,9 @@ class EngineLoop:
                 if stream is not None:
                     stream(deltas)
                 yield from ((request, output) for request, output in outputs if output is not None)
+            self.check_open()
         finally:
-            self.call("generate", lambda: self.abort(list(self.requests)))
+            self.call("generate", self._drop_all)
 
     def drain(self, in_flight: str) -> None:
         """Wait for the steps in flight, then treat unfinished requests as `in_flight` says.
@@ -293,7 +266,7 @@ class EngineLoop:
     def close(self) -> None:
         """Abort all requests, and let every later call fail; further calls of this do nothing."""
         self.is_open = False
-        self.abort(list(self.requests))
+        self._drop_all()
 
     # What the log says, and which calls are refused
 
@@ -325,7 +298,7 @@ class EngineLoop:
     def check_outside(self, call: str) -> None:
         """Raise ConfigError for a call from inside of a step, RuntimeError for an engine that was shut down."""
         self.check_open()
-        if self._is_computing and self._owner == threading.get_ident():
+        if self._is_computing and self.lock.is_own:
             raise refusal(call, "a call from inside of a step", "calls between steps", error=ConfigError)
 
     def check_open(self) -> None:
@@ -345,10 +318,7 @@ class EngineLoop:
             self.check_ready("step")
             self._unread += self._compute(self._max_in_flight)
         sampled, self._unread = self._unread, []
-        changed = self._publish(sampled)
-        if changed and not self.requests:
-            self.core.check_idle()  # All requests are gone, so all pages and slots must be free.
-        return changed
+        return self._publish(sampled)
 
     def _advance_or_fail(self, on_error: str) -> list[Request]:
         """Return the result of `_advance`, or an empty list if it raises, all requests have ended, and `on_error` is
@@ -404,7 +374,7 @@ class EngineLoop:
             self._unread += self._compute(0)
 
     def _publish(self, sampled: list[SampleSequence]) -> list[Request]:
-        """Return, each once, the requests of the sequences in `sampled` and all that have ended; forget the latter."""
+        """Return, each once, the requests of the sequences in `sampled` and all that have ended."""
         now = time.monotonic()
         # `requests` has lost those that were aborted since the step was started, and may have a new one of an old id.
         changed = {s.request: None for s in sampled if self.requests.get(s.request.request_id) is s.request}
@@ -414,20 +384,24 @@ class EngineLoop:
         for request in list(self.scheduler.ended):
             if self.requests.get(request.request_id) is request:
                 changed[request] = None
-            self._forget(request)
+            else:
+                self._forget(request)
         return list(changed)
 
     def _output_of(self, request: Request) -> RequestOutput | None:
         """Return the output that a request's caller gets now; None if its `output_kind` gives nothing yet.
 
-        If the output cannot be made, the request ends with an error.
+        A request that has ended is forgotten, but only after its output was made: an interrupt before that leaves it to
+        the next step. If the output cannot be made, the request ends with an error.
         """
         try:
-            return self.outputs.output_of(request)
+            output = self.outputs.output_of(request)
         except Exception as exception:  # Whatever one request does to its output, the others go on.
             self.core.fail(request, OUTPUT_FAILED, cause=exception)
+            output = error_output(request.request_id, request.prompt, request.error or OUTPUT_FAILED)
+        if request.state.is_finished:
             self._forget(request)
-            return error_output(request.request_id, request.prompt, request.error or OUTPUT_FAILED)
+        return output
 
     def _deltas_of(self, requests: list[Request]) -> list[SampleDelta]:
         """Return what the samples of `requests` have got since their last deltas.
@@ -440,11 +414,18 @@ class EngineLoop:
                 deltas += self.outputs.take_deltas(request)
             except Exception as exception:  # Whatever one request does to its output, the others go on.
                 self.core.fail(request, OUTPUT_FAILED, cause=exception)
-                self._forget(request)
         return deltas
+
+    def _drop_all(self) -> None:
+        """End all requests, and forget them: nobody takes their outputs any more."""
+        for request in list(self.requests.values()):
+            self.core.abort(request)
+            self._forget(request)
 
     def _forget(self, request: Request) -> None:
         """Drop a request that has ended: its id is free, and no step returns it any more."""
+        self.scheduler.ended.pop(request, None)
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
-        self.scheduler.ended.pop(request, None)
+            if not self.requests:
+                self.core.check_idle()  # All requests are gone, so all pages and slots must be free.

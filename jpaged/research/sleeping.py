@@ -28,12 +28,14 @@ class Sleep:
 
     def __init__(self, parts: EngineComponents, versions: WeightVersions):
         self.runner, self.device, self.versions = parts.runner, parts.device, versions
+        self.is_without_pages = False
+        """Whether `begin` has freed the pages, and `end` has not made new ones."""
         self.reload: Callable[[], Weights] | None = parts.reload_weights
 
     @property
     def missing(self) -> list[str]:
         """Return which of TAGS the engine cannot compute without and does not have at present."""
-        has = {WEIGHTS: self.runner.store.is_ready, KV_CACHE: self.runner.has_state}
+        has = {WEIGHTS: self.runner.store.is_ready, KV_CACHE: not self.is_without_pages}
         return [tag for tag in TAGS if not has[tag]]
 
     @property
@@ -62,6 +64,7 @@ class Sleep:
         Level 1 moves the weights to the host's pinned memory; on a CPU they stay, with a warning. No request may have
         pages and no step may be in flight.
         """
+        self.is_without_pages = True
         self.runner.drop_state()
         if level == 2:
             self.runner.store.drop()
@@ -87,6 +90,7 @@ class Sleep:
             raise refusal("wake_up", got, allowed, "update_params() refills them", error=ConfigError)
         if KV_CACHE in wanted and KV_CACHE in self.missing:
             self.runner.reset()
+            self.is_without_pages = False
 
     def _bring_weights_back(self) -> bool:
         """Move the weights back to the device, or read them from the checkpoint again; return whether it has them now.

@@ -1,6 +1,6 @@
 """The limits of an engine's steps, from which every array shape on the device follows. Imports no JAX.
 
-`startup/sizing.py` chooses them once, at start; they never change while the engine lives.
+`startup/sizing/sizes.py` chooses them once, at start; they never change while the engine lives.
 """
 
 from __future__ import annotations

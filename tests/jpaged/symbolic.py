@@ -392,6 +392,8 @@ class InterruptedOutputs(OutputProcessor):
 class SymbolicRunner:
     """A runner on a symbolic device, which runs steps in order, at the latest when their results are read."""
 
+    has_state = True
+
     def __init__(self, make_device, extras_of_slots, *, is_late=lambda: False):
         self.make_device = make_device
         self.extras_of_slots = extras_of_slots

@@ -4,8 +4,8 @@
     acc [64, H] += P · V         into registers of its own, then added: twice the registers of acc
 
 This module computes prefill in place of `mma` with `GpuBackend(prefill="wgmma")`, which engines choose on a Hopper.
-Shared memory that ordinary instructions have written (weights, converted
-pages, zeroed values) must be committed before a product reads it.
+Shared memory that ordinary instructions have written (weights, converted pages, zeroed values) must be committed before
+a product reads it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""One thread at a time computes a step; what other threads want of the engine runs between two steps.
+
+    thread A   │ step │ calls of others │ step │ …        holds the lock for a step and the calls behind it
+    thread B          └─ its call, which has waited in a queue
+
+A thread that finds the lock free runs its call at once. Interrupts such as KeyboardInterrupt come to the main thread
+between any two instructions. Wherever one comes, the lock is free afterwards, no call runs twice, and none waits for
+ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+POLL_S = 0.005
+"""Seconds after which a thread that waits for a step of another thread looks again whether it may run its own call."""
+Result = TypeVar("Result")
+
+
+class QueuedCall(Generic[Result]):
+    """A call that a thread waits for, and that another thread may run."""
+
+    def __init__(self, name: str, command: Callable[[], Result]):
+        """`name` is for errors."""
+        self.name, self.command = name, command
+        self.has_begun = self.is_cancelled = False
+        self.result: Result
+        """Only after a call without `error`."""
+        self.error: Exception | None = RuntimeError(
+            f"{name}: was interrupted in the thread that computes the steps, and may be done in part; call it again"
+        )
+        """What the call raised; until it has ended, what its caller gets if the thread that runs it is interrupted."""
+        self.is_done = threading.Event()
+
+    def run(self) -> None:
+        """Run the command, unless an earlier `run` has begun it or its caller has gone. Interrupts are raised."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        if self.is_cancelled:  # Looked at afterwards, as `call` looks whether it has begun after cancelling it.
+            return
+        try:
+            self.result, self.error = self.command(), None
+        except Exception as error:
+            self.error = error
+
+
+class StepLock:
+    """The lock that a step needs, and the calls of other threads that wait for the end of a step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        """The identifier of the thread that holds the lock."""
+        self._calls: deque[QueuedCall[Any]] = deque()
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether this thread holds the lock."""
+        return self._owner == threading.get_ident()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile."""
+        with self._lock:
+            try:
+                self._owner = threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._run_calls()
+            finally:
+                self._owner = None
+
+    def call(self, name: str, command: Callable[[], Result]) -> Result:
+        """Run `command` while no step runs, and return its result or raise its exception. `name` is for errors.
+
+        If no step runs, this thread runs it. During a step of another thread the command waits, and that thread runs it
+        after the step; this thread must not hold the lock. An interrupt of this thread is raised, before the command
+        begins or after it has ended.
+        """
+        call = QueuedCall(name, command)
+        self._calls.append(call)
+        try:
+            while not call.is_done.is_set():
+                if self._lock.locked():
+                    call.is_done.wait(POLL_S)
+                    continue
+                with self.hold():  # It may wait after all, if another thread was faster; that one then runs the call.
+                    pass
+        except BaseException:
+            call.is_cancelled = True
+            # An interrupt of this thread has ended a call that it was running itself.
+            if call.has_begun and not call.is_done.is_set() and self._lock.locked():
+                call.is_done.wait()
+            raise
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _run_calls(self) -> None:
+        """Run the queued calls, in order; this thread must hold the lock. Their exceptions go to their callers.
+
+        An interrupt is raised here, and ends the call that it came into; later calls stay queued.
+        """
+        while self._calls:
+            call = self._calls[0]
+            try:
+                call.run()
+            finally:
+                # If an interrupt comes here too, the next thread that runs calls finds this one begun, and ends it.
+                call.is_done.set()
+                self._calls.popleft()
