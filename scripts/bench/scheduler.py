@@ -16,7 +16,7 @@ import sys
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -43,6 +43,7 @@ from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.prefix_hash import extend_hashes
 from jpaged.messages import NewRequest
 from jpaged.models.weights.loading import Weights
+from jpaged.outputs import SampleDelta
 from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
@@ -245,51 +246,49 @@ def bench_publishing(*, num_running: int, num_steps: int) -> dict[str, dict[str,
     """Measure whole steps of an engine in which all sequences decode and the caller takes what is new.
 
     `deltas` and `outputs` name what the caller takes; `publish_us_per_row` is what a step takes beyond its parts in the
-    host core, for each sequence. The parts are those of another run, since an observer takes time itself.
+    host core, for each sequence. The parts are those of later steps, since an observer takes time itself.
     """
-    found = {}
-    for taken, run in {"deltas": _run_with_deltas, "outputs": _run_with_outputs}.items():
-        watch, steady = Stopwatch(), slice(40, num_steps)  # All prompts are computed, and no sequence has ended.
-        _run_steps(run, watch, num_running, num_steps)
-        step_us = 1e6 * _run_steps(run, None, num_running, num_steps)[steady]
-        core_us = 1e6 * sum(map(sum, watch.times_s[steady]))
-        quantiles = {f"p{q}": round(float(np.percentile(step_us, q)), 1) for q in (50, 99)}
-        publish_us = float(step_us.sum() - core_us) / len(step_us) / num_running
-        found[taken] = {**quantiles, "publish_us_per_row": round(publish_us, 2)}
-    return found
-
-
-def _run_steps(
-    run: Callable[[Engine], np.ndarray], observer: Stopwatch | None, num_running: int, num_steps: int
-) -> np.ndarray:
-    """Return the seconds of each step of a new engine over an instant device, which `run` steps until it is idle."""
     # Times need no weights that mean anything, and a model of one layer is made sooner.
     model: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 1}, "warmup": "off"}
     sizes: dict[str, Any] = {"max_num_seqs": num_running, "max_model_len": PROMPT_LEN, "num_decode_steps": 1}
-    params = SamplingParams(max_tokens=num_steps + 40, temperature=0.0, ignore_eos=True)
-    with Engine(**model, **sizes, block_size=16, num_blocks=1 + num_running * PROMPT_LEN // 16) as engine:
-        engine.core.runner = runner = instant_runner(engine.core.builder)
-        engine.core.observer = observer
-        for index in range(num_running):
-            engine.add_request(str(index), [100 + index] * (100 + index % 16), params)
-        times_s = run(engine)
-        runner.close()
-    return times_s
+    params = SamplingParams(max_tokens=2 * num_steps + 40, temperature=0.0, ignore_eos=True)
+    first = 40  # From here on all prompts are computed, and no sequence ends before the steps that are measured do.
+    found = {}
+    for taken, run in {"deltas": _run_with_deltas, "outputs": _run_with_outputs}.items():
+        with Engine(**model, **sizes, block_size=16, num_blocks=1 + num_running * PROMPT_LEN // 16) as engine:
+            engine.core.runner = runner = instant_runner(engine.core.builder)
+            for index in range(num_running):
+                engine.add_request(str(index), [100 + index] * (100 + index % 16), params)
+            watch = Stopwatch()
+            step_us = 1e6 * run(engine, watch, first + num_steps)[first : first + num_steps]
+            runner.close()
+        core_us = 1e6 * sum(map(sum, watch.times_s[:num_steps])) / num_steps
+        quantiles = {f"p{q}": round(float(np.percentile(step_us, q)), 1) for q in (50, 99)}
+        found[taken] = {**quantiles, "publish_us_per_row": round((float(step_us.mean()) - core_us) / num_running, 2)}
+    return found
 
 
-def _run_with_outputs(engine: Engine) -> np.ndarray:
-    """Step an engine until no request is left; return the seconds of each step."""
+def _run_with_outputs(engine: Engine, watch: Stopwatch, num_unwatched: int) -> np.ndarray:
+    """Step an engine until no request is left, with an observer after so many steps; return the seconds of each."""
     times = [time.perf_counter()]
     while engine.has_unfinished_requests():
+        if len(times) > num_unwatched:
+            engine.core.observer = watch
         engine.step()
         times.append(time.perf_counter())
     return np.diff(times)
 
 
-def _run_with_deltas(engine: Engine) -> np.ndarray:
-    """Run an engine's requests while deltas are taken; return the seconds of each step."""
+def _run_with_deltas(engine: Engine, watch: Stopwatch, num_unwatched: int) -> np.ndarray:
+    """Run an engine's requests while deltas are taken, otherwise as `_run_with_outputs` does."""
     times = [time.perf_counter()]
-    for _ in engine.run_requests(stream=lambda deltas: times.append(time.perf_counter())):
+
+    def take(deltas: list[SampleDelta]) -> None:
+        times.append(time.perf_counter())
+        if len(times) > num_unwatched:
+            engine.core.observer = watch
+
+    for _ in engine.run_requests(stream=take):
         pass
     return np.diff(times)
 
@@ -350,7 +349,7 @@ def main(argv: Sequence[str]) -> int:
     hashing, queues = [], defaultdict(list)
     # First, as in a new process: after 100,000 requests the weight objects are scattered over the heap.
     decode = [bench_decode(**sizes, num_steps=OUTPUT_LEN) for _ in range(args.runs)]
-    publishing = [bench_publishing(num_running=args.running, num_steps=200) for _ in range(args.runs)]
+    publishing = [bench_publishing(num_running=args.running, num_steps=100) for _ in range(args.runs)]
     for run in range(args.runs):
         say(f"run {run + 1} of {args.runs}")
         hashing.append(bench_hashing())
