@@ -296,11 +296,11 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
-        return bool(self._loop.requests)
+        return bool(self._loop.requests or self._loop.unreturned)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose last output `step` has not returned."""
-        return len(self._loop.requests)
+        return len(self._loop.requests) + sum(output.finished for output in self._loop.unreturned)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in any state, and free what they hold; they give no further output.

@@ -62,7 +62,7 @@ class EngineLoop:
         self._last_fault: tuple[str, str, int] | None = None  # Its traceback was logged, or raised, last.
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
-        self._unreturned: list[RequestOutput] = []
+        self.unreturned: list[RequestOutput] = []
         """Outputs of steps that were interrupted before they returned them."""
 
     # Which thread does what
@@ -184,7 +184,7 @@ class EngineLoop:
         outputs: list[RequestOutput] = []
         try:
             with self._between_calls("step"):
-                outputs, self._unreturned = self._unreturned, []
+                outputs, self.unreturned = self.unreturned, []
                 try:
                     changed = self._advance()
                 except Exception as error:
@@ -195,7 +195,7 @@ class EngineLoop:
                         outputs.append(output)
                     self.log_failure(request)
         except BaseException:  # Also an interrupt in a call of another thread, which ran after the step.
-            self._unreturned += outputs
+            self.unreturned += outputs
             raise
         return outputs
 

@@ -89,12 +89,13 @@ class StepLock:
             while not call.is_done.is_set():
                 if self._lock.locked():
                     call.is_done.wait(POLL_S)
-                    continue
-                with self.hold():  # It may wait after all, if another thread was faster; that one then runs the call.
-                    pass
+                else:
+                    # The end of `hold` runs the queued calls. If another thread was faster, that one runs them.
+                    with self.hold():
+                        pass
         except BaseException:
             call.is_cancelled = True
-            # An interrupt of this thread has ended a call that it was running itself.
+            # A call that this thread was running has ended by the interrupt. Wait for one that another thread runs.
             if call.has_begun and not call.is_done.is_set() and self._lock.locked():
                 call.is_done.wait()
             raise

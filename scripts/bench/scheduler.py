@@ -128,7 +128,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.times_s: list[tuple[float, float, float, float]] = []
-        """Of each step: schedule, build, dispatch, and process, in which there is no wait to read."""
+        """Seconds of schedule, build, dispatch and process of each step; process includes reading its results."""
 
     def dispatched(self, record: StepRecord) -> None:
         """Wait for the end of the step."""

@@ -90,9 +90,12 @@ def test_an_interrupt_in_another_threads_call_keeps_what_the_step_has_made(engin
             engine.step()
         with pytest.raises(RuntimeError, match=r"^other: was interrupted in the thread that computes"):
             others[0].result(LIMIT_S)
+    assert engine.has_unfinished_requests()
+    assert engine.get_num_unfinished_requests() == 1
     found = engine.step()
     assert [output.request_id for output in found] == ["a"]
     assert tokens(found) == wanted
+    assert not engine.has_unfinished_requests()
 
 
 def test_an_interrupt_while_an_output_is_made_leaves_it_to_the_next_step(engine, monkeypatch):
