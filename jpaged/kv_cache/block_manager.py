@@ -41,11 +41,11 @@ class BlockManager:
     ):
         """Make empty pools of device pages and of host pages.
 
-        `num_blocks` and `num_host_blocks` count the pages of each pool, its unused null page included. With
-        `num_host_blocks=0` there is no host pool. `arithmetic` holds the page size and the page-table groups: layers
-        with the same attention window share a page table. `max_cached_blocks` caps the free device pages that keep a
-        cached prefix; None sets no cap. With `keep_evicted`, a prefix that the device evicts is copied to the host
-        pool, if that has room.
+        `num_blocks` and `num_host_blocks` count the pages of each pool, including the null page 0, which no sequence
+        owns. With `num_host_blocks=0` no page is ever on the host. `arithmetic` holds the page size and the page-table
+        groups: layers with the same attention window share a page table. `max_cached_blocks` caps the free device pages
+        that keep a cached prefix; None sets no cap. With `keep_evicted`, a prefix that the device evicts is copied to
+        the host pool, if that has room.
         """
         self.arithmetic = arithmetic
         self.store = PageStore(num_blocks, num_host_blocks, max_cached_blocks, keep_evicted=keep_evicted)
@@ -76,8 +76,11 @@ class BlockManager:
     def stats(self) -> dict[str, int]:
         """Return counts of pages, copies, evictions and prefix-cache tokens, under the names of `Engine.stats`.
 
-        Pages are counted without the null pages. `copies` counts pages copied on write, `host_hits` pages that were
-        found in the host pool, and the two `prefix_cache_` values count tokens.
+        Names with `blocks` count pages, without the null page: `blocks` and `host_blocks` are the sizes of the two
+        pools, `_used` counts the pages that something references now, and `peak_` is the highest such count so far.
+        `copies` counts pages copied on write, `evictions` cached device pages that were taken for something else, and
+        `host_hits` pages that were found in the host pool. The two `prefix_cache_` values count the tokens that were
+        looked up and the tokens that were found.
         """
         device, host, counts = self.device, self.host, self.store.counts
         return {
@@ -142,11 +145,15 @@ class BlockManager:
         with a sliding window gets pages for `num_tokens` tokens. The page that the next token is written to must belong
         to this sequence alone: if other sequences reference it, or the prefix cache offers it, it is replaced by a copy
         in the sequence's table (copy on write).
+
+        Example with pages of 4 tokens: a sequence of 10 tokens that owns 1 page per group, and has computed 4 tokens,
+        gets pages for `num_tokens=8`. Full attention adds 2 pages (for all 10 tokens), and a sliding window adds 1.
         """
         arithmetic = self.arithmetic
         # Index, in the page table of every group, of the page that the next token is written to.
         page_to_write = sequence.num_computed // arithmetic.block_size
         ref_counts, key_of = self.device.ref_counts, self.device.key_of
+        # A group that has no such page yet has nothing to copy: it gets a new page below.
         groups_to_copy = [
             group
             for group, pages in enumerate(sequence.pages)
@@ -162,15 +169,16 @@ class BlockManager:
         for group in groups_to_copy:
             self._copy_on_write(sequence, group, page_to_write)
         for group, num_pages in enumerate(num_missing):
-            for _ in range(num_pages):
+            for _ in range(num_pages):  # Empty if the group has enough pages.
                 self._append(sequence, group, self.store.take())
         return True
 
     def release(self, sequence: SampleSequence) -> None:
-        """Take all pages of a sequence back, the last page first.
+        """Give up all references of a sequence to its pages, the last page first, and empty its page tables.
 
-        Pages given back first are evicted first, and the start of a prefix serves more sequences than its end. The
-        pages of all groups at one position go together, since a prefix is found only while every group has it.
+        A page that nothing else references becomes free. Pages that become free first are evicted first, so the start
+        of a prefix, which serves more sequences than its end, stays longer. The pages of all groups at one index are
+        given up one after another, since a prefix is found only while every group has it.
         """
         self._drop_refs(sequence)
         self._forget_pages(sequence)
@@ -179,15 +187,19 @@ class BlockManager:
         """Give back the sequence's pages that no query at position `num_done` or later reads through a sliding window.
 
         No step in flight may compute a token before that position. In the page table, the null page replaces each page
-        that is given back. The pages of a sequence that is swapped out go back to the host pool. Nothing happens to
-        groups without a window, or to a sequence that has lost its pages.
+        that is given back, and `num_passed` counts these pages. The pages of a sequence that is swapped out go back to
+        the host pool. Nothing happens to groups without a window, or to a sequence that has lost its pages.
+
+        Example with pages of 4 tokens and a window of 8: with `num_done=13` the next query reads the positions 6 to 13,
+        so page 0 (positions 0 to 3) is given back, and page 1 stays.
         """
         pool = self._pool_of(sequence)
         for group, _ in self.arithmetic.window_groups:
             pages = sequence.pages[group]
             first_visible = self.arithmetic.first_visible_page(group, num_done)
+            # The table of a sequence that has lost its pages is empty, hence `min`.
             for index in range(sequence.num_passed[group], min(first_visible, len(pages))):
-                if pool is self.device:
+                if pool is self.device:  # The prefix cache may still offer a device page to later sequences.
                     self.prefixes.give_back(sequence, group, index)
                 else:
                     pool.drop_ref(pages[index])
@@ -197,7 +209,8 @@ class BlockManager:
     def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
         """Return whether the parent still has all pages that a child which shares `num_tokens` tokens attends to.
 
-        The child's first query is at position `num_tokens`. Only pages that sliding windows have passed can be gone.
+        The child's first query is at position `num_tokens`. Only leading pages that a sliding window has passed can be
+        gone (`num_passed` counts them), so groups with full attention are not looked at.
         """
         return all(
             parent.num_passed[group] <= self.arithmetic.first_visible_page(group, num_tokens)
@@ -210,7 +223,11 @@ class BlockManager:
         The last of these pages may be partly filled; `prepare` copies it before one of the two writes it. The caller
         sets the child's number of computed tokens. In a group with a sliding window, the child gets the null page for
         each page that the query at position `num_tokens` - 1 does not attend to. The parent may still have that page,
-        since its own steps in flight may read it.
+        since its own steps in flight may read it. The child also gets the hashes of the shared full pages, and the
+        count of those that are published already.
+
+        Example with pages of 4 tokens and full attention: sharing 10 tokens adds a reference to each of the parent's
+        first 3 pages, the last of which is partly filled.
         """
         assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
         arithmetic, num_pages = self.arithmetic, self.arithmetic.pages_for(num_tokens)
@@ -234,7 +251,7 @@ class BlockManager:
         for the first pages if no later query attends to them; they count as passed.
         """
         for group, pages in enumerate(self.prefixes.adopt(sequence, match)):
-            sequence.num_passed[group] = pages.count(NULL_PAGE)
+            sequence.num_passed[group] = pages.count(NULL_PAGE)  # Null pages stand only before all others.
             for page in pages:
                 self._append(sequence, group, page)
         return match.num_pages * self.arithmetic.block_size
@@ -242,9 +259,10 @@ class BlockManager:
     def defer_free(self, sequence: SampleSequence, step: int) -> None:
         """Keep the pages that steps in flight may write for this sequence from being reused before those steps retire.
 
-        `step` is the last step in flight. Decoding steps write the page of the last token that the host knows, and
-        later pages. A chunk in flight may write any page of the sequence. Pages in `key_of` are published, so they are
-        full and no step writes them. The sequence keeps its pages until it gives them back.
+        `step` is the number of the last step in flight, and every page is treated as if that step wrote it. Decoding
+        steps write the page of the last token that the host knows, and later pages. A chunk in flight (a step with
+        tokens that the host knew) may write any page of the sequence. Pages in `key_of` are published, so they are full
+        and no step writes them. The sequence keeps its pages until it gives them back.
         """
         has_chunk_in_flight = sequence.last_chunk_step > self.device.retired_step
         first_page = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.arithmetic.block_size
@@ -262,10 +280,10 @@ class BlockManager:
     def swap_out(self, sequences: Sequence[SampleSequence]) -> bool:
         """Move the computed pages of these sequences, which may share pages, to the host pool.
 
-        Return False and change nothing if the host pool is too full. A shared page is copied once. A page is not copied
-        if the host pool has it already, under the same prefix hash. Pages without computed tokens are given back.
-        Afterwards the sequences' page tables name pages of the host pool. The caller sets the state SWAPPED after this
-        call.
+        Return True if this was done. If the host pool is too full, return False, move nothing, and raise the counter
+        `host_pool_full`. A shared page is copied once. A page is not copied if the host pool has it already, under the
+        same prefix hash. Pages without computed tokens are given back. Afterwards the sequences' page tables name pages
+        of the host pool. The caller sets the state SWAPPED after this call.
         """
         device_pages = self._held(sequences)
         host_copies = self._copies(device_pages, self.device, self.host)
@@ -278,9 +296,10 @@ class BlockManager:
         return True
 
     def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
-        """Count the free device pages that swapping these sequences in takes.
+        """Count the free device pages that `swap_in` would take for these sequences.
 
-        A page takes none if the device has its content in a page that is in use.
+        Each distinct host page takes one. It takes none if a device page with the same content is referenced, which the
+        sequences then share. A device page with that content that is free saves the copy, but is taken all the same.
         """
         host_pages = self._held(sequences)
         device_copies = self._copies(host_pages, self.host, self.device)
@@ -289,8 +308,9 @@ class BlockManager:
     def swap_in(self, sequences: Sequence[SampleSequence]) -> None:
         """Move the pages of swapped-out sequences back to the device; `num_to_swap_in` device pages must be free.
 
-        A page is not copied if the device still has it, under the same prefix hash. The caller changes the state
-        SWAPPED after this call.
+        Afterwards the sequences' page tables name device pages. A page is not copied if the device still has it, under
+        the same prefix hash. The caller replaces the state SWAPPED after this call, since the state says which pool the
+        pages are given back to.
         """
         host_pages = self._held(sequences)
         device_copies = self._copies(host_pages, self.host, self.device)
@@ -350,7 +370,7 @@ class BlockManager:
         `is_out` moves device pages to the host pool; False moves host pages to the device. `held` are the distinct
         pages in the tables that hold computed tokens. `copies` maps some of them to pages of the other pool with equal
         content. For each other one a page is taken, a copy is scheduled, and the pair is added to `copies`. The owners
-        give back all pages that they had, and so lose those without computed tokens.
+        give back all pages that they had, and so lose those without computed tokens. Null pages stay null pages.
         """
         target, take = (self.host, self.store.swap_out) if is_out else (self.device, self.store.swap_in)
         # All copies are referenced before any page is taken, because taking may evict a page without a reference.
@@ -361,7 +381,7 @@ class BlockManager:
                 copies[page] = take(page)
         for sequence in owners:
             tables = [[copies[page] if page else NULL_PAGE for page in pages] for pages in self._computed(sequence)]
-            self._drop_refs(sequence)
+            self._drop_refs(sequence)  # Drops them in the pool that the sequence's state, not yet changed, names.
             for page in chain.from_iterable(tables):
                 if page != NULL_PAGE:
                     target.add_ref(page)

@@ -69,9 +69,9 @@ class PageArithmetic:
     def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
         """Return the most pages that sequences of `total_lens` tokens take if they share their first `fork_len` tokens.
 
-        Pages of all page-table groups are counted. `num_steps` is the number of steps in flight at once: 1 gives the
-        minimum to make progress, since a sequence may wait until its last step has retired; the in-flight limit gives
-        the peak.
+        Pages of all page-table groups are counted. With one sequence, `fork_len` plays no role. `num_steps` is the
+        number of steps in flight at once: 1 gives the minimum to make progress, since a sequence may wait until its
+        last step has retired; the in-flight limit gives the peak.
 
         Example with pages of 4 tokens and one group with full attention: two sequences of 10 and 13 tokens with a
         `fork_len` of 9 share 2 pages. They have 1 and 2 more pages of their own, so the result is 5.

@@ -32,8 +32,8 @@ class PageDemand:
     def check(self, request: Request, max_num_seqs: int) -> None:
         """Raise InvalidRequestError if the request could not run even if it ran alone.
 
-        That is the case if it has more live samples than there are state slots (`max_num_seqs`), or if its samples at
-        full length take more pages than the pool has besides pinned ones.
+        That is the case if it has more live samples (samples that have not ended) than there are state slots
+        (`max_num_seqs`), or if its samples at full length take more pages than the pool has besides pinned ones.
         """
         num_samples = len(request.live)
         if num_samples > max_num_seqs:
@@ -50,11 +50,13 @@ class PageDemand:
     def check_fork(self, parent: SampleSequence, num_forks: int, max_num_seqs: int) -> None:
         """Raise InvalidRequestError if the parent's request could not run alone with `num_forks` more samples.
 
-        `max_num_seqs` is the number of state slots, of which each sample takes one.
+        It could not if its samples need more than `max_num_seqs` state slots, one each, or if at full length they take
+        more pages than one request can have.
         """
         request = parent.request
         num_samples = len(request.live) + num_forks
-        # The tokens that all samples will share. A fork has only those of its parent's tokens that the host knows.
+        # The tokens that all samples will share. `common_len` is 0 if the parent is the only sample: the forks then
+        # share its tokens. A fork has only those of its parent's tokens that the host knows.
         shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
         num_pages = self._max_pages(request, shared_len, num_samples)
         if num_samples > max_num_seqs or num_pages > self.blocks.num_available:
@@ -66,8 +68,8 @@ class PageDemand:
     def check_pin(self, num_pages: int, requests: Iterable[Request]) -> None:
         """Raise InvalidRequestError if one of `requests` could never run once `num_pages` more pages are pinned.
 
-        The pages that are pinned already are not available either. Without requests, enough pages for a sequence of one
-        token must be left.
+        `num_available` leaves out the pages that are pinned already. The largest request must fit into what is left.
+        Without requests, enough pages for a sequence of one token must be left.
         """
         num_available, pages_of_one_token = self.blocks.num_available, self.arithmetic.max_pages(0, [1])
         num_needed = max(map(self.max_pages, requests), default=pages_of_one_token)
@@ -91,8 +93,9 @@ class PageDemand:
     def pages_now(self, request: Request, num_cached: int = 0) -> int:
         """Return the pages, over all samples and page-table groups, that the request takes to compute all its tokens.
 
-        The tokens are those that exist now. Pages that the request already has are included. `num_cached` is the number
-        of first tokens of the root sample (the first live one) that will come from the prefix cache.
+        The tokens are those that exist now: prompt and output so far. Pages that the request already has are included,
+        and pages that samples share count once. `num_cached` is the number of first tokens of the root sample (the
+        first live one) that will come from the prefix cache.
         """
         root, *forks = request.live
         # The most tokens that one sample still has to compute.
@@ -110,8 +113,9 @@ class PageDemand:
     def can_never_run(self, request: Request) -> bool:
         """Return whether an accepted request can no longer run, even alone, since pages were lost or pinned.
 
-        This is computed only if the size of the pool, the pins or the number of live samples have changed since the
-        last call. Otherwise the result is False, so a caller that got True must have ended the request.
+        This is computed only if the available pages, the pins or the number of live samples have changed since the last
+        call; `request.fits_limits` stores these three numbers. If none has changed, the result is False, because the
+        caller ends a request for which it got True.
         """
         limits = (self.blocks.num_available, self.store.num_pin_changes, len(request.live))
         if request.fits_limits == limits:

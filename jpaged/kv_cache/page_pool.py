@@ -20,7 +20,7 @@ class PagePool:
     """Pages 1 to `num_pages` − 1, taken and given back one at a time."""
 
     def __init__(self, num_pages: int, *, max_cached: int | None = None):
-        """Make a pool of empty free pages. `num_pages` counts the null page too.
+        """Make a pool of empty free pages. `num_pages` counts the null page 0 too, which is never taken.
 
         `max_cached` caps the free pages that keep a published prefix; None sets no cap.
         """
@@ -36,7 +36,7 @@ class PagePool:
         self.ref_counts = [0] * self.num_pages
         self.num_takes = [0] * self.num_pages
         """How often each page was taken: what it held before the last time is lost."""
-        self.free = list(range(self.num_pages - 1, 0, -1))
+        self.free = list(range(self.num_pages - 1, 0, -1))  # Page 1 is taken first, and the null page 0 never.
         """Free pages without content. The page given back last is taken first."""
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Free pages with a prefix that is published or may yet be, least recently used first."""
@@ -83,12 +83,13 @@ class PagePool:
         """Give up one reference. After the last one the page is free, or deferred while a step in flight may write it.
 
         `keeps_content` says that the page may still be published later: if it becomes free now, it keeps its content as
-        a published page does, and is taken only after all empty pages. A deferred page ignores `keeps_content`.
+        a published page does, and is taken only after all empty pages. A deferred page ignores `keeps_content`. While
+        other references remain, nothing else happens.
         """
         self.ref_counts[page] -= 1
         if self.ref_counts[page] > 0:
             return
-        step = self.pending_writers.pop(page, 0)
+        step = self.pending_writers.pop(page, 0)  # Steps count from 1, so 0 means that none may write it.
         if step > self.retired_step:
             self.deferred.append((step, page))
         else:
@@ -102,7 +103,10 @@ class PagePool:
         return page in self.cached and self.num_takes[page] == num_takes
 
     def publish(self, page: int, key: PageKey) -> bool:
-        """Let the page be found by `key`, and return True. Return False if a page has that key already, and keep it."""
+        """Let the page be found by `key`, and return True.
+
+        If a page is found by `key` already, return False and change nothing: that page stays the one that is found.
+        """
         if key in self.page_of:
             return False
         self.page_of[key] = page
@@ -137,8 +141,8 @@ class PagePool:
     def retire(self, step: int) -> None:
         """Record that every step up to `step` is done. Deferred pages that no later step may write become free.
 
-        A page that is still referenced is no longer deferred when its last reference goes, unless a step after `step`
-        may write it.
+        A page that is still referenced stays with its owner. It becomes free as soon as its last reference goes, unless
+        a step after `step` may write it.
         """
         self.retired_step = step
         # `deferred` is in the order in which pages were given back, not in the order of steps, so all are looked at.

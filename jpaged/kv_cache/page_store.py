@@ -42,11 +42,12 @@ class PageStore:
     def __init__(self, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None, *, keep_evicted: bool):
         """Make two empty pools, of `num_blocks` device pages and `num_host_blocks` host pages, null pages included.
 
-        `max_cached_blocks` caps the free device pages that keep a published prefix; None sets no cap. With
-        `keep_evicted`, prefixes that the device evicts are copied to the host pool.
+        `num_host_blocks=0` means that there is no host pool. `max_cached_blocks` caps the free device pages that keep a
+        published prefix; None sets no cap. With `keep_evicted`, prefixes that the device evicts are copied to the host
+        pool.
         """
         self.device = PagePool(num_blocks, max_cached=max_cached_blocks)
-        self.host = PagePool(max(1, num_host_blocks))
+        self.host = PagePool(max(1, num_host_blocks))  # At least the null page, so that every pool works alike.
         self.keep_evicted = keep_evicted
         self.moves: list[PageMove] = []
         self.num_kept = 0
@@ -62,8 +63,10 @@ class PageStore:
     def take(self) -> int:
         """Take a free device page and return it. A prefix that it held is evicted from the device.
 
-        With `keep_evicted` that page is copied to the host pool, unless the pool has the prefix already, has no free
-        page, or MAX_KEPT pages were copied for this step. The copy becomes a free host page that keeps its content.
+        The caller makes sure that a page is free. With `keep_evicted` the content of that page is copied to the host
+        pool, unless the pool has the prefix already or has no free page, or MAX_KEPT pages were copied for this step.
+        The copy becomes a free host page that keeps its content, so the prefix can be found there. Both events are
+        counted (`eviction`, `eviction_kept`).
         """
         page, key = self.device.take()
         if key is not None:
@@ -72,7 +75,7 @@ class PageStore:
             if is_kept and key not in self.host.page_of:
                 self.counts["eviction_kept"] += 1
                 self.num_kept += 1
-                self.host.drop_ref(self._copy_out(page, key))
+                self.host.drop_ref(self._copy_out(page, key))  # Published and without a reference: cached.
         return page
 
     def copy(self, page: int) -> int:

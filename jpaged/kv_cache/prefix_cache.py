@@ -63,7 +63,7 @@ class PrefixCache:
         """Use the pages of `store`. `arithmetic` holds the page size and the page-table groups.
 
         Layers with the same attention window form one page-table group. Without `is_enabled`, no prefix of a sequence
-        is published or found.
+        is published or found. The cache starts empty and without pins.
         """
         self.store, self.device, self.host = store, store.device, store.host
         self.arithmetic, self.block_size, self.windows = arithmetic, arithmetic.block_size, arithmetic.windows
@@ -77,8 +77,8 @@ class PrefixCache:
     def count_query(self, num_tokens: int, num_hit: int) -> None:
         """Add to the statistics: of `num_tokens` tokens that were looked up, the cache had `num_hit`.
 
-        The caller does this at a request's first admission only, so that a preempted request which finds its own pages
-        again does not count as a hit.
+        Nothing is counted while prefix caching is off. The caller does this at a request's first admission only, so
+        that a preempted request which finds its own pages again does not count as a hit.
         """
         if self.is_enabled:
             self.num_queried_tokens += num_tokens
@@ -95,6 +95,9 @@ class PrefixCache:
 
         The result may have 0 pages. It also has the hash of the first page after the prefix, or None if the prefix is
         as long as `num_tokens` allows or the cache is off. This call neither references nor moves a page; `adopt` does.
+
+        Example with pages of 4 tokens: 11 tokens allow 2 pages. If only the first one is cached, the result has 1 page
+        and the hash of page 1.
         """
         num_pages = max_pages = num_tokens // self.block_size if self.is_enabled else 0
         hashes = self._hashes(sequence, num_pages)
@@ -109,7 +112,7 @@ class PrefixCache:
         host_pages: list[HostPage] = []
         for group in range(len(self.windows)):
             first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
-            pages = [NULL_PAGE] * first_visible
+            pages = [NULL_PAGE] * first_visible  # No later query attends to these pages.
             for index in range(first_visible, num_pages):
                 key = (group, hashes[index])
                 page = self.device.page_of.get(key, NULL_PAGE)
@@ -137,8 +140,9 @@ class PrefixCache:
     def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> list[list[int]]:
         """Reference the matched pages for a sequence and return its page tables: one list of device pages per group.
 
-        For each page that only the host has, a device page is taken and a copy from the host is scheduled.
-        `num_free_needed` device pages must be free.
+        For each page that only the host has, a device page is taken, a copy from the host is scheduled, and `host_hit`
+        is counted. The null page stands for pages that a sliding window needs no more. All pages of the match count as
+        published for the sequence. `num_free_needed` device pages must be free.
         """
         # All matched pages are referenced before any page is taken, because taking may evict unreferenced pages.
         for pages in match.device_pages:
@@ -150,7 +154,7 @@ class PrefixCache:
         tables = [list(pages) for pages in match.device_pages]
         for host_page in match.host_pages:
             tables[host_page.group][host_page.table_index] = self.store.swap_in(host_page.page)
-            self.host.drop_ref(host_page.page)
+            self.host.drop_ref(host_page.page)  # Moves are made in order: a later one may write it.
             self.store.counts["host_hit"] += 1
         sequence.prefix.num_published = match.num_pages
         return tables
@@ -171,6 +175,7 @@ class PrefixCache:
         for index in range(sequence.prefix.num_published, num_full):
             for group, pages in enumerate(sequence.pages):
                 page = pages[index]
+                # A window has passed a null page. A page that has a key is published already.
                 if page != NULL_PAGE and page not in self.device.key_of:
                     self.store.publish(page, (group, hashes[index]))
         # Pages that left a sliding window and were given back before their content was known to be sound. They are
@@ -180,7 +185,7 @@ class PrefixCache:
                 continue
             if self.store.publish(page, (group, hashes[index])):
                 self.store.counts["passed_published"] += 1
-            else:
+            else:  # Another page offers the same prefix, so this one becomes an empty free page.
                 self.device.forget(page)
         sequence.prefix.passed_pages = {}
         sequence.prefix.num_published = num_full
@@ -188,8 +193,10 @@ class PrefixCache:
     def give_back(self, sequence: SampleSequence, group: int, index: int) -> None:
         """Give back the device page at `index` of a group's page table, which the sliding window has passed.
 
-        If it is not yet known whether its content is sound (finite), `publish` offers the page later, unless another
-        sequence has taken it before then. The caller replaces the entry of the page table.
+        If it is not yet known whether its content is sound (finite), the page is remembered in
+        `sequence.prefix.passed_pages`, and `publish` offers it later, unless another sequence has taken it before then.
+        A page that is published already, or that may never be, is only given back. The caller replaces the entry of the
+        page table.
         """
         page = sequence.pages[group][index]
         is_cacheable = self.is_enabled and not sequence.request.has_mixed_pages
@@ -205,6 +212,7 @@ class PrefixCache:
         These are the pages that the first query after that prefix attends to, in each group with a window. Pages that
         the sequence still owns will be published once their content is known to be sound (finite). A page that it has
         given back must be in the cache already, or still be free with its content: another sequence may have taken it.
+        Groups with full attention give no page back before the sequence ends, so they are not looked at.
         """
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
@@ -238,7 +246,7 @@ class PrefixCache:
 
         The sequence's logits may not have been finite, so a page may hold NaN, and nothing tells which one. A page with
         NaN that stays published would fail every later request with that prefix. So pages that the sequence found in
-        the cache are unpublished too, and copies of its pages in the other pool.
+        the cache are unpublished too, and so are pages with the same key in the other pool (device or host).
         """
         pools = self.device, self.host
         # Index True is the host: the pages of a swapped sequence are in the host pool.
@@ -246,7 +254,7 @@ class PrefixCache:
         for key in [key_of[page] for pages in sequence.pages for page in pages if page in key_of]:
             self.store.unpin(key)
             for pool in pools:
-                pool.forget(pool.page_of.get(key, NULL_PAGE))
+                pool.forget(pool.page_of.get(key, NULL_PAGE))  # To forget the null page changes nothing.
 
     def reset(self) -> None:
         """Unpublish every page; sequences keep the pages they own. Pins hold for pages computed from now on."""
@@ -279,6 +287,9 @@ class PrefixCache:
         sliding window need only the pages that the first query after the last full page attends to; with such layers
         the result is the whole prefix or 0. Two pins of a prefix need two calls of `unpin`. A prefix of less than one
         page is not pinned, and the result is 0.
+
+        Example with pages of 4 tokens and full attention: of a prefix of 14 tokens, 3 full pages are pinned. If only
+        the first two are cached, the result is 8.
         """
         hashes = self._prefix_hashes(token_ids, cache_key)
         if not hashes:
@@ -291,15 +302,17 @@ class PrefixCache:
         for key in chain.from_iterable(keys):
             self.store.pin(key)
         are_kept = [all(key in self.store.pinned_pages for key in page_keys) for page_keys in keys]
-        num_leading = [*are_kept, False].index(False)  # Pages from the start of the prefix that are all kept now.
+        # Pages from the start of the prefix that are all kept now. The False at the end stops the count there.
+        num_leading = [*are_kept, False].index(False)
         is_whole_prefix_kept = num_leading == len(keys)
         return num_leading * self.block_size if is_whole_prefix_kept or not self.arithmetic.window_groups else 0
 
     def unpin(self, token_ids: Sequence[int], key: CacheKey) -> bool:
-        """Undo one `pin` of the prefix with these token ids and cache key; return False if there was none.
+        """Undo one `pin` of the prefix with these token ids and cache key; return whether there was one.
 
         Pages that no other pin keeps may then be evicted. The last page is given up first, since the start of a prefix
-        serves more sequences than its end.
+        serves more sequences than its end. Without such a pin, nothing changes. `num_pin_changes` counts the change, so
+        that requests are checked again.
         """
         hashes, pins = self._prefix_hashes(token_ids, key), self.store.pins
         if not hashes or not self.pinned_prefixes[hashes[-1]]:
@@ -323,12 +336,13 @@ class PrefixCache:
     def num_pinned(self, sequence: SampleSequence, num_tokens: int) -> int:
         """Count the pages of this sequence's first `num_tokens` tokens that have a pin, in full-attention groups only.
 
-        Groups with a sliding window are left out: a sequence gives its pages back there, the pinned ones too.
+        Groups with a sliding window are left out: a sequence gives its pages back there, the pinned ones too. A page
+        counts even if it is not on the device now, since it is kept once it has been computed.
         """
         pins, num_pages = self.store.pins, num_tokens // self.block_size
         if not pins:
             return 0
-        hashes = self._hashes(sequence, num_pages)[:num_pages]
+        hashes = self._hashes(sequence, num_pages)[:num_pages]  # The sequence may have hashes of more pages.
         full_groups = [group for group, window in enumerate(self.windows) if window is None]
         return sum((group, page_hash) in pins for group in full_groups for page_hash in hashes)
 
@@ -350,6 +364,9 @@ class PrefixCache:
 
         There is one key per page-table group. A group with a sliding window has none for a page that the first query
         after the prefix does not attend to.
+
+        Example of 2 pages with the hashes a and b, full attention in group 0, and a window in group 1 that reaches only
+        the last page: [[(0, a)], [(0, b), (1, b)]].
         """
         num_tokens, groups = len(hashes) * self.block_size, range(len(self.windows))
         first_visible = [self.arithmetic.first_visible_page(group, num_tokens) for group in groups]
@@ -370,7 +387,8 @@ class PrefixCache:
         """Return the index of a page that a sliding window needs and the cache lacks; None if no such page is missing.
 
         A window needs the pages that the first query after a prefix of `length` pages attends to, whose hashes are in
-        `hashes`. If several are missing, the last one of the first page-table group that lacks any is returned.
+        `hashes`. If several are missing, the last one of the first page-table group that lacks any is returned. Groups
+        with full attention are not looked at.
         """
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, length * self.block_size)

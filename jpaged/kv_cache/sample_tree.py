@@ -30,12 +30,13 @@ def num_distinct_tokens(request: Request) -> int:
 def samples_drawn_at(sequence: SampleSequence, end: int) -> list[SampleSequence]:
     """Return the samples that draw their next token from the logits of position `end` − 1 of this sequence.
 
-    One is the sequence itself, if it has exactly `end` tokens. The others are its children, and their children, that
-    still wait for its pages, share all `end` tokens with it, and hold a state slot to draw in.
+    One is the sequence itself, if it has exactly `end` tokens. The others are its children that still wait for its
+    pages, share exactly `end` tokens with it and hold a state slot to draw in; and the children of these, by the same
+    rule. The list is empty if the sequence has more tokens and no child begins to differ from it there.
     """
     samples = [sequence] if sequence.num_tokens == end else []
     for child in children_of(sequence):
-        if child.awaits_parent and child.seq_slot and child.fork_len == end:
+        if child.awaits_parent and child.seq_slot and child.fork_len == end:  # Slot 0 means that it has none.
             samples += samples_drawn_at(child, end)
     return samples
 
@@ -86,6 +87,9 @@ def reparent_children(sequence: SampleSequence) -> None:
     The new parent is the sample's own parent. If the sample had none, the new parent is the child that shared the most
     tokens with the sample; that child becomes the root of the request: the first live sample, without a parent. Each
     other child shares with the new parent the tokens that both had in common with the sample.
+
+    Example: b and c share 10 and 6 tokens with the root a, which has ended. Then b becomes the root, and c its child,
+    which shares 6 tokens.
     """
     children, parent, shared_len = children_of(sequence), sequence.parent, sequence.fork_len
     if not children:

@@ -109,6 +109,10 @@ class BeamSearch:
         by an end token or at `max_tokens`, become hypotheses if they are among the best `beam_width` ones. The best of
         the others are the choices, at most `beam_width`. There are no choices, and the search is over, if none could
         still become one of the best hypotheses.
+
+        Example of width 2 with EOS as the only end token: if the best continuations are x, EOS, y and z, in this order,
+        then the beam that EOS ends becomes a hypothesis, and x and y are the choices. In the order x, y, EOS, z it is
+        below the first 2 and is dropped.
         """
         width, num_generated = self.params.beam_width, self.num_generated + 1
         # Before the first token all samples are the same empty beam, so one of them is enough.
@@ -123,7 +127,7 @@ class BeamSearch:
         num_candidates = max(2, 1 + len(self.end_ids)) * width
         best = nlargest(num_candidates, continuations, key=lambda continuation: continuation[1].score)
         is_last = num_generated == self.max_tokens
-        are_ends = [is_last or beam.last_token in self.end_ids for _, beam in best]
+        are_ends = [is_last or beam.last_token in self.end_ids for _, beam in best]  # One per beam in `best`.
         # A beam that ends below the best `width` continuations is dropped: it is no hypothesis.
         ended = [beam for (_, beam), is_end in zip(best[:width], are_ends, strict=False) if is_end]
         scored = [Hypothesis(self._score(beam, num_generated), beam, beam.last_token in self.end_ids) for beam in ended]
@@ -147,8 +151,10 @@ class BeamSearch:
         """Return whether the best running beam, of `length` tokens, may still become one of the best hypotheses.
 
         The rule is that of Hugging Face transformers. The beam's score at `length` is compared with the worst of the
-        `beam_width` hypotheses. With `early_stopping="never"` and a positive length penalty, the beam's score is taken
-        at the largest length instead, which is the best that it can reach.
+        `beam_width` hypotheses: sum of log probabilities / length ** length_penalty. With fewer hypotheses the result
+        is True. With `early_stopping=True`, or one beam, it is otherwise False. With "never" and a positive length
+        penalty, the beam's score is taken at the largest length instead: the sum is negative, so this is the best score
+        it can reach.
         """
         if len(hypotheses) < self.params.beam_width:
             return True

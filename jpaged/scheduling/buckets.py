@@ -90,7 +90,8 @@ def one_bucket(max_num_seqs: int) -> Buckets:
     """Return buckets of one size and one sampling mode: the same executables compute every step, whatever it holds.
 
     Engines with `deterministic=True` use them. Every row of a step has one token, also if it is a token of a prompt. So
-    there is no forward program for prompts, and no decode program that computes several tokens.
+    there is no forward program for prompts, and no decode program that computes several tokens. The only sampling mode
+    is FULL, which serves every request.
     """
     size = (deterministic_tokens(max_num_seqs),)
     modes = (SampleMode.FULL,)
@@ -108,6 +109,8 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: st
     The sizes are powers of two, up to the first one that reaches the cap. A CPU also gets the sizes 1 and 8, because
     every padded row costs time there. On other devices, steps that only decode have forward programs of their own: the
     kernels and loops for prompts take time there even if a step has no prompt.
+
+    Example of a CPU with caps of 64 tokens and 8 sequences: token buckets 1, 8, 16, 32 and 64, sample buckets 1 and 8.
     """
     num_tokens = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
     if platform == "cpu":

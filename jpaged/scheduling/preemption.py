@@ -55,8 +55,10 @@ class PreemptionPolicy:
     def choose(self, *, num_tokens: int, num_pages: int) -> tuple[PreemptionMode, str]:
         """Return RECOMPUTE or SWAP for a request with `num_tokens` computed tokens in `num_pages` pages, and why.
 
-        Tokens and pages that its samples share count once. In mode AUTO the cheaper way is chosen, and the reason gives
-        both costs: "12 pages out and in take 3 ms, 192 tokens anew 8 ms".
+        Tokens and pages that its samples share count once. A request without computed tokens is always recomputed: it
+        has nothing to swap. Otherwise the option `preemption_mode` decides, unless it is AUTO. Then the cheaper way is
+        chosen, and the reason gives both costs: "12 pages out and in take 3 ms, 192 tokens anew 8 ms". RECOMPUTE is
+        chosen if both cost the same, or if no costs were measured.
         """
         if num_tokens == 0:
             return PreemptionMode.RECOMPUTE, "nothing is computed yet"

@@ -24,14 +24,17 @@ def count_step(work: SchedulerOutput) -> None:
     """Count the tokens of a scheduled step as computed, and the tokens that the device will draw in it as existing.
 
     A decoding sequence computes and draws one token, or as many as `decode_lens` says. After a chunk of known tokens,
-    each of the chunk's `samples` draws one token.
+    each of the chunk's `samples` draws one token, which the next step reads on the device. `last_chunk_step` becomes
+    the number of this step.
+
+    Example: a sequence with 10 tokens, of which 9 are computed, decodes one token: 10 are computed, and 11 exist.
     """
     if work.decode_lens:
         for sequence, num_steps in zip(work.decodes, work.decode_lens, strict=True):
             sequence.num_computed += num_steps
             sequence.num_tokens += num_steps
     else:
-        for sequence in work.decodes:
+        for sequence in work.decodes:  # Before the step, each has exactly one token that is not computed.
             num_tokens = sequence.num_tokens
             sequence.num_computed = num_tokens
             sequence.num_tokens = num_tokens + 1

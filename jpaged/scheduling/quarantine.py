@@ -50,9 +50,10 @@ class Quarantine:
     def note_step(self, num_generated: int) -> bool:
         """Record a step that did not fail; return whether it releases the isolated request from quarantine.
 
-        It does if the requests have generated a token since the last call. `num_generated` counts the tokens of all
-        requests since the engine's start. After a release the caller queues all requests again, so that the next
-        quarantined request can run alone, or all can run if none is left.
+        It does if the requests have generated a token since the last call; earlier failures then count no more. Without
+        a quarantined request the result is False. `num_generated` counts the tokens of all requests since the engine's
+        start. After a release the caller queues all requests again, so that the next quarantined request can run alone,
+        or all can run if none is left.
         """
         is_released = bool(self._quarantined) and self._has_generated(num_generated)
         if is_released:
@@ -64,8 +65,9 @@ class Quarantine:
 
         `running` are the requests that the step computed; `num_generated` counts the tokens of all requests since the
         engine's start. After MAX_FAILED_STEPS failures in a row without a new token, the running requests are
-        quarantined, to be tried one by one. Return END_ISOLATED if the failed request was alone. Return END_ALL if that
-        many have failed alone in a row, or if no request is left to try. Otherwise return RETRY.
+        quarantined, to be tried one by one. Return END_ISOLATED if the failed request was alone. Return END_ALL instead
+        if MAX_FAILED_STEPS requests have failed alone in a row, or if no request is left to try; the quarantine and the
+        counts are then empty. Otherwise return RETRY.
         """
         self._has_generated(num_generated)
         self._num_failed_steps += 1

@@ -23,8 +23,8 @@ POLICIES: dict[str, PolicyKey] = {"fcfs": lambda request: 0, "priority": lambda 
 def key_shape(key: object) -> object:
     """Return the types that a policy's key consists of; two keys with equal results can be sorted.
 
-    Examples: 1.5 gives "number", and (1, "a") gives ("number", "text"). Raise TypeError for any other type, and for a
-    float that is infinite or NaN.
+    A key is a number, a string, or a tuple of keys. Examples: 1.5 and True give "number", and (1, "a") gives ("number",
+    "text"). Raise TypeError for any other type, and for a float that is infinite or NaN: NaN has no place in an order.
     """
     if isinstance(key, int) or (isinstance(key, float) and isfinite(key)):
         return "number"
@@ -46,7 +46,8 @@ class Policy:
         """Return the policy's key of a request: requests with lower keys go first.
 
         Raise InvalidRequestError if the key function raises an exception, or if its key cannot be compared with the
-        earlier ones. Such a key would otherwise raise an exception in the middle of a step.
+        earlier ones: the first key sets the types that all later keys must have. A key of other types would otherwise
+        raise an exception in the middle of a step, when requests are sorted.
         """
         try:
             key = self._key(request)
@@ -57,7 +58,7 @@ class Policy:
                 f"{error!s:.200}); it must return a finite number, a string, or a tuple of them",
                 param="priority",
             ) from error
-        self._shape = self._shape or shape  # The first key decides.
+        self._shape = self._shape or shape  # The first key decides; it is None before.
         if shape != self._shape:
             raise InvalidRequestError(
                 f"scheduling_policy: its key function returned {key!r:.100}, which does not compare with the keys of "
@@ -131,7 +132,8 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Remove a request, which must be in the queue.
 
-        Its heap entry stays and is skipped later. If such stale entries become too many, the heap is rebuilt.
+        Its heap entry stays and is skipped later. The heap is rebuilt once it has more than twice as many entries as
+        the queue has requests, and MIN_STALE more.
         """
         del self._members[request]
         self.num_tokens -= request.prompt_len

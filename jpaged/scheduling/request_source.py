@@ -22,10 +22,10 @@ class RequestSource:
     """Reads requests of an iterator ahead, and queues them as the queue's limits leave room."""
 
     def __init__(self, requests: Iterable[Request | None], *, max_num_seqs: int):
-        """Read from the iterable `requests`, which gives None if the next request is not there yet.
+        """Prepare to read from the iterable `requests`, which gives None if the next request is not there yet.
 
-        After a None it is asked again at the next call of `read`. `max_num_seqs` is the engine's limit of running
-        sequences: with twice as many requests read ahead, no step lacks work.
+        Nothing is read here. After a None the iterable is asked again at the next call of `read`. `max_num_seqs` is the
+        engine's limit of running sequences: with twice as many requests read ahead, no step lacks work.
         """
         self._iterator, self._max_waiting = iter(requests), max(MIN_READ_AHEAD, 2 * max_num_seqs)
         self._heap: list[tuple[Any, int, Request]] = []
@@ -44,13 +44,14 @@ class RequestSource:
         the policy's order until `queue` hands them on. After the iterator's end this does nothing.
         """
         while not self._is_at_end and len(self._heap) + num_waiting < self._max_waiting:
-            request: Any = next(self._iterator, _END)
+            request: Any = next(self._iterator, _END)  # _END marks the end, since None is not the end.
             if request is _END:
                 self._is_at_end = True
             elif request is None:
                 return
             else:
                 self._num_read += 1
+                # `_num_read` is unique, so that requests themselves are never compared.
                 heappush(self._heap, (request.policy_key, self._num_read, request))
 
     def queue(self, add: Callable[[Request], Any], *, is_idle: bool) -> None:
@@ -66,5 +67,5 @@ class RequestSource:
                 if is_idle:
                     raise
                 return
-            is_idle = False
+            is_idle = False  # The engine has a request now, so a full queue will have room later.
             heappop(self._heap)

@@ -27,7 +27,8 @@ class Chunk:
         """Return the positions of the chunk whose logits score a prompt token: the token at the next position.
 
         Empty unless the request wants the logprobs of its prompt. Positions that are scored already are left out, and
-        so is the prompt's last position, after which no prompt token comes.
+        so is the prompt's last position, after which no prompt token comes. Example: a chunk of 4 tokens from position
+        8 of a prompt of 12 tokens has the range 8 to 10, which scores the tokens 9 to 11.
         """
         request = self.sequence.request
         if not request.needs_prompt_scores:
@@ -44,8 +45,10 @@ class Chunk:
 def scored_end(sequence: SampleSequence, start: int, num_scored: int) -> int:
     """Return the largest end of a chunk that starts at `start`, if the step may score `num_scored` more prompt tokens.
 
-    It is the end of the known tokens if nothing has to be scored, or if all that has to be fits into the step.
-    Otherwise the chunk ends where `num_scored` positions, from the first one without a score, are used up.
+    An end is the position after the chunk's last token. It is the number of known tokens if nothing has to be scored,
+    or if all that has to be scored fits into the step. Otherwise the chunk ends `num_scored` positions after the first
+    position without a score. Example: a prompt of 100 tokens without scores, `start` 0 and `num_scored` 64 give 64;
+    with `num_scored` 99 the result is 100, since the last position of a prompt scores none of its tokens.
     """
     request = sequence.request
     if not request.needs_prompt_scores:

@@ -34,8 +34,9 @@ class StepShape:
     def prefill_budget(self, num_decodes: int) -> int:
         """Return how many tokens of the step chunks may take, beside `num_decodes` sequences that decode one each.
 
-        They get what decoding leaves, but at least half of the step, so that no prompt starves: `choose_decodes` then
-        leaves some of the decoding sequences to later steps. Without chunked prefill chunks may take the whole step.
+        Chunks get what decoding leaves, but at least half of the step, so that no prompt starves: `choose_decodes` then
+        leaves some of the decoding sequences to later steps. Without chunked prefill, chunks may take the whole step.
+        Example with steps of at most 64 tokens: 10 decodes leave 54, and 50 decodes leave 32.
         """
         num_tokens = self.config.max_num_batched_tokens
         if not self.config.enable_chunked_prefill:
@@ -45,8 +46,9 @@ class StepShape:
     def choose_decodes(self, decodes: list[SampleSequence], chunks: Sequence[Chunk]) -> list[SampleSequence]:
         """Return which of the sequences in `decodes` decode one token in a step with these chunks.
 
-        If the step has room for all, it is all of them. Otherwise it is the first one, and as many others as fit, which
-        rotate from step to step. Without chunked prefill, no sequence decodes in the step of a prompt.
+        If the step has room for all, all of them decode. Otherwise the first one decodes, and as many others as fit,
+        which rotate from step to step. Without chunked prefill, no sequence decodes in the step of a prompt; such steps
+        in a row are counted, and `must_decode` limits them.
         """
         # A chunk of one token costs no more than a decode, so it does not keep others from decoding.
         has_prompts = any(chunk.num_tokens > 1 for chunk in chunks)
@@ -72,7 +74,9 @@ class StepShape:
 
         The time of a step depends on its bucket (padded size), not on how full that is. The step holds the chunks and
         `num_decodes` single tokens; `filled_tokens` decides whether cutting it is worth it. Every chunk keeps at least
-        one token. A shortened chunk draws no token, and the next step computes what was cut off.
+        one token: if that cannot be, nothing is cut. A shortened chunk draws no token, and the next step computes what
+        was cut off. Example with buckets of 64, 128 and 256 tokens: 3 decodes and chunks of 100 and 32 tokens make 135,
+        so the last chunk is cut by 7 to 25 tokens.
         """
         num_tokens = num_decodes + sum(chunk.num_tokens for chunk in chunks)
         surplus = num_tokens - filled_tokens(self.config.token_buckets, num_tokens, self.config.min_filled)
@@ -93,6 +97,7 @@ class StepShape:
         would fit a smaller bucket; they continue in the next step. Example with buckets of 2 and 4 sequences: lens
         (8, 8, 5, 2) gives (5, 5, 5, 2).
         """
+        # With fewer sequences than this, a round would fit a smaller bucket.
         num_needed = 1 + max((size for size in self.config.token_buckets if size < len(lens)), default=0)
         num_steps = sorted(lens, reverse=True)[num_needed - 1]
         return [min(length, num_steps) for length in lens] if num_steps > 1 else []
