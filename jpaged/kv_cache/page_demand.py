@@ -94,8 +94,8 @@ class PageDemand:
         """Return the pages, over all samples and page-table groups, that the request takes to compute all its tokens.
 
         The tokens are those that exist now: prompt and output so far. Pages that the request already has are included,
-        and pages that samples share count once. `num_cached` is the number of first tokens of the root sample (the
-        first live one) that will come from the prefix cache.
+        and pages of tokens that all samples share count once. `num_cached` is the number of first tokens of the root
+        sample (the first live one) that will come from the prefix cache.
         """
         root, *forks = request.live
         # The most tokens that one sample still has to compute.

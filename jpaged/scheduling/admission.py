@@ -94,8 +94,8 @@ class Admission:
     def requeue(self, request: Request) -> None:
         """Queue a preempted request again, among the swapped or the waiting ones, in its old place of the order.
 
-        What the last check found out about its pages is dropped. While newcomers are held, a request that has never run
-        is held outside of the queue.
+        The request's state says which queue. What the last check found out about its pages is dropped, so the next step
+        checks it again. While newcomers are held, a request that has never run is held outside of the queue.
         """
         request.admission.pages_needed, request.admission.missing_hash = 0, None
         if self.holds_newcomers and request.first_scheduled_time is None:
@@ -140,8 +140,10 @@ class Admission:
     def choose_swapped(self, room: StepRoom) -> Iterator[tuple[Request, bool]]:
         """Yield (request, True) for each swapped request that fits, in order, until one does not fit.
 
-        (request, False) stands for a request that can never run again, since the pool has become smaller. The scheduler
-        starts a request, or ends one that cannot run, before it asks for the next.
+        Such a request has left the queue when it is yielded. (request, False) stands for a request that can never run
+        again, since the pool has become smaller; it is still in the queue, and the scheduler takes it out when it ends
+        the request. The scheduler starts or ends each request before it asks for the next. A request that the gate
+        refuses, or that a cheap test rules out, does not fit.
         """
         while self.swapped:
             request = self.swapped.first()
@@ -161,9 +163,11 @@ class Admission:
         """Yield each waiting request that fits, in order, with the match of cached pages that it starts from.
 
         (request, None) stands for a request that can never run, since the pool has become smaller. The scheduler starts
-        or ends each request, and updates `room`, before it asks for the next. No request is yielded while a swapped one
-        is earlier in the order. A request that does not fit yet, or awaits a prefix that a running one computes, may be
-        passed by at most MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate
+        or ends each request, and updates `room`, before it asks for the next. The search ends if tokens or slots of the
+        step run out, if a swapped request is earlier in the order, or if the next request has not waited long enough
+        (`delay_factor`). It also ends after MAX_SKIPPED requests that do not fit, and after MAX_DELAYED that are
+        refused or await a prefix. A request that does not fit yet, or awaits a prefix that a running one computes, may
+        be passed by at most MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate
         refuses may be passed by any number. All that are passed stay in the queue. If `isolated` is set, only that
         request is admitted, and only once no other runs.
         """
@@ -183,7 +187,7 @@ class Admission:
             if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request, room):
                 break
             if self.demand.can_never_run(request):
-                yield request, None
+                yield request, None  # The scheduler ends it, which takes it out of the queue.
                 continue
             self.waiting.pop()
             if not self._gate_admits(request):
@@ -200,6 +204,7 @@ class Admission:
                     self.counts["bypass"] += 1
             else:
                 (awaiting_prefix if request.admission.awaits_prefix else skipped).append(request)
+            # A request that was passed so often may be passed by no other, so the search ends at it.
             must_stop = any(other.admission.num_bypassed >= MAX_BYPASSES for other in skipped + awaiting_prefix)
             if must_stop or len(skipped) == MAX_SKIPPED or len(awaiting_prefix + refused) == MAX_DELAYED:
                 break
@@ -232,7 +237,8 @@ class Admission:
     def _has_waited(self, request: Request, room: StepRoom) -> bool:
         """Return whether a request has waited longer than `delay_factor` times what the last step with newcomers took.
 
-        The wait lets other newcomers join its step. Without a factor, or while no request runs, no request has to wait.
+        The wait lets other newcomers join its step. Without a factor, or while no request runs, no request has to wait,
+        and the result is True. Newcomers are requests that were admitted from the waiting queue.
         """
         if not self.config.delay_factor or not room.running:
             return True
@@ -241,9 +247,10 @@ class Admission:
     def _is_worth_checking(self, request: Request, room: StepRoom) -> bool:
         """Return whether the full check of a request may succeed, by tests that cost little.
 
-        It cannot if too few state slots are free for the live samples, or while a step in flight computes one of them.
-        Otherwise it may if no request runs, if as many pages are free as the last check found to be needed, or if the
-        prefix cache has got the page that it lacked then.
+        The full check hashes and looks up the prompt, so it is not repeated in every step. It cannot succeed if too few
+        state slots are free for the live samples, or while a step in flight computes one of them. Otherwise it may if
+        no request runs, if as many pages are free as the last check found to be needed (0 before the first check), or
+        if the prefix cache has got the page that it lacked then.
         """
         if len(request.live) > len(room.free_slots) or any(is_in_flight(s, room.retired_step) for s in request.live):
             return False
@@ -264,7 +271,8 @@ class Admission:
         It cannot start if its other pages are not free, if the step has no room for its first chunk, or if it should
         wait for a running request to compute its prefix. `request.admission` gets what was found: the free pages
         needed, the hash of the first page that the cache lacks, and whether it waits for a prefix. Only the first live
-        sample is looked up in the prefix cache, since the others share its pages.
+        sample is looked up in the prefix cache, since the others share its pages. Pages of the match that other
+        sequences use already need no free page.
         """
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
@@ -303,9 +311,9 @@ class Admission:
     def _gave_up_pins(self, room: StepRoom) -> bool:
         """Unpin all pages if no running request and no step in flight can free any page; return whether it did.
 
-        This is the last resort for the next request, which could otherwise never run. When a request is accepted, the
-        pinned pages of its prefix are counted as its own. If it later holds or matches other pages with the same
-        content, it does not fit beside the pinned ones.
+        This is the last resort for the next request, which could otherwise never run. The check at its arrival assumed
+        that it would use the pinned pages of its prefix. If it holds or matches other pages with the same content
+        instead, it may not fit beside the pinned ones.
         """
         if room.running or self.blocks.has_deferred:
             return False
@@ -322,7 +330,8 @@ class Admission:
     def _is_publishing(self, request: Request) -> bool:
         """Return whether a running request's prompt has full pages that the prefix cache will get, and has not got yet.
 
-        Pages that several versions of the weights have computed are never offered.
+        It has none if prefix caching is off. Pages that several versions of the weights have computed are never
+        offered. The first live sample computes and publishes the prompt for all samples.
         """
         num_full = request.prompt_len // self.arithmetic.block_size
         return (
@@ -338,7 +347,9 @@ class Admission:
         compute as it saves, so that the wait is short beside the saving. It must come earlier in the order. It must not
         have lost pages that the sequence needs for a sliding window, to sequences that have taken them since.
 
-        If the result is True, the counter `await_prefix` grows by one.
+        If the result is True, the counter `await_prefix` grows by one. Example with pages of 16 tokens: a sequence with
+        100 pending tokens has the next 4 pages in common with a running prompt. They save 64 tokens, which is at least
+        half of 100, so it waits if that request has at most 128 tokens left to compute.
         """
         block_size, start = self.arithmetic.block_size, match.num_pages
         max_pages = self.demand.match_limit(sequence) // block_size

@@ -153,8 +153,8 @@ class BeamSearch:
         The rule is that of Hugging Face transformers. The beam's score at `length` is compared with the worst of the
         `beam_width` hypotheses: sum of log probabilities / length ** length_penalty. With fewer hypotheses the result
         is True. With `early_stopping=True`, or one beam, it is otherwise False. With "never" and a positive length
-        penalty, the beam's score is taken at the largest length instead: the sum is negative, so this is the best score
-        it can reach.
+        penalty, the beam's score is taken at the largest length instead: the sum never grows, so this is the best score
+        that it can reach.
         """
         if len(hypotheses) < self.params.beam_width:
             return True

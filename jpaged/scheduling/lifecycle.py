@@ -146,7 +146,8 @@ class Lifecycle:
         """Insert a request among the running ones, which are sorted by `order`, and give each live sample a state slot.
 
         The caller has taken the request out of its queue and given it its first pages. One slot per live sample must be
-        free. The admission gate, if there is one, is told that the request runs.
+        free. The states of the request and of its live samples become RUNNING. The admission gate, if there is one, is
+        told that the request runs.
         """
         insort(self.running, request, key=lambda other: other.order)
         request.state = RequestState.RUNNING
@@ -173,7 +174,7 @@ class Lifecycle:
         if mode is PreemptionMode.SWAP and not self._swap_out(request):
             mode, reason = PreemptionMode.RECOMPUTE, "the host pool is full"
         is_swapped = mode is PreemptionMode.SWAP
-        for sequence in () if is_swapped else request.live:
+        for sequence in () if is_swapped else request.live:  # `_swap_out` has moved pages and freed slots already.
             self.release(sequence)
         self._leave(request)
         self._queue(request, RequestState.SWAPPED if is_swapped else RequestState.WAITING)
@@ -202,7 +203,8 @@ class Lifecycle:
 
         When its last live sequence ends, the request ends in the same state. After an error, the prefix cache no longer
         offers the sequence's pages, since they may hold what caused the error. Children of the sequence get another
-        parent. An abort is counted under what the sequence was doing, such as `abort_decoding`.
+        parent. An abort is counted under what the sequence was doing, such as `abort_decoding`. A request that has
+        ended waits in `ended` until its caller is told.
         """
         if sequence.state.is_finished:
             return
@@ -235,8 +237,8 @@ class Lifecycle:
 
         Each request keeps the tokens that the host knows, and computes all of them again. An interrupt may have left
         the queues, slots and page tables half-written, so they are rebuilt from `unfinished`. A request without live
-        samples ends in the state of its last sample. Before this call, the caller must have given the samples of a beam
-        search the tokens of its running beams.
+        samples ends in the state of its last sample. A request that had left the waiting queue counts as preempted once
+        more. Before this call, the caller must have given the samples of a beam search the tokens of its running beams.
         """
         if self.gate is not None:
             for request in self.running:
@@ -288,12 +290,13 @@ class Lifecycle:
     def _queue(self, request: Request, state: RequestState) -> None:
         """Set the state of a request and its live samples to `state`, WAITING or SWAPPED, and put it into that queue.
 
-        A waiting request has no pages, so each sample with a parent waits again for the parent to compute the tokens
-        that both share. A swapped request keeps its pages in the host pool.
+        A waiting request has no pages, so none that several versions of the weights have computed (`has_mixed_pages`),
+        and each sample with a parent waits again for the parent to compute the tokens that both share. A swapped
+        request keeps its pages in the host pool.
         """
         request.state = state
         if state is RequestState.WAITING:
-            request.has_mixed_pages = False  # It has no pages any more.
+            request.has_mixed_pages = False
         for sequence in request.live:
             sequence.state = state
             if state is RequestState.WAITING:
@@ -302,7 +305,7 @@ class Lifecycle:
         self._has_changed = True
 
     def _leave(self, request: Request) -> None:
-        """Take a request out of the running requests, or out of its queue if it does not run."""
+        """Take a request out of the running requests, and tell the gate; or out of its queue if it does not run."""
         if request.state is not RequestState.RUNNING:
             self.admission.remove(request)
             return
@@ -337,7 +340,9 @@ class Lifecycle:
         """Add one copy of `parent` with sample index `index` to its request, and return the copy.
 
         `fork` has checked that the request can run with one more sample. The copy shares the parent's pages now, or
-        later if the parent has not computed the shared tokens yet.
+        later if the parent has not computed the shared tokens yet. It has no state slot yet: the scheduler gives it one
+        when it takes part in a step. Example: of a parent with 10 known tokens, the copy shares 9 and computes the
+        last.
         """
         child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups, parent=parent)
         child.state = parent.state
@@ -358,7 +363,8 @@ class Lifecycle:
         continue is in the list several times. Its first successor is the parent itself. Each further successor is a
         live sample that is no parent: it gives up its own pages and shares the parent's, and the caller copies the
         tokens. Example: samples a, b, c with the parents (a, a, c) give the successors (a, b, c). There must be enough
-        such samples; those left over end. No step in flight may compute the request.
+        such samples; those left over end, and without parents all of them do. No step in flight may compute the
+        request.
         """
         idle = [sample for sample in request.live if all(sample is not parent for parent in parents)]
         successors: list[SampleSequence] = []
@@ -392,9 +398,10 @@ class Lifecycle:
 
         Nothing is shared with the parent in two cases. Either the sample has no parent any more, or the parent's
         sliding windows have given back pages that the sample needs. The second case arises if the first parent has
-        ended and the sample's new parent has computed far more than the shared tokens. In both cases the sample starts
-        from the pages that the prefix cache has of its tokens, and computes all tokens after them in pages of its own.
-        If too few pages are free to take the cached ones, it starts at its first token.
+        ended and the sample's new parent has computed far more than the shared tokens. In both cases the sample waits
+        for no parent any more. It starts from the pages that the prefix cache has of its tokens, and computes all
+        tokens after them in pages of its own. If too few pages are free to take the cached ones, it starts at its first
+        token.
         """
         parent, num_shared = sequence.parent, min(sequence.fork_len, sequence.num_tokens - 1)
         if parent is not None and self.blocks.can_share(parent, num_shared):

@@ -48,7 +48,8 @@ class Scheduler(Lifecycle):
     def stats(self) -> dict[str, int]:
         """Return counts under the names of `Engine.stats`: requests now, preemptions and prompt chunks since start.
 
-        `prefill_chunks` leaves out each sequence's last chunk, after which it draws a token.
+        `preemptions` is the sum of those by recompute and by swap. `prefill_chunks` leaves out each sequence's last
+        chunk, after which it draws a token.
         """
         num_recomputed, num_swapped = self.counts["preemptions_recompute"], self.counts["preemptions_swap"]
         return {
@@ -64,8 +65,9 @@ class Scheduler(Lifecycle):
     def note_new_weights(self, num_updates: int) -> None:
         """Record that the weights have changed. `num_updates` counts updates since start; no step may be in flight.
 
-        Requests that have pages keep them and continue with the new weights. Other requests score their prompts again.
-        No cached prefix of the old weights is found any more, and pins apply to pages that the new weights compute.
+        Requests that have pages keep them and continue with the new weights. Other requests have no pages, so they
+        score their prompts again from the start. No cached prefix of the old weights is found any more, and pins apply
+        to pages that the new weights compute.
         """
         self.prefixes.renew(num_updates)
         self.mix_pages()
@@ -81,7 +83,9 @@ class Scheduler(Lifecycle):
         Running requests are served first, in order. When pages run out, and no step in flight is about to free some,
         the last running request is preempted: it gives all of its pages back. Then swapped requests are swapped in and
         waiting ones are admitted, but not in a step that preempted a request: memory is short, and a newcomer would
-        cause the next preemption. Scheduled tokens count as computed from here on, before the device computes them.
+        cause the next preemption. If prompts have kept sequences from decoding for too long, the step has no chunks.
+        Scheduled tokens count as computed from here on, before the device computes them. The result may be empty: it
+        then gets no step number, and the next call uses that number.
         """
         work = self._work = SchedulerOutput(self.step + 1)
         now = self.clock()
@@ -118,7 +122,8 @@ class Scheduler(Lifecycle):
         """Record that the oldest step in flight, `work`, is done.
 
         Pages that only this step could still write may be reused, its scored prompt tokens count, and pages that the
-        sliding windows of its chunks have passed are given back. Drawn tokens are noted by `update_pages` instead.
+        sliding windows of its chunks have passed are given back. The tokens that the step has drawn are not looked at:
+        `update_pages` gives back what they pass.
         """
         self._note_retired(work.step)
         self.admission.retire(work.step, self.clock())
@@ -138,8 +143,10 @@ class Scheduler(Lifecycle):
 
         Call this after a new token was appended, if the host then knows more than `check_at_len` tokens, and before the
         sequence ends. All tokens before the new one are computed, and their pages hold no NaN, since the logits that
-        the token was drawn from were finite. A sequence that was preempted while its step was in flight has lost its
-        pages or has them on the host: it offers none.
+        the token was drawn from were finite. `check_at_len` becomes the number of known tokens up to which no call is
+        needed. A sequence that was preempted while its step was in flight has lost its pages or has them on the host:
+        it offers none. Example with pages of 4 tokens: at 9 known tokens, the first 2 pages are offered, and
+        `check_at_len` becomes 12 (or less if the sequence ends before), so the next call comes at 13 tokens.
         """
         num_known = len(sequence.token_ids)
         if sequence.state is RequestState.RUNNING:
@@ -162,7 +169,7 @@ class Scheduler(Lifecycle):
 
         Before that, children that wait for this sequence share its pages, if it has computed all tokens that they have
         in common: they may need pages that are about to be given back. A child needs no state slot for that. Without
-        sliding windows this does nothing.
+        sliding windows this does nothing: such children are served when they get their slot.
         """
         if not self.arithmetic.window_groups:
             return
@@ -180,7 +187,7 @@ class Scheduler(Lifecycle):
         can decode, or must wait for a slot, for pages or for its parent, or was itself preempted.
         """
         if sequence.state is not RequestState.RUNNING:
-            return False  # Its request was preempted in this step, to give pages to an earlier one.
+            return False  # Its request was preempted or ended in this step, to give pages to an earlier one.
         if not sequence.seq_slot and not self._provide_slot(sequence):
             return False
         if sequence.awaits_parent and not self._attach(sequence):
@@ -247,7 +254,8 @@ class Scheduler(Lifecycle):
     def _provide_slot(self, sequence: SampleSequence) -> bool:
         """Give a forked sample a state slot, if need be by preempting later requests.
 
-        Return False if no slot is free and its own request is the last running one.
+        The sample then counts among the step's `new_in_slots`. Return False, and wait, if no slot is free and its own
+        request is the last running one: a request never preempts itself for a slot.
         """
         while not self.free_slots:
             if self.running[-1] is sequence.request:
@@ -260,8 +268,10 @@ class Scheduler(Lifecycle):
     def _attach(self, sequence: SampleSequence) -> bool:
         """Give a waiting sample its parent's pages; return whether the sample can continue in this step.
 
-        Return False, and share nothing, while the parent has not computed the tokens that both share. A sample whose
-        parent has ended starts by itself. Return False too if the request was preempted in this call.
+        Return False, and share nothing, while the parent has not computed the tokens that both share. A sample without
+        a parent, since its parent has ended, starts by itself. Sharing stops the parent from decoding until its last
+        page is its own again; a parent that could decode before gets that page here. Return False too if the request
+        was preempted in this call.
         """
         parent = sequence.parent
         if parent is not None and parent.num_computed < sequence.fork_len:
@@ -269,8 +279,8 @@ class Scheduler(Lifecycle):
         could_decode = parent is not None and parent.decode_limit > 0
         self.share_with_parent(sequence)
         if parent is not None and could_decode and not parent.decode_limit:
-            # The parent could decode in this step until its last page was shared, so it is checked again. For lack of
-            # pages this may preempt their own request.
+            # The parent could decode in this step until its last page was shared. For lack of pages this may preempt
+            # their own request.
             self._extend(parent)
         return sequence.state is RequestState.RUNNING
 
@@ -311,6 +321,7 @@ class Scheduler(Lifecycle):
             if not can_run:
                 self._ignore(request)
                 continue
+            # Pages first: `swap_in` reads the host pages of requests whose state is still SWAPPED.
             self.blocks.swap_in(request.live)
             self.run(request)
             self._work.new_in_slots.extend(request.live)
@@ -333,7 +344,8 @@ class Scheduler(Lifecycle):
         """Let a waiting request run: adopt the cached pages of `match`, and add the first chunk of its first sample.
 
         The other samples wait for the first one to compute the tokens that they share. At a request's first start, its
-        time and the number of cached tokens are recorded.
+        time and the number of cached tokens are recorded. `Admission` has checked that the pages and the chunk fit, so
+        a chunk is always added.
         """
         first = request.live[0]
         num_cached = self.blocks.adopt(first, match)
@@ -354,7 +366,8 @@ class Scheduler(Lifecycle):
     def _drop_preempted(self, decodes: list[SampleSequence]) -> None:
         """Remove sequences that were preempted or ended while this step was scheduled from its work and from `decodes`.
 
-        The lists change in place. Such a sequence does not run, has no state slot, and has a decode limit of 0.
+        The lists change in place. Such a sequence does not run, has no state slot, and has a decode limit of 0; each
+        list is filtered by one of these. Without preemptions nothing changes.
         """
         work = self._work
         if work.preempted or work.ignored:
@@ -367,7 +380,7 @@ class Scheduler(Lifecycle):
 
         `sequences` are all running ones. No other work may be due: no chunk, no preemption, no queued request, and no
         running sequence that waits to decode. The sampling mode of each request must allow it, and the host must not
-        choose its tokens.
+        choose its tokens. With `max_decode_steps=1`, or no sequence in `decodes`, the result is False.
         """
         work = self._work
         if self.config.max_decode_steps == 1 or not decodes:
@@ -385,7 +398,8 @@ class Scheduler(Lifecycle):
 
         A sequence decodes at most `max_decode_steps` tokens, and no more than its pages hold or its length allows. More
         pages are taken for it if they are free, never from another request. `StepShape.even_out` then lowers the counts
-        so that the step does not run long for a few sequences.
+        so that the step does not run long for a few sequences. The last token of a sequence ends it and is never
+        computed, hence `max_len - 1`.
         """
         lens, max_steps = [], self.config.max_decode_steps
         for sequence in decodes:
@@ -399,8 +413,8 @@ class Scheduler(Lifecycle):
         """Count the step's tokens as computed, before the device computes them.
 
         A child that draws its first token from the last position of its parent's chunk shares the parent's pages up to
-        the chunk's end. Chunks that end before their sequence's last token raise the counter `prefill_chunks`; a
-        sequence's last chunk, after which it draws a token, does not.
+        the chunk's end, and no longer waits. Chunks that end before their sequence's last token raise the counter
+        `prefill_chunks`; a sequence's last chunk, after which it draws a token, does not.
         """
         for chunk in work.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
