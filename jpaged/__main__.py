@@ -21,7 +21,8 @@ def main(module: str = "cli") -> NoReturn:
     """Run this process's command line, `sys.argv`, by `commands.<module>.main`, and exit with the status it returns.
 
     After an interrupt (Ctrl-C) the process ends at once with status 130: it waits neither for threads that compile nor
-    for the device. Once the command has returned, its results are complete, and a later interrupt is ignored.
+    for the device. It writes "interrupted" to stderr if the interrupt came outside of the command's own handling. Once
+    the command has returned, its results are complete, and a later interrupt is ignored. This function never returns.
     """
     try:
         from .commands.process import run_command

@@ -66,6 +66,7 @@ def check_name(
     A name in `not_available` is refused as one that this version does not have, together with its `value` if that is
     not None; `way_out`, by default "leave it out", ends the message. Any other name is refused as an unknown `kind`,
     such as "option", with the nearest known name; where none is near, `way_out` or the list of `known` names follows.
+    Example: "temprature: unknown option; did you mean temperature?".
     """
     if name in known:
         return
@@ -87,7 +88,7 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 
 
 def integer(min: int, max: int | None = None) -> Rule:
-    """Return a rule that takes an integer in [min, max], numpy's too, and returns a Python integer.
+    """Return a rule for `check`: it takes an integer in [min, max], numpy's too, and returns a Python integer.
 
     The rule raises Unfit for anything else, booleans and floats included. `max` of None is no bound.
     """
@@ -103,10 +104,10 @@ def integer(min: int, max: int | None = None) -> Rule:
 
 
 def number(min: float, max: float = float_info.max, *, open_min: bool = False, open_max: bool = False) -> Rule:
-    """Return a rule that takes a real number from `min` to `max`, of any type but a boolean, and returns a float.
+    """Return a rule for `check`: it takes a real number in [min, max], of any type but a boolean, and returns a float.
 
-    `open_min` and `open_max` exclude the bound itself. The rule raises Unfit for anything else, NaN and infinities
-    included.
+    `open_min` and `open_max` exclude the bound itself. The default maximum is the largest finite float. The rule raises
+    Unfit for anything else, NaN and infinities included, with the interval in its message.
     """
 
     def rule(value: Any) -> float:
@@ -133,9 +134,10 @@ def boolean(value: Any) -> bool:
 
 
 def one_of(*words: str) -> Rule:
-    """Return a rule that takes one of `words` as it is, and raises Unfit for anything else."""
+    """Return a rule for `check`: it returns a value that is one of `words`, and raises Unfit for anything else."""
 
     def rule(value: Any) -> str:
+        # The type comes first: another type's `in` may compare in its own way, as arrays do.
         if not isinstance(value, str) or value not in words:
             raise Unfit(", ".join(words))
         return value
@@ -144,7 +146,7 @@ def one_of(*words: str) -> Rule:
 
 
 def text(allowed: str) -> Rule:
-    """Return a rule that takes a string or a path that is not empty, and returns it as a string.
+    """Return a rule for `check`: it takes a string or a path that is not empty, and returns it as a string.
 
     The rule raises Unfit for anything else, with `allowed` as the description of what is expected.
     """

@@ -71,7 +71,7 @@ class Engine:
         modes: Collection[SampleMode] = (),
         progress: Progress | None = None,
     ) -> Self:
-        """Return an engine for a validated config, and for an already opened model, if one is given.
+        """Return an engine for a validated config. `handle` is its model if that is open already; None opens it.
 
         `demands` (tokens of each request) and `modes` (kinds of sampling) describe all requests that will come. With
         them the page pool is no larger than these requests need, and the programs that they need first are compiled
@@ -156,8 +156,8 @@ class Engine:
         an exception in a step, in the model or in an output is raised as it is, with a note that names the request.
         With `on_error="return"` such a request gets an output whose `error` is set and whose finish reason is "error",
         the exception is logged, and other requests go on; with `return_arrays` a bad prompt still raises, and failures
-        are in the result's `errors`. A request whose logits are NaN or infinite, or whose rules leave no token, ends
-        with such an output in either case.
+        are in the result's `errors`. A request whose logits are NaN or infinite, or whose rules leave no token, gets
+        such an output with both values.
 
         Raise ConfigError while requests of `add_request` are unfinished. Requests of a call that raises, or is
         interrupted, are aborted.
@@ -199,7 +199,7 @@ class Engine:
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
-        """Search the most likely continuations of each prompt; each output has the best `beam_width`, best first.
+        """Search the most likely continuations of each prompt; an output has the best `beam_width` beams, best first.
 
         `cumulative_logprob` of a beam is the sum over its tokens. A step of a search needs the logprobs of
         `beam_width` + (number of EOS tokens) tokens per beam, which the engine's `max_logprobs` must allow. The other
@@ -287,7 +287,7 @@ class Engine:
     def run_requests(
         self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
     ) -> Iterator[tuple[Request, RequestOutput]]:
-        """Queue `requests` of `prepare_request`, and step until none is left; see `EngineLoop.run_requests`."""
+        """Queue `requests` of `prepare_request`, and step until none is left. See `EngineLoop.run_requests`."""
         return self._loop.run_requests(requests, stream=stream, on_error=on_error)
 
     def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
@@ -307,7 +307,7 @@ class Engine:
 
         `request_ids` is one id or several; ids of no unfinished request are ignored. Other requests go on unchanged. A
         request of `generate` or its like, in another thread, keeps its output there, with the finish reason "abort".
-        Raise InvalidRequestError for anything else.
+        Raise InvalidRequestError for what is no id.
         """
         self._loop.call("abort_request", lambda: self._loop.abort(request_ids))
 

@@ -125,10 +125,23 @@ class RequestOutput:
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     """Return the output of a request that failed before it was queued, or whose own output could not be made.
 
-    It has one empty sample with the finish reason "error", and `message` as its `error`. All its times are now.
+    It has one empty sample with the finish reason "error", and `message` as its `error`. It arrived and finished now;
+    all other times are None, and all counts are 0. The prompt is kept only if it is a text.
     """
     now = time.monotonic()
     text = prompt if isinstance(prompt, str) else None
     sample = CompletionOutput(index=0, text="", token_ids=(), finish_reason="error")
-    metrics = RequestMetrics(now, None, None, None, now, None, 0, 0, 0)
-    return RequestOutput(request_id, text, (), (sample,), True, metrics, num_cached_tokens=0, error=message)
+    metrics = RequestMetrics(
+        arrival_time=now,
+        first_scheduled_time=None,
+        first_token_time=None,
+        last_token_time=None,
+        finished_time=now,
+        time_in_queue=None,
+        num_preemptions=0,
+        num_swaps=0,
+        num_cached_tokens=0,
+    )
+    return RequestOutput(
+        request_id, text, (), outputs=(sample,), finished=True, metrics=metrics, num_cached_tokens=0, error=message
+    )

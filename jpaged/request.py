@@ -287,9 +287,10 @@ class Request:
 
         `params.seed` is used if it is set, else a seed that is derived from `engine_seed` and the request's number. The
         samples have the indices `sample_indices`, or 0 to n − 1 for None. All but the first become children of the
-        first sample, whose prompt they share and wait for. `num_groups` counts page-table groups.
+        first sample: they share the whole prompt (`fork_len`), and wait until the first sample has computed it.
+        `num_groups` counts page-table groups. `prompt_token_ids` becomes an int32 array of the request's own.
         """
-        params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.
+        params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)
         self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
         self.mode = sample_mode(params)
         self.needs_prompt_scores = params.prompt_logprobs is not None
@@ -322,7 +323,8 @@ class Request:
 
         It waits, has no pages, and has no parent in the tree of samples: the caller sets that. If `token_ids` are the
         tokens of another sample, `parent`, the new sample also gets copies of that sample's logprobs, log masses and
-        weight versions. `num_groups` counts page-table groups.
+        weight versions. Otherwise it has empty arrays of logprobs and log masses, or None if the request keeps none.
+        `num_groups` counts page-table groups.
         """
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]

@@ -39,9 +39,11 @@ class BatchRunner:
     ) -> tuple[dict[str, RequestOutput], list[Request]]:
         """Compute one request for each prompt; return the outputs by request id, and the finished requests.
 
-        Both are in the order of the prompts. The list of requests is empty for the form ENTRIES, whose results are
-        the outputs alone. `call` names the calling method in errors and request ids, and `each_params` has one value
-        per prompt. `priority` is one integer, a list with one per prompt, or None.
+        Both are in the order of the prompts. The list of requests is empty for the form ENTRIES, whose results are the
+        outputs alone. With another form it holds the requests that were computed. `call` names the calling method in
+        errors and request ids, and `each_params` has one value per prompt. `priority` is one integer, a list with one
+        per prompt, or None. During the call no other thread may queue or step requests. `use_tqdm` shows a progress bar
+        on a terminal.
 
         `number` is part of the seed of requests without one: None counts the requests of the engine, and an integer
         is used for all of them, which are then not counted.
@@ -63,7 +65,7 @@ class BatchRunner:
             checked, refused = self._check(arguments, number=number, **options)
             outputs |= refused
             bar.update(len(refused))
-            # `run_requests` reads requests a limited number ahead, so they come in the scheduling policy's order.
+            # `run_requests` reads only a limited number of requests ahead, so it is given all in the policy's order.
             in_order = sorted(checked, key=lambda new: new.policy_key)
             for request, output in self.loop.run_requests(map(self.loop.make, in_order), on_error=on_error):
                 if request.failure is not None and on_error == "raise":
@@ -79,12 +81,13 @@ class BatchRunner:
     def _check(
         self, arguments: Iterable[tuple[str, Any, Any, Any]], *, number: int | None, raises: bool, form: ResultForm
     ) -> tuple[list[NewRequest], dict[str, RequestOutput]]:
-        """Check (id, prompt, parameters, priority) of each request.
+        """Check all requests of a call, given as tuples (id, prompt, parameters, priority).
 
         Return the messages of the valid requests, and an output with an error message for each invalid one, by its id.
         If `raises` is true, the first invalid request raises InvalidRequestError with its index instead, and the count
         of requests is as before this call. With an integer `number`, all requests get it. With None, each gets the
-        count of requests before it, and the count grows. `form` is the form of the results.
+        count of requests before it, and the count grows, also by invalid ones. `form` is the form of the results. Each
+        message has the key that the scheduling policy gives the request.
         """
         builder, num_before = self.builder, self.builder.num_requests
         checked: list[NewRequest] = []
@@ -100,5 +103,5 @@ class BatchRunner:
                     builder.num_requests = num_before  # The seeds of later requests do not depend on a refused call.
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
                 refused[request_id] = error_output(request_id, prompt, str(error))
-            builder.num_requests += number is None  # Invalid prompts count too: the seeds of others do not change.
+            builder.num_requests += number is None  # The seeds of others do not depend on whether this one is valid.
         return checked, refused

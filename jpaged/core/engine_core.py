@@ -76,8 +76,9 @@ class EngineCore:
     def make(self, new: NewRequest) -> Request:
         """Return the mutable request of a message, not queued yet.
 
-        Raise InvalidRequestError if the page pool could not hold the request even if it ran alone. A message with a
-        `policy_key` is not checked again: the check is what gives a request its key.
+        The request has `params.n` samples, or for a beam search one sample per beam. Raise InvalidRequestError if the
+        page pool could not hold the request even if it ran alone. A message with a `policy_key` was checked before, so
+        it is not checked again: the check is what gives a request its key.
         """
         # A beam search runs as a request with one sample per beam; `beams` chooses the tokens of these samples.
         params, beams = new.params, None
@@ -129,8 +130,9 @@ class EngineCore:
     def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
         """Add one sample per sample index to the request of `parent`, and return the new samples.
 
-        Each starts with the parent's tokens and output so far. Raise InvalidRequestError, changing nothing, if the page
-        pool could never hold the request with so many samples.
+        `indices` are the sample indices, from which each new sample draws differently. Each starts with the parent's
+        tokens and output so far. Raise InvalidRequestError, changing nothing, if there are not as many state slots, or
+        if the page pool could never hold the request with so many samples.
         """
         children = self.scheduler.fork(parent, indices)
         for child in children:
@@ -153,8 +155,8 @@ class EngineCore:
         """Tell the scheduler which request to compute alone, if earlier steps have failed; None lets all requests run.
 
         If the isolated request has got a token since it was isolated, it is released, and all requests are queued anew.
+        The same is done if an interrupt during an earlier reset has left the runner without state on the device.
         """
-        # An interrupt during an earlier reset has left no device state.
         if self.quarantine.note_step(self.num_generated) or not self.runner.has_state:
             self._start_anew()
         self.scheduler.isolated_request = self.quarantine.isolated_request
@@ -167,9 +169,10 @@ class EngineCore:
     def dispatch(self) -> SchedulerOutput:
         """Schedule one step, build its inputs and start it on the runner; return the work that was scheduled.
 
-        The step is then the last of `in_flight`. A step without work is not started: the steps in flight must retire
+        The step is then the last of `in_flight`, and its tokens and padding are counted. The device computes it
+        meanwhile; `retire` reads its results. A step without work is not started: the steps in flight must retire
         first, which frees pages and tells the host their tokens. Raise RuntimeError if there is no work although
-        requests are unfinished and no step is in flight.
+        requests are unfinished and no step is in flight. The observer, if there is one, is told of the step.
         """
         observer, start_s = self.observer, time.perf_counter()
         work = self.scheduler.schedule()
@@ -190,7 +193,8 @@ class EngineCore:
             self._tell(observer.dispatched, record)
         self.in_flight.append(step)
         self.num_step_tokens += work.num_tokens
-        # A step that decodes K tokens per sequence computes its whole bucket K times. Without a layout it has no rows.
+        # A step that decodes K tokens per sequence computes its whole bucket K times. A step without a layout only
+        # copies pages or changes page tables, and computes no rows.
         if inputs.layout is not None:
             self.num_padded_tokens += inputs.layout.num_tokens * max(inputs.decode_lens, default=1)
         return work
@@ -198,8 +202,9 @@ class EngineCore:
     def retire(self) -> list[SampleSequence]:
         """Wait for the oldest step in flight, and append the tokens that it has drawn to their sequences.
 
-        Return the sequences that the step sampled for, in the order of its sampled rows. Some of them may have ended
-        while the step was in flight, and got no token. A step must be in flight.
+        Prompt scores of the step go to their requests, and pages that only this step could write may be reused. Return
+        the sequences that the step sampled for, in the order of its sampled rows. Some of them may have ended while the
+        step was in flight, and got no token. A step must be in flight. The observer, if there is one, is told of it.
         """
         step = self.in_flight[0]
         start_s = time.perf_counter()
@@ -227,7 +232,11 @@ class EngineCore:
             logger.exception("the observer of steps raised, and is told of no more of them")
 
     def _record(self, step: StepInFlight, schedule_s: float, build_s: float, dispatch_s: float) -> StepRecord:
-        """Return the record of a step that was just dispatched, for the observer; the times are seconds."""
+        """Return the record of a step that was just dispatched, for the observer.
+
+        `schedule_s`, `build_s` and `dispatch_s` are the seconds that the host took for these three parts. Requests that
+        are swapped out count as waiting. What is known only after the step has retired is left at 0.
+        """
         scheduler = self.scheduler
         return StepRecord(
             number=self.num_steps,
@@ -244,8 +253,9 @@ class EngineCore:
     def drop_finished(self) -> None:
         """Retire the oldest steps in flight while all sequences of the oldest one have ended; read no results.
 
-        Their pages are free from now on. A step that is still running cannot harm a later owner of a page: the device
-        computes steps in the order of their dispatch.
+        The tokens of such a step are not needed, and its pages are free from now on. A step that is still running
+        cannot harm a later owner of a page: the device computes steps in the order of their dispatch. This stops at the
+        first step with a sequence that has not ended.
         """
         while self.in_flight:
             work = self.in_flight[0].work
@@ -258,9 +268,10 @@ class EngineCore:
     def recover(self, error: BaseException) -> None:
         """Queue all unfinished requests anew after a step has failed with `error`, from the tokens that the host knows.
 
-        The quarantine then decides on one of three outcomes. The failure is only logged, and the next steps compute
-        what was lost. Or the request that was computed alone ends by an error. Or all unfinished requests end by an
-        error, and `error` is raised. An interrupt such as KeyboardInterrupt is always raised, and ends no request.
+        All steps in flight are dropped. The quarantine then decides on one of three outcomes. The failure is only
+        logged, and the next steps compute what was lost. Or the request that was computed alone ends by an error. Or
+        all unfinished requests end by an error, and `error` is raised. An interrupt such as KeyboardInterrupt is always
+        raised, and ends no request.
         """
         # Read before the restart, which empties `running`.
         running, isolated = list(self.scheduler.running), self.scheduler.isolated_request
@@ -280,8 +291,8 @@ class EngineCore:
     def _warn_of_retry(self, error: Exception) -> None:
         """Log a warning that a step failed with `error` and is computed again.
 
-        A failure with the same type and text as the last one is not logged again before a request has got a new token.
-        The warning has a traceback only if the logger's level is DEBUG.
+        The warning is one line. A failure with the same type and text as the last one is not logged again before a
+        request has got a new token. The warning has a traceback only if the logger's level is DEBUG.
         """
         message = f"{type(error).__name__}: {one_line(error)}"
         if (message, self.num_generated) != self._last_retry:
@@ -304,7 +315,7 @@ class EngineCore:
     def check_idle(self) -> None:
         """Log an error, and count it in `num_idle_faults`, if no request is unfinished and pages or slots are taken.
 
-        While a request is unfinished, this does nothing.
+        Such pages or slots are leaked: nothing would ever free them. While a request is unfinished, this does nothing.
         """
         if not self.scheduler.unfinished and (lost := self.scheduler.idle_fault()) is not None:
             self.num_idle_faults += 1
@@ -313,7 +324,9 @@ class EngineCore:
     def stats(self) -> dict[str, float | int]:
         """Return counts of steps and tokens since the start, under the names of `Engine.stats`.
 
-        `padding_share` is the share of `padded_tokens` that was padding; 0 before the first step.
+        `generation_tokens` are output tokens, `step_tokens` all tokens that steps have computed, and `padded_tokens`
+        these and the padding up to the buckets. `padding_share` is the share of `padded_tokens` that was padding; 0
+        before the first step.
         """
         return {
             "steps": self.num_steps,
@@ -338,7 +351,8 @@ class EngineCore:
 def fault_of(failure: BaseException) -> tuple[str, str, int]:
     """Return what identifies the fault of an exception: its type's name, and the file and line that raised it.
 
-    The line is that of the innermost frame of the traceback; ("", 0) without a traceback.
+    Example: ("ValueError", "/src/model.py", 17). File and line are those of the innermost frame of the traceback, or ""
+    and 0 for an exception without a traceback. Two exceptions with equal results are taken for one fault.
     """
     traceback = failure.__traceback__
     while traceback is not None and traceback.tb_next is not None:

@@ -42,7 +42,7 @@ class EngineLoop:
     """The unfinished requests of one engine, and the steps that compute them. See `Engine` for what callers hold."""
 
     def __init__(self, parts: EngineComponents):
-        """Start without requests, over the core, the runner and the sizes in `parts`."""
+        """Start without requests, over the core, the runner and the sizes in `parts`; no step is computed yet."""
         self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.compile_plan
         self.scheduler, self.outputs = self.core.scheduler, self.core.outputs
         self.requests: dict[str, Request] = {}
@@ -59,7 +59,8 @@ class EngineLoop:
         self.lock = StepLock()
         self._alone: tuple[int, str] | None = None
         """The thread that alone may queue and step requests at present, and its call."""
-        self._last_fault: tuple[str, str, int] | None = None  # Its traceback was logged, or raised, last.
+        self._last_fault: tuple[str, str, int] | None = None
+        """`fault_of` the exception whose traceback was logged, or raised to a caller, last."""
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
         self.unreturned: list[RequestOutput] = []
@@ -70,9 +71,9 @@ class EngineLoop:
     def call(self, name: str, command: Callable[[], Result]) -> Result:
         """Run `command` while no step runs, and return its result or raise its exception. `name` is for errors.
 
-        During a step of another thread the command waits, and that thread runs it after the step. Raise ConfigError for
-        a call from inside of a step, such as from a scheduling policy: the step would wait for the command, and the
-        command for the end of the step.
+        During a step of another thread the command waits, and that thread runs it after the step. A thread that holds
+        the lock between two steps runs the command at once. Raise ConfigError for a call from inside of a step, such as
+        from a scheduling policy: the step would wait for the command, and the command for the end of the step.
         """
         if self.lock.is_own:
             self.check_outside(name)
@@ -134,7 +135,10 @@ class EngineLoop:
         return self.core.make(new)
 
     def queue(self, request: Request) -> Request:
-        """Queue a request of `make`, and return it. Raise QueueFullError if too many requests or tokens wait."""
+        """Queue a request of `make` for the present weights, and return it; its id and prompt tokens are counted.
+
+        Raise QueueFullError if too many requests or tokens wait, and RuntimeError if the engine was shut down.
+        """
         self.check_open()
         self.versions.tag(request)
         self.core.queue(request)
@@ -145,8 +149,8 @@ class EngineLoop:
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests in any state: they give no further output. Ids of no unfinished request are ignored.
 
-        A call such as `generate`, which has reserved the engine, does return an output for each of its requests: those
-        that another thread aborts have the finish reason "abort".
+        `request_ids` is one id or several. A call such as `generate`, which has reserved the engine, does return an
+        output for each of its requests: those that another thread aborts have the finish reason "abort".
         """
         for request_id in as_request_ids(request_ids):
             request = self.requests.get(request_id)
@@ -179,7 +183,8 @@ class EngineLoop:
     def step(self) -> list[RequestOutput]:
         """Compute one step; return an output for each request that got a token or ended, by its `output_kind`.
 
-        A failed request has an error in its output. An exception that ends all requests is raised. See `Engine.step`.
+        A failed request has an error in its output, and its exception is logged. An exception that ends all requests is
+        raised. Outputs that an interrupt kept from being returned come first in the next call. See `Engine.step`.
         """
         outputs: list[RequestOutput] = []
         try:
@@ -252,7 +257,11 @@ class EngineLoop:
             self._finish_those_that_have_begun()
 
     def stats(self) -> dict[str, float | int]:
-        """Return counters since the start and present sizes, under the names of `Engine.stats`."""
+        """Return counters since the start and present sizes, under the names of `Engine.stats`.
+
+        They are those of the core, the scheduler, the page pools and the compile plan. `requests` counts the requests
+        whose last output has not been returned, and `swap_bytes` the bytes that were moved to the host and back.
+        """
         return {
             **self.core.stats(),
             "prompt_tokens": self.num_prompt_tokens,
@@ -311,7 +320,8 @@ class EngineLoop:
     def _advance(self) -> list[Request]:
         """Compute one step; return the requests that got a token, or ended, in it or in steps of `drain` before it.
 
-        An engine that sleeps computes nothing, and raises ConfigError if requests are unfinished.
+        An engine that sleeps computes nothing, and raises ConfigError if requests are unfinished. If none are, it still
+        returns those that steps of `drain` have left.
         """
         self.check_open()
         if self.scheduler.has_unfinished or not self.sleep.missing:
@@ -356,7 +366,11 @@ class EngineLoop:
             self._is_computing = False
 
     def _finish_those_that_have_begun(self) -> None:
-        """Compute all requests that have been scheduled at least once to their end, and begin no other."""
+        """Compute all requests that have been scheduled at least once to their end, and begin no other.
+
+        The others wait outside of the queue meanwhile, and return to it at the end. After an exception, all unfinished
+        requests are queued anew.
+        """
         admission = self.scheduler.admission
         try:
             admission.hold_newcomers()
@@ -374,7 +388,11 @@ class EngineLoop:
             self._unread += self._compute(0)
 
     def _publish(self, sampled: list[SampleSequence]) -> list[Request]:
-        """Return, each once, the requests of the sequences in `sampled` and all that have ended."""
+        """Return, each once, the requests of the sequences in `sampled` and all that have ended.
+
+        The time of the last token is noted in those that got tokens. An ended request whose caller takes no output any
+        more, since it was aborted, is forgotten here and not returned.
+        """
         now = time.monotonic()
         # `requests` has lost those that were aborted since the step was started, and may have a new one of an old id.
         changed = {s.request: None for s in sampled if self.requests.get(s.request.request_id) is s.request}
@@ -404,9 +422,9 @@ class EngineLoop:
         return output
 
     def _deltas_of(self, requests: list[Request]) -> list[SampleDelta]:
-        """Return what the samples of `requests` have got since their last deltas.
+        """Return the tokens and texts that the samples of `requests` have got since their last deltas.
 
-        A request whose deltas cannot be made ends with an error.
+        A request whose deltas cannot be made ends with an error, and the deltas of the others are returned.
         """
         deltas: list[SampleDelta] = []
         for request in requests:

@@ -25,7 +25,7 @@ class QueuedCall(Generic[Result]):
     """A call that a thread waits for, and that another thread may run."""
 
     def __init__(self, name: str, command: Callable[[], Result]):
-        """`name` is for errors."""
+        """Make a call that runs `command`. `name` is the method that errors name."""
         self.name, self.command = name, command
         self.has_begun = self.is_cancelled = False
         self.result: Result
@@ -37,11 +37,15 @@ class QueuedCall(Generic[Result]):
         self.is_done = threading.Event()
 
     def run(self) -> None:
-        """Run the command, unless an earlier `run` has begun it or its caller has gone. Interrupts are raised."""
+        """Run the command, and keep its result or its exception for the caller. Interrupts are raised.
+
+        Do nothing if an earlier `run` has begun the command, or if its caller has gone (`is_cancelled`).
+        """
         if self.has_begun:
             return
         self.has_begun = True
-        if self.is_cancelled:  # Looked at afterwards, as `call` looks whether it has begun after cancelling it.
+        # `call` cancels first and then looks at `has_begun`; in this order at least one of the two sees the other.
+        if self.is_cancelled:
             return
         try:
             self.result, self.error = self.command(), None
@@ -65,7 +69,10 @@ class StepLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile."""
+        """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile.
+
+        They run before the lock is free, also if the step raises an exception. Wait while another thread has the lock.
+        """
         with self._lock:
             try:
                 self._owner = threading.get_ident()
@@ -106,7 +113,8 @@ class StepLock:
     def _run_calls(self) -> None:
         """Run the queued calls, in order; this thread must hold the lock. Their exceptions go to their callers.
 
-        An interrupt is raised here, and ends the call that it came into; later calls stay queued.
+        An interrupt is raised here, and ends the call that it came into; later calls stay queued for the next thread
+        that holds the lock.
         """
         while self._calls:
             call = self._calls[0]

@@ -63,7 +63,8 @@ class StepResults:
     def keep_chosen_tokens(self, request: Request) -> None:
         """Give each sample of a beam search the tokens that the search has committed for it.
 
-        Tokens of a choice that was interrupted are dropped. Other requests are unchanged.
+        Tokens of a choice that an interrupt has stopped before its commit are dropped. A sample's tokens become the
+        prompt and the output tokens of its beam. Requests without a beam search are unchanged.
         """
         if isinstance(request.beams, BeamSearch):
             for sequence in request.live:
@@ -73,8 +74,9 @@ class StepResults:
         """Give each request the logprobs of its prompt tokens that the step has scored.
 
         `step_rows.scored` lists (request, positions): each position of a prompt has one row of `scores`, in that order,
-        which holds the logprob of the next token. Requests that have ended get nothing. A request whose logits were
-        not finite, or whose output cannot be made, ends with an error, and the others go on.
+        which holds the logprob of the next token. Example: with [(a, range(5, 7)), (b, range(0, 3))], rows 0 and 1 are
+        the logprobs of a's tokens 6 and 7, and rows 2 to 4 are for b. Requests that have ended get nothing. A request
+        whose logits were not finite, or whose output cannot be made, ends with an error, and the others go on.
         """
         row = 0
         for request, positions in step_rows.scored:
@@ -95,7 +97,8 @@ class StepResults:
         `decode_lens` is empty for a step that has drawn one token per sequence. The arrays of `sampled` are then [R]:
         one row per sequence, perhaps with padding rows at the end. Otherwise `decode_lens` has the number of tokens for
         each sequence, and the arrays are [K, R]: K iterations of a decode program, each with R rows. All first tokens
-        are appended before the second ones, and a sequence that ends at a token gets none of its later ones.
+        are appended before the second ones, and a sequence that ends at a token gets none of its later ones. Example:
+        with `decode_lens` (3, 1), iteration 0 has a token for both sequences, iterations 1 and 2 for the first only.
         """
         if not decode_lens:
             count = len(samples)
@@ -119,11 +122,11 @@ class StepResults:
 
         `token_ids` and `is_finite` are arrays with one entry per sequence of `samples`; entry i belongs to row i of
         `sampled`. `num_left` has how many more tokens this step has for each sequence, 0 each if left out; only the
-        rollback after an interrupt needs it.
+        rollback after an interrupt needs it. `num_generated` grows by the number of tokens that were appended.
 
-        A sequence whose logits were not finite ends with an error. The fast path appends a token and does nothing else:
-        it is for tokens that can neither end the sequence nor fill a page, and of which nothing is shown. Tokens of a
-        sequence that has ended are dropped.
+        A request with a sequence whose logits were not finite ends with an error. The fast path appends a token and
+        does nothing else: it is for tokens that can neither end the sequence nor fill a page, and of which nothing is
+        shown. Tokens of a sequence that has ended are dropped.
         """
         if not is_finite.all():
             for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
@@ -145,7 +148,8 @@ class StepResults:
                 if len(tokens) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
                     tokens.append(token_id)
                 elif one.state.is_finished:
-                    # It ended while this step was in flight, or its logits were not finite. The sum below counts it.
+                    # It ended while this step was in flight, or its logits were not finite. The sum at the end counts
+                    # all rows, so this one is taken off.
                     self.num_generated -= 1
                 elif one.request.beams is not None:
                     self._append_beam(one, sampled, row)
@@ -183,8 +187,9 @@ class StepResults:
         """Give a beam search the likeliest next tokens of the beam `sequence`, from row `row` of `sampled`.
 
         Once all beams of the request have got theirs, the search chooses which beams continue, with which tokens, and
-        which end; the samples are changed to match. Nothing is added if the request was preempted meanwhile. If the
-        search raises an exception, the request ends with an error, and others go on.
+        which end; the samples are changed to match. Until then the search only stores the tokens and their log
+        probabilities. Nothing is added if the request was preempted meanwhile. If the search raises an exception, the
+        request ends with an error, and others go on.
         """
         request, search = sequence.request, sequence.request.beams
         assert isinstance(search, BeamSearch)
@@ -227,14 +232,15 @@ class StepResults:
     def _process_token(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
         """Apply stop rules, text and page bookkeeping to the token that was appended to a sequence last.
 
-        `row` is the token's row in `sampled`. The sequence ends if a stop rule says so. If the rules or the text raise
-        an exception, the whole request ends with an error, and other requests go on.
+        `row` is the token's row in `sampled`. The request's first token sets `first_token_time`. The sequence ends if a
+        stop rule says so (EOS, a stop token or string, or its full length). If the rules or the text raise an
+        exception, the whole request ends with an error, and other requests go on.
         """
         request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = self.clock()
         try:
-            end = self.outputs.check_stop(sequence, sampled, row)
+            end = self.outputs.check_stop(sequence, sampled, row)  # The state to end in; None if it goes on.
         except Exception as exception:  # Whatever one request does to its output, the others go on.
             self.fail(request, OUTPUT_FAILED, cause=exception)
             return

@@ -78,8 +78,9 @@ class RequestBuilder:
     ) -> NewRequest:
         """Return the message of a request whose prompt and parameters were checked before the engine had its sizes.
 
-        Raise InvalidRequestError if the prompt is too long for this engine's `max_model_len`, or if it has more samples
-        than `max_num_seqs`.
+        Only what depends on the sizes is checked here. `number` is part of the seed of a request without one. Raise
+        InvalidRequestError if the prompt is too long for this engine's `max_model_len`, or if the parameters ask for
+        more samples than `max_num_seqs`.
         """
         self.encoder.check_len(len(encoded.token_ids))
         check_num_samples(checked.params, self.sizes.max_num_seqs)
@@ -98,8 +99,9 @@ class RequestBuilder:
         """Return the message of a request from a checked prompt and checked parameters.
 
         An `arrival_time` of None is now. With the form SCORES, the last token of a prompt of several tokens becomes the
-        request's given output token, so that all tokens but the first get a logprob. The most output tokens are what
-        the parameters ask, but not more than the context has room for.
+        request's given output token (it is scored and not drawn), so that all tokens but the first get a logprob. A
+        sample may have as many output tokens as the parameters ask for, but not more than the context has room for; a
+        `max_tokens` of None asks for all of that room. Token ids are packed as int32.
         """
         params, token_ids, given_token = checked.params, encoded.token_ids, None
         is_scored = form is ResultForm.SCORES
@@ -126,14 +128,15 @@ class RequestBuilder:
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
         """Return the token ids and the cache key of a prompt to pin.
 
-        `cache_salt` of None leaves that of the prompt's mapping, if there is one. Raise InvalidRequestError if prefix
-        caching is off, the prompt is invalid, or it has fewer tokens than a page.
+        The cache key holds the salt: only requests with the same salt find the pages. `cache_salt` overrides the salt
+        of the prompt's mapping, and None leaves that. Raise InvalidRequestError if prefix caching is off, the prompt is
+        invalid, or it has fewer tokens than a page.
         """
         if not self.config.enable_prefix_caching:
             got = "a prompt to pin while enable_prefix_caching is off"
             raise refusal("prompt", got, "none", "start the engine with it on")
         if cache_salt is not None:
-            if not isinstance(prompt, Mapping):
+            if not isinstance(prompt, Mapping):  # A salt needs the form of a mapping.
                 prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
             prompt = {**prompt, "cache_salt": cache_salt}
         encoded = self.encoder.encode(prompt)
@@ -172,11 +175,12 @@ def fork_source(
 ) -> tuple[SampleSequence, list[int]]:
     """Return the sequence with index `sample` of a request, and the sample indices of its `n` forks.
 
-    `sample_indices` of None are the lowest indices that the request has never had; otherwise these are n different
-    such indices. `max_num_seqs` bounds the samples that have not ended at a time.
+    `sample_indices` are n different indices that the request has never had; None stands for the lowest such indices.
+    Example: a request that has had the samples 0, 1 and 3 gets 2 and 4 for `n=2`. `max_num_seqs` bounds the samples
+    that have not ended at a time, so `n` must be an integer from 1 to `max_num_seqs` less their number.
 
-    Raise InvalidRequestError if the request is a beam search or greedy, if the sample is unknown or has ended, if `n`
-    is no integer in [1, room], or if the indices are wrong.
+    Raise InvalidRequestError if `n` or an index is wrong, if the sample is unknown or has ended, or if the request is a
+    beam search or greedy. All samples of a greedy request would be equal.
     """
     if request.beams is not None:
         raise refusal("request_id", "a beam search", "a request that samples", "its beams fork by themselves")
@@ -198,6 +202,7 @@ def fork_source(
         raise refusal("sample_indices", shown(sample_indices), "a list of integers")
     indices = list(sample_indices)
     is_valid = all(is_integer(index) and 0 <= index <= MAX_SAMPLE_INDEX for index in indices)
+    # The union is larger by n only if the n indices differ from each other and from the used ones.
     if not is_valid or len(indices) != n or len(used.union(indices)) != len(used) + n:
         allowed = f"n, {n}, different integers ≥ 0 that the request does not have yet"
         raise refusal("sample_indices", shown(indices), allowed, f"it has {sorted(used)}")
@@ -207,7 +212,8 @@ def fork_source(
 def _as_arrival_time(arrival_time: Any) -> float | None:
     """Return an arrival time, in seconds of `time.monotonic()`, as a float; None, which means now, stays None.
 
-    Raise InvalidRequestError for a time in the future and for a value that is no finite number.
+    Raise InvalidRequestError for a time in the future and for a value that is no finite number: NaN, for example, is
+    not at most now.
     """
     if arrival_time is None:
         return None
