@@ -157,7 +157,7 @@ class Engine:
         With `on_error="return"` such a request gets an output whose `error` is set and whose finish reason is "error",
         the exception is logged, and other requests go on; with `return_arrays` a bad prompt still raises, and failures
         are in the result's `errors`. A request whose logits are NaN or infinite, or whose rules leave no token, gets
-        such an output with both values.
+        such an output whatever `on_error` is.
 
         Raise ConfigError while requests of `add_request` are unfinished. Requests of a call that raises, or is
         interrupted, are aborted.

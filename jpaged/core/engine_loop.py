@@ -101,7 +101,7 @@ class EngineLoop:
             self.call(call, begin)
             yield
         finally:
-            if self._alone is reservation:  # An interrupt may have come before, or as soon as it was made.
+            if self._alone is reservation:  # It may be of another thread, if `begin` has raised.
                 self._alone = None
 
     def check_shared(self, call: str, caller: int) -> None:
@@ -135,7 +135,7 @@ class EngineLoop:
         return self.core.make(new)
 
     def queue(self, request: Request) -> Request:
-        """Queue a request of `make` for the present weights, and return it; its id and prompt tokens are counted.
+        """Queue a request of `make`, tagged with the present version of the weights, and return it.
 
         Raise QueueFullError if too many requests or tokens wait, and RuntimeError if the engine was shut down.
         """
@@ -257,11 +257,7 @@ class EngineLoop:
             self._finish_those_that_have_begun()
 
     def stats(self) -> dict[str, float | int]:
-        """Return counters since the start and present sizes, under the names of `Engine.stats`.
-
-        They are those of the core, the scheduler, the page pools and the compile plan. `requests` counts the requests
-        whose last output has not been returned, and `swap_bytes` the bytes that were moved to the host and back.
-        """
+        """Return counters since the start, and present sizes, of all parts, under the names of `Engine.stats`."""
         return {
             **self.core.stats(),
             "prompt_tokens": self.num_prompt_tokens,
@@ -331,8 +327,11 @@ class EngineLoop:
         return self._publish(sampled)
 
     def _advance_or_fail(self, on_error: str) -> list[Request]:
-        """Return the result of `_advance`, or an empty list if it raises, all requests have ended, and `on_error` is
-        "return": the outputs that follow tell of the exception. Any other exception is raised."""
+        """Return the result of `_advance`, or an empty list if it raises an exception that may be passed over.
+
+        With `on_error="return"` that is one after which no request is unfinished: the outputs of the next step tell of
+        it. With "raise", and while requests are unfinished, every exception is raised.
+        """
         try:
             return self._advance()
         except Exception:
@@ -356,8 +355,8 @@ class EngineLoop:
                 is_compiling = self._is_cpu and self.plan.is_compiling
                 core.dispatch_ahead(min(1, max_in_flight) if is_compiling else max_in_flight)
                 sampled = core.retire() if core.in_flight else []
-                self.plan.start_deferred()
-                core.drop_finished()
+                self.plan.start_deferred()  # Programs that the first step did not need are compiled now.
+                core.drop_finished()  # The results may have ended all sequences of the next step in flight.
             return sampled
         except BaseException as error:
             core.recover(error)
@@ -435,7 +434,7 @@ class EngineLoop:
         return deltas
 
     def _drop_all(self) -> None:
-        """End all requests, and forget them: nobody takes their outputs any more."""
+        """End all requests, and forget them, since their outputs are not taken any more."""
         for request in list(self.requests.values()):
             self.core.abort(request)
             self._forget(request)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from ..request import Request, RequestState, SampleSequence
 from ..scheduling.beam_search import BeamSearch, BeamStep
@@ -113,16 +114,16 @@ class StepResults:
     def _append_one_each(
         self,
         samples: list[SampleSequence],
-        token_ids: Any,
-        is_finite: Any,
+        token_ids: Int[Array, " R"],
+        is_finite: Bool[Array, " R"],
         sampled: SampledRows,
         num_left: list[int] | None = None,
     ) -> None:
         """Append one token to each sequence that has not ended.
 
-        `token_ids` and `is_finite` are arrays with one entry per sequence of `samples`; entry i belongs to row i of
-        `sampled`. `num_left` has how many more tokens this step has for each sequence, 0 each if left out; only the
-        rollback after an interrupt needs it. `num_generated` grows by the number of tokens that were appended.
+        `token_ids` and `is_finite`, numpy's on the host, have one entry per sequence of `samples`; entry i belongs to
+        row i of `sampled`. `num_left` has how many more tokens this step has for each sequence, 0 each if left out;
+        only the rollback after an interrupt needs it. `num_generated` grows by the number of tokens that were appended.
 
         A request with a sequence whose logits were not finite ends with an error. The fast path appends a token and
         does nothing else: it is for tokens that can neither end the sequence nor fill a page, and of which nothing is

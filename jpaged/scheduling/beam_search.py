@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..request import SampleSequence
 from ..sampling.sampling_params import BeamSearchParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +79,7 @@ class BeamSearch:
     """Live sample → the beam that it stands for; empty before the first token and at the end."""
     num_generated: int = 0
     """Tokens that each running beam has."""
-    _rows: dict[SampleSequence, tuple[Any, Any]] = field(default_factory=dict)
+    _rows: dict[SampleSequence, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     """Live sample → its likeliest next tokens and their log probabilities, as far as they are there."""
 
     @property
@@ -93,8 +96,8 @@ class BeamSearch:
         """Return the tokens that the beam of a sample has generated; none before the first choice."""
         return self.running[sequence].token_ids if sequence in self.running else []
 
-    def add_scores(self, sequence: SampleSequence, token_ids: Any, log_probs: Any) -> bool:
-        """Store the likeliest next tokens of one beam, as numpy arrays; return whether all beams have theirs now."""
+    def add_scores(self, sequence: SampleSequence, token_ids: np.ndarray, log_probs: np.ndarray) -> bool:
+        """Store the likeliest next tokens of one beam, [k] each; return whether all live beams have theirs now."""
         self._rows[sequence] = token_ids, log_probs
         return len(self._rows) == len(sequence.request.live)
 
