@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     """
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    from .not_available import EXPORTS
+    from .not_available import EXPORTS  # Loaded only for an error.
 
     if name in EXPORTS:
         raise AttributeError(f"jpaged.{name}: not available in this version; it has {', '.join(__all__)}")

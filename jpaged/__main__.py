@@ -36,7 +36,7 @@ def main(module: str = "cli") -> NoReturn:
         status = EXIT_INTERRUPTED
     if status == EXIT_INTERRUPTED:
         for stream in (sys.stdout, sys.stderr):
-            # A stream that was closed is None or raises ValueError; one that nobody reads raises OSError.
+            # A stream that was closed is None or raises ValueError; one whose reader has gone raises OSError.
             with suppress(AttributeError, OSError, ValueError):
                 stream.flush()
         os._exit(status)  # `sys.exit` would join threads that compile.

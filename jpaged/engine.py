@@ -153,7 +153,7 @@ class Engine:
         and without text; parameters that ask for more logprobs, for stop strings or for beams are refused.
 
         With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed, and
-        an exception in a step, in the model or in an output is raised as it is, with a note that names the request.
+        an exception in a step, in the model or in an output is raised unchanged, with a note that names the request.
         With `on_error="return"` such a request gets an output whose `error` is set and whose finish reason is "error",
         the exception is logged, and other requests go on; with `return_arrays` a bad prompt still raises, and failures
         are in the result's `errors`. A request whose logits are NaN or infinite, or whose rules leave no token, gets
@@ -410,8 +410,8 @@ class Engine:
         `params` is flat or nested. Its names are the tensors' Hugging Face names; or these without the layers' numbers,
         with the tensors of all layers in one array [L, …]; or the paths of the engine's own weights (`Engine.params`),
         or of your own module. Dtypes may differ from the engine's. Arrays may be numpy's, or JAX's on any devices of
-        this process. They are copied, so a trainer may donate them later; with `copy=False` an array that the engine
-        can use as it is becomes its weight, and must not be deleted or donated.
+        this process. They are copied, so a trainer may donate them later; with `copy=False` an array that needs no
+        conversion becomes the engine's weight, and must not be deleted or donated.
 
         `version` is what outputs call the new weights, by default one more than before. `in_flight` says what becomes
         of unfinished requests: "wait" computes those that have begun to their end, "keep" lets them go on with the keys

@@ -214,7 +214,7 @@ class EngineLoop:
         gives None, the next request is not there yet, and the iterator is asked again after a step. `stream` is called
         after each step with the deltas of its samples, before the last outputs of that step are yielded.
 
-        If steps fail whatever is computed, all unfinished requests end and the exception is raised; with
+        If steps fail whichever requests they compute, all unfinished requests end and the exception is raised; with
         `on_error="return"` their outputs are yielded instead, and the rest of `requests` is computed. A request that
         has failed holds the exception as its `failure`; it is not logged here. If the loop ends early, by an exception
         or because its caller leaves it, every unfinished request of the engine is aborted. Raise RuntimeError if
@@ -243,9 +243,9 @@ class EngineLoop:
     def drain(self, in_flight: str) -> None:
         """Wait for the steps in flight, then treat unfinished requests as `in_flight` says.
 
-        "abort" ends them, "recompute" drops their pages and computes these anew from the tokens, "wait" computes the
-        requests that have begun to their end, and "keep" leaves them as they are. In an engine that sleeps, all but
-        "abort" mean "recompute". The next `step` returns the tokens that requests have got here.
+        "abort" ends them. "recompute" drops their pages and queues them again, to be computed anew from their tokens.
+        "wait" computes the requests that have begun to their end. "keep" leaves them as they are. In an engine that
+        sleeps, all but "abort" mean "recompute". The next `step` returns the tokens that requests have got here.
         """
         self._read_all()
         if in_flight == "abort":
@@ -413,7 +413,7 @@ class EngineLoop:
         """
         try:
             output = self.outputs.output_of(request)
-        except Exception as exception:  # Whatever one request does to its output, the others go on.
+        except Exception as exception:  # A fault in one request's output must not stop other requests.
             self.core.fail(request, OUTPUT_FAILED, cause=exception)
             output = error_output(request.request_id, request.prompt, request.error or OUTPUT_FAILED)
         if request.state.is_finished:
@@ -429,7 +429,7 @@ class EngineLoop:
         for request in requests:
             try:
                 deltas += self.outputs.take_deltas(request)
-            except Exception as exception:  # Whatever one request does to its output, the others go on.
+            except Exception as exception:  # A fault in one request's output must not stop other requests.
                 self.core.fail(request, OUTPUT_FAILED, cause=exception)
         return deltas
 

@@ -89,7 +89,7 @@ class StepResults:
                 continue
             try:
                 self.outputs.append_scores(request, positions, scores, rows)
-            except Exception as exception:  # Whatever one request does to its output, the others go on.
+            except Exception as exception:  # A fault in one request's output must not stop other requests.
                 self.fail(request, OUTPUT_FAILED, cause=exception)
 
     def append(self, samples: list[SampleSequence], decode_lens: list[int], sampled: SampledRows) -> None:
@@ -106,7 +106,8 @@ class StepResults:
             self._append_one_each(samples, sampled.token_ids[:count], sampled.is_finite[:count], sampled)
             return
         for index in range(max(decode_lens)):
-            rows = [row for row, one in enumerate(samples) if index < decode_lens[row] and not one.state.is_finished]
+            has_token = [index < num_tokens for num_tokens in decode_lens]
+            rows = [row for row, sample in enumerate(samples) if has_token[row] and not sample.state.is_finished]
             live, num_left = [samples[row] for row in rows], [decode_lens[row] - index - 1 for row in rows]
             iteration = sampled.at(index, rows)
             self._append_one_each(live, iteration.token_ids, iteration.is_finite, iteration, num_left)
@@ -121,9 +122,9 @@ class StepResults:
     ) -> None:
         """Append one token to each sequence that has not ended.
 
-        `token_ids` and `is_finite`, numpy's on the host, have one entry per sequence of `samples`; entry i belongs to
-        row i of `sampled`. `num_left` has how many more tokens this step has for each sequence, 0 each if left out;
-        only the rollback after an interrupt needs it. `num_generated` grows by the number of tokens that were appended.
+        `token_ids` and `is_finite` are numpy arrays [R], one entry per sequence of `samples`; entry i belongs to row i
+        of `sampled`. `num_left` has how many more tokens this step has for each sequence, 0 each if left out; only the
+        rollback after an interrupt needs it. `num_generated` grows by one for each sequence that had not ended.
 
         A request with a sequence whose logits were not finite ends with an error. The fast path appends a token and
         does nothing else: it is for tokens that can neither end the sequence nor fill a page, and of which nothing is
@@ -139,24 +140,24 @@ class StepResults:
         logprobs = [] if scores is None else scores.logprobs.tolist()
         log_masses = [] if scores is None or scores.log_kept_masses is None else scores.log_kept_masses.tolist()
         try:
-            for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
-                tokens = one.token_ids
-                if one.token_logprobs is not None and not one.state.is_finished:
-                    one.token_logprobs.append(logprobs[row])
-                if one.token_log_masses is not None and not one.state.is_finished:
-                    one.token_log_masses.append(log_masses[row])
+            for row, sample, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
+                tokens = sample.token_ids
+                if sample.token_logprobs is not None and not sample.state.is_finished:
+                    sample.token_logprobs.append(logprobs[row])
+                if sample.token_log_masses is not None and not sample.state.is_finished:
+                    sample.token_log_masses.append(log_masses[row])
                 # `check_at_len` is 0 for a sequence that has ended or was preempted, so these take another branch.
-                if len(tokens) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
+                if len(tokens) < sample.check_at_len and not (token_id in sample.stop_ids or sample.needs_every_token):
                     tokens.append(token_id)
-                elif one.state.is_finished:
+                elif sample.state.is_finished:
                     # It ended while this step was in flight, or its logits were not finite. The sum at the end counts
                     # all rows, so this one is taken off.
                     self.num_generated -= 1
-                elif one.request.beams is not None:
-                    self._append_beam(one, sampled, row)
+                elif sample.request.beams is not None:
+                    self._append_beam(sample, sampled, row)
                 else:
                     tokens.append(token_id)
-                    self._process_token(one, sampled, row)
+                    self._process_token(sample, sampled, row)
         except BaseException:  # An interrupt: the restart that follows draws the tokens from here on again.
             self.num_generated += row
             self._roll_back(samples[row], num_left[row] if num_left else 0)
@@ -176,7 +177,7 @@ class StepResults:
         for step in self.in_flight:
             samples = step.rows.samples
             counts = step.inputs.decode_lens or [1] * len(samples)
-            num_to_come += sum(count for one, count in zip(samples, counts, strict=True) if one is sequence)
+            num_to_come += sum(count for other, count in zip(samples, counts, strict=True) if other is sequence)
         if sequence in sequence.request.live and sequence.request.beams is None:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
             for numbers in (sequence.token_logprobs, sequence.token_log_masses):
@@ -209,7 +210,7 @@ class StepResults:
                 successors = self._extend_beams(request, step)
                 if step.choices:
                     search.commit(step, successors)
-        except Exception as exception:  # Whatever one search does, other requests go on.
+        except Exception as exception:  # A fault in one search must not stop other requests.
             self.fail(request, OUTPUT_FAILED, cause=exception)
 
     def _extend_beams(self, request: Request, step: BeamStep) -> list[SampleSequence]:
@@ -242,7 +243,7 @@ class StepResults:
             request.first_token_time = self.clock()
         try:
             end = self.outputs.check_stop(sequence, sampled, row)  # The state to end in; None if it goes on.
-        except Exception as exception:  # Whatever one request does to its output, the others go on.
+        except Exception as exception:  # A fault in one request's output must not stop other requests.
             self.fail(request, OUTPUT_FAILED, cause=exception)
             return
         # A sequence that ends publishes its full pages too; any other one only after it has filled a page.

@@ -184,9 +184,9 @@ def fork_source(
     """
     if request.beams is not None:
         raise refusal("request_id", "a beam search", "a request that samples", "its beams fork by themselves")
-    parent = next((one for one in request.live if one.index == sample), None)
+    parent = next((sequence for sequence in request.live if sequence.index == sample), None)
     if parent is None:
-        raise refusal("sample", shown(sample), f"a sample that has not ended, {[one.index for one in request.live]}")
+        raise refusal("sample", shown(sample), f"a sample that has not ended, {[live.index for live in request.live]}")
     if request.params.is_greedy:
         got = "a greedy request, whose samples would all be equal"
         raise refusal("temperature", got, "a request that draws", "fork one with temperature > 0")
@@ -195,7 +195,7 @@ def fork_source(
         left = f"which max_num_seqs, {max_num_seqs}, leaves beside {num_live} samples that have not ended"
         allowed = f"{f'an integer in [1, {room}]' if room else 'none'}, {left}"
         raise refusal("n", shown(n), allowed, "fork fewer, or start the engine with a larger max_num_seqs")
-    used = {one.index for one in request.sequences}  # Ended samples keep their indices.
+    used = {sequence.index for sequence in request.sequences}  # Ended samples keep their indices.
     if sample_indices is None:
         return parent, list(islice((index for index in count() if index not in used), n))
     if isinstance(sample_indices, str) or not isinstance(sample_indices, Sequence):

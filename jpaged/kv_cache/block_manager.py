@@ -197,7 +197,7 @@ class BlockManager:
         for group, _ in self.arithmetic.window_groups:
             pages = sequence.pages[group]
             first_visible = self.arithmetic.first_visible_page(group, num_done)
-            # The table of a sequence that has lost its pages is empty, hence `min`.
+            # The table of a sequence that has lost its pages is empty, so the range may not go beyond its length.
             for index in range(sequence.num_passed[group], min(first_visible, len(pages))):
                 if pool is self.device:  # The prefix cache may still offer a device page to later sequences.
                     self.prefixes.give_back(sequence, group, index)

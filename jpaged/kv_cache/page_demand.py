@@ -129,7 +129,8 @@ class PageDemand:
         The last token may not, since only a computed token yields logits. If the prompt's tokens are to be scored, only
         tokens that have been scored may. If some layers have a sliding window, the limit is also one token less than
         what the sequence shares with each live child (`fork_len`). A longer cached prefix could lack pages before its
-        own window that the child needs.
+        own window that the child needs. Example: a sequence of 12 tokens has the limit 11, or with a window and a child
+        that shares 9 tokens, the limit 8.
         """
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:

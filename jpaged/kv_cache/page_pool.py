@@ -64,7 +64,8 @@ class PagePool:
         """Take a free page, which is now referenced once. Return it and the key of the prefix that it held, or None.
 
         That prefix can no longer be found in this pool. Empty pages are taken before pages with a prefix. The caller
-        makes sure that a page is free.
+        makes sure that a page is free. `num_takes` of the page grows by one, so that a note of its old content is known
+        to be out of date.
         """
         page, key = self._pop()
         self.ref_counts[page] = 1
@@ -160,7 +161,7 @@ class PagePool:
         if self.free:
             return self.free.pop(), None
         page, _ = self.cached.popitem(last=False)
-        key = self.key_of.get(page)
+        key = self.key_of.get(page)  # None for a page that kept its content and was never published.
         self.forget(page)
         return page, key
 
@@ -171,6 +172,7 @@ class PagePool:
         """
         if keeps_content or page in self.key_of:
             self.cached[page] = None
+            # With `max_cached` 0 that is this page itself.
             if self.max_cached is not None and len(self.cached) > self.max_cached:
                 self.forget(next(iter(self.cached)))
         else:

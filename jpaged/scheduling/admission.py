@@ -152,9 +152,10 @@ class Admission:
                 continue
             if not self._gate_admits(request) or not self._is_worth_checking(request, room):
                 return
-            # As a last resort pinned pages are given up, and the request is checked once more.
             fits_again = self._fits_again(request, room)
-            if not fits_again and not (self._gave_up_pins(room) and self._fits_again(request, room)):
+            if not fits_again and self._gave_up_pins(room):  # The last resort, after which it is checked once more.
+                fits_again = self._fits_again(request, room)
+            if not fits_again:
                 return
             self.swapped.pop()
             yield request, True
@@ -163,13 +164,16 @@ class Admission:
         """Yield each waiting request that fits, in order, with the match of cached pages that it starts from.
 
         (request, None) stands for a request that can never run, since the pool has become smaller. The scheduler starts
-        or ends each request, and updates `room`, before it asks for the next. The search ends if tokens or slots of the
-        step run out, if a swapped request is earlier in the order, or if the next request has not waited long enough
-        (`delay_factor`). It also ends after MAX_SKIPPED requests that do not fit, and after MAX_DELAYED that are
-        refused or await a prefix. A request that does not fit yet, or awaits a prefix that a running one computes, may
-        be passed by at most MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate
-        refuses may be passed by any number. All that are passed stay in the queue. If `isolated` is set, only that
-        request is admitted, and only once no other runs.
+        or ends each request, and updates `room`, before it asks for the next. If `isolated` is set, only that request
+        is admitted, and only once no other runs.
+
+        The search ends if tokens or slots of the step run out, if a swapped request is earlier in the order, or if the
+        next request has not waited long enough (`delay_factor`). It also ends after MAX_SKIPPED requests that do not
+        fit, and after MAX_DELAYED that are refused or await a prefix.
+
+        A request that does not fit yet, or awaits a prefix that a running one computes, may be passed by at most
+        MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate refuses may be passed
+        by any number. All that are passed stay in the queue.
         """
         if not self.waiting:
             return
@@ -221,7 +225,7 @@ class Admission:
         """
         if room.running or request.state is not RequestState.WAITING:
             return
-        self._publishing = []
+        self._publishing = []  # No running request can compute its prefix.
         if self.demand.can_never_run(request):
             yield request, None
         elif match := self._match_that_fits(request, room):
@@ -263,7 +267,9 @@ class Admission:
         if not self._is_worth_checking(request, room):
             return None
         match = self._check_fit(request, room)
-        return match or (self._check_fit(request, room) if self._gave_up_pins(room) else None)
+        if match is None and self._gave_up_pins(room):  # The last resort, after which it is checked once more.
+            match = self._check_fit(request, room)
+        return match
 
     def _check_fit(self, request: Request, room: StepRoom) -> PrefixMatch | None:
         """Return the cached pages that a waiting request starts from; None if it cannot start in this step.

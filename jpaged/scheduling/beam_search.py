@@ -80,7 +80,7 @@ class BeamSearch:
     num_generated: int = 0
     """Tokens that each running beam has."""
     _rows: dict[SampleSequence, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    """Live sample → its likeliest next tokens and their log probabilities, as far as they are there."""
+    """Live sample → its likeliest next tokens and their log probabilities, stored since the last choice."""
 
     @property
     def is_over(self) -> bool:

@@ -216,7 +216,8 @@ class Scheduler(Lifecycle):
         A chunk also ends where a child that waits for this sequence begins to differ from it (a fork point). Pages are
         taken, if need be by preempting later requests. Add nothing if the step has no room, if pages are missing, or if
         the sequence does not run any more. Without chunked prefill, the chunk holds all pending tokens up to the next
-        fork point, or nothing is added.
+        fork point, or nothing is added. Example: of a prompt of 100 tokens that begins to run, a step with room for 64
+        tokens computes 64, or 40 if a child that shares 40 tokens waits.
         """
         if sequence.state is not RequestState.RUNNING:
             return
@@ -242,6 +243,7 @@ class Scheduler(Lifecycle):
         While too few pages are free, the last running request is preempted and gives its pages back. Return False if a
         step in flight will free pages when it retires, which the sequence then awaits. Return False too if its own
         request is the last running one: the request then waits for steps in flight, or has been preempted or ended.
+        Waiting for a retirement raises the counter `awaited_retirement`.
         """
         while not self.blocks.prepare(sequence, num_tokens):
             if self.blocks.has_deferred:
