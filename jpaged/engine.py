@@ -229,12 +229,12 @@ class Engine:
     ) -> None:
         """Queue a request; `step` returns its outputs under `request_id`.
 
-        `prompt` has any form that `generate` takes; `params` of None are `default_sampling_params`. `arrival_time`, in
-        seconds of `time.monotonic()` and not in the future, is the start of the request's metrics and of the wait that
-        `scheduling_delay_factor` bounds; it does not change the order, in which requests of equal urgency keep the
-        order of the calls. `priority` overrides that of the prompt's mapping; a lower value is served sooner. If
-        `params` have no seed, the seed is made of the engine's and of `number`, by default the count of earlier
-        requests: a resumed job gives the numbers of its first run and draws the same tokens.
+        `prompt` has any form that `generate` takes; `params` of None are `default_sampling_params`. `arrival_time` is
+        in seconds of `time.monotonic()`, not in the future; None is now. The request's metrics and the wait of
+        `scheduling_delay_factor` start there; the order of requests does not depend on it. `priority` overrides that of
+        the prompt's mapping. A lower value is served sooner, and equal ones in the order of the calls. If `params` have
+        no seed, the seed is made of the engine's seed and of `number`, by default the count of earlier requests. A
+        resumed job that gives the numbers of its first run draws the same tokens.
 
         Raise InvalidRequestError if an argument is wrong, the id belongs to an unfinished request, or the request can
         never fit; QueueFullError if as many requests or tokens wait as the engine's `limits` allow. Nothing is queued

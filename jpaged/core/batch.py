@@ -58,11 +58,11 @@ class BatchRunner:
         ids = [f"{call}-{self.builder.num_requests + index}" for index in range(len(prompts))]
         outputs: dict[str, Any] = dict.fromkeys(ids)  # Filled as requests end; the keys keep the prompts' order.
         requests: dict[str, Request] = {}
-        options: dict[str, Any] = {"raises": on_error == "raise" or form is not ResultForm.ENTRIES, "form": form}
+        raises = on_error == "raise" or form is not ResultForm.ENTRIES  # Only ENTRIES has outputs that hold an error.
         with self.loop.alone(call), progress_bar(len(prompts), is_shown=use_tqdm) as bar:
             self.loop.forget_last_fault()  # Each call logs its first failure with a traceback.
             arguments = zip(ids, prompts, each_params, each_priority, strict=True)
-            checked, refused = self._check(arguments, number=number, **options)
+            checked, refused = self._check(arguments, number=number, raises=raises, form=form)
             outputs |= refused
             bar.update(len(refused))
             # `run_requests` reads only a limited number of requests ahead, so it is given all in the policy's order.
