@@ -58,7 +58,8 @@ class Policy:
                 f"{error!s:.200}); it must return a finite number, a string, or a tuple of them",
                 param="priority",
             ) from error
-        self._shape = self._shape or shape  # The first key decides; it is None before.
+        if self._shape is None:
+            self._shape = shape  # The first key decides. The shape of an empty tuple is (), so `or` would pass it over.
         if shape != self._shape:
             raise InvalidRequestError(
                 f"scheduling_policy: its key function returned {key!r:.100}, which does not compare with the keys of "

@@ -55,7 +55,7 @@ def test_requests_that_leave_behind_a_waiting_one_do_not_fill_the_heap():
     assert not queue
 
 
-@pytest.mark.parametrize("keys", [(1, "late"), ((1, 2), (1, "x")), ((1, 2), (1,))], ids=str)
+@pytest.mark.parametrize("keys", [(1, "late"), ((1, 2), (1, "x")), ((1, 2), (1,)), ((), 1.5)], ids=str)
 def test_a_key_that_does_not_compare_with_the_first_one_is_refused_each_time(keys):
     policy = Policy(lambda request: keys[request.priority])
     for priority in (0, 0):
