@@ -6,7 +6,7 @@
 step_layout.py describes the buffer. Most of what a row needs is the same from step to step, so the builder keeps it in
 numpy tables indexed by state slot, and packs hundreds of rows by a few array operations (15 µs; rebuilding everything
 from the sequences took 623 µs at 256 rows). It keeps a copy of the device's page tables too: only changes travel.
-Each step gets a new buffer, since two steps may be in flight, and on a CPU the device may read the host's memory.
+Each step gets a new buffer, since two steps may be in flight, and a CPU device may read the host's array in place.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class StepInputBuilder:
     def _fill_rows(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
         """Write the rows' sections of the buffer, then plan and positions; the other sections are left as they are.
 
-        Query starts after the last row are the number of tokens: padding rows hold no token. The first one is 0 already.
+        Query starts after the last row are the number of tokens: padding rows hold no token. The first is 0 already.
         """
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
