@@ -40,7 +40,7 @@ class WeightStore:
             device.platform == "cpu" for sharding in self._placement for device in sharding.device_set
         )
         self._is_reusable = False
-        """Whether new weights may be made in the memory of the present ones; false if it may not be JAX's own memory."""
+        """Whether new weights may be made in the memory of the present ones; false if JAX may not own it."""
         self.is_ready = False
         """Whether all weights are in the memory that programs read."""
         self.leaves: tuple[jax.Array, ...] = ()
