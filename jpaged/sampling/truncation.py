@@ -71,6 +71,7 @@ def truncate(
     no_mass = jnp.zeros_like(limits.min_p)
 
     def limited() -> KeptTokens:
+        """Return what is kept of all rows after top-k and then top-p have raised the threshold of min-p."""
         search = _threshold_search(logits, weigh, control_flow)
         # Top-k asks for a number of tokens and top-p for a sum of weights: the other minimum is 0 each time.
         threshold = search.raise_threshold(limits.min_p, KeptMinimum(has_top_k, limits.top_k, no_mass))
@@ -80,6 +81,7 @@ def truncate(
         return KeptTokens(threshold, search.block_sums(threshold, is_drawn))
 
     def unlimited() -> KeptTokens:
+        """Return what is kept of all rows by min-p alone."""
         return KeptTokens(limits.min_p, block_masses(weigh(logits.values), limits.min_p))
 
     return control_flow.compute_if(jnp.any(has_top_k | has_top_p), limited, unlimited)
@@ -142,7 +144,7 @@ class _WholeRowSearch:
         return block_masses(self._weights(), threshold)
 
     def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
-        """Do what `raise_threshold` does, on the float32 bits of thresholds; rows that are not limited get anything."""
+        """Return what `raise_threshold` does, as float32 bits; it means nothing for rows that are not limited."""
         return self.control_flow.highest_thresholds(self._weights(), threshold_bits, minimum)
 
     def _weights(self) -> Float[Array, "r bB"]:
@@ -184,15 +186,16 @@ class _LikelyFirstSearch(_WholeRowSearch):
         whose weight reaches `complete_from` (bits [r]). If these tokens amount to `minimum`, the answer is at least
         `complete_from`, and only the likely blocks are searched. Otherwise the whole row is searched.
 
-        Example: the likely blocks hold the weights 1, 0.5, 0.2 and 0.05, and the largest weight elsewhere is 0.1, so
-        `complete_from` is the next number above 0.1. It keeps three tokens. That suffices for top-k 2, whose search
-        ends at a threshold that keeps 1 and 0.5. For top-k 4 the whole row is searched, which finds 0.1.
+        Example: two likely blocks hold the weights (1, 0.05) and (0.5, 0.2), and the largest weight elsewhere is 0.1.
+        So `complete_from` is the next number above 0.1, which three tokens reach. That suffices for top-k 2, whose
+        search ends at a threshold that keeps 1 and 0.5. For top-k 4 the whole row is searched, and 0.1 is kept too.
         """
         search, is_limited = self.control_flow.highest_thresholds, minimum.is_limited
         complete_from = lax.bitcast_convert_type(self.complete_from, jnp.float32)
         # Whether the tokens that reach `complete_from` are enough, by row.
         suffices = minimum.is_met(*kept_count_and_mass(self.likely_weights, complete_from))
         low = jnp.maximum(threshold_bits, self.complete_from)
+        # Only rows that are limited are searched: here those whose likely blocks suffice, and below the others.
         likely_minimum = minimum._replace(is_limited=is_limited & suffices)
         raised_bits = search(self.likely_weights, low, likely_minimum)
 
@@ -221,7 +224,8 @@ class _LikelyFirstSearch(_WholeRowSearch):
         likely_blocks = zeros_rb.at[jnp.arange(len(block_ids))[:, None], block_ids]
         likely_sums = block_masses(self.likely_weights, threshold)
         from_likely_blocks = likely_blocks.set(likely_sums, mode="promise_in_bounds", unique_indices=True)
-        suffices, from_whole_rows = self._are_all_likely(threshold)[:, None], partial(block_masses, threshold=threshold)
+        suffices = self._are_all_likely(threshold)[:, None]
+        from_whole_rows = partial(block_masses, threshold=threshold)
         return self._where_likely_suffice(suffices, is_needed[:, None], from_likely_blocks, from_whole_rows)
 
     def _are_all_likely(self, threshold: Float[Array, " r"]) -> Bool[Array, " r"]:

@@ -211,9 +211,10 @@ def sample_rows(
 def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
     """Return the logits of the whole vocabulary on every device, in float32 whatever dtype the model returns.
 
-    On a mesh each device computes the logits of a part of the vocabulary, and gathers those of the others, so that all
-    devices draw the same tokens. The gather stands outside of the sampler's loops and branches, because the compiler
-    for TPUs hangs on communication in a branch. It is explicit, because XLA would otherwise gather the head's weights.
+    On a mesh each device computes its share of the logits [R, X], where X is V padded to equal shares, and gathers the
+    other shares, so that all devices draw the same tokens. The gather stands outside of the sampler's loops and
+    branches, because the compiler for TPUs hangs on communication in a branch. It is explicit, because XLA would
+    otherwise gather the weights of the model's head. Without a mesh the model's logits are [R, V] already.
     """
     logits_RX = model.logits(hidden_RD)
     if mesh is None:
@@ -221,8 +222,7 @@ def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | Non
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # The slice cuts off what pads the vocabulary of a Decoder to equal shares of the devices; a caller's own module has
-    # no `vocab_size` and no padding. The layout is set to row-major, because a GPU's sampler sums along rows: XLA would
+    # The slice cuts off the padding of a Decoder; a caller's own module has no `vocab_size` and no padding. The layout is set to row-major, because a GPU's sampler sums along rows: XLA would
     # leave the logits column-major, as they were gathered.
     whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
     return with_layout_constraint(whole_RV, Layout((0, 1)))
@@ -252,11 +252,11 @@ def decode(
 
     Return the new state and rules, and the sampled rows of each iteration, [K, R]. `graph` and `weights` are the two
     halves of the model (`nnx.merge`), `rules` the logit rules of all state slots (None if the mode reads none).
-    `packed` is a step's buffer, which `layout` cuts into sections; every row has one token. A row is live until it has
-    drawn its `decode_lens` tokens or one that ends its sequence; it is not live at all if its last token has ended its
-    sequence. The loop runs until no row is live; with static control flow it runs K times. A row that is not live is
-    computed again with unchanged inputs beside the others: it rewrites the same keys and values, and its results mean
-    nothing. `state` and `rules` are donated.
+    `packed` is a step's int32 buffer, which `layout` cuts into named sections; every row has one token. A row is live
+    until it has drawn as many tokens as the section "decode_lens" says, at most K, or one that ends its sequence; it is
+    not live at all if its last token has ended its sequence, or if it is padding. The loop runs until no row is live;
+    with static control flow it runs K times. A row that is not live is computed again with unchanged inputs beside the
+    others: it rewrites the same keys and values, and its results mean nothing. `state` and `rules` are donated.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
@@ -390,13 +390,13 @@ class _DecodeLoop:
         last_tokens = carry.last_tokens.at[jnp.where(is_live, self.slot_of_sample, 0)].set(drawn.token_ids)
         num_done = carry.num_done + 1
         is_live &= self._stays_live(drawn.token_ids, num_done)
-        is_moving = self._rows_with_samples(is_live)
+        is_advancing = self._rows_with_samples(is_live)
         return _DecodeCarry(
             cache=cache,
             rules=rules,
             last_tokens=last_tokens,
-            token_ids=jnp.where(is_moving, last_tokens[self.slot_of_row], carry.token_ids),
-            num_ahead=carry.num_ahead + is_moving.astype(jnp.int32),
+            token_ids=jnp.where(is_advancing, last_tokens[self.slot_of_row], carry.token_ids),
+            num_ahead=carry.num_ahead + is_advancing.astype(jnp.int32),
             is_live=is_live,
             num_done=num_done,
             rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),

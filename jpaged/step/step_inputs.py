@@ -150,7 +150,7 @@ class StepInputBuilder:
             request = sequence.request
             if request.params.has_rules:
                 rules[sequence.seq_slot] = self._rules_row(sequence)
-            self._last_decode = None
+            self._last_decode = None  # Its buffer has the slot's former values.
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
             return StepInputs(work.moves, _padded_batches(changes, self.num_changes), rules), NO_ROWS
@@ -176,7 +176,7 @@ class StepInputBuilder:
         num_rows = min(num_tokens // row_len, layout.num_rows)
         zeros = np.zeros(num_rows, np.intp)
         query_lens, num_decode_rows = np.full(num_rows, row_len), num_rows if row_len == 1 else 0
-        rows = _RowVectors(zeros, zeros, query_lens, np.arange(num_rows), num_decode_rows)
+        rows = _RowVectors(zeros, zeros, query_lens, np.arange(num_rows), num_decode_rows)  # Slot 0, position 0 on.
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
         self._fill_rows(view, rows, layout)
@@ -313,7 +313,7 @@ class StepInputBuilder:
         # The last key of `lexsort` counts first.
         order = np.lexsort((-starts, query_lens > 1))
         row_of_work = np.empty_like(order)
-        row_of_work[order] = np.arange(len(order))
+        row_of_work[order] = np.arange(len(order))  # The inverse permutation of `order`.
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
         decode_lens = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
         return _RowVectors(slots[order], starts[order], query_lens[order], row_of_work, num_decode_rows, decode_lens)
