@@ -32,7 +32,7 @@ def draw_tokens(
     A block of BLOCK = 128 consecutive tokens is drawn first, by the sums of the kept weights of blocks, then a token of
     that block: token 2 of block 7 is token 7 × 128 + 2 = 898. `weigh` turns logits [r, n] into weights. A token is kept
     if its weight reaches the row's threshold. `uniforms_rL` holds L = `num_draw_levels` random numbers in [0, 1) for
-    each row, first those for the block. The result is 0 for a row whose block sums are all 0.
+    each row, first those for the block. The result is 0 for a row whose weights are all 0.
     """
     num_block_levels = num_levels(kept.block_sums.shape[1])
     block_ids = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])

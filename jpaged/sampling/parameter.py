@@ -76,7 +76,7 @@ def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
-    """Return a string, or a list or tuple of strings, as a tuple of strings; None gives an empty tuple.
+    """Return a string, or a list or tuple of strings, as a tuple of strings; None and [] give an empty tuple.
 
     Raises Unfit for another type, more than MAX_STOPS strings, or a string that is empty, longer than MAX_STOP_CHARS or
     holds a lone surrogate.
@@ -103,7 +103,7 @@ def some_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def words(value: Any) -> tuple[str, ...]:
-    """Return a list or tuple of texts as a tuple; None gives an empty tuple.
+    """Return a list or tuple of texts as a tuple, spaces included; None and [] give an empty tuple.
 
     Raises Unfit for another type, for a text that is empty or all spaces, and for more than MAX_BAD_WORDS texts.
     """

@@ -288,6 +288,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in cache)
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...], shardings: Any, **options: Any) -> Lower:
+        """Return a function that lowers one program for these abstract arguments; `shardings` are its results'."""
         jitted = jax.jit(
             partial(function, layout=layout),
             out_shardings=shardings,

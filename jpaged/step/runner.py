@@ -94,7 +94,7 @@ class Runner:
         self.page_bytes = cache.layout.page_bytes
         """Bytes of one page in all layers together."""
         self.swap_bytes = 0
-        """Bytes moved to and from the host so far."""
+        """Bytes moved to and from the host so far, by page moves of steps."""
         self._replicated = replicated(mesh) if mesh.size > 1 else None
         # Where each array of a page lies on the device and on the host: as the cache's arrays do.
         self._device_shardings = tuple(array.sharding for array in cache.pages)
@@ -142,6 +142,7 @@ class Runner:
         null_pages = [NULL_PAGE] * MAX_MOVES
 
         def round_trip() -> None:
+            """Swap the null page out MAX_MOVES times and in again, and wait for it."""
             pages = jax.block_until_ready(self._swap_out(null_pages))
             self._swap_in(pages, null_pages)
             jax.block_until_ready(self._pages)
@@ -197,7 +198,7 @@ class Runner:
         """
         assert step.layout is not None  # A step without rows has neither layout nor buffer, and is not decoded.
         assert step.packed is not None
-        mode = self.buckets.decode_mode_for(step.mode)
+        mode = self.buckets.decode_mode_for(step.mode)  # The scheduler uses `decode_lens` in modes with a program only.
         key = "decode", step.layout.num_tokens, mode
         state = self.state, self.rules if mode is SampleMode.FULL else None
         (self.state, rules), sampled = self._run(key, self.store.leaves, state, self._put(step.packed))

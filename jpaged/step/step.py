@@ -222,8 +222,9 @@ def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | Non
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # The slice cuts off the padding of a Decoder; a caller's own module has no `vocab_size` and no padding. The layout is set to row-major, because a GPU's sampler sums along rows: XLA would
-    # leave the logits column-major, as they were gathered.
+    # The slice cuts off the padding of a Decoder; a caller's own module has no `vocab_size` and no padding. The layout
+    # is set to row-major, because a GPU's sampler sums along rows: XLA would leave the logits column-major, as they
+    # were gathered.
     whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
     return with_layout_constraint(whole_RV, Layout((0, 1)))
 

@@ -69,7 +69,7 @@ class WeightStore:
         `checked` is the tree and where each weight is in it. `live` makes the new weights from it; `program(key)`
         returns the compiled program of `live` with that key. With `copy`, no new weight is one of the tree's own
         arrays. Without it, arrays of the tree that fit are taken as they are; they stay the caller's ("borrowed"), and
-        the store never deletes them. No step may be in flight. Each old array is given up as soon as its successor is
+        the store never deletes them. No step may be in flight. Each old array is given up just before the new one is
         made: beside the tree and the weights, memory holds at most MAX_PENDING weights that are being made. So a
         failure leaves neither the old weights nor the new ones: the store is then empty.
         """
