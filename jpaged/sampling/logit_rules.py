@@ -160,7 +160,7 @@ def record_tokens(rules: LogitRulesState, slots: Int[Array, " R"], token_ids: In
 
     In the rows' state slots, `slots`, the count of the token drawn is raised by one, and each bad word's matched
     beginning is extended by the token or dropped. Rows without rules have slot 0, whose rules stay as they are, as does
-    padding. No other slot may occur twice, since only one of two writes would stay.
+    padding. No other slot may occur twice, since only one of two writes of its words would stay.
     """
     # Slot 0 is replaced by an index beyond the last slot, which the scatters drop.
     slots_to_write = jnp.where(slots > 0, slots, rules.tokens.shape[0])
