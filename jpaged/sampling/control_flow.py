@@ -35,7 +35,10 @@ class ControlFlow:
     """Returns what `bisect_thresholds` does, or thresholds that keep the same weights."""
 
     def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
-        """Return `compute()` if it is needed. If it is not, the result may be `default()` or `compute()`."""
+        """Return `compute()`. A subclass may return `default()` instead if `is_needed` is false.
+
+        So both must return arrays of the same shapes, and either result must do for the caller if `is_needed` is false.
+        """
         return compute()
 
     def for_row_batches(
@@ -49,9 +52,10 @@ class ControlFlow:
     ) -> T:
         """Apply state = update(selection, state) to batches that hold every row of `is_needed`; return the last state.
 
-        This class makes one batch of all rows, so it reads neither `is_needed` nor `sort_keys`. The subclass makes
-        small batches of needed rows, where rows with near sort keys (0 to `num_keys` − 1) share a batch. A batch may
-        hold rows that are not needed, and a row may be in two batches: `update` must then write the same results twice.
+        `update` gets a batch's rows as an index array or a slice, and the state of all R rows. This class makes one
+        batch of all rows, so it reads neither `is_needed` nor `sort_keys`. `DynamicControlFlow` makes small batches of
+        needed rows, where rows with near sort keys (0 to `num_keys` − 1) share a batch. A batch may hold rows that are
+        not needed, and a row may be in two batches: `update` must then write the same results twice.
         """
         return update(slice(None), state)
 
@@ -61,7 +65,8 @@ class ControlFlow:
         """Apply state = step(state) while `has_work(state)` is true; return the last state.
 
         The caller guarantees that at most `max_steps` steps have work. This class always runs `max_steps` steps and
-        never asks `has_work`, so a step without work must change nothing that the caller reads.
+        never asks `has_work`, so a step without work must change nothing that the caller reads. `DynamicControlFlow`
+        stops as soon as `has_work` is false.
         """
         return lax.fori_loop(0, max_steps, lambda _, state: step(state), state)
 
@@ -86,8 +91,9 @@ class DynamicControlFlow(ControlFlow):
         *,
         num_keys: int,
     ) -> T:
-        """Apply state = update(row indices, state) to batches of 4 or 8 rows of `is_needed`; return the state.
+        """Apply state = update(row indices, state) to batches of the rows with `is_needed`; return the last state.
 
+        A batch has 8 rows if there are more than 16 rows, else 4; if there are at most 4 rows, they are one batch.
         Needed rows are sorted by `sort_keys` (0 to `num_keys` − 1), so that a batch holds rows with similar work. The
         last batch is filled up with rows that are not needed, or with rows of the batch before. With 20 rows of which
         11 are needed, two batches of 8 hold these 11 and 5 others. Without a needed row, `update` does not run.
@@ -100,7 +106,8 @@ class DynamicControlFlow(ControlFlow):
             return lax.cond(jnp.any(is_needed), lambda x: update(slice(None), x), lambda x: x, state)
         # Rows that need no update get the key `num_keys`, so they are sorted after all needed rows.
         order = jnp.argsort(jnp.where(is_needed, sort_keys, num_keys), stable=True)
-        num_batches = (jnp.sum(is_needed.astype(jnp.int32)) + batch_size - 1) // batch_size
+        num_needed = jnp.sum(is_needed.astype(jnp.int32))
+        num_batches = (num_needed + batch_size - 1) // batch_size
 
         def update_batch(index: Int[Array, ""], state: T) -> T:
             # If the last batch would reach beyond the last row, dynamic_slice starts it earlier: some rows of the
@@ -112,7 +119,10 @@ class DynamicControlFlow(ControlFlow):
     def repeat_while(
         self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
     ) -> T:
-        """Apply `step` until there is no work. `has_work` must be false after `max_steps` steps."""
+        """Apply state = step(state) while `has_work(state)` is true; return the last state.
+
+        `has_work` must be false after `max_steps` steps, which are not counted here.
+        """
         return lax.while_loop(has_work, step, state)
 
 

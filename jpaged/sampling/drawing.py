@@ -20,7 +20,7 @@ NUM_BRANCHES = 16
 
 
 def num_draw_levels(vocab_size: int) -> int:
-    """Return how many random numbers `draw_tokens` takes for each row."""
+    """Return how many random numbers `draw_tokens` takes for each row: those for a block, then those for its token."""
     return num_levels(-(-vocab_size // BLOCK)) + num_levels(BLOCK)
 
 
@@ -29,9 +29,10 @@ def draw_tokens(
 ) -> Int[Array, " r"]:
     """Return one kept token of each selected row, drawn with a probability proportional to its weight.
 
-    A block of BLOCK consecutive tokens is drawn first, by the sums of the kept weights of blocks, then a token of that
-    block. `weigh` turns logits [r, n] into weights. `uniforms_rL` holds `num_draw_levels` random numbers in [0, 1) for
-    each row. The result is 0 for a row without any weight.
+    A block of BLOCK = 128 consecutive tokens is drawn first, by the sums of the kept weights of blocks, then a token of
+    that block: token 2 of block 7 is token 7 × 128 + 2 = 898. `weigh` turns logits [r, n] into weights. A token is kept
+    if its weight reaches the row's threshold. `uniforms_rL` holds L = `num_draw_levels` random numbers in [0, 1) for
+    each row, first those for the block. The result is 0 for a row whose weights are all 0.
     """
     num_block_levels = num_levels(kept.block_sums.shape[1])
     block_ids = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])
@@ -44,7 +45,7 @@ def draw_tokens(
 
 
 def num_levels(num_weights: int) -> int:
-    """Return the number of levels of a tree with this many leaves."""
+    """Return the levels below the root of a tree with this many leaves and 16 children per node: 2 for 17 leaves."""
     levels = 1
     while (num_weights := -(-num_weights // NUM_BRANCHES)) > 1:
         levels += 1
@@ -84,7 +85,8 @@ def _inverse_cdf(
     """Return the first index of each row with a weight above 0 and a running sum above `target`.
 
     If no running sum exceeds the target, return the last index with a weight above 0; a row without any weight gives 0.
-    Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum is.
+    Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum is. With
+    the weights [2, 0, 1] and the running sums [2, 2, 3], the target 1.5 gives index 0; 2 gives 2, and so does 3.
     """
     indices = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
     has_weight = weights > 0

@@ -50,7 +50,7 @@ class LogitRulesState:
 
 
 def rule_shapes(spec: LogitRulesSpec, num_slots: int, sharding: jax.sharding.Sharding | None = None) -> LogitRulesState:
-    """Return abstract arrays for `num_slots` slots, the null slot included."""
+    """Return abstract arrays [num_slots, width of the field], placed by `sharding`; they include the null slot 0."""
     dtypes = {"tokens": jnp.int32, "bias": jnp.float32, "words": jnp.int32, "values": jnp.float32}
     shape_of: Any = partial(jax.ShapeDtypeStruct, sharding=sharding)
     return LogitRulesState(**{name: shape_of((num_slots, width), dtypes[name]) for name, width in spec.widths.items()})
@@ -65,8 +65,8 @@ def new_rules(spec: LogitRulesSpec, num_slots: int) -> LogitRulesState:
 def set_rules(rules: LogitRulesState, packed: Int[Array, " n"], slot: Int[Array, ""]) -> LogitRulesState:
     """Return the rules of all slots after those of one state slot are replaced by a new sequence's.
 
-    `packed` is the int32 array that `LogitRulesSpec.row` made: the slot's values of all fields of `rules`, one field
-    after the other, floats as their bits.
+    `packed` is the int32 array that `LogitRulesSpec.row` made: the slot's row of each field of `rules`, [slots, width],
+    one field after the other: tokens, bias, words and values. Floats travel as the bits of a float32.
     """
     offset = 0
     leaves = {}
@@ -126,8 +126,10 @@ def _process(
     """
     offset = len(RULE_PARAMETERS)
     for processor in processors:
+        # `offset` is the index of the processor's first argument.
         arguments = values_RA[:, offset : offset + len(processor.arguments)]
         offset += len(processor.arguments)
+        # `apply` takes one row, so it is mapped over rows. The default argument binds this processor's function.
         processed = jax.vmap(lambda logits, given, apply=processor.apply: apply(logits, *given))(logits_RV, arguments)
         logits_RV = jnp.where(jnp.isnan(arguments).any(axis=1, keepdims=True), logits_RV, processed)
     return logits_RV
@@ -140,7 +142,9 @@ def _penalize(
 
     `tokens_RV` says how often each token was drawn (COUNT_MASK) and whether the prompt holds it (IN_PROMPT). The
     repetition penalty divides positive logits of tokens drawn or in the prompt, and multiplies the others of them. The
-    frequency penalty is subtracted once per draw of a token, the presence penalty once if it was drawn at all.
+    frequency penalty is subtracted once per draw of a token, the presence penalty once if it was drawn at all. A
+    token that was drawn twice, with the logit 2, has 2 ÷ 1.25 − 2 × 0.1 − 0.3 = 1.1 after the repetition penalty 1.25,
+    the frequency penalty 0.1 and the presence penalty 0.3.
     """
     counts_RV = (tokens_RV & COUNT_MASK).astype(jnp.float32)
     is_drawn_RV = counts_RV > 0
@@ -155,8 +159,8 @@ def record_tokens(rules: LogitRulesState, slots: Int[Array, " R"], token_ids: In
     """Return the rules of all slots after each of R rows has drawn a token.
 
     In the rows' state slots, `slots`, the count of the token drawn is raised by one, and each bad word's matched
-    beginning is extended by the token or dropped. Rows without rules have slot 0, whose rules stay as they are. No
-    other slot may occur twice.
+    beginning is extended by the token or dropped. Rows without rules have slot 0, whose rules stay as they are, as does
+    padding. No other slot may occur twice, since only one of two writes of its words would stay.
     """
     # Slot 0 is replaced by an index beyond the last slot, which the scatters drop.
     slots_to_write = jnp.where(slots > 0, slots, rules.tokens.shape[0])

@@ -58,9 +58,10 @@ class LogitRulesSpec:
         return sum(self.widths.values())
 
     def check(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError if `extra_args` do not fit the engine's processors.
+        """Raise InvalidRequestError if `extra_args` do not fit the engine's processors; None and {} always fit.
 
         Each name must be an argument of a processor, and a processor's arguments are given all together or not at all.
+        An error for an unknown name says which known one is most like it, if one is.
         """
         extra_args = params.extra_args or {}
         for name in extra_args:
@@ -71,6 +72,7 @@ class LogitRulesSpec:
                 raise refusal("extra_args", shown(name), allowed, advice)
         for processor in self.processors:
             missing = [name for name in processor.arguments if name not in extra_args]
+            # If all are missing, the request does not ask for this processor.
             if missing and len(missing) < len(processor.arguments):
                 allowed = f"all arguments of {processor.name}: {', '.join(processor.arguments)}"
                 raise refusal("extra_args", f"no {', '.join(missing)}", allowed, "add it")
@@ -84,11 +86,13 @@ class LogitRulesSpec:
         stop_ids: Collection[int],
         bad_words: Sequence[Sequence[int]],
     ) -> np.ndarray:
-        """Return the logit rules of a sequence as one array, int32 [width]: the fields of `widths` in order.
+        """Return the logit rules of a sequence as one array, int32 [width]: its tokens, bias, words and values.
 
         `prompt` and `output` are its token ids so far, which penalties count. `stop_ids` are the tokens that end the
         sequence. `bad_words` are the token ids of each word that the output must not hold, at most MAX_BAD_TOKENS
         together, which the caller has checked. Words that the end of the output has begun are marked as matched so far.
+        The bias of a token that is not allowed is −inf, and a `logit_bias` for it changes nothing. Floats travel as
+        their bits.
         """
         # Each entry counts how often the output holds the token, with flags in the high bits (IN_PROMPT, ENDS).
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
@@ -109,7 +113,10 @@ class LogitRulesSpec:
         return np.concatenate([tokens, bias.view(np.int32), words, self.values(params).view(np.int32)])
 
     def values(self, params: SamplingParams) -> np.ndarray:
-        """Return a request's `values`, float32; NaN stands for processors' arguments that it does not give."""
+        """Return a request's RULE_PARAMETERS, then the arguments of all processors, as one float32 array.
+
+        NaN stands for each argument that the request does not give: the processor then leaves its logits as they are.
+        """
         extra_args = params.extra_args or {}
         parameters = [getattr(params, name) for name in RULE_PARAMETERS]
         return np.array([*parameters, *(extra_args.get(name, math.nan) for name in self.arguments)], np.float32)

@@ -34,6 +34,7 @@ class LogitsProcessor:
         """
         if not isinstance(self.name, str) or not self.name.strip():
             self._refuse(f"the name {shown(self.name)}", "a string that says what it does, since errors name it")
+        # Another type, a string too, counts as no names and is refused.
         names = self.arguments if isinstance(self.arguments, list | tuple) else ()
         if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
             got = f"the arguments {shown(self.arguments)} of {shown(self.name)}"
@@ -41,7 +42,7 @@ class LogitsProcessor:
         if not callable(self.apply):
             got = f"{shown(self.apply)} to apply for {shown(self.name)}"
             self._refuse(got, "a function of a row's logits and the processor's arguments")
-        object.__setattr__(self, "arguments", tuple(names))
+        object.__setattr__(self, "arguments", tuple(names))  # The class is frozen; lists cannot be hashed.
 
     def _refuse(self, got: str, allowed: str) -> None:
         raise refusal("logits_processors", got, allowed, error=ConfigError)

@@ -64,9 +64,10 @@ def parameter(
 
 
 def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[Any]:
-    """Return a list or a tuple as it is, and an empty tuple for None.
+    """Return a list or a tuple of a caller as it is, and an empty tuple for None.
 
-    Raises Unfit, with `allowed` as what would fit, for another type or if `is_item` is false for one of the items.
+    Raises Unfit for another type, or if `is_item` is false for one of the items. `allowed` says what would have fit, as
+    the error's text: "a list of token ids ≥ 0".
     """
     items = () if value is None else value
     if not isinstance(items, list | tuple) or not all(map(is_item, items)):
@@ -75,7 +76,7 @@ def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
-    """Return a string, or a list or tuple of strings, as a tuple of strings; None gives an empty tuple.
+    """Return a string, or a list or tuple of strings, as a tuple of strings; None and [] give an empty tuple.
 
     Raises Unfit for another type, more than MAX_STOPS strings, or a string that is empty, longer than MAX_STOP_CHARS or
     holds a lone surrogate.
@@ -102,7 +103,7 @@ def some_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def words(value: Any) -> tuple[str, ...]:
-    """Return a list or tuple of texts as a tuple; None gives an empty tuple.
+    """Return a list or tuple of texts as a tuple, spaces included; None and [] give an empty tuple.
 
     Raises Unfit for another type, for a text that is empty or all spaces, and for more than MAX_BAD_WORDS texts.
     """
@@ -126,6 +127,7 @@ def biases(value: Any) -> dict[int, float]:
         raise Unfit(f"at most {MAX_BIASES} token ids")
     bias_of: dict[int, float] = {}
     for key, bias in value.items():
+        # No id has more digits than MAX_TOKEN_ID, and `int` of a very long string would take long or fail.
         if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(MAX_TOKEN_ID)):
             key = int(key)
         is_id = is_integer(key) and 0 <= key <= MAX_TOKEN_ID
@@ -138,7 +140,10 @@ def biases(value: Any) -> dict[int, float]:
 
 
 def arguments(value: Any) -> dict[str, float]:
-    """Take a mapping of names to numbers that a float32 holds."""
+    """Return a mapping of names to numbers as a dict of str to float.
+
+    Raises Unfit for another type, a name that is no string, or a number that a float32 cannot hold (inf, NaN, 1e39).
+    """
     if not isinstance(value, Mapping) or not all(
         isinstance(key, str) and is_number(one) and abs(one) <= MAX_FLOAT32 for key, one in value.items()
     ):

@@ -57,7 +57,9 @@ def pack_columns(
 
     `sample_index` is the sequence's index in its request. `seed` has 64 bits and travels as two columns, the low half
     first. `given_token` is a token that the sequence gets instead of drawing one, None for a draw. Of `stop_ids`, the
-    token ids that end the sequence, the lowest four are packed. The host checks all of them when it reads a token.
+    token ids that end the sequence, the lowest four are packed, and NO_TOKEN where there are fewer. A program that
+    decodes several tokens stops at these; the host checks all of them when it reads a token. `ruled_slot` is the state
+    slot if the request has logit rules, else 0, the slot whose rules change nothing.
     """
     stops = sorted(stop_ids)[: len(STOP_FIELDS)]
     packed = _PACKED.pack(
@@ -67,6 +69,7 @@ def pack_columns(
         sample_index,
         seed & 0xFFFFFFFF,
         seed >> 32,
+        # Python's integers have no limit. A top-k at the limit keeps all tokens, as a larger one does.
         *(min(getattr(params, name), MAX_INT32) for name in INT_PARAMETERS),
         *map(vars(params).__getitem__, FLOAT_PARAMETERS),
         *stops,
@@ -76,7 +79,11 @@ def pack_columns(
 
 
 def score_of(logprobs: int | None, *, wants_mass: bool = False) -> Score:
-    """Return what rows get for a parameter such as `logprobs`: None, or a number of most likely tokens."""
+    """Return what rows get for the parameter `logprobs` or `prompt_logprobs`, as bits of `Score`.
+
+    None asks for nothing. 0 asks for the logprob of the row's own token, and any other number, −1 too, also for those
+    of the most likely tokens. `wants_mass` adds the probability that truncation has left, but not for None.
+    """
     if logprobs is None:
         return Score(0)
     return Score.OWN | (Score.TOPS if logprobs else Score(0)) | (Score.MASS if wants_mass else Score(0))

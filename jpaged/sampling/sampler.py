@@ -78,7 +78,8 @@ class SamplingRows:
     def from_columns(cls, columns: Int[Array, "fields R"]) -> SamplingRows:
         """Return R rows from `columns`, int32, one column for each name in SAMPLE_FIELDS, in that order.
 
-        The columns of float parameters hold the bits of float32 numbers. Columns that are no field here are left out.
+        The columns of float parameters hold the bits of float32 numbers. Columns that are no field here are left out:
+        the token, the state slot and the stop tokens, which the step reads.
         """
         named = dict(zip(SAMPLE_FIELDS, columns, strict=True))
         for name in FLOAT_PARAMETERS:
@@ -97,7 +98,7 @@ class SamplingRows:
 
     @property
     def limits(self) -> TruncationLimits:
-        """What rows keep of their tokens; greedy rows have no limits."""
+        """Return the min-p, top-k and top-p of the rows; greedy rows get those that keep all tokens: 0, 0 and 1."""
         is_greedy = self.is_greedy
         min_p, top_k = jnp.where(is_greedy, 0.0, self.min_p), jnp.where(is_greedy, 0, self.top_k)
         return TruncationLimits(min_p, top_k, jnp.where(is_greedy, 1.0, self.top_p))
@@ -147,10 +148,11 @@ def sample(
     """Return a token for every row, with whether its logits are finite; with scores in the modes SCORED and FULL.
 
     `logits_RV` are the model's logits of R rows over a vocabulary of V tokens. `rows` are the parameters of the rows,
-    `rules` the logit rules of all state slots; None if the mode reads none. The likeliest token of every row is found
-    first, as if all were greedy. Rows that need rules or a draw are then computed in batches, which replace these
-    results. In the modes SCORED and FULL a row may have a forced token, which it gets whatever its logits are; last,
-    the rows that ask for scores are scored. The scores of other rows mean nothing.
+    and `rules` the logit rules of all state slots (None if the mode reads none). There are three passes. First, each
+    row gets its likeliest token, as if all were greedy; mode GREEDY ends here. Second, rows that need rules or a draw
+    are computed in batches of similar work, which replace these results; mode RANDOM ends here. Third, in the modes
+    SCORED and FULL, a row with a forced token gets that token whatever its logits are, and rows that ask for scores are
+    scored in batches. The scores of other rows mean nothing.
     """
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
@@ -169,7 +171,8 @@ def sample(
         new = batch.with_rules(selection, lambda logits: batch.draw(logits, selection, is_drawn[selection]))
         return _with_rows(drawn, selection, new)
 
-    row_work = _row_work(rows, is_drawn, (rows.ruled_slot > 0) & (rules is not None))
+    is_ruled = (rows.ruled_slot > 0) & (rules is not None)
+    row_work = _row_work(rows, is_drawn, is_ruled)
     undrawn = _DrawnRows(likeliest, is_finite_before_rules, jnp.zeros(len(row_work), jnp.float32))
     drawn = control_flow.for_row_batches(row_work != RowWork.PLAIN, row_work, draw, undrawn, num_keys=len(RowWork))
     if mode is SampleMode.RANDOM:
@@ -191,9 +194,10 @@ def sample(
 
 
 def _row_work(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
-    """Return the RowWork of each row: what has to be computed for its token. Batches are made of rows sorted by it.
+    """Return the RowWork of each row, int [R]: what has to be computed for its token. It is the sort key of batches.
 
-    `is_ruled` says whether a row has logit rules, `is_drawn` whether its token is random.
+    `is_ruled` says whether a row has logit rules, `is_drawn` whether its token is random. A random row with rules and a
+    top-k is RULED_TRUNCATED, one with neither is DRAWN, and a greedy row without rules is PLAIN, whatever its top-k.
     """
     # Min-p alone does not count: its threshold is known, while top-k and top-p search theirs.
     is_truncated = (rows.top_k > 0) | (rows.top_p < 1)
@@ -231,9 +235,10 @@ class _Batch:
     def with_rules(self, selection: RowSelection, use: Callable[[BlockRows], T]) -> T:
         """Return `use(logits)` for the logits of the selected rows, after the rules of their state slots.
 
-        If no selected row has rules (all have the ruled slot 0), `use` reads the model's logits in place, without a
-        copy. With control flow that has branches, this is decided when the program runs; else it applies the rules of
-        slot 0, which change nothing.
+        `use` gets the logits of r rows in blocks. If no selected row has rules (all have the ruled slot 0), it reads
+        the model's logits in place, without a copy. This is decided when the program runs, if the control flow has
+        branches. Otherwise rules are always applied; those of slot 0 change nothing. If there are no rules at all
+        (None), the program has no code for them.
         """
         rules, params = self.rules, self.rows.at(selection)
         unruled = self.logits._replace(selection=selection)
@@ -241,7 +246,9 @@ class _Batch:
             return use(unruled)
 
         def use_ruled() -> T:
-            logits_rV = self.logits.blocks[selection].reshape(len(params.top_k), -1)[:, : self.vocab_size]
+            num_rows = len(params.top_k)
+            # The slice cuts off what fills up the last block.
+            logits_rV = self.logits.blocks[selection].reshape(num_rows, -1)[:, : self.vocab_size]
             ruled_rV = apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
             return use(block_rows(ruled_rV))
 
@@ -250,14 +257,15 @@ class _Batch:
     def draw(self, logits: BlockRows, selection: RowSelection, is_drawn: Bool[Array, " r"]) -> _DrawnRows:
         """Return a token of each selected row, whether its logits are finite, and the probability mass of its draw.
 
-        `logits` are those of the selected rows after their rules. Rows with `is_drawn` get a random token among those
+        `logits` are those of the r selected rows after their rules. Rows with `is_drawn` get a random token among those
         that truncation keeps. Greedy rows get the likeliest token; the token of the remaining rows, which are given
-        theirs, is not used. The mass is the logarithm of the probability of all kept tokens together, and 0 for rows
-        that do not ask for it.
+        theirs, is not used. The mass is the logarithm of the probability of all kept tokens together: log 0.9 if the
+        tokens left out have 0.1. It is 0 for rows that do not ask for it. If no row is drawn, a program with branches
+        skips truncation and draws.
         """
         params, likeliest = self.rows.at(selection), _first_maximum(logits, self.vocab_size)
         control_flow = self.settings.control_flow
-        asks_for_mass = (params.score & Score.MASS > 0) & is_drawn
+        asks_for_mass = (params.score & Score.MASS > 0) & is_drawn  # The column `score` holds bits of `Score`.
         no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
         def draw_all() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
@@ -266,6 +274,7 @@ class _Batch:
             weigh, kept = self._truncate(logits, params, is_drawn)
 
             def log_masses() -> Float[Array, " r"]:
+                """Return the logarithm of kept weights ÷ all weights of each row that asks for it, else 0."""
                 kept_shares = jnp.sum(kept.block_sums, axis=1) / jnp.sum(weigh(logits.values), axis=1)
                 return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
 
@@ -281,9 +290,10 @@ class _Batch:
         return _DrawnRows(token_ids, _is_finite(logits), masses)
 
     def score_tokens(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
-        """Return the logprob and rank of one token of each selected row, and the row's most likely tokens if wanted.
+        """Return the logprob and rank of one token of each of r selected rows, and the row's most likely tokens.
 
-        The setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
+        The latter are left out if the engine's `max_logprobs` is 0, and may be zeros if no row asks for them. The
+        setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
         truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
         A row with a forced token (`forced_token` is 1 + the token's id, or 0 for none) draws nothing, as its token is a
         prompt's or was given by the request. In both of the last two modes, its logits are divided by the temperature
@@ -314,7 +324,8 @@ class _Batch:
         """Return the function that turns logits of the selected rows into weights, and the tokens that are kept.
 
         A weight is exp((logit − row maximum) ÷ temperature), so that the largest of a row is 1; greedy rows have
-        temperature 1 and keep all tokens. The kept tokens' block sums are valid in rows with `is_drawn` only.
+        temperature 1 and keep all tokens. Kept tokens are those whose weight reaches the row's threshold. The sums of
+        their weights in each block are valid in rows with `is_drawn` only.
         """
         scale = _scale(logits, params)
 
@@ -326,7 +337,8 @@ class _Batch:
     def _processed(self, logits: BlockRows, selection: RowSelection) -> BlockRows:
         """Return (logit − row maximum) ÷ temperature of the selected rows, with −inf for tokens that truncation drops.
 
-        These are the logits of the distribution that tokens are drawn from. `logits` are those after the rules.
+        These are the logits of the distribution that tokens are drawn from, again in blocks. `logits` are those after
+        the rules. Greedy rows have temperature 1 and keep all tokens.
         """
         params = self.rows.at(selection)
         scale = _scale(logits, params)
@@ -353,7 +365,9 @@ def _first_maximum(logits: BlockRows, vocab_size: int) -> Int[Array, " r"]:
     """Return the lowest index of each row's maximum; the vocabulary's last index if the maximum is a NaN.
 
     The maxima of the blocks (of BLOCK tokens) tell the first block that holds the row's maximum, so that of each row
-    only this block is read. A NaN equals nothing: then both searches give their last index, which is limited to V − 1.
+    only this block is read. A NaN equals nothing: then both searches give their last index, which may be padding of the
+    last block and is limited to V − 1. With BLOCK = 128, a maximum first found at offset 2 of block 7 is token
+    7 × 128 + 2 = 898.
     """
     row_max = logits.row_max[:, None]
     block_ids = _first_true(logits.maxima[logits.selection] == row_max)
@@ -363,7 +377,7 @@ def _first_maximum(logits: BlockRows, vocab_size: int) -> Int[Array, " r"]:
 
 
 def _first_true(mask: Bool[Array, "R n"]) -> Int[Array, " R"]:
-    """Return the first true index of each row; the last index if there is none."""
+    """Return the first true index of each row; the last index, n − 1, if there is none."""
     last_index = mask.shape[1] - 1
     return jnp.min(jnp.where(mask, jnp.arange(last_index + 1, dtype=jnp.int32)[None], last_index), axis=1)
 
@@ -394,4 +408,5 @@ def uniforms(rows: SamplingRows, purpose: int, num_draws: int) -> Float[Array, "
 
     low, high = (lax.bitcast_convert_type(word, jnp.uint32) for word in (rows.seed_low, rows.seed_high))
     bits: UInt32[Array, "R num_draws"] = jax.vmap(row_bits)(low, high, rows.sample_index, rows.output_index)
+    # A float32 holds every integer of 24 bits, so that no number is rounded up to 1.
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -255,7 +255,7 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
         """Return how many most likely next tokens of one beam a step needs: `beam_width` + `num_end_ids`.
 
         `num_end_ids` tokens end a beam. Even if all of them are among the most likely tokens, `beam_width` tokens that
-        continue the beam are left.
+        continue the beam are left: with 4 beams and 2 tokens that end them, 6 are needed.
         """
         return self.beam_width + num_end_ids
 
@@ -264,7 +264,7 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
 
         Each step gives the logprobs of the `num_top_tokens` most likely next tokens of each beam. The search chooses
         among them on the host, so what the samples draw does not matter. Text is not decoded, and there are no outputs
-        before the end.
+        before the end. `max_tokens` and `ignore_eos` are those of the search; all other parameters have their defaults.
         """
         return SamplingParams(
             n=self.beam_width,

@@ -36,7 +36,7 @@ class KeptMinimum(NamedTuple):
     """Sum of the weights."""
 
     def is_met(self, count: Int[Array, " R"], mass: Float[Array, " R"]) -> Bool[Array, " R"]:
-        """Return whether `count` weights that sum up to `mass` are enough, by row."""
+        """Return, by row, whether `count` weights with the sum `mass` are enough: both minima are reached."""
         return (count >= self.min_count) & (mass >= self.min_mass)
 
 
@@ -54,21 +54,23 @@ class _Bounds(NamedTuple):
 
 
 def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minimum: KeptMinimum) -> Int[Array, " R"]:
-    """Return by bisection the highest threshold ≥ `low` of each limited row that keeps at least `minimum`.
+    """Return by bisection, for each limited row, a threshold ≥ `low` that keeps as few weights as `minimum` allows.
 
-    A threshold keeps the weights that reach it. Thresholds are the bits of float32 numbers, as int32; weights are in
-    [0, 1]. `low` must keep enough; if it does not, it is returned. The range is halved until at most one weight lies
-    between the bounds of every limited row: further passes would not change which weights are kept. The results for
-    rows that are not limited mean nothing. Without a limited row there is no pass at all.
+    A threshold keeps the weights that reach it. Thresholds are the bits of float32 numbers, as int32 [R]: as integers,
+    these are in the order of the numbers ≥ 0. Weights are in [0, 1]. `low` must keep enough of them; if it does not, it
+    is returned. The range of each limited row is halved until at most one weight lies in it: further passes would not
+    change which weights are kept. Then the result may be below that weight. With the weights 1, 0.5 and 0.2 and a
+    minimum count of 2 it lies above 0.2 and is at most 0.5. The results for rows that are not limited mean nothing.
+    Without a limited row there is no pass at all.
     """
 
     def is_open(bounds: _Bounds) -> Bool[Array, ""]:
-        """Return whether a limited row has more than one weight between its bounds, and a number to try there."""
+        """Return whether any limited row has more than one weight between its bounds, and a number to try there."""
         has_numbers_between = bounds.high - bounds.low > 1
         return jnp.any(minimum.is_limited & has_numbers_between & (bounds.num_low - bounds.num_high > 1))
 
     def halve(bounds: _Bounds) -> _Bounds:
-        """Return the upper half of each row's range if its middle keeps enough weights, else the lower half."""
+        """Return the upper half of each row's range [low, high) if its middle keeps enough weights, else the lower."""
         middle = bounds.low + (bounds.high - bounds.low) // 2
         count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(middle, jnp.float32))
         is_enough = minimum.is_met(count, mass)
@@ -76,7 +78,7 @@ def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minim
         lowered = bounds._replace(high=middle, num_high=count)
         return jax.tree.map(partial(jnp.where, is_enough), raised, lowered)
 
-    # No weight is above 1. The number of weights that reach `low` is not known yet: all of them is an upper bound.
+    # No weight is above 1, so the next number keeps none. How many reach `low` is not known yet: at most all of them.
     high, num_low = jnp.full_like(low, BITS_OF_ONE + 1), jnp.full_like(low, weights.shape[1])
     return lax.while_loop(is_open, halve, _Bounds(low, high, num_low, jnp.zeros_like(low))).low
 
@@ -84,17 +86,18 @@ def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minim
 def section_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minimum: KeptMinimum) -> Int[Array, " R"]:
     """Return the highest threshold ≥ `low` of each limited row that keeps at least `minimum`, in NUM_CUTS passes.
 
-    Thresholds are the bits of float32 numbers, as int32; weights are in [0, 1], and `low` must keep enough of them.
-    This is a section search: each pass cuts the range of bits [low, high) into NUM_PARTS parts, tries a threshold at
-    each inner edge, and continues in the part that holds the answer. The last range holds one number. The results for
-    rows that are not limited mean nothing.
+    A threshold keeps the weights that reach it. Thresholds are the bits of float32 numbers, as int32 [R]; weights are
+    in [0, 1], and `low` must keep enough of them; if it does not, it is returned. This is a section search: each pass
+    cuts a row's range of bits [low, high) into NUM_PARTS = 8 parts, tries a threshold at each of the 7 inner edges, and
+    continues in the part that holds the answer. There are fewer than 8¹⁰ thresholds, so that 10 passes leave one number
+    in the range. The results for rows that are not limited mean nothing.
     """
     num_edges = NUM_PARTS - 1
 
     def cut(_: Array, bounds: tuple[Int[Array, " R"], Int[Array, " R"]]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
         """Return the part of each row's range (low, high) that begins at the last edge that keeps enough weights."""
         low, high = bounds
-        part_size = (high - low + NUM_PARTS - 1) // NUM_PARTS
+        part_size = (high - low + NUM_PARTS - 1) // NUM_PARTS  # Rounded up, so edges of a short range may reach `high`.
         edges = low[:, None] + part_size[:, None] * jnp.arange(1, num_edges + 1)[None]
         counts, masses = kept_counts_and_masses(weights, lax.bitcast_convert_type(edges, jnp.float32))
         is_enough = (
@@ -125,7 +128,8 @@ def kept_count_and_mass(
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
     """Return how many weights along the last axis reach the threshold of their row, and the sum of these weights.
 
-    Both come from one reduction, because two separate reductions take a CPU ten times as long.
+    Both come from one reduction, because two separate reductions take a CPU ten times as long. Padding weights of 0
+    reach a threshold of 0, so they count there.
     """
     is_kept = weights >= threshold[..., None]
     operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
@@ -144,9 +148,10 @@ def kept_counts_and_masses(
 ) -> tuple[Int[Array, "R n"], Float[Array, "R n"]]:
     """Return, for each of a row's n thresholds, how many weights reach it and the sum of these weights.
 
-    Thresholds must be above 0, and V a multiple of BLOCK (rows are padded with weights of 0). One reduction along each
-    block gives the n counts and the n sums of that block, and a second one adds up the blocks: a single running sum
-    over a vocabulary would be off by 1e-5.
+    Rows are padded with weights of 0 to a multiple of BLOCK; thresholds must be above 0, so that padding does not
+    count. One reduction along each block gives the n counts and the n sums of that block, and a second one adds up the
+    blocks: a single running sum over a vocabulary would be off by 1e-5. With the weights 1, 0.5 and 0.2, the thresholds
+    0.2 and 0.4 have the counts 3 and 2 and the sums 1.7 and 1.5.
     """
     num_rows, num_thresholds = thresholds.shape
     blocks_RbB = weights.reshape(num_rows, -1, BLOCK)

@@ -52,11 +52,12 @@ class TokenScores:
         logprobs = np.asarray(self.all_logprobs[row])
         if 0 <= num_tops < len(logprobs):
             # A vocabulary is long: only the tokens that reach the logprob of the last one wanted are sorted. All that
-            # tie with that one are among them, so that the lower ids win. For 0 tokens nothing reaches infinity.
+            # tie with that one are among them, so that the lower ids win. For 0 tokens, no logprob reaches infinity.
             lowest_logprob = np.partition(logprobs, -num_tops)[-num_tops] if num_tops else np.inf
             ids = np.flatnonzero(logprobs >= lowest_logprob)
         else:
             ids = np.arange(len(logprobs))
+        # A stable sort keeps the lower of two ids with equal logprobs first.
         ids = ids[np.argsort(-logprobs[ids], kind="stable")][: num_tops if num_tops >= 0 else None]
         return ids, logprobs[ids]
 
@@ -74,10 +75,12 @@ def token_scores(
     """Return the logprob and rank of one token of each selected row, by the log-softmax of logits ÷ temperature.
 
     `token_ids` are these tokens, one for each of r rows. Ranks count from 1. `max_logprobs` is how many most likely
-    tokens are returned beside it: 0 for none, −1 for the logprobs of the whole vocabulary. If `wants_tops` is false, no
-    row asks for the most likely tokens, and zeros may be returned for them. The row maximum is subtracted from logits
-    first, before the logarithm of the total: in the other order, the rounding of large logits would show in the result.
+    tokens are returned beside it, [r, k] with k = min(max_logprobs, vocab_size): 0 for none, and −1 for the logprobs of
+    the whole vocabulary, [r, V], instead. If `wants_tops` is false, no row asks for the most likely tokens, and zeros
+    may be returned for them. The row maximum is subtracted from logits first, before the logarithm of the total: in the
+    other order, the rounding of large logits would show in the result.
     """
+    # Of each row only the block that holds the token is read, [r, 1, B].
     block_ids = token_ids[:, None] // BLOCK
     token_logit = jnp.take_along_axis(logits.take_blocks(block_ids)[:, 0], token_ids[:, None] % BLOCK, axis=1)
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
@@ -113,10 +116,11 @@ def _ranks_and_log_totals(
 ) -> tuple[Int[Array, " r"], Float[Array, "r 1"]]:
     """Return the rank of each row's token and the logarithm of the row's total, the softmax's denominator.
 
-    The rank is 1 + the number of larger logits. The total is Σ exp((logit − row_max) × scale) over the vocabulary;
-    `scale` is 1 ÷ temperature. One reduction along the blocks gives both results of each block, since a separate one
-    for ranks would take a CPU longer than the exponentials. A second one adds up the blocks: a single running sum over
-    a vocabulary would be off by 1e-6.
+    `blocks` are the logits of r rows, cut into b blocks of B; −inf fills up the last one, and adds 0 to both results.
+    The rank is 1 + the number of larger logits, so tokens that tie have the same rank. The total is
+    Σ exp((logit − row_max) × scale) over the vocabulary; `scale` is 1 ÷ temperature. One reduction along the blocks
+    gives both results of each block, since a separate one for ranks would take a CPU longer than the exponentials. A
+    second one adds up the blocks: a single running sum over a vocabulary would be off by 1e-6.
     """
     is_larger = (blocks > token_logit[:, :, None]).astype(jnp.int32)
     num_larger, totals = sum_pairs(is_larger, jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]), axis=2)

@@ -65,7 +65,7 @@ class BlockRows(NamedTuple):
         return jnp.max(self.maxima[self.selection], axis=1)
 
     def take_blocks(self, block_ids: Int[Array, "r t"]) -> Float[Array, "r t B"]:
-        """Return the blocks with these indices of each selected row."""
+        """Return the blocks with these indices of each selected row; no other blocks are read."""
         row_ids = jnp.arange(self.blocks.shape[0], dtype=jnp.int32)[self.selection]
         return self.blocks.at[row_ids[:, None], block_ids].get(mode="promise_in_bounds")
 
@@ -73,7 +73,8 @@ class BlockRows(NamedTuple):
         """Return the t = min(num_blocks, b) blocks with the largest maxima of each selected row.
 
         They are in the order in which they stand in the row. If the row has no more blocks than `num_blocks`, they are
-        all of its blocks, and the largest number outside of them is −inf. Of equal maxima the first ones are taken.
+        all of its blocks, and the largest number outside of them is −inf. Of equal maxima the first ones are taken. For
+        the maxima 3, 9, 5 and 7 and two blocks, these are the blocks 1 and 3, and the largest number outside is 5.
         """
         maxima_rb = self.maxima[self.selection]
         num_rows, blocks_per_row = maxima_rb.shape
@@ -89,7 +90,7 @@ class BlockRows(NamedTuple):
         """Return the k largest numbers of each selected row, the largest first, and their indices in the row.
 
         Of equal numbers the one with the lower index comes first. Only the k blocks with the largest maxima are
-        searched, which hold the k largest numbers.
+        searched: each of the k largest numbers lies in one of them. k is at most the numbers of a row.
         """
         top = self.top_blocks(k)
         values, value_indices = _top_k(top.values, k)
@@ -113,8 +114,11 @@ def in_blocks(values_RV: Float[Array, "R V"]) -> Float[Array, "R b B"]:
 
 
 def block_rows(values_RV: Float[Array, "R V"]) -> BlockRows:
-    """Cut rows into blocks, and find the blocks' maxima and NaNs in one reduction."""
-    blocks = in_blocks(values_RV)
+    """Return the rows cut into blocks, with each block's maximum and whether it holds a NaN.
+
+    Both come from one reduction along the blocks. −inf fills up the last block of a row.
+    """
+    blocks = in_blocks(values_RV)  # Only a NaN differs from itself.
     operands, initial_values = (blocks, blocks != blocks), (jnp.float32(-jnp.inf), jnp.bool_(False))
     maxima, has_nan = lax.reduce(operands, initial_values, lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]), (2,))
     return BlockRows(blocks, maxima, has_nan)

@@ -62,13 +62,18 @@ def truncate(
     already, and top-p to the highest threshold that still keeps the share `top_p` of the remaining weights. Tokens that
     tie with the last one kept are kept. If no row has a top-k or top-p, no search is needed. The block sums of rows
     without `is_drawn` may be wrong.
+
+    Example with the weights 1, 0.5, 0.3 and 0.1: min-p 0.2 leaves three of them, and top-k 2 leaves 1 and 0.5. Top-p
+    0.6 needs 0.6 × 1.5 = 0.9 of these, so that only the first token is kept; with top-p 0.7 both are.
     """
     has_top_k = _has_top_k(logits, limits.top_k)
     has_top_p = limits.top_p < 1.0
     no_mass = jnp.zeros_like(limits.min_p)
 
     def limited() -> KeptTokens:
+        """Return what is kept of all rows after top-k and then top-p have raised the threshold of min-p."""
         search = _threshold_search(logits, weigh, control_flow)
+        # Top-k asks for a number of tokens and top-p for a sum of weights: the other minimum is 0 each time.
         threshold = search.raise_threshold(limits.min_p, KeptMinimum(has_top_k, limits.top_k, no_mass))
         mass = search.kept_mass(threshold, has_top_p)
         min_share = KeptMinimum(has_top_p, jnp.zeros_like(limits.top_k), limits.top_p * mass)
@@ -76,6 +81,7 @@ def truncate(
         return KeptTokens(threshold, search.block_sums(threshold, is_drawn))
 
     def unlimited() -> KeptTokens:
+        """Return what is kept of all rows by min-p alone."""
         return KeptTokens(limits.min_p, block_masses(weigh(logits.values), limits.min_p))
 
     return control_flow.compute_if(jnp.any(has_top_k | has_top_p), limited, unlimited)
@@ -99,12 +105,15 @@ def is_in_top_k(
 
 
 def _has_top_k(rows: BlockRows, top_k: Int[Array, " r"]) -> Bool[Array, " r"]:
-    """Return which rows have a top k that may leave tokens out."""
+    """Return which rows have a top-k that may leave tokens out; 0, or the padded vocabulary's size, leaves out none."""
     return (top_k > 0) & (top_k < rows.maxima.shape[1] * BLOCK)
 
 
 def _threshold_search(logits: BlockRows, weigh: RowFunction, control_flow: ControlFlow) -> _WholeRowSearch:
-    """Return a search that reads likely blocks first, where rows have more blocks than these."""
+    """Return a search that reads NUM_LIKELY_BLOCKS blocks of each row first, or whole rows if they have no more blocks.
+
+    It also reads whole rows if `control_flow` has no branches, since it would read both then.
+    """
     if control_flow.searches_likely_blocks and logits.maxima.shape[1] > NUM_LIKELY_BLOCKS:
         return _LikelyFirstSearch(logits, weigh, control_flow)
     return _WholeRowSearch(logits, weigh, control_flow)
@@ -117,10 +126,11 @@ class _WholeRowSearch:
         self.logits, self.weigh, self.control_flow = logits, weigh, control_flow
 
     def raise_threshold(self, threshold: Float[Array, " r"], minimum: KeptMinimum) -> Float[Array, " r"]:
-        """Return each row's highest threshold, at least the given one, whose tokens still amount to `minimum`.
+        """Return each row's threshold, raised as far as the tokens that reach it still amount to `minimum`.
 
-        A threshold's tokens are those whose weight reaches it. Rows that are not limited get their given threshold
-        back, as does a row whose given threshold has too few tokens already.
+        Thresholds are weights ≥ 0. The result keeps the same tokens as the highest threshold that keeps enough; it may
+        be lower where no token's weight lies between the two. Rows that are not limited (`minimum.is_limited`) get
+        their given threshold back, as does a row whose given threshold keeps too few tokens already.
         """
         raised_bits = self._raise_bits(lax.bitcast_convert_type(threshold, jnp.int32), minimum)
         return jnp.where(minimum.is_limited, lax.bitcast_convert_type(raised_bits, jnp.float32), threshold)
@@ -134,7 +144,7 @@ class _WholeRowSearch:
         return block_masses(self._weights(), threshold)
 
     def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
-        """Return `raise_threshold` for bits of thresholds; those of rows that are not limited mean nothing."""
+        """Return what `raise_threshold` does, as float32 bits; it means nothing for rows that are not limited."""
         return self.control_flow.highest_thresholds(self._weights(), threshold_bits, minimum)
 
     def _weights(self) -> Float[Array, "r bB"]:
@@ -152,7 +162,8 @@ class _LikelyFirstSearch(_WholeRowSearch):
     def __init__(self, logits: BlockRows, weigh: RowFunction, control_flow: ControlFlow) -> None:
         """Weigh the tokens of each row's likely blocks, and find the lowest weight that no token elsewhere reaches.
 
-        `logits` must have more than NUM_LIKELY_BLOCKS blocks per row.
+        The likely blocks of a row are the t = NUM_LIKELY_BLOCKS blocks of B tokens with the largest maxima; `logits`
+        must have more blocks per row. `weigh` turns logits [r, n] into weights in [0, 1] that ascend with the logits.
         """
         super().__init__(logits, weigh, control_flow)
         top = logits.top_blocks(NUM_LIKELY_BLOCKS)
@@ -165,20 +176,26 @@ class _LikelyFirstSearch(_WholeRowSearch):
         self.likely_block_ids = top.block_ids
 
     def _raise_bits(self, threshold_bits: Int[Array, " r"], minimum: KeptMinimum) -> Int[Array, " r"]:
-        """Return each row's highest threshold, at least the given one, whose tokens still amount to `minimum`.
+        """Return each row's threshold, raised as far as the tokens whose weight reaches it still amount to `minimum`.
 
         Thresholds are weights ≥ 0, given and returned as their float32 bits, int32 [r]: as integers, these are in the
-        order of the numbers. A threshold keeps the tokens whose weight reaches it. A row whose given threshold keeps
-        too few already gets it back. The result means nothing for rows that are not limited (`minimum.is_limited`).
+        order of the numbers. A row whose given threshold keeps too few tokens already gets it back. The result means
+        nothing for rows that are not limited (`minimum.is_limited`).
 
         A row's likely blocks are the NUM_LIKELY_BLOCKS blocks of tokens with its largest weights. They hold every token
         whose weight reaches `complete_from` (bits [r]). If these tokens amount to `minimum`, the answer is at least
         `complete_from`, and only the likely blocks are searched. Otherwise the whole row is searched.
+
+        Example: two likely blocks hold the weights (1, 0.05) and (0.5, 0.2), and the largest weight elsewhere is 0.1.
+        So `complete_from` is the next number above 0.1, which three tokens reach. That suffices for top-k 2, whose
+        search ends at a threshold that keeps 1 and 0.5. For top-k 4 the whole row is searched, and 0.1 is kept too.
         """
-        search, (is_limited, *_) = self.control_flow.highest_thresholds, minimum
+        search, is_limited = self.control_flow.highest_thresholds, minimum.is_limited
         complete_from = lax.bitcast_convert_type(self.complete_from, jnp.float32)
+        # Whether the tokens that reach `complete_from` are enough, by row.
         suffices = minimum.is_met(*kept_count_and_mass(self.likely_weights, complete_from))
         low = jnp.maximum(threshold_bits, self.complete_from)
+        # Only rows that are limited are searched: here those whose likely blocks suffice, and below the others.
         likely_minimum = minimum._replace(is_limited=is_limited & suffices)
         raised_bits = search(self.likely_weights, low, likely_minimum)
 
@@ -189,7 +206,8 @@ class _LikelyFirstSearch(_WholeRowSearch):
 
     def kept_mass(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, " r"]:
         """Return the sum of each row's weights that reach its threshold, from likely blocks alone if they hold them."""
-        suffices, likely_mass = self._are_all_likely(threshold), kept_mass(self.likely_weights, threshold)
+        suffices = self._are_all_likely(threshold)
+        likely_mass = kept_mass(self.likely_weights, threshold)
         from_whole_rows = partial(kept_mass, threshold=threshold)
         return self._where_likely_suffice(suffices, is_needed, likely_mass, from_whole_rows)
 
@@ -198,14 +216,16 @@ class _LikelyFirstSearch(_WholeRowSearch):
 
         If all of these weights lie in the row's t likely blocks, the sums of these [r, t] are scattered to the blocks'
         indices in the row, and the other blocks have the sum 0. Else the whole row is summed. The result means nothing
-        for rows without `is_needed`.
+        for rows without `is_needed`. For example, the sums 0.7 and 1.5 of the likely blocks 1 and 3 of a row with b = 5
+        blocks become [0, 0.7, 0, 1.5, 0].
         """
         block_ids, num_blocks = self.likely_block_ids, self.logits.maxima.shape[1]
         zeros_rb = jnp.zeros((len(block_ids), num_blocks), jnp.float32)
         likely_blocks = zeros_rb.at[jnp.arange(len(block_ids))[:, None], block_ids]
         likely_sums = block_masses(self.likely_weights, threshold)
         from_likely_blocks = likely_blocks.set(likely_sums, mode="promise_in_bounds", unique_indices=True)
-        suffices, from_whole_rows = self._are_all_likely(threshold)[:, None], partial(block_masses, threshold=threshold)
+        suffices = self._are_all_likely(threshold)[:, None]
+        from_whole_rows = partial(block_masses, threshold=threshold)
         return self._where_likely_suffice(suffices, is_needed[:, None], from_likely_blocks, from_whole_rows)
 
     def _are_all_likely(self, threshold: Float[Array, " r"]) -> Bool[Array, " r"]:
@@ -221,8 +241,9 @@ class _LikelyFirstSearch(_WholeRowSearch):
     ) -> Array:
         """Return `from_likely_blocks` for rows with `suffices`, and for others `from_whole_rows` of all their weights.
 
-        Whole rows are read only if a row with `is_needed` does not suffice; otherwise the result of rows that do not
-        suffice is `from_likely_blocks` too, and means nothing.
+        `suffices` says for which rows the likely blocks hold all that the result depends on. When the program runs,
+        whole rows are read only if a row with `is_needed` lacks `suffices`. Otherwise all rows get
+        `from_likely_blocks`, which means nothing in rows without `suffices`.
         """
 
         def mixed() -> Array:

@@ -44,10 +44,10 @@ class CompilePlan:
     ):
         """Take the programs, and listen to JAX's compilations; nothing is compiled before `start`, `defer` or `get`.
 
-        `programs`: key → the function that lowers the program. `num_compilers` programs are compiled at the same time.
-        `occasional` are further programs that no step runs, such as those that replace weights: each is compiled when
-        `get` first asks for it. `on_compiled` is called with each key and its executable, on the thread that compiled
-        it; if it raises, `get` raises its error.
+        `programs` are all programs that steps run: key → the function that lowers the program. `num_compilers` of them
+        are compiled at the same time. `occasional` are further programs that no step runs, such as those that replace
+        weights: each is compiled when `get` first asks for it. `on_compiled` is called with each key and its
+        executable, on the thread that compiled it; if it raises, `get` raises its error.
         """
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
@@ -71,7 +71,7 @@ class CompilePlan:
         on_event = weakref.WeakMethod(self._on_event)
 
         def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-            """Pass an event of JAX to the plan, while it lives."""
+            """Pass the name of a JAX event to the plan as long as the plan exists; its duration is not used."""
             if (count_event := on_event()) is not None:
                 count_event(event)
 
@@ -82,7 +82,10 @@ class CompilePlan:
 
     @property
     def num_compiled(self) -> int:
-        """Return the number of executables for steps that are ready."""
+        """Return the number of executables for steps that are ready.
+
+        Programs whose compilation failed do not count, nor do occasional programs, which no step runs.
+        """
         with self._lock:
             done = [future for key, future in self._futures.items() if future.done() and key in self.programs]
             return sum(future.exception() is None for future in done)
@@ -97,8 +100,9 @@ class CompilePlan:
         """Start compiling these keys in the background, in this order, and return at once.
 
         Keys that were started before are left out. `progress(num_done, total)` is called once with `num_done` 0, and
-        then after each new key has ended, also if it failed. Raises KeyError for a key outside the plan, because the
-        set of shapes is fixed; no key is started then.
+        then after each new key has ended, also if it failed or if `get` took it out of the queue. The later calls come
+        from any thread; without a new key there is no call. Raises KeyError for a key outside the plan, because the set
+        of shapes is fixed; no key is started then.
         """
         with self._lock:
             # Equal keys among `keys` count once; their order stays.
@@ -116,7 +120,7 @@ class CompilePlan:
     def defer(self, keys: Iterable[Key]) -> None:
         """Compile these keys in the background once `start_deferred` is called, or after DEFERRED_START_S seconds.
 
-        They replace keys that were deferred before and are not started yet.
+        They replace keys that were deferred before and are not started yet. Without keys no timer is started.
         """
         with self._lock:
             self._deferred = list(keys)
@@ -126,7 +130,7 @@ class CompilePlan:
                 self._timer.start()
 
     def start_deferred(self) -> None:
-        """Start compiling the deferred keys. Further calls do nothing."""
+        """Start compiling the deferred keys, unless the plan is closed. Further calls do nothing."""
         with self._lock:
             keys, self._deferred = self._deferred, []
             if keys and not self._is_closed:
@@ -135,15 +139,16 @@ class CompilePlan:
     def get(self, key: Key) -> jax.stages.Compiled:
         """Return the executable of `key`; if it is not ready, compile it at once and wait for it.
 
-        A key that still waits in the queue goes to a thread for urgent keys, past all others; the time waited is added
-        to `waited_s`. Raises what the compilation raised, and KeyError for a key outside the plan.
+        A key that no thread has begun to compile is taken out of the queue and goes to the thread for urgent keys, past
+        all others. One that is being compiled is waited for. The seconds waited are added to `waited_s`. Raises what
+        the compilation raised, and KeyError for a key outside the plan.
         """
         with self._lock:
             future = self._futures.get(key)
         if future is None or not future.done():
             wait_start_s = time.monotonic()
             with self._lock:
-                self.start([key])
+                self.start([key])  # Nothing if the key was started before; else it is queued, and cancelled below.
                 # `cancel` succeeds only while the key still waits in the queue.
                 if self._futures[key].cancel():
                     self._futures[key] = self._urgent.submit(self._compile, key)
@@ -155,8 +160,8 @@ class CompilePlan:
     def wait(self) -> None:
         """Wait until every key that was started is compiled; raise the error of the first one that failed, in order.
 
-        Keys that were deferred and are not started yet are not waited for. Must not be called while another thread may
-        be in `get`, which cancels futures and replaces them.
+        Keys that were deferred and are not started yet are not waited for. This must not be called while another thread
+        may be in `get`, which cancels futures and replaces them: waiting for a cancelled one would raise.
         """
         with self._lock:
             futures = list(self._futures.values())
@@ -165,7 +170,10 @@ class CompilePlan:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Count compilations on the calling thread while this context lasts: a step must cause none."""
+        """Return a context in which compilations on the calling thread are counted in `num_outside`.
+
+        Each step runs in one: a step must cause no compilation. The plan's own compilations run on other threads.
+        """
         self._serving.add(threading.get_ident())
         try:
             yield
@@ -205,7 +213,8 @@ class CompilePlan:
         """
         try:
             with without_x64():
-                compiled = (self.programs.get(key) or self._extra_programs[key])().compile()
+                lower = self.programs.get(key) or self._extra_programs[key]
+                compiled = lower().compile()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
             return compiled
@@ -215,6 +224,7 @@ class CompilePlan:
             raise
 
     def _on_event(self, event: str) -> None:
+        """Raise `num_outside` by one if JAX has just compiled a program on a thread that is executing a step."""
         # The plan compiles on its own threads, and other code in this process on others: neither is a step.
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1
@@ -230,6 +240,7 @@ def without_x64() -> AbstractContextManager[None]:
 
 
 def _unregister(listen: Callable[..., None]) -> None:
+    """Remove a listener from `jax.monitoring`, if it is there."""
     # Another library may have removed all of JAX's listeners, as Tunix does.
     with suppress(AssertionError):
         jax.monitoring.unregister_event_duration_listener(listen)

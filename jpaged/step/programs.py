@@ -33,7 +33,7 @@ from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_p
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, new_rules, rule_shapes, set_rules
 from ..sampling.sample_columns import SAMPLE_FIELDS
-from ..sampling.sampler import PLAIN, SampleSettings
+from ..sampling.sampler import PLAIN, SampledRows, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
@@ -58,14 +58,16 @@ Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """The function of a program, and the abstract shapes of its arguments."""
+DecodeState = tuple[DeviceState, LogitRulesState | None]
+"""The state that a decode program changes; the rules are None in modes that read none."""
 
 
 def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
     """Return the key of the forward program for a step of this many tokens: ("forward", T) or ("forward_decodes", T).
 
     T is the token bucket, the padded number of tokens. `decodes_only` says that each row of the step has one token. For
-    such steps, some token buckets have the program "forward_decodes". A bucket that has only this program runs it even
-    if `decodes_only` is false.
+    such steps, some token buckets have the program "forward_decodes". A bucket that has only this program gives its key
+    even if `decodes_only` is false, since all steps of such a bucket are made of rows of one token.
     """
     bucket = buckets.tokens_for(num_tokens)
     has_decode_program = buckets.has_decodes_apart(bucket)
@@ -129,7 +131,7 @@ class Programs:
         """Shapes of the weights with their placement."""
         self._builder, self._buckets = builder, builder.buckets
         self._num_slots, buckets = builder.tables.shape[1], builder.buckets
-        # Programs for a single device are written without a mesh.
+        # Programs for a single device are written without a mesh: they need no gather of logits.
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
         self._compiler_options = compiler_options(mesh)
@@ -138,6 +140,7 @@ class Programs:
             cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
             page_tables=self._shape(builder.tables.shape, jnp.int32),
             last_tokens=self._shape((self._num_slots,), jnp.int32),
+            # Room for the hidden states of the largest step.
             hidden=self._shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
         )
         """Shapes of the device state with their placement."""
@@ -148,6 +151,7 @@ class Programs:
             SET_RULES_KEY: self._lower_set_rules,
             **move_programs(cache.layout, mesh, num_host_blocks=options.num_host_blocks),
         }
+        # (token bucket, whether every row has one token) of each forward program.
         layout_keys = *product(buckets.forward_tokens, (False,)), *product(buckets.forward_decode_tokens, (True,))
         for layout in (builder.layouts[key] for key in layout_keys):
             self.lower[layout_key(layout)] = partial(self._lower_forward, layout)
@@ -165,9 +169,9 @@ class Programs:
     def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
         """Lower the forward program for steps of one layout: (weights, device state, step's buffer) → (state, columns).
 
-        It runs the model on the step's tokens; the columns are the SAMPLE_FIELDS of the rows to sample. The device
-        state is donated. Weights are a flat tuple of arrays, as calls with a tree of modules are slower. The function's
-        name is the program's name in profiles.
+        It runs the model on the step's tokens, and returns the new device state and the SAMPLE_FIELDS of the S rows to
+        sample, int32 [fields, S]. The weights are a flat tuple of arrays, as calls with a tree of modules are slower.
+        The device state, argument 1, is donated. The function's name is the program's name in profiles.
         """
         leaves, tree = jax.tree.flatten(self.weights.state)
 
@@ -182,12 +186,13 @@ class Programs:
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         """Yield (name, function, abstract arguments) of one sample program, and of one decode program if there is any.
 
-        They let a caller check by tracing alone what a model computes after a forward step. One size is enough.
+        They let a caller check by tracing alone what a model computes after a forward step. One size and one mode are
+        enough for that: of samplers the smallest one, and of decode programs the first one in `lower`.
         """
         mode = self._buckets.modes[0]
         yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
         decode_keys = (key for key in self.lower if isinstance(key, tuple) and key[0] == "decode")
-        for _, size, mode in islice(decode_keys, 1):
+        for _, size, mode in islice(decode_keys, 1):  # Keys are ("decode", T, mode).
             yield "decode", *self._decode_program(self._builder.layouts[size, True], mode)
 
     def _decode_program(self, layout: StepLayout, mode: SampleMode) -> Program:
@@ -202,7 +207,7 @@ class Programs:
         leaves, tree = jax.tree.flatten(self.weights.state)
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
 
-        def run(leaves: Leaves, state: tuple[DeviceState, LogitRulesState | None], packed: jax.Array) -> Any:
+        def run(leaves: Leaves, state: DecodeState, packed: jax.Array) -> tuple[DecodeState, SampledRows]:
             weights, (device_state, rules) = jax.tree.unflatten(tree, leaves), state
             return decode(self.weights.graph, weights, device_state, rules, packed, layout, sampling)
 
@@ -211,7 +216,7 @@ class Programs:
         return run, (tuple(leaves), state, packed)
 
     def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
-        """Lower the decode program of one mode for steps of one layout."""
+        """Lower the decode program of one mode for steps of one layout; its argument 1, the state, is donated."""
         run, arguments = self._decode_program(layout, mode)
         options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._compiler_options
         return jax.jit(run, donate_argnums=1, compiler_options=options).lower(*arguments)
@@ -225,13 +230,15 @@ class Programs:
 
         The function has four arguments: the weights that logits need, as a flat tuple of arrays; the sampling state,
         which is the last token of each state slot and the logit rules (None if the mode reads none); the hidden states
-        of the last forward program; and SAMPLE_FIELDS columns. All sample programs take columns of one width, that of
-        the largest bucket, as forward programs return them; this one reads the first `num_rows`. The result is that of
-        `sample_rows`: the new sampling state, and a sampled token of each row.
+        of the last forward program, [T, D]; and SAMPLE_FIELDS columns, int32 [fields, S]. S is the largest sample
+        bucket in all sample programs, as forward programs return these columns; this one reads the first `num_rows`.
+        The result is that of `sample_rows`: the new sampling state, and a sampled token of each row.
         """
         leaves, unflatten = self.weights.split_logits()
 
-        def run(leaves: Leaves, state: SamplingState, hidden: jax.Array, columns: jax.Array) -> Any:
+        def run(
+            leaves: Leaves, state: SamplingState, hidden: jax.Array, columns: jax.Array
+        ) -> tuple[SamplingState, SampledRows]:
             weights, settings = unflatten(leaves), self._options.settings
             columns = columns[:, :num_rows]
             return sample_rows(self.weights.graph, weights, state, hidden, columns, mode, settings, self._mesh)
@@ -242,7 +249,7 @@ class Programs:
         return run, (tuple(leaves), state, self.state.hidden, columns)
 
     def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
-        """Lower the sampler of this many rows."""
+        """Lower the sample program of one mode for this many rows; its argument 1, the sampling state, is donated."""
         run, arguments = self._sample_program(num_rows, mode)
         return jax.jit(run, donate_argnums=1).lower(*arguments)
 
@@ -252,7 +259,10 @@ class Programs:
         return jax.jit(update_tables, donate_argnums=0).lower(self.state.page_tables, changes)
 
     def _lower_allocate(self) -> jax.stages.Lowered:
-        """Lower the program that makes a new device state, and logit rules that change nothing; it has no arguments."""
+        """Lower the program that makes a new device state, and logit rules that change nothing; it has no arguments.
+
+        Each array is made where its abstract shape says, for example as equal parts on the devices of a mesh.
+        """
         placement = jax.tree.map(lambda leaf: leaf.sharding, (self.state, self._rules))
         rules = partial(new_rules, self._builder.rules_spec, self._num_slots)
         return jax.jit(lambda: (new_state(self.state), rules()), out_shardings=placement).lower()
@@ -266,17 +276,19 @@ class Programs:
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
     """Return the functions that lower the programs which move pages of a cache: copy, swap-out and swap-in, by key.
 
-    If `num_host_blocks` is 0 there is only the copy. Each program moves MAX_MOVES pages, padding included. A swap-out
-    returns the pages as arrays of their own, which a swap-in takes. Copy and swap-in change the cache: they take its
-    arrays as donated arguments and return them.
+    If `num_host_blocks`, the pages of the host pool, is 0, there is only the copy. Each program moves MAX_MOVES pages,
+    padding included; their numbers are int32 lists. A swap-out returns the pages as arrays of their own, which a
+    swap-in takes. Copy and swap-in change the cache: they take its arrays as donated arguments and return them. A
+    swap-in also returns a scalar, whose only use is to wait for the program.
     """
     cache = cache_arrays(layout, mesh)
     page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))
     cache_shardings = tuple(array.sharding for array in cache)
-    # A page taken out of the cache has one such array for each of the cache's arrays, over all layers.
+    # A page outside of the cache is a tuple of arrays [L, …], its entries of all L layers in each array of the cache.
     page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in cache)
 
     def lower(function: Callable[..., Any], arguments: tuple[Any, ...], shardings: Any, **options: Any) -> Lower:
+        """Return a function that lowers one program for these abstract arguments; `shardings` are its results'."""
         jitted = jax.jit(
             partial(function, layout=layout),
             out_shardings=shardings,
@@ -291,7 +303,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     if num_host_blocks:
         programs[SWAP_OUT_KEY] = lower(take_pages, (cache, page_list), (cache_shardings,) * MAX_MOVES)
         swap_in_arguments = cache, (page,) * MAX_MOVES, page_list
-        swap_in_shardings = cache_shardings, page_list.sharding
+        swap_in_shardings = cache_shardings, page_list.sharding  # The scalar lies whole on each device, as lists do.
         programs[SWAP_IN_KEY] = lower(put_pages, swap_in_arguments, swap_in_shardings, donate_argnums=0)
     return programs
 

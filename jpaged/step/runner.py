@@ -57,15 +57,18 @@ class StepOutputs:
             array.copy_to_host_async()
 
     def read(self) -> SampledRows | None:
-        """Wait for the step and return its sampled rows as numpy, [R], or [K, R] if a decode program computed K tokens.
+        """Wait for the step and return its sampled rows as numpy; None if no row was sampled.
 
-        None if no row was sampled.
+        Their arrays are [R], or [K, R] if a decode program computed K tokens of each row. R includes padding rows.
         """
         return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
 
     def read_scores(self) -> SampledRows | None:
-        """Wait for the step and return the scores of prompt tokens as numpy, by row; None if it has scored none."""
-        if len(self.scored) < 2:
+        """Wait for the step and return the scores of prompt tokens as numpy, by row; None if it has scored none.
+
+        The rows of all sampler calls are joined in order. Padding rows stand at the end.
+        """
+        if len(self.scored) < 2:  # With one object there is nothing to join, and it is not copied.
             return jax.tree.map(np.asarray, self.scored[0]) if self.scored else None
         return jax.tree.map(lambda *pieces: np.concatenate(pieces), *self.scored)
 
@@ -74,9 +77,10 @@ class Runner:
     """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
     def __init__(self, *, weights: Weights, compile_plan: CompilePlan, buckets: Buckets, mesh: Mesh):
-        """Take weights that are on their devices, and allocate the device state; wait for that program's compilation.
+        """Take weights that are on their devices, and allocate the device state and logit rules.
 
-        `compile_plan` holds the executables, `buckets` the padded sizes and modes that they are compiled for.
+        This waits until the program that allocates them is compiled. `compile_plan` holds the executables, `buckets`
+        the padded sizes and modes that they are compiled for.
         """
         self.store = WeightStore(weights)
         self.state: DeviceState
@@ -90,8 +94,9 @@ class Runner:
         self.page_bytes = cache.layout.page_bytes
         """Bytes of one page in all layers together."""
         self.swap_bytes = 0
-        """Bytes moved to and from the host so far."""
+        """Bytes moved to and from the host so far, by page moves of steps."""
         self._replicated = replicated(mesh) if mesh.size > 1 else None
+        # Where each array of a page lies on the device and on the host: as the cache's arrays do.
         self._device_shardings = tuple(array.sharding for array in cache.pages)
         self._host_shardings = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._device_shardings)
         # Host page → its arrays. Memory is pinned when a page is first written. Writing a page again makes new arrays;
@@ -128,14 +133,16 @@ class Runner:
         return StepOutputs(sampled, tuple(self._score(step)))
 
     def measure_swap(self) -> float:
-        """Return the bytes per second of swapping pages, out and in counted together; measured on MAX_MOVES pages.
+        """Return the bytes per second of swapping pages, measured on a round trip of MAX_MOVES pages.
 
-        All of them are the null page, which belongs to no sequence, so no content is lost. Waits for the device; must
-        not be called while a step is in flight.
+        The bytes of a round trip are those of the way out and of the way back: 2 × MAX_MOVES pages. All of these are
+        the null page, which belongs to no sequence, so no content is lost. The shortest of three round trips counts.
+        This waits for the device, and must not be called while a step is in flight.
         """
         null_pages = [NULL_PAGE] * MAX_MOVES
 
         def round_trip() -> None:
+            """Swap the null page out MAX_MOVES times and in again, and wait for it."""
             pages = jax.block_until_ready(self._swap_out(null_pages))
             self._swap_in(pages, null_pages)
             jax.block_until_ready(self._pages)
@@ -143,14 +150,18 @@ class Runner:
         return 2 * MAX_MOVES * self.page_bytes / _shortest_s(round_trip)
 
     def measure_forward(self, step: StepInputs) -> float:
-        """Return the seconds that the forward program of a step takes, such as `StepInputBuilder.null_prefill`.
+        """Return the seconds that the forward program of a step takes, the shortest of three runs.
 
-        Waits for the device; must not be called while a step is in flight.
+        Running a step changes the pages that it names; `StepInputBuilder.null_prefill` makes one that names null pages
+        alone. This waits for the device, and must not be called while a step is in flight.
         """
         return _shortest_s(lambda: jax.block_until_ready(self._forward(step)))
 
     def reset(self) -> None:
-        """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
+        """Make a new device state and new logit rules, and drop the host pages.
+
+        A step that failed may have destroyed the old ones, which were donated to it.
+        """
         self.drop_state()
         self.state, self.rules = self._run(programs.ALLOCATE_KEY)
         self.has_state = True
@@ -180,13 +191,14 @@ class Runner:
     def _decode(self, step: StepInputs) -> SampledRows:
         """Start the decode program of a step; return its sampled rows, [K, R]: up to K tokens of each of R padded rows.
 
-        Returns before they are computed. The program takes the device state as a donated argument, and `self.state`
-        becomes the state that it returns. A program of mode FULL also takes and returns the logit rules. Others take
-        None for them and return None, so that `self.rules` stays as it is. The step must have a buffer, that is, rows.
+        K is the most tokens of a decode program; of a row's K results, at most the first `decode_lens` count. Returns
+        before they are computed. The program takes the device state as a donated argument, and `self.state` becomes the
+        state that it returns. A program of mode FULL also takes and returns the logit rules. Others take None for them
+        and return None, so that `self.rules` stays as it is. The step must have a buffer, that is, rows.
         """
         assert step.layout is not None  # A step without rows has neither layout nor buffer, and is not decoded.
         assert step.packed is not None
-        mode = self.buckets.decode_mode_for(step.mode)
+        mode = self.buckets.decode_mode_for(step.mode)  # The scheduler uses `decode_lens` in modes with a program only.
         key = "decode", step.layout.num_tokens, mode
         state = self.state, self.rules if mode is SampleMode.FULL else None
         (self.state, rules), sampled = self._run(key, self.store.leaves, state, self._put(step.packed))
@@ -196,8 +208,9 @@ class Runner:
     def _score(self, step: StepInputs) -> Iterator[SampledRows]:
         """Start a sampler for each batch of prompt tokens that the step scores, and yield its rows of scores.
 
-        Each batch is an array [fields, S] with a column per token; only the last one has padding. Mode FULL is used, as
-        it also gives the most likely tokens.
+        A batch is an array [fields, S] with a column for each of S tokens. Only the last one has padding: `num_scored`
+        tokens are left for the first batch, and S fewer for each later one. Mode FULL is used, as it also gives the
+        most likely tokens. Without scored tokens nothing is yielded.
         """
         num_left = step.num_scored
         for columns in step.score_columns:
@@ -208,8 +221,9 @@ class Runner:
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         """Start the sample program on the hidden states of the last forward program; return the sampled rows.
 
-        `columns` are the SAMPLE_FIELDS of `num_rows` rows, then padding; the results are padded to the sample bucket.
-        Returns before they are computed. The last tokens of the state slots are donated and replaced. A program of mode
+        `columns` are the SAMPLE_FIELDS of `num_rows` rows, then padding, int32 [fields, S]; the results are padded to
+        the sample bucket. If `mode` has no sample programs, those of the next mode that has some are used. Returns
+        before the results are computed. The last tokens of the state slots are donated and replaced. A program of mode
         FULL does the same with the logit rules; others take None for them and return None, so that `self.rules` stays.
         """
         mode = self.buckets.mode_for(mode)
@@ -224,7 +238,8 @@ class Runner:
         """Start the page moves in their order, in batches of consecutive moves of one `MoveKind`.
 
         Sources and destinations are page numbers of the device pool; only the destination of a swap-out and the source
-        of a swap-in are page numbers of the host pool. Swapped bytes are added to `swap_bytes`.
+        of a swap-in are page numbers of the host pool. A swap-out stores its pages in `_host_pages`, where they stay
+        until they are written again. Swapped bytes, not those of copies, are added to `swap_bytes`.
         """
         for kind, batch in _batches(moves):
             sources = [move.source for move in batch]
@@ -248,6 +263,7 @@ class Runner:
         """
         self._wait_for_room()
         staged = self._run(programs.SWAP_OUT_KEY, self._pages, self._page_list(sources))
+        # The program takes MAX_MOVES pages; those of the list's padding are not transferred.
         pages = jax.device_put(list(staged[: len(sources)]), [self._host_shardings] * len(sources))
         self._swaps_under_way.append(pages)
         return pages
@@ -277,10 +293,10 @@ class Runner:
         return self._put(np.array(pages + [NULL_PAGE] * (MAX_MOVES - len(pages)), np.int32))
 
     def _put(self, array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        """Return a host array as an argument for an executable; it must not be written any more.
+        """Return a host array as an argument for an executable; the array must not be written any more.
 
-        On a mesh it is copied to every device. A single device gets it as it is: the call itself transfers a numpy
-        array faster than `device_put` does.
+        On a mesh the result is a JAX array with a copy on every device. For a single device it is the array itself: the
+        call of the executable transfers a numpy array faster than `device_put` does.
         """
         return array if self._replicated is None else jax.device_put(array, self._replicated)
 
@@ -294,7 +310,10 @@ class Runner:
         self.state = replace(self.state, cache=replace(self.state.cache, pages=pages))
 
     def drop_state(self) -> None:
-        """Free everything but the weights; `reset` makes it anew. Further calls do nothing."""
+        """Free the device state, the logit rules and the host pages, but not the weights. Further calls do nothing.
+
+        `reset` makes the state and the rules anew.
+        """
         self.has_state = False
         self._swaps_under_way.clear()
         self._host_pages.clear()
@@ -302,7 +321,11 @@ class Runner:
 
 
 def _batches(moves: list[PageMove]) -> Iterator[tuple[MoveKind, list[PageMove]]]:
-    """Yield runs of consecutive moves of one kind, at most MAX_MOVES together, in order."""
+    """Yield (kind, moves) for runs of consecutive moves of one kind, cut to at most MAX_MOVES moves, in order.
+
+    With MAX_MOVES = 8, ten copies, then a swap-out and then a copy give four batches: 8 copies, 2 copies, the swap-out,
+    and the last copy. Without moves nothing is yielded.
+    """
     for kind, run in groupby(moves, key=lambda move: move.kind):
         moves_of_kind = list(run)
         for start in range(0, len(moves_of_kind), MAX_MOVES):
@@ -320,7 +343,7 @@ def _shortest_s(run: Callable[[], object]) -> float:
 
 
 def _delete(arrays: Any) -> None:
-    """Free the device memory of arrays that are not freed yet."""
+    """Free the device memory of the JAX arrays in a tree; arrays that are freed or donated already are skipped."""
     for leaf in jax.tree.leaves(arrays):
         if not leaf.is_deleted():
             leaf.delete()

@@ -76,9 +76,10 @@ class DeviceState:
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
-    """Return a state of these shapes: pages are uninitialized, all other arrays are zeros.
+    """Return a new device state, in which each array has the shape and dtype of its abstract array in `shapes`.
 
-    Attention uses no page slot before a key and a value were written to it, so pages need no zeros.
+    The pages of the cache are left uninitialized, since attention uses no slot of a page before a key and a value were
+    written there. All other arrays are zeros: page tables hold the null page, and every last token is 0.
     """
     ops = shapes.cache.backend.layer_ops
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
@@ -96,17 +97,19 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 def forward(
     graph: nnx.GraphDef[Any], weights: nnx.State, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
-    """Run the model on every token of the step; return the new device state, and the rows to sample as SAMPLE_FIELDS.
+    """Run the model on the T tokens of a step, padding included; return the new device state and the samples' fields.
 
-    `graph` and `weights` are the two halves of the model (`nnx.merge`); `packed` is a step's buffer, which `layout`
-    cuts into sections. `state` is donated: its pages take the new keys and values, and its `hidden`, which has room for
-    the largest step, takes the hidden states of the step's tokens in its first T rows. A sampler computes logits from
-    these afterwards: nothing is sampled here, and S counts the rows to sample, padding included.
+    `graph` and `weights` are the two halves of the model (`nnx.merge`); `packed` is a step's int32 buffer, which
+    `layout` cuts into named sections. The section "changes" updates the page tables first. A token id −(s + 1) stands
+    for the last token of state slot s: −4 for that of slot 3. `state` is donated: its pages take the new keys and
+    values, and its `hidden`, which has room for the largest step, takes the T new hidden states in its first rows.
+    Nothing is sampled here. A sampler computes logits from `hidden` afterwards; it gets the buffer's section "samples",
+    which is returned as it is: SAMPLE_FIELDS of the S rows to sample, padding included.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     packed_ids = view["token_ids"]
-    # An id −(s + 1) stands for the token that state slot s has sampled last; s ≥ 1, since slot 0 is no sequence's.
+    # Slot 0 belongs to no sequence, so s ≥ 1 and these ids are ≤ −2. Other tokens read slot 0, which is not used.
     from_slot = state.last_tokens[jnp.where(packed_ids <= -2, -packed_ids - 1, 0)]
     model = _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
@@ -127,9 +130,9 @@ def trial(
 ) -> Float[Array, "T D"]:
     """Return the hidden states of one step. Callers only trace this function, to check a model without running it.
 
-    `graph` and `weights` are the two halves of the model (`nnx.merge`). `packed` is a step's buffer, which `layout`
-    cuts into sections. `tables` are the page tables of all state slots, `layers` the attention layers that the model's
-    config announces.
+    `graph` and `weights` are the two halves of the model (`nnx.merge`). `packed` is a step's int32 buffer, which
+    `layout` cuts into named sections. `tables` are the page tables of all state slots, and `layers` are the attention
+    layers that the model's config announces. `CheckedCache` compares each `attend` of the model with them.
 
     Raises ValueError if the model does not attend exactly as `layers` say, or if it returns something other than the
     cache that its last `attend` returned.
@@ -143,18 +146,20 @@ def trial(
 
 
 def _merged(graph: nnx.GraphDef[Any], weights: nnx.State) -> Model:
-    """Return the model with new variables, which belong to the trace that JAX is in.
+    """Return the model that `graph` and `weights` are the two halves of.
 
-    Mapping the identity over the state makes them; `nnx.merge` alone would use the state's variables, which another
-    trace may have made.
+    `jax.tree.map` rebuilds the state, so that the model's nnx variables are new and belong to the present JAX trace.
+    `nnx.merge` alone would keep the state's variables. Another trace may have made these, and nnx's transforms would
+    refuse them.
     """
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf, weights))
 
 
 def _metadata(view: Sections, tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
-    """Return what attention reads of a step, from the sections of its buffer (`view`).
+    """Return what attention reads of a step, from the named sections of its buffer (`view`).
 
-    `tables` are the page tables of all state slots after the step's changes; each row gets that of its own slot.
+    `tables` are the page tables of all state slots after the step's changes. Each of the R rows gets the table of its
+    own slot, so that the result's `page_tables` are [groups, R, P]; padding rows get that of slot 0, all null pages.
     `decodes_only` says that every row has exactly one token.
     """
     counts = _counts(view)
@@ -206,9 +211,10 @@ def sample_rows(
 def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
     """Return the logits of the whole vocabulary on every device, in float32 whatever dtype the model returns.
 
-    On a mesh each device computes the logits of a part of the vocabulary, and gathers those of the others, so that all
-    devices draw the same tokens. The gather stands outside of the sampler's loops and branches, because the compiler
-    for TPUs hangs on communication in a branch. It is explicit, because XLA would otherwise gather the head's weights.
+    On a mesh each device computes its share of the logits [R, X], where X is V padded to equal shares, and gathers the
+    other shares, so that all devices draw the same tokens. The gather stands outside of the sampler's loops and
+    branches, because the compiler for TPUs hangs on communication in a branch. It is explicit, because XLA would
+    otherwise gather the weights of the model's head. Without a mesh the model's logits are [R, V] already.
     """
     logits_RX = model.logits(hidden_RD)
     if mesh is None:
@@ -216,9 +222,9 @@ def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | Non
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # The slice cuts off what pads the vocabulary of a Decoder to equal shares of the devices; a caller's own module has
-    # no `vocab_size` and no padding. The layout is set to row-major, because a GPU's sampler sums along rows: XLA would
-    # leave the logits column-major, as they were gathered.
+    # The slice cuts off the padding of a Decoder; a caller's own module has no `vocab_size` and no padding. The layout
+    # is set to row-major, because a GPU's sampler sums along rows: XLA would leave the logits column-major, as they
+    # were gathered.
     whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
     return with_layout_constraint(whole_RV, Layout((0, 1)))
 
@@ -247,17 +253,18 @@ def decode(
 
     Return the new state and rules, and the sampled rows of each iteration, [K, R]. `graph` and `weights` are the two
     halves of the model (`nnx.merge`), `rules` the logit rules of all state slots (None if the mode reads none).
-    `packed` is a step's buffer, which `layout` cuts into sections; every row has one token. A row is live until it has
-    drawn its `decode_lens` tokens or one that ends its sequence; it is not live at all if its last token has ended its
-    sequence. The loop runs until no row is live; with static control flow it runs K times. A row that is not live is
-    computed again with unchanged inputs beside the others: it rewrites the same keys and values, and its results mean
-    nothing. `state` and `rules` are donated.
+    `packed` is a step's int32 buffer, which `layout` cuts into named sections; every row has one token. A row is live
+    until it has drawn as many tokens as the section "decode_lens" says, at most K, or one that ends its sequence; it is
+    not live at all if its last token has ended its sequence, or if it is padding. The loop runs until no row is live;
+    with static control flow it runs K times. A row that is not live is computed again with unchanged inputs beside the
+    others: it rewrites the same keys and values, and its results mean nothing. `state` and `rules` are donated.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     counts = _counts(view)
     step = _metadata(view, tables, decodes_only=True)
-    # Each row has one sample, so the first R columns hold all samples, padding included.
+    # Each row has one sample, so the first R columns hold all samples, padding included. Samples are in the scheduler's
+    # order and rows by descending context: the field TOKEN is the sample's row here, where a row is one token.
     samples = view["samples"][:, : layout.num_rows]
     row_of_sample = samples[TOKEN]
     loop = _DecodeLoop(
@@ -272,7 +279,7 @@ def decode(
         row_of_sample=row_of_sample,
         slot_of_sample=samples[SLOT],
         params=SamplingRows.from_columns(samples),
-        stop_ids=samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :],
+        stop_ids=samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :],  # STOP_FIELDS are the last of SAMPLE_FIELDS.
         num_tokens=jnp.where(
             jnp.arange(layout.num_rows) < counts["num_samples"], view["decode_lens"][row_of_sample], 0
         ),
@@ -335,11 +342,11 @@ class _DecodeLoop:
     """Tokens that each sample draws at most; 0 for padding."""
 
     def start(self, state: DeviceState, rules: LogitRulesState | None) -> _DecodeCarry:
-        """Return the loop state before the first iteration: no row has moved, and the results are placeholders.
+        """Return the loop state before the first iteration: no row has advanced, and the results are placeholders.
 
-        Each row of the attention inputs computes the last token of its state slot first. Each sample, which draws a
-        token from the hidden state of one of the rows, is live unless that last token has ended its sequence.
-        `num_ahead` counts the tokens that each row has moved on.
+        There are R rows, which compute tokens, and R samples, each of which draws from the hidden state of one row. The
+        first token that a row computes is the last one of its state slot. A sample is live unless that token has ended
+        its sequence; samples of padding are not live. `rows` gets room for the results of all iterations, [K, R, …].
         """
         hidden = jax.ShapeDtypeStruct((len(self.slot_of_row), state.hidden.shape[1]), self.hidden_dtype)
 
@@ -362,13 +369,16 @@ class _DecodeLoop:
         )
 
     def decode_one(self, carry: _DecodeCarry) -> _DecodeCarry:
-        """Run one iteration: compute one token of each row, draw one for each sample, move live rows by one position.
+        """Run one iteration: compute one token of each of R rows, draw one for each of R samples, advance live rows.
 
-        Only live samples write their token to their state slot and to its logit rules; the others write slot 0.
+        Only live samples write their token to their state slot and to its logit rules; the others write slot 0, which
+        belongs to no sequence. A row advances by one position, to the token just drawn, if its sample stays live. Any
+        other row keeps its token and position, and so computes the same keys and values in every later iteration. The
+        results of all samples are stored at index `num_done` of the carry's `rows`.
         """
         step = self._advanced_step(carry.num_ahead)
         # The model is merged inside the loop's body, because nnx's transforms, which a caller's own module may use,
-        # refuse variables that were made in another trace.
+        # refuse variables that were made in another trace. A loop's body has a trace of its own.
         model = _merged(self.graph, self.weights)
         hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=step), carry.cache)
         sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
@@ -381,13 +391,13 @@ class _DecodeLoop:
         last_tokens = carry.last_tokens.at[jnp.where(is_live, self.slot_of_sample, 0)].set(drawn.token_ids)
         num_done = carry.num_done + 1
         is_live &= self._stays_live(drawn.token_ids, num_done)
-        is_moving = self._rows_with_samples(is_live)
+        is_advancing = self._rows_with_samples(is_live)
         return _DecodeCarry(
             cache=cache,
             rules=rules,
             last_tokens=last_tokens,
-            token_ids=jnp.where(is_moving, last_tokens[self.slot_of_row], carry.token_ids),
-            num_ahead=carry.num_ahead + is_moving.astype(jnp.int32),
+            token_ids=jnp.where(is_advancing, last_tokens[self.slot_of_row], carry.token_ids),
+            num_ahead=carry.num_ahead + is_advancing.astype(jnp.int32),
             is_live=is_live,
             num_done=num_done,
             rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
@@ -396,11 +406,13 @@ class _DecodeLoop:
     def _advanced_step(self, num_ahead: Int[Array, " R"]) -> AttentionMetadata:
         """Return what attention reads when each row is `num_ahead` tokens further than in the first iteration.
 
-        A row's KV slot is page × page size + offset, with the page that its page table has for the new position; the
-        table already holds pages for all tokens of the step. Padding rows write KV slot 0, which no sequence reads.
+        A row's KV slot is page × page size + offset, with the page that its page table has for the new position. With
+        16 tokens per page, position 35 of a row whose pages are 4, 9 and 7 has the slot 7 × 16 + 3. Tables hold pages
+        for all tokens of the step already. Padding rows write KV slot 0, which no sequence reads. `plan` stays as it
+        is, since it was made for the longest contexts of the step.
         """
         positions = self.step.positions + num_ahead
-        page_indices = positions // self.page_size
+        page_indices = positions // self.page_size  # [R]; the page tables are [groups, R, P].
         pages = jnp.take_along_axis(self.step.page_tables, page_indices[None, :, None], axis=2)[..., 0]
         is_row = jnp.arange(len(self.slot_of_row)) < self.num_rows
         return replace(
@@ -421,7 +433,10 @@ class _DecodeLoop:
         return (num_done < self.num_tokens) & (token_ids[None] != self.stop_ids).all(axis=0)
 
     def _rows_with_samples(self, is_live: Bool[Array, " R"]) -> Bool[Array, " R"]:
-        """Return which rows have a live sample, given which samples are live."""
+        """Return which rows have a live sample, given which samples are live.
+
+        Rows and samples differ in order. If sample 0 draws from row 2 and is the only live one, only row 2 is true.
+        """
         num_padded_rows = len(self.slot_of_row)
         has_live_sample = jnp.zeros(num_padded_rows, bool)
         # A sample that is not live gets an index beyond the last row, which the scatter drops.

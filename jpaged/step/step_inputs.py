@@ -5,11 +5,8 @@
 
 step_layout.py describes the buffer. Most of what a row needs is the same from step to step, so the builder keeps it in
 numpy tables indexed by state slot, and packs hundreds of rows by a few array operations (15 µs; rebuilding everything
-from the sequences took 623 µs at 256 rows). It keeps a copy of the device's page tables for the same reason: only
-changes of page tables travel.
-
-Each step gets a new buffer. Two steps may be in flight, and on a CPU the device may use the host's memory as it is, so
-a buffer must not be written again once its step was dispatched.
+from the sequences took 623 µs at 256 rows). It keeps a copy of the device's page tables too: only changes travel.
+Each step gets a new buffer, since two steps may be in flight, and a CPU device may read the host's array in place.
 """
 
 from __future__ import annotations
@@ -117,15 +114,15 @@ class StepInputBuilder:
         """
         self.num_table_groups, self.num_full_attention_groups = len(windows), windows.count(None)
         assert None not in windows[self.num_full_attention_groups :], "page-table groups of full attention come first"
-        self.sizes = sizes
-        self.buckets = buckets
-        self.backend = backend
-        self.rules_spec = rules_spec
+        self.sizes, self.buckets = sizes, buckets
+        self.backend, self.rules_spec = backend, rules_spec
+        # Programs for rows of one token: decode programs of several tokens, and some buckets' forward programs.
         decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
         layout_keys = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
         self.layouts = {key: self._layout(*key) for key in layout_keys}
         """(token bucket, whether every row of the step has one token) → layout of the step's buffer."""
         self.num_changes = max(layout.num_changes for layout in self.layouts.values())
+        """Page-table changes in one batch of `StepInputs.table_updates`, padding included."""
         num_slots = sizes.max_num_seqs + 1
         self.tables = np.zeros((self.num_table_groups, num_slots, sizes.max_pages), np.int32)
         """The device's page tables as they are once every step built so far has run. Entries that a window has passed,
@@ -153,7 +150,7 @@ class StepInputBuilder:
             request = sequence.request
             if request.params.has_rules:
                 rules[sequence.seq_slot] = self._rules_row(sequence)
-            self._last_decode = None
+            self._last_decode = None  # Its buffer has the slot's former values.
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
             return StepInputs(work.moves, _padded_batches(changes, self.num_changes), rules), NO_ROWS
@@ -168,8 +165,9 @@ class StepInputBuilder:
     def null_prefill(self, num_tokens: int) -> tuple[StepInputs, int]:
         """Return a prefill that fills this token bucket, for measuring, and its number of tokens without padding.
 
-        Its rows are as long as page tables allow, or one token each if the bucket has no program for longer rows. All
-        rows use state slot 0, whose page table holds null pages only: running the step changes no sequence's pages.
+        Its rows are as long as page tables allow (bucket 4096, tables for 1000 tokens: 4 rows, 4000 tokens), or one
+        token each if the bucket has no program for longer rows. All rows use state slot 0, whose page table holds null
+        pages only: running the step changes no sequence's pages.
         """
         row_len = min(num_tokens, self.sizes.max_pages * self.sizes.block_size)
         if num_tokens not in self.buckets.forward_tokens:
@@ -178,7 +176,7 @@ class StepInputBuilder:
         num_rows = min(num_tokens // row_len, layout.num_rows)
         zeros = np.zeros(num_rows, np.intp)
         query_lens, num_decode_rows = np.full(num_rows, row_len), num_rows if row_len == 1 else 0
-        rows = _RowVectors(zeros, zeros, query_lens, np.arange(num_rows), num_decode_rows)
+        rows = _RowVectors(zeros, zeros, query_lens, np.arange(num_rows), num_decode_rows)  # Slot 0, position 0 on.
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
         self._fill_rows(view, rows, layout)
@@ -221,8 +219,8 @@ class StepInputBuilder:
     def _next_decode(self, previous: _Packed, changes: np.ndarray, moves: list[PageMove]) -> _Packed:
         """Return a step in which every row of the previous step decodes its next token: a changed copy of its buffer.
 
-        Most steps are of this kind. They differ from the one before only in positions, page-table changes (`changes`,
-        int32 [4, N]), page moves and the backend's plan, so copying is faster. The result is what `_pack` would return.
+        Most steps are of this kind. Only positions, page-table changes (`changes`, int32 [4, N]), page moves and the
+        backend's plan are new; token ids stay, as they name state slots. `_pack` would return the same, but slower.
         """
         last, vectors = previous.inputs, previous.vectors
         # The previous step had rows, so it has a buffer.
@@ -245,25 +243,25 @@ class StepInputBuilder:
         """Return the key in `layouts` of a step with these rows."""
         num_tokens = self.buckets.tokens_for(rows.num_tokens)
         if rows.decode_lens is not None:
-            return num_tokens, True
+            return num_tokens, True  # A decode program of several tokens takes rows of one token only.
         return num_tokens, rows.num_tokens == rows.num_decode_rows and self.buckets.has_decodes_apart(num_tokens)
 
     def _layout(self, num_tokens: int, decodes_only: bool) -> StepLayout:
-        """Return the layout of the buffer for this token bucket, and for rows of one token only if `decodes_only`."""
+        """Return the layout of the buffer of a token bucket; with `decodes_only` its steps have rows of one token."""
         num_rows = self.buckets.rows_for(num_tokens)
         return StepLayout(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=self.buckets.max_samples,
             num_table_groups=self.num_table_groups,
-            # Each row may end one page and begin another. Prefix-cache hits, forks and swaps can cause more changes.
+            # Each row may end one page and begin another. Cache hits, forks and swaps may cause more, sent apart.
             num_changes=self.num_table_groups * (2 * num_rows + num_tokens // self.sizes.block_size),
             plan_len=self.backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only),
             decodes_only=decodes_only,
         )
 
     def _assign_slot(self, sequence: SampleSequence) -> None:
-        """Record what stays the same while a sequence has its state slot: prompt length, sampling mode and columns."""
+        """Store what stays the same while a sequence has its state slot: prompt length, sampling mode and columns."""
         slot, request = sequence.seq_slot, sequence.request
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
@@ -280,6 +278,7 @@ class StepInputBuilder:
         """Return the packed logit rules of a sequence that has just got its state slot, int32 [width].
 
         The host must know all tokens that earlier steps have drawn for the sequence, because its penalties count them.
+        `num_tokens` also counts the token that this step draws, if it draws one.
         """
         request, token_ids = sequence.request, sequence.token_ids
         assert sequence.num_tokens - len(token_ids) <= 1, "a slot is assigned while tokens are in flight"
@@ -292,7 +291,7 @@ class StepInputBuilder:
         )
 
     def _change_tables(self, changes: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
-        """Apply the changes to the host's page tables; return them as the device gets them, int32 [4, N]."""
+        """Apply changes (CHANGE_FIELDS) to the host's copy of the page tables; return them as int32 [4, N]."""
         columns = np.array(changes, np.int32).reshape(-1, len(CHANGE_FIELDS)).T
         table_group, slot, table_index, page = columns
         self.tables[table_group, slot, table_index] = page
@@ -314,13 +313,13 @@ class StepInputBuilder:
         # The last key of `lexsort` counts first.
         order = np.lexsort((-starts, query_lens > 1))
         row_of_work = np.empty_like(order)
-        row_of_work[order] = np.arange(len(order))
+        row_of_work[order] = np.arange(len(order))  # The inverse permutation of `order`.
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
         decode_lens = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
         return _RowVectors(slots[order], starts[order], query_lens[order], row_of_work, num_decode_rows, decode_lens)
 
     def _fill_changes(self, view: _View, changes: np.ndarray, layout: StepLayout) -> tuple[np.ndarray, ...]:
-        """Write the page-table changes into the buffer; if they are too many, return all of them in batches instead."""
+        """Write changes, int32 [4, N], into the buffer; if it lacks room, return all of them as batches instead."""
         if changes.shape[1] > layout.num_changes:
             return _padded_batches(changes, self.num_changes)
         view["changes"][:, : changes.shape[1]] = changes
@@ -329,7 +328,7 @@ class StepInputBuilder:
     def _fill_rows(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
         """Write the rows' sections of the buffer, then plan and positions; the other sections are left as they are.
 
-        Query starts after the last row are the number of tokens, so that padding rows hold no token.
+        Query starts after the last row are the number of tokens: padding rows hold no token. The first is 0 already.
         """
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
@@ -376,7 +375,10 @@ class StepInputBuilder:
         view["slot_mapping"][:, :num_tokens] = pages * block_size + positions % block_size
 
     def _fill_token_ids(self, token_ids: np.ndarray, rows: _RowVectors, chunks: list[Chunk]) -> None:
-        """Write the ids of the chunks' tokens; a decode's token is named by the state slot where it was sampled."""
+        """Write the id of each chunk's token, and −1 − s for the token of a decode, which is in state slot s.
+
+        A chunk of one token is one of the decode rows, so it first gets −1 − s too, and then its id instead.
+        """
         token_ids[: rows.num_decode_rows] = -1 - rows.seq_slots[: rows.num_decode_rows]
         for chunk, offset in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
             chunk_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]

@@ -64,9 +64,10 @@ class StepLayout:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return the name of each section → its offset and its shape, both in int32 values.
+        """Return the name of each section → (its offset in the buffer, its shape), both in int32 values.
 
-        The module's docstring says what each section holds. The dict's order is the order in the buffer.
+        The dict's order is the order in the buffer. Each offset is a multiple of SECTION_ALIGN = 64: "counts" has 4
+        values at offset 0, so "samples" begins at 64. The module's docstring says what each section holds.
         """
         shapes: dict[str, tuple[int, ...]] = {
             "counts": (len(COUNT_FIELDS),),
@@ -93,7 +94,11 @@ class StepLayout:
         return offset + prod(shape)
 
     def view(self, packed: Any) -> dict[str, Any]:
-        """Return the sections of a numpy buffer as writable views, or of a traced array as slices."""
+        """Return name → section of a packed buffer, int32 [size], each in its own shape and without padding.
+
+        The sections of a numpy buffer are views: writing to one writes to the buffer. Those of a traced JAX array are
+        slices of it.
+        """
         return {
             name: packed[offset : offset + prod(shape)].reshape(shape)
             for name, (offset, shape) in self.sections.items()

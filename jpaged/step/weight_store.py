@@ -28,7 +28,8 @@ class WeightStore:
     def __init__(self, weights: Weights):
         """Take weights that are on their devices, in the memory that programs read.
 
-        Later weights must have the same tree, shapes and shardings.
+        Their tree and the sharding of each array are kept, also while the store is empty: weights that are stored later
+        must have the same tree, shapes and shardings.
         """
         self._without_state, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
         self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
@@ -39,7 +40,7 @@ class WeightStore:
             device.platform == "cpu" for sharding in self._placement for device in sharding.device_set
         )
         self._is_reusable = False
-        """Whether new weights may be made in the memory of the present ones."""
+        """Whether new weights may be made in the memory of the present ones; false if JAX may not own it."""
         self.is_ready = False
         """Whether all weights are in the memory that programs read."""
         self.leaves: tuple[jax.Array, ...] = ()
@@ -56,7 +57,8 @@ class WeightStore:
 
     def put(self, weights: Weights) -> None:
         """Store weights of the same shapes as the first ones; the store must be empty."""
-        self._is_reusable = not self._is_on_cpu  # On a CPU they may lie in the memory that files were read into.
+        # On a CPU, weights may lie in the memory that files were read into, which `update` must not overwrite.
+        self._is_reusable = not self._is_on_cpu
         self._take(jax.tree.leaves(weights.state))
 
     def update(
@@ -67,12 +69,14 @@ class WeightStore:
         `checked` is the tree and where each weight is in it. `live` makes the new weights from it; `program(key)`
         returns the compiled program of `live` with that key. With `copy`, no new weight is one of the tree's own
         arrays. Without it, arrays of the tree that fit are taken as they are; they stay the caller's ("borrowed"), and
-        the store never deletes them. No step may be in flight. Beside the tree and the weights, memory holds at most
-        MAX_PENDING weights that are being made. If this fails, the store is empty.
+        the store never deletes them. No step may be in flight. Each old array is given up just before the new one is
+        made: beside the tree and the weights, memory holds at most MAX_PENDING weights that are being made. So a
+        failure leaves neither the old weights nor the new ones: the store is then empty.
         """
         # `old` holds the present arrays by path. After `drop` there are paths but no arrays, so that it is empty.
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
         tree, _ = checked
+        # Addresses of all memory that the tree's arrays lie in.
         is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, tree.arrays.values()))
         self.is_ready = False
         self.leaves = self.logits_leaves = ()
@@ -104,15 +108,15 @@ class WeightStore:
             if len(pending) == MAX_PENDING:
                 jax.block_until_ready(pending.popleft())
         jax.block_until_ready(list(pending))
-        self._is_reusable = True
+        self._is_reusable = True  # JAX has allocated all of them except borrowed ones, which `take` never gives up.
         self._take([made[path] for path in self._paths])
 
     def move(self, memory_kind: str | None) -> None:
         """Move all weights to this JAX memory kind of their devices, such as "pinned_host", one after another.
 
-        None moves them back to the memory that programs read. Weights that are there already stay. The old arrays are
-        deleted, unless they are a caller's; the new ones are the engine's own. If this fails, each weight is in one of
-        the two memories, and another call moves the rest.
+        None moves them back to the memory that programs read; only then `is_ready` becomes true. Weights that are there
+        already stay. Each old array is deleted once its copy is complete, unless it is a caller's; the new ones are the
+        engine's own. If this fails, each weight is in one of the two memories, and another call moves the rest.
         """
         self._is_reusable, self.is_ready = not self._is_on_cpu, False
         for index, (path, placement) in enumerate(zip(self._paths, self._placement, strict=True)):
@@ -120,13 +124,14 @@ class WeightStore:
             leaf = self.leaves[index]
             if leaf.sharding.memory_kind == target.memory_kind:
                 continue
+            # The copy must not share memory with the old array, which is deleted below.
             moved = jax.block_until_ready(jax.device_put(leaf, target, may_alias=False))
             self.leaves = (*self.leaves[:index], moved, *self.leaves[index + 1 :])
             if path not in self._borrowed:
                 leaf.delete()
             self._borrowed.discard(path)
         self._take(self.leaves)
-        self.is_ready = memory_kind is None
+        self.is_ready = memory_kind is None  # `_take` has set it to true.
 
     def drop(self) -> None:
         """Empty the store, and delete its arrays but for those of a caller. Further calls do nothing."""
@@ -138,7 +143,7 @@ class WeightStore:
         self.leaves = self.logits_leaves = ()
 
     def _take(self, leaves: Iterable[jax.Array]) -> None:
-        """Make these arrays, in the order of `leaves`, the weights that programs take."""
+        """Make these arrays, which are in the order of the tree's leaves, the weights that programs take."""
         self.leaves = tuple(leaves)
         self.logits_leaves = tuple(self.weights.split_logits()[0])
         self.is_ready = True
