@@ -87,12 +87,12 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
     q_barriers = plgpu.Barrier(num_arrivals=copies_per_query_tile, num_barriers=launch.num_query_tiles)
     scratch = AttentionScratch(
         k_tiles=kv_tiles,
-        k_wide=bf16_tile,
+        k_bf16=bf16_tile,
         kv_barriers=kv_barriers if chip.has_tma else None,
         q_barriers=q_barriers if chip.has_tma else None,
         q_tiles=smem_tile((launch.num_query_tiles, tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         v_tiles=kv_tiles,
-        v_wide=bf16_tile,
+        v_bf16=bf16_tile,
         weights=launch.products.weights_smem(tiles.tile_rows, tile_kv, chip),
     )
     partial_types = None
@@ -105,6 +105,7 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
         *partials, scratch = refs  # References to the partial results, if the call has this output, and to the scratch.
         _compute_list(inputs, partials[0] if partials else None, scratch, launch)
 
+    # `approx_math` allows the hardware's approximate exp2 and division; the scratch is for reductions over warps.
     results = plgpu.kernel(
         kernel,
         out_type=() if partial_types is None else (partial_types,),
@@ -368,12 +369,12 @@ def _compute_piece(
         # Without TMA, the copies of the next `num_stages` − 1 KV tiles may still be in flight.
         wait_copies(kv_barrier, 2 * pages_per_tile * (num_stages - 1), chip)
         k_tile, v_tile = scratch.k_tiles.at[stage], scratch.v_tiles.at[stage]
-        if scratch.k_wide is not None and scratch.v_wide is not None:
-            for narrow, wide in ((k_tile, scratch.k_wide), (v_tile, scratch.v_wide)):
+        if scratch.k_bf16 is not None and scratch.v_bf16 is not None:  # Pages of one byte a number.
+            for stored_tile, bf16_tile in ((k_tile, scratch.k_bf16), (v_tile, scratch.v_bf16)):
                 # On Ampere a row of 128 bytes lies in two blocks, and there is no load of both without bank conflicts.
-                stored = plgpu.load(narrow, layout=row_layout(head_size, chip), optimized=chip.has_tma)
-                wide[...] = to_compute_dtype(stored, chip)
-            k_tile, v_tile = scratch.k_wide, scratch.v_wide
+                stored = plgpu.load(stored_tile, layout=row_layout(head_size, chip), optimized=chip.has_tma)
+                bf16_tile[...] = to_compute_dtype(stored, chip)
+            k_tile, v_tile = scratch.k_bf16, scratch.v_bf16
         scores = scores_of(k_tile, tile_index)
         new_max = jnp.maximum(running_max, jnp.max(scores, axis=1))
         decay = jnp.exp2(running_max - new_max)
