@@ -79,9 +79,9 @@ class GpuBackend(GpuPlanner, Backend):
         """Return the backend for these GPUs of one kind: its kernels are compiled for their compute capability.
 
         `shape` holds the heads of one GPU. Number of multiprocessors and shared memory are those of `devices[0]`. The
-        plan gets one section for each different window. With `deterministic`, keys are not split (split-KV), since the
-        splits of a row depend on the other rows. `tuned` is not used: nothing is tuned for this backend. Raises
-        ValueError for a GPU older than Ampere.
+        plan gets a section for full attention and one for each different window. With `deterministic`, keys are not
+        split (split-KV), since the splits of a row depend on the other rows. `tuned` is not used: nothing is tuned for
+        this backend. Raises ValueError for a GPU older than Ampere.
         """
         device = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
@@ -169,7 +169,7 @@ class GpuBackend(GpuPlanner, Backend):
         launches = []
         for by_window in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
             section, tile_rows = by_window[window_index], by_window[0].tiles.tile_rows
-            if section.tiles.max_tiles:  # Large tiles need more tokens than small steps have.
+            if section.tiles.max_tiles:  # A step of few tokens cannot have large tiles.
                 launch = Launch(
                     section=section,
                     group_size=self.group_size,

@@ -42,8 +42,8 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
     There is at least one tile. A tile costs its granules plus `PIECE_COST` = 2; the piece that a split adds costs no
     more. The tiles keep their order: they are laid end to end, and borders at equal distances cut them into lists. A
     border inside a tile either splits the tile's keys (split-KV) or moves to the nearest end of the tile. Example:
-    tiles of 10 and 2 granules cost 12 and 4, so the share of each of two lists is 8. With a split at granule 6 of
-    tile 0, both lists cost 8; without one, the border moves to the end of tile 0, and the lists cost 12 and 4.
+    tiles of 10 and 2 granules cost 12 and 4, so the share of each of two lists is 8. With a split at granule 6 of tile
+    0, both lists cost 8; without one, the border moves to the end of tile 0, and the lists cost 12 and 4.
 
     A share is at least `min_share`, so there may be fewer shares than lists. `max_splits` is the largest number of
     splits. No tile is split if without splits the longest list costs at most `BALANCED` = 1.1 times the mean, or times
@@ -65,8 +65,8 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
         return unsplit
     candidates = [unsplit, all_shares.split(num_lists, max_splits)]
     if max_splits < num_lists - 1:
-        # `max_splits` splits cut the tiles into at most `max_splits` + `len(begin)` pieces. This number of lists is
-        # rounded down to a multiple of the number of tiles: 0 if that is larger. `num_lists` is a candidate already.
+        # Splits cut the tiles into at most `max_splits` + `len(begin)` pieces. The number of lists is rounded down to a
+        # multiple of the number of tiles: to 0 if there are more tiles than lists. `num_lists` is a candidate already.
         even_pieces = min(num_lists, max_splits + len(begin)) // len(begin) * len(begin)
         share_counts = {max_splits + 1, even_pieces} - {0, num_lists}
         candidates += [equal_shares(num_shares).split(num_lists, max_splits) for num_shares in sorted(share_counts)]

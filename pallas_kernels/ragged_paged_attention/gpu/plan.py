@@ -173,7 +173,7 @@ class GpuPlanner:
         """Return the query rows of a small tile: G, the heads of a query, rounded up to a power of two, within bounds.
 
         The lower bound is 16 if the head size is a multiple of 32, else 32: in a tile of 16 rows four warps share the
-        columns of a product, eight columns at a time, in a tile of 32 rows only two do. The upper bound is the
+        columns of a product, eight columns at a time; in a tile of 32 rows only two do. The upper bound is the
         size of a large tile. At head size 128, G = 4 gives 16, G = 20 gives 32, and G = 80 gives 64.
         """
         min_rows = 16 if self.head_size % 32 == 0 else 32
@@ -236,10 +236,10 @@ class GpuPlanner:
         """Write the plan of these sequences into `out`: their queries in tiles, and the tiles in lists of equal cost.
 
         `out` is int32, of `plan_len` numbers. A query row is one (query, query head) pair of a KV head: a sequence of n
-        queries has n × `group_size` of them, one without queries has no tile. Sequences whose query rows fit into one
-        small tile get a small tile, all others large tiles. With 4 query heads per KV head and small tiles of 16 query
-        rows, 4 queries go into one small tile, 5 into large ones. Each tile size and window has a section of the plan
-        of its own, where a tile's keys may be split (split-KV).
+        queries has n × `group_size` of them. Sequences whose query rows fit into one small tile get a small tile, all
+        others large tiles; a sequence without queries gets none. With 4 query heads per KV head and small tiles of 16
+        query rows, 4 queries go into one small tile, 5 into large ones. Each tile size and window has a section of the
+        plan of its own, where a tile's keys may be split (split-KV).
         """
         query_rows, min_query_rows = rows.query_lens * self.group_size, 1
         for sections in self.sections(rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only):
@@ -381,9 +381,10 @@ def _cut_tiles(
     `query_lens` and `context_lens` are of all sequences of the step. `group_size` is G, the query heads per KV head: a
     sequence of n queries has n × G query rows. With G = 4 and tiles of 16, 6 queries are 24 query rows and two tiles:
     query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5). Aligned query rows count those of all sequences of
-    the step, each rounded up to a multiple of `ROW_ALIGN` = 8: if the 24 query rows of the example follow a sequence of
-    12, they begin at aligned row 16. A sequence's queries are its last positions, so its first query has position
-    context length − number of queries. `end` is the position behind a tile's last query, since attention is causal.
+    the step, each rounded up to a multiple of `ROW_ALIGN` = 8: if one sequence of 12 query rows comes before the 24 of
+    the example, these begin at aligned row 16. A sequence's queries are its last positions, so its first query has the
+    position context length − number of queries. `end` is the position behind the last query of a tile, since attention
+    is causal.
     """
     query_rows = query_lens * group_size
     aligned_lens = -(-query_rows // ROW_ALIGN) * ROW_ALIGN

@@ -73,12 +73,15 @@ class KVSplits:
         n splits takes the pages s, s + n, s + 2n …: with 7 pages and 2 splits, split 0 takes the pages 0, 2, 4 and 6.
 
         `tables` holds page numbers within the layer. With a window, `num_skipped` is ignored, and a row begins at its
-        window's first page. A row of length 0 attends to nothing and takes no time: its state is empty.
+        window's first page. A row of length 0 attends to nothing and has no split: its state is empty. If
+        `has_static_counts`, the numbers of batches and of merged splits are the most that there can be, because a GPU's
+        host waits in each iteration of a loop whose count is an array.
         """
         page_size, window, batch_size = self.pages.page_size, self.pages.options.window, self.batch_size
         num_rows, end_pages = len(lens), (lens + page_size - 1) // page_size
         first_pages = num_skipped if window is None else jnp.maximum(lens - window, 0) // page_size
         num_pages = end_pages - first_pages
+        # Both divisions round up.
         pages_per_split = jnp.maximum((num_pages + self.max_splits - 1) // self.max_splits, self.min_pages)
         num_splits = (num_pages + pages_per_split - 1) // pages_per_split
         num_iterations = jnp.minimum(pages_per_split, num_pages)
