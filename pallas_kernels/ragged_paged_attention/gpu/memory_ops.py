@@ -133,7 +133,7 @@ def store_query_rows(
     """Store the first `num_rows` rows of `values` [M, H] to target[head, aligned_row:], all M if `num_rows` is larger.
 
     `target` is [K, A, H] in global memory. The rows go through `staging`, a tile [M, H] in shared memory, and are
-    rounded to its dtype there. So each thread stores adjacent numbers: 16 bytes at head size 128. Rows are stored
+    rounded to its dtype there. Thus each thread stores adjacent numbers: 16 bytes at head size 128. Rows are stored
     ROW_ALIGN = 8 at a time: with `num_rows` 20, the rows 0 … 23. The additional rows overwrite padding only, because
     the rows of each sequence begin at a multiple of 8 in `target`.
     """
@@ -147,7 +147,7 @@ def store_query_rows(
 
 
 def row_layout(head_size: int, chip: Chip) -> Any:
-    """Return the register layout in which a thread block loads and stores rows [rows, H], a multiple of 8 of them.
+    """Return the register layout in which a thread block loads and stores a tile [rows, H], of 8 rows or a multiple.
 
     A lane is one number of a row. Of 8 rows each of the four warps has two, 16 threads to a row; a thread has
     `lanes_at_once` // 16 adjacent lanes of one row. The layout repeats every `lanes_at_once` lanes, the largest power
