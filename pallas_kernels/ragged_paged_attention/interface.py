@@ -184,8 +184,9 @@ class KVLayout(KVShape):
     def unwritten(self) -> Any:
         """Return the element that checks fill the arrays with before any write: NaN, or the largest integer.
 
-        Reads of slots that were never written then show in the results. An element of `stored_dtype` may hold several
-        numbers of `dtype`; then each of them has that value.
+        Reads of slots that were never written then show in the results. The element is a scalar of `stored_dtype`,
+        which may hold the bits of several numbers of `dtype`; then each of them has that value. Two bfloat16
+        numbers in a uint32 are 0x7FC07FC0.
         """
         is_integer = np.issubdtype(self.dtype, np.integer)
         number = np.iinfo(self.dtype).max if is_integer else np.nan
@@ -285,11 +286,13 @@ class Backend(ABC):
     ) -> Self:
         """Return the backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 
-        `deterministic`: a row's bits must not depend on the other rows of its step. `tuned` are entries that
-        `read_tuned` returned. Raises ValueError if this backend cannot take the shape or the device, with a text that
-        says what to do instead, and BackendUnavailableError if this machine lacks something, whatever the model.
+        `shape` counts the heads on one device. `deterministic`: a row's bits must not depend on the other rows of its
+        step. `tuned` are entries that `read_tuned` returned. Raises ValueError if this backend cannot take the shape,
+        the device or pages of the default size, with a text that says what to do instead, and BackendUnavailableError
+        if this machine lacks something, whatever the model.
         """
         backend = cls.on(devices, shape, deterministic, tuned)
+        # The layout itself is not needed yet: it is made here only to raise ValueError.
         backend.layout(shape.kv_shape(cls.block_sizes[0]))
         return backend
 

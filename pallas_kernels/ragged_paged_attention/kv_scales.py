@@ -40,8 +40,9 @@ def is_quantized(dtype: DTypeLike) -> bool:
 def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLike) -> Array:
     """Return x / scale, rounded to the nearest numbers of `dtype` and clipped to ± its largest number.
 
-    `scale` is positive, one per KV head. `dtype` is int8, clipped to ±127, or float8_e4m3fn, clipped to ±448, in which
-    NaN stays NaN. Where nothing was clipped, the result times `scale` is `x` but for rounding.
+    `x` holds the keys or values of T tokens, [T, K, H], and `scale` one positive number per KV head. `dtype` is int8,
+    clipped to ±127 so that the range is symmetric, or float8_e4m3fn, clipped to ±448, in which NaN stays NaN. Where
+    nothing was clipped, the result times `scale` is `x` but for rounding: in int8 with scale 0.5, 3.2 becomes 6.
     """
     scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):

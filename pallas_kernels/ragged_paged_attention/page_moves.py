@@ -28,9 +28,10 @@ Page = tuple[Array, ...]
 def copy_pages(pages: Pages, sources: Int[Array, " N"], destinations: Int[Array, " N"], *, layout: KVLayout) -> Pages:
     """Copy page `sources[i]` to page `destinations[i]` in all layers, for each i in order, and return the new arrays.
 
-    Both number the pages of one layer. A page that an earlier copy has written may be a later source. The caller must
-    donate `pages`, whose memory the result takes. Padding entries copy the null page to itself. The copy needs memory
-    for one page.
+    `pages` are the arrays of the cache; both index arrays hold page numbers within a layer, the same in every layer. A
+    page that an earlier copy has written may be a later source. The caller must donate `pages`, whose memory the result
+    takes. Padding entries copy the null page to itself. The copies are unrolled and made one by one, so
+    that XLA works in place and needs memory for one page only.
     """
     for source, destination in zip(sources, destinations, strict=True):
         target_entries, source_entries = _entries(destination, layout), _entries(source, layout)
@@ -46,11 +47,12 @@ def take_pages(pages: Pages, sources: Int[Array, " N"], *, layout: KVLayout) -> 
 def put_pages(
     pages: Pages, taken: tuple[Page, ...], destinations: Int[Array, " N"], *, layout: KVLayout
 ) -> tuple[Pages, Int[Array, ""]]:
-    """Write N pages, which came from `take_pages`, into the arrays of the cache, `pages`, which the caller must donate.
+    """Write the N pages `taken`, which `take_pages` returned, to the pages `destinations` of the cache in all layers.
 
+    `pages` are the arrays of the cache, which the caller must donate; `destinations` are page numbers within a layer.
     Padding entries have the null page as destination, and any content. Return the new arrays, and a scalar whose only
     use is to wait for the program: all outputs of a program are ready together, and a caller cannot wait for the
-    arrays, since they are donated to the next step.
+    arrays, since they are donated to the next step. The scalar's value, the sum of `destinations`, means nothing.
     """
     for page, destination in zip(taken, destinations, strict=True):
         target_entries = _entries(destination, layout)

@@ -12,10 +12,13 @@ def write_rows(
 ) -> Float[Array, "C K Z H"]:
     """Return `pages` with the T tokens' keys or values written to their `slots` in one layer, in the pages' dtype.
 
-    `pages` holds all layers, and `first_page` is the index of the layer's page 0. Slot 70 in pages of 64 is offset 6 of
-    the layer's page 1. The pages are viewed as rows of H values, and rows are scattered: with other indices XLA would
-    copy the whole cache on a TPU to lay it out anew. With one KV head XLA would copy the cache for that view on a CPU,
-    so the pages are indexed directly. The caller should donate `pages`, so that the result takes their memory.
+    `pages` [C, K, Z, H] holds the pages of all layers, Z slots of K KV heads each, and `first_page` is the index of the
+    layer's page 0. Slot 70 in pages of 64 is offset 6 of the layer's page 1. The caller should donate `pages`, so that
+    the result takes their memory.
+
+    The pages are viewed as rows of H values, [C × K × Z, H], and rows are scattered: with other indices XLA would copy
+    the whole cache on a TPU to lay it out anew. With one KV head XLA would copy the cache for that view on a CPU, so
+    the pages are indexed directly.
     """
     _, num_kv_heads, page_size, head_size = pages.shape
     page, offset = first_page + lax.div(slots, jnp.int32(page_size)), lax.rem(slots, jnp.int32(page_size))

@@ -56,15 +56,17 @@ class PagedCache:
         soft_cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "T N H"], PagedCache]:
-        """Write this step's keys and values of `layer`, then attend from every query to its row's keys.
+        """Write this step's keys and values of `layer`, then attend from every query to its row's (sequence's) keys.
 
-        A query at position p attends to positions max(0, p − window + 1) … p. Scores are
-        `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
-        take part in the softmax's denominator and carry no value. If k and v are None, nothing is written: a model
-        layer without keys of its own attends to the pages of `layer`. v = None alone would mean that the values are
-        the first lanes of the keys (MLA), which is not supported. Raises ValueError for that, for a window below 1,
-        a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
-        for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
+        Return outputs [T, N, H] and the written cache, which replaces `self`: that is donated. T tokens of the step,
+        N query heads, K KV heads, head size H. A query at position p attends to positions max(0, p − window + 1) … p,
+        without a window to 0 … p. Scores are scale × q·k, or with a soft cap soft_cap × tanh(scale × q·k ÷ soft_cap).
+        `sinks` are per-head logits that take part in the softmax's denominator and carry no value. If k and v are
+        None, nothing is written: a model layer without keys of its own attends to the pages of `layer`. v = None alone
+        would mean that the values are the first lanes of the keys (MLA), which is not supported. Raises ValueError for
+        that, for a window below 1, a soft cap that is not positive, a layer or arrays that do not fit the cache.
+        Outputs of padding tokens whose queries are finite are zeros or any finite values. With a mesh, each device
+        attends with its own heads.
 
         Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
         arXiv:1805.02867 (online softmax).
@@ -82,6 +84,7 @@ class PagedCache:
             v=v,
             sinks=sinks,
             kv_scales=None if self.scales is None else self.scales.of_layer(layer),
+            # The arrays hold the pages of all layers of a page-table group, layer after layer.
             first_page=jnp.int32(place.index * self.layout.num_pages),
             slots=step.slot_mapping[place.table_group],
             tables=step.page_tables[place.table_group],
@@ -105,8 +108,9 @@ class PagedCache:
 
         This is tensor parallelism over heads by `shard_map`: each device attends with its own KV heads and their query
         heads, and the devices exchange nothing. Inside, `attend` is called with a cache that is one device's part and
-        has no mesh. Return the outputs of all heads, sharded like the queries, and the written cache. Raises ValueError
-        if the number of KV heads is no multiple of the number of devices.
+        has no mesh. The metadata `step` is the same on all devices. Return the outputs [T, N, H] of all heads, sharded
+        like the queries, and the written cache. Raises ValueError if the number of KV heads is no multiple of the
+        number of devices.
         """
         mesh, layout, axis = self.mesh, self.layout, self.mesh_axis
         assert mesh is not None  # `attend` calls this only with a mesh.
@@ -117,11 +121,20 @@ class PagedCache:
             )
         local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // num_devices)
         replicated, by_head = PartitionSpec(), PartitionSpec(None, axis)  # Axis 1 of q, k, v and scales counts heads.
+        # The layout says which axis of each array of pages counts KV heads.
         page_specs = tuple(
             PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes
         )
 
-        def attend_on_device(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+        def attend_on_device(
+            pages: Pages,
+            scales: KVScales | None,
+            q: Array,
+            k: Array | None,
+            v: Array | None,
+            step: AttentionMetadata,
+            sinks: Array | None,
+        ) -> tuple[Array, Pages]:
             """Attend with the parts of the arguments that lie on one device, and return outputs and pages."""
             cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
             out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
@@ -137,7 +150,10 @@ class PagedCache:
         return out, dataclasses.replace(self, pages=pages)
 
     def _refuse_options(self, layer: int, options: AttendOptions) -> None:
-        """Raise ValueError for a window below 1, a soft cap that is not positive, or a layer that the cache lacks."""
+        """Raise ValueError for a window below 1, a soft cap that is not positive, or a layer that the cache lacks.
+
+        None stands for no window and for no soft cap. `layer` is an index among the cache's layers, from 0 on.
+        """
         window, soft_cap = options.window, options.soft_cap
         if window is not None and window < 1:
             raise ValueError(
@@ -151,8 +167,8 @@ class PagedCache:
     def _refuse_misfits(self, q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> None:
         """Raise ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory.
 
-        `q` is [T, N, H], N a positive multiple of the KV heads; `k` and `v` are [T, K, H], or both None; `sinks` is
-        [N] or None.
+        `q` is [T, N, H]: T tokens, N query heads, a positive multiple of the K KV heads, and head size H. `k` and `v`
+        are [T, K, H], or both None; `sinks` is [N] or None. K and H are the cache's.
         """
         if (k is None) is not (v is None):
             raise ValueError(
@@ -177,8 +193,10 @@ class PagedCache:
     def _refuse_scales(self) -> None:
         """Raise ValueError unless pages of one byte a number, and only these, have scales.
 
-        Scales of keys and of values are [L, K] each: one for each layer and KV head of the cache.
+        Scales of keys and of values are [L, K] each: one for each layer and KV head of the cache. One-byte dtypes are
+        int8 and float8_e4m3fn.
         """
+        # An error if quantized pages lack scales, and also if other pages have some.
         if is_quantized(self.layout.dtype) is (self.scales is None):
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "

@@ -64,9 +64,11 @@ class TilePlanner:
         return sum(self._lens(num_tokens, num_rows, decodes_only))
 
     def sections(self, plan: Any, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> PlanSections:
-        """Return the parts of the plan of a step that is padded to that many tokens and rows.
+        """Return the parts of the plan of a step that is padded to `num_tokens` tokens and `num_rows` rows (sequences).
 
-        They are views of a numpy `plan`, or slices of a traced one. A step of decode rows only has no query tiles.
+        The parts lie one after another in `plan`, one int32 array. If it is a numpy array, they are views of it, and
+        assigning to their elements writes the plan; if it is a traced array, they are slices. Tiles are reshaped to
+        [3, tiles], one column per tile. With `decodes_only` there is no column for query tiles.
         """
         offsets = np.cumsum([0, *self._lens(num_tokens, num_rows, decodes_only)]).tolist()
         sections = PlanSections(*(plan[begin:end] for begin, end in itertools.pairwise(offsets)))
@@ -76,9 +78,9 @@ class TilePlanner:
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
         """Write the plan for these rows into `out`, int32, which the caller has filled with zeros.
 
-        The plan has query tiles of the rows with many queries, and shared tiles: sets of decode rows that begin with
-        the same pages. All zeros are a valid plan without any tile. If there are only decode rows and this planner
-        looks for no shared pages, nothing is written.
+        The plan has query tiles of the prefill rows, those with more than one query, and shared tiles: sets of decode
+        rows, which have one query each, that begin with the same pages. All zeros are a valid plan without any tile. So
+        nothing is written if there are only decode rows and this planner looks for no shared pages.
         """
         if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
             return
@@ -97,10 +99,11 @@ class TilePlanner:
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the prefill rows, which follow the decode rows of one token each, into tiles of at most `tile_q` tokens.
 
-        With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles (row, first token, length) are
-        (1, 1, 16), (1, 17, 4) and (2, 21, 3).
+        The tiles are the first columns of `out.query_tiles`, [3, tiles], and their number goes to
+        `out.num_query_tiles`. With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles (row, first
+        token of the step, number of tokens) are (1, 1, 16), (1, 17, 4) and (2, 21, 3).
         """
-        num_tiles, begin = 0, rows.num_decode_rows
+        num_tiles, begin = 0, rows.num_decode_rows  # Decode rows have one token each; prefill tokens follow.
         tile_rows, first_tokens, lens = out.query_tiles
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
             end = begin + int(rows.query_lens[row])
@@ -115,12 +118,14 @@ class TilePlanner:
         """Cut the sets of decode rows that share a prefix into tiles of at most `shared_rows` rows.
 
         A set is left out if sharing spares it fewer than `min_saved_tokens` tokens of reads: a set of n rows reads its
-        prefix once and not n times. With tiles of 4 rows, a set of 6 rows becomes tiles of 4 and 2 rows; the rows of
-        all sets stand in `out.members`, one set after another, and a tile names its first one by its index there.
-        Each of these rows gets the number of shared pages in `out.num_shared_pages`.
+        prefix once and not n times. The rows of all sets stand in `out.members`, one set after another. A tile is a
+        column of `out.shared_tiles`: the index of its first row there, its number of rows, and the number of shared
+        pages. With tiles of 4 rows, a set of 6 rows with 9 shared pages becomes the tiles (0, 4, 9) and (4, 2, 9). The
+        number of tiles goes to `out.num_shared_tiles`, and each of these rows gets its number of shared pages in
+        `out.num_shared_pages`, which stays 0 for all others.
         """
         if not len(rows.page_tables):
-            return  # Every layer has a window, and then rows share no work.
+            return  # Every layer has a window: there is no table of full attention, and rows share no work.
         decode = slice(rows.num_decode_rows)
         prefixes = shared_prefixes(rows.context_lens[decode], rows.page_tables, rows.table_rows[decode], rows.page_size)
         num_tiles = first_member = 0
@@ -151,10 +156,10 @@ def shared_prefixes(
 ) -> Iterator[SharedPrefix]:
     """Yield sets of rows that begin with the same pages, and the number of these pages.
 
-    `context_lens` [R] are the tokens of each row. `page_tables` [groups, tables, P] holds row r's pages in table
-    `table_rows[r]`; rows share a page if it is the same in all page-table groups. No row is in two sets, and a row's
-    last page, which may be partial, is never shared. There are at most `MAX_PREFIXES` = 8 searches; each yields one set
-    or none.
+    `context_lens` [R] are the tokens of each row (sequence). `page_tables` [groups, tables, P] holds row r's pages in
+    table `table_rows[r]`; rows share a page if it is the same in all page-table groups. No row is in two sets, and a
+    row's last page, which may be partial, is never shared. There are at most `MAX_PREFIXES` = 8 searches; each yields
+    one set, whose rows ascend. It is one row alone if the tables of another group differ from the first page on.
 
     A search takes the largest set of rows with the same first page and compares each row with the longest one, page by
     page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. The rows with
@@ -164,6 +169,7 @@ def shared_prefixes(
     """
     num_full_pages = (context_lens - 1) // page_size  # The page of the last token is not counted, even if it is full.
     rows = np.flatnonzero(num_full_pages)
+    # Sorted by their first page in the first page-table group, rows that may share stand side by side.
     rows = rows[np.argsort(page_tables[0, table_rows[rows], 0], kind="stable")]
     ends_of_sets = np.flatnonzero(np.diff(page_tables[0, table_rows[rows], 0]))
     candidates = [candidate for candidate in np.split(rows, ends_of_sets + 1) if len(candidate) > 1]
@@ -180,13 +186,13 @@ def shared_prefixes(
         # Table entries after a row's own pages may hold anything, so they do not count.
         common_pages = np.minimum(common_pages, num_full_pages[candidate])
         # With the rows in descending order of common pages, taking the first n + 1 rows saves n × descending[n] reads.
-        # Rows with a first page in common have at least one common page, unless another group's tables differ.
+        # The longest row has all its pages in common with itself, so there is at least one shared page. It stays alone
+        # if no other row has any, which needs another page-table group: all have their first page of group 0 in common.
         descending = np.sort(common_pages)[::-1]
         shared_pages = descending[(np.arange(len(candidate)) * descending).argmax()]
-        if shared_pages:
-            yield SharedPrefix(candidate[common_pages >= shared_pages], int(shared_pages))
+        yield SharedPrefix(candidate[common_pages >= shared_pages], int(shared_pages))
         other_rows = candidate[common_pages < shared_pages]
-        if shared_pages and len(other_rows) > 1:
+        if len(other_rows) > 1:
             candidates.append(other_rows)
 
 

@@ -67,31 +67,32 @@ of the KV tile that is fetched next."""
 def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None:
     """Compute attention of one tile class by flash attention with split-KV: all pieces of `launch.section`.
 
-    A tile class is all query tiles of one size; a piece is a query tile over a range of its row's keys. The plan
-    assigns the pieces to lists, and one kernel call runs a thread block for each list and KV head. Outputs overwrite
-    their queries in `inputs.queries`, a mutable array [K, A, H]. Return the partial results of tiles whose keys are
-    split, for `merge` to combine, or None if no tile of this class can be split. Partial results that the plan names no
-    piece for are not written.
+    A tile class is all query tiles of one size, here of M query rows; a piece is a query tile over a range of its
+    sequence's keys. The plan assigns the pieces to lists, and one kernel call runs a thread block for each list and KV
+    head. Outputs overwrite their queries in `inputs.queries`, a mutable array [K, A, H] of K KV heads and A query rows.
+    Return the partial results of tiles whose keys are split, float32 [P2, K, M, H] and [P2, K, M], for `merge` to
+    combine; None if the plan has no room for splits (`num_partials` is 0). Of the P2 partial results, those that the
+    plan uses for no piece are not written.
     """
     num_kv_heads, _, head_size = inputs.queries.shape
     tiles, tile_kv, dtype, chip = launch.section.tiles, launch.tile_kv, inputs.k_pages.dtype, launch.chip
     kv_tiles = smem_tile((launch.num_stages, tile_kv, head_size), dtype, chip)
-    # Pages of one byte a number are converted into a tile of their own, one each for keys and values.
+    # Pages of one byte a number are converted to bfloat16 in one more tile each for keys and for values.
     bf16_tile = None if dtype == COMPUTE_DTYPE else smem_tile((tile_kv, head_size), COMPUTE_DTYPE, chip)
-    # A KV tile is copied page by page, keys and values apart; a tile of queries, ROW_ALIGN rows at a time. Each copy
-    # by TMA arrives once at its barrier.
+    # A KV tile is copied page by page, keys and values apart, or by one copy each from a page that is longer than the
+    # tile. A tile of queries is copied ROW_ALIGN rows at a time. Each copy by TMA arrives once at its barrier.
     copies_per_stage = 2 * max(tile_kv // inputs.k_pages.shape[2], 1)
     copies_per_query_tile = tiles.tile_rows // ROW_ALIGN
     kv_barriers = plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
     q_barriers = plgpu.Barrier(num_arrivals=copies_per_query_tile, num_barriers=launch.num_query_tiles)
     scratch = AttentionScratch(
         k_tiles=kv_tiles,
-        k_wide=bf16_tile,
+        k_bf16=bf16_tile,
         kv_barriers=kv_barriers if chip.has_tma else None,
         q_barriers=q_barriers if chip.has_tma else None,
         q_tiles=smem_tile((launch.num_query_tiles, tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         v_tiles=kv_tiles,
-        v_wide=bf16_tile,
+        v_bf16=bf16_tile,
         weights=launch.products.weights_smem(tiles.tile_rows, tile_kv, chip),
     )
     partial_types = None
@@ -101,9 +102,10 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
         partial_types = Partials(jax.ShapeDtypeStruct((*state_shape, head_size), jnp.float32), state_type, state_type)
 
     def kernel(inputs: AttentionInputs, *refs: Any) -> None:
-        *partials, scratch = refs  # The reference of the output comes first, if there is one.
+        *partials, scratch = refs  # References to the partial results, if the call has this output, and to the scratch.
         _compute_list(inputs, partials[0] if partials else None, scratch, launch)
 
+    # `approx_math` allows the hardware's approximate exp2 and division; the scratch is for reductions over warps.
     results = plgpu.kernel(
         kernel,
         out_type=() if partial_types is None else (partial_types,),
@@ -126,9 +128,10 @@ def _compute_list(
     writes to `partials`, which is None if no tile of the launch can be split. With `launch.reads_ahead`, the next
     piece's row and lengths are loaded while a piece is computed. `launch.num_query_tiles` is the number of buffers for
     queries in shared memory. With two, which requires `reads_ahead`, the next piece's queries are copied meanwhile,
-    too (double buffering across pieces). A list may be empty.
+    too (double buffering across pieces). For an empty list, nothing is done.
     """
-    # List i is the pieces from plan[lists_offset + i] to plan[lists_offset + i + 1] − 1.
+    # List i is the pieces from plan[lists_offset + i] to plan[lists_offset + i + 1] − 1: with the numbers 0, 3, 3 and 5
+    # there, list 0 is the pieces 0 … 2, list 1 is empty, and list 2 is the pieces 3 and 4.
     plan, lists_offset, list_index = inputs.plan, launch.section.lists_offset, lax.axis_index("list")
     begin_piece, end_piece = plan[lists_offset + list_index], plan[lists_offset + list_index + 1]
 
@@ -137,21 +140,22 @@ def _compute_list(
         return PieceRow(row, inputs.context_lens[row], inputs.query_starts[row + 1] - inputs.query_starts[row])
 
     def compute_piece(piece_index: Scalar, piece_row: PieceRow | None) -> PieceRow | None:
-        """Compute piece `piece_index`, as one iteration of the loop over the pieces of the list.
+        """Compute piece `piece_index`: one iteration of the loop over the list, which ends before `end_piece`.
 
-        The loop carries the row and the lengths of a piece (`PieceRow`) from the iteration before. With `reads_ahead`,
-        `piece_row` is the row of this piece and the next piece's is returned; else both are None, and each iteration
-        reads its own.
+        The loop carries a `PieceRow`, the row (sequence) of a piece with its lengths. With `launch.reads_ahead`,
+        `piece_row` is that of this piece, and that of the next piece is returned. Else both are None, and each
+        iteration reads its own. The results go to global memory, see `_compute_list`.
         """
 
         def fetch_next() -> PieceRow | None:
-            """With `reads_ahead`, load the next piece's row; with two query tiles, start to copy its queries.
+            """Return the next piece's row and lengths; return None, and do nothing, without `launch.reads_ahead`.
 
-            `_compute_piece` calls this after it has started the copies of its first keys.
+            With two query tiles in shared memory, also start to copy the next piece's queries, if the list has a next
+            piece. `_compute_piece` calls this after it has started the copies of its first keys.
             """
             if not launch.reads_ahead:
                 return None
-            # After the last piece, its own row is loaded once more and not used.
+            # At the last piece of the list, its own row is loaded once more, and nothing uses it.
             next_row = read_row(jnp.minimum(piece_index + 1, end_piece - 1))
             if launch.num_query_tiles > 1:
 
@@ -161,12 +165,12 @@ def _compute_list(
 
             return next_row
 
-        piece_row = piece_row or read_row(piece_index)
+        piece_row = piece_row or read_row(piece_index)  # It is None without `reads_ahead`.
         return _compute_piece(inputs, partials, scratch, launch, piece_index, piece_row, fetch_next)
 
     @pl.when(begin_piece < end_piece)
     def _() -> None:
-        # Without `reads_ahead`, `compute_piece` reads each piece's row itself, the first one's too.
+        # Without `reads_ahead`, the loop carries None, and `compute_piece` reads each piece's row, the first one's too.
         first_row = read_row(begin_piece)
         if launch.num_query_tiles > 1:
             _fetch_queries(inputs, scratch, launch, begin_piece, first_row)
@@ -176,8 +180,9 @@ def _compute_list(
 def _read_piece(inputs: AttentionInputs, launch: Launch, index: Scalar) -> Piece:
     """Return the fields of piece `index`, read from the plan.
 
-    The plan holds the pieces as a structure of arrays: `max_pieces` numbers of the first field, then as many of the
-    second one, and so on. All fields are loaded here, but the compiler drops the loads that the caller does not use.
+    `inputs.plan` holds the pieces as a structure of arrays: from `pieces_offset` on, `max_pieces` numbers of the first
+    field of `Piece`, then as many of the second one, and so on. With `max_pieces` = 10, field 2 of piece 3 is 23
+    numbers after that offset. All fields are loaded, but the compiler drops the loads that the caller does not use.
     """
     section = launch.section
     offsets = [section.pieces_offset + field * section.tiles.max_pieces for field in range(PIECE_FIELDS)]
@@ -196,12 +201,13 @@ def _query_tile(scratch: AttentionScratch, launch: Launch, index: Scalar) -> tup
 def _fetch_queries(
     inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Scalar, piece_row: PieceRow
 ) -> None:
-    """Start the copies of the query tile of piece `index` of the plan to shared memory.
+    """Start the copies of the query tile of piece `index`, for this thread block's KV head, to shared memory.
 
-    A piece is a query tile over a range of the keys of one row (sequence), here `piece_row`, which has `num_queries` ×
-    `group_size` query rows. The tile begins at query row `first_query_row` of its row and at `aligned_row` among the
-    aligned query rows of the step, where each row begins at a multiple of `ROW_ALIGN` = 8. `num_rows` counts the query
-    rows from the start of the tile to the end of the row. It may exceed the tile; then `start_query_copies` fills it.
+    A piece is a query tile over a range of the keys of one sequence, here `piece_row`, which has `num_queries` ×
+    `group_size` query rows. The tile begins at query row `first_query_row` of its sequence and at `aligned_row` of
+    `inputs.queries` [K, A, H], where each sequence begins at a multiple of `ROW_ALIGN` = 8. `num_rows` counts the query
+    rows from the start of the tile to the end of the sequence: 10 queries × 4 heads − `first_query_row` 32 = 8. If it
+    exceeds the rows of the tile, `start_query_copies` copies as many as the tile has.
     """
     piece = _read_piece(inputs, launch, index)
     aligned_row = pl.multiple_of(piece.aligned_row, ROW_ALIGN)
@@ -250,11 +256,14 @@ def _compute_piece(
     num_kv_tiles = jnp.maximum(end_tile - first_tile, 0)
 
     def tile_pages(tile_index: Scalar) -> tuple[Scalar, ...]:
-        """Return the indices, in the arrays of pages, of the pages of a KV tile; tile 0 is the first one of this piece.
+        """Return the indices, in `inputs.k_pages` and `v_pages`, of the pages of KV tile `tile_index` of the piece.
 
-        Pages before the first one or after the last one that any query attends to are replaced by that page. The other
-        two clamps, to the table and to the cache, guard memory: a caller that passes a context longer than its table,
-        or entries that are no pages, gets wrong numbers, but no read beyond the arrays.
+        Tile 0 begins at key `first_tile` × `tile_kv` of the row (sequence): with `first_tile` 2, tiles of 64 keys and
+        pages of 16, its pages are the entries 8 … 11 of the row's page table. If a page is longer than a KV tile, the
+        result is the one page that contains the tile. Tiles are also asked for that lie behind the piece: pages before
+        the first one or after the last one that any query attends to are replaced by that page. The other two clamps,
+        to the table and to the cache, guard memory: a caller that passes a context longer than its table, or entries
+        that are no pages, gets wrong numbers, but no read beyond the arrays.
         """
         table_len = inputs.page_tables.shape[0] // inputs.context_lens.shape[0]
         pages = []
@@ -268,10 +277,11 @@ def _compute_piece(
         return tuple(pages)
 
     def fetch(tile_index: Scalar, pages: tuple[Scalar, ...]) -> None:
-        """Start the copies of keys and values of KV tile `tile_index` of the piece, from `pages` into its stage.
+        """Start the copies of KV tile `tile_index` of the piece, keys and values of one KV head, into shared memory.
 
-        Whole pages are copied if a page is no longer than a tile; else the tile is a part of one page. On chips with
-        TMA the copies arrive at the barrier of the stage.
+        The tile goes to stage `tile_index` mod `num_stages`, one of the buffers [T, H] of T = `tile_kv` keys. Whole
+        `pages` are copied, one after the other, if a page is no longer than a tile. Else the tile is a part of one
+        page, from the slot `offset` on. On chips with TMA the copies arrive at the barrier of the stage.
         """
         stage = lax.rem(tile_index, jnp.int32(num_stages))
         barrier = None if scratch.kv_barriers is None else scratch.kv_barriers.at[stage]
@@ -295,13 +305,15 @@ def _compute_piece(
         factor = factor * inputs.k_scales[head]
 
     def scores_of(k_tile: Ref, tile_index: Scalar) -> Array:
-        """Return the scores [M, T] of a KV tile, times log₂ e; `MASK_VALUE` where a query may not attend to a key.
+        """Return the scores [M, T] of the M query rows for the T keys of KV tile `tile_index`, times log₂ e for exp2.
 
-        No mask is computed if every query of the tile attends to every key of the KV tile.
+        The scores are scaled, and bounded to ± `soft_cap` if there is one; `factor` holds the scale. They are
+        `MASK_VALUE` where a query may not attend to a key. No mask is computed if every query attends to every key of
+        the KV tile: if its last key is not after the first query, nor its first key before the last query's window.
         """
         scores = products.scores(q_tile, k_tile, chip) * factor
         if soft_cap is not None:
-            # tanh x = 1 − 2 ÷ (1 + e²ˣ). The tanh of the hardware has 11 bits: 1 % of the weight of a score of 50.
+            # tanh x = 1 − 2 ÷ (1 + e²ˣ). The hardware's tanh has 11 bits: the weight of a score of 50 would be 1 % off.
             scores = (1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E)))) * (soft_cap * LOG2_E)
         first_key = (first_tile + tile_index) * tile_kv
         is_unmasked = first_key + (tile_kv - 1) <= first_position
@@ -310,7 +322,11 @@ def _compute_piece(
         return lax.cond(is_unmasked, lambda scores: scores, lambda scores: mask_scores(scores, first_key), scores)
 
     def mask_scores(scores: Array, first_key: Scalar) -> Array:
-        """Replace the scores of keys after a query's position or before its window; the tile begins at `first_key`."""
+        """Return scores [M, T] with `MASK_VALUE` for keys after a query's position or before its window, if it has one.
+
+        The KV tile begins at key `first_key`. Row r of the tile is query (`first_query_row` + r) // G of its sequence,
+        G = `group_size`, whose queries begin at `row_position`. A window of 4 shows position 9 the keys 6 … 9.
+        """
         iota = partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=acc_layout)
         query_position = row_position + lax.div(first_query_row + iota(0), jnp.int32(group_size))
         key_position = first_key + iota(1)
@@ -322,7 +338,8 @@ def _compute_piece(
     def zero_hidden_values(v_tile: Ref, tile_index: Scalar) -> None:
         """Zero the values of keys that no query of the tile attends to: they may be NaN, and 0 × NaN is NaN.
 
-        `v_tile` is the shared memory of KV tile `tile_index` of the piece. Most KV tiles have no such keys.
+        `v_tile` [T, H] is the shared memory of KV tile `tile_index` of the piece. The queries attend to the keys
+        `first_visible_key` … `last_visible_key`; a KV tile that lies within this range stays as it is.
         """
         first_key = (first_tile + tile_index) * tile_kv
 
@@ -335,13 +352,15 @@ def _compute_piece(
             v_tile[...] = jnp.where(is_visible, values, jnp.zeros_like(values))
 
     def attend(tile_index: Scalar, carry: LoopState) -> LoopState:
-        """Fetch the KV tile `num_stages` − 1 ahead, wait for this one, and add it to the online-softmax state.
+        """Fetch the KV tile `num_stages` − 1 ahead, wait for this one, and return the state after its keys.
 
-        KV tile n of the piece lies in stage n mod `num_stages` of shared memory. The state (`carry`) is acc [M, H], the
-        running maximum and the sum of weights, [M] each, and the pages of the KV tile that is fetched now. These page
-        numbers are loaded one tile before they are needed. Tiles of one-byte pages are converted to bfloat16 first.
+        One step of the online softmax. The state is acc [M, H], the weighted sum of values of M query rows; the running
+        maximum and the sum of weights, [M] each; and the pages of the KV tile to fetch next, loaded one iteration
+        before they are needed. KV tile n of the piece lies in stage n mod `num_stages` of shared memory. Tiles of
+        one-byte pages are converted to bfloat16 first. Scores are times log₂ e, so weights are powers of 2.
         """
         acc, running_max, running_sum, pages = carry
+        # The copies overwrite the stage of the tile before this one, which ordinary instructions have read or written.
         fence_before_copy(chip)
         fetch_if_needed(tile_index + (num_stages - 1), pages)
         pages = tile_pages(tile_index + num_stages)
@@ -350,12 +369,12 @@ def _compute_piece(
         # Without TMA, the copies of the next `num_stages` − 1 KV tiles may still be in flight.
         wait_copies(kv_barrier, 2 * pages_per_tile * (num_stages - 1), chip)
         k_tile, v_tile = scratch.k_tiles.at[stage], scratch.v_tiles.at[stage]
-        if scratch.k_wide is not None and scratch.v_wide is not None:
-            for narrow, wide in ((k_tile, scratch.k_wide), (v_tile, scratch.v_wide)):
+        if scratch.k_bf16 is not None and scratch.v_bf16 is not None:  # Pages of one byte a number.
+            for stored_tile, bf16_tile in ((k_tile, scratch.k_bf16), (v_tile, scratch.v_bf16)):
                 # On Ampere a row of 128 bytes lies in two blocks, and there is no load of both without bank conflicts.
-                stored = plgpu.load(narrow, layout=row_layout(head_size, chip), optimized=chip.has_tma)
-                wide[...] = to_compute_dtype(stored, chip)
-            k_tile, v_tile = scratch.k_wide, scratch.v_wide
+                stored = plgpu.load(stored_tile, layout=row_layout(head_size, chip), optimized=chip.has_tma)
+                bf16_tile[...] = to_compute_dtype(stored, chip)
+            k_tile, v_tile = scratch.k_bf16, scratch.v_bf16
         scores = scores_of(k_tile, tile_index)
         new_max = jnp.maximum(running_max, jnp.max(scores, axis=1))
         decay = jnp.exp2(running_max - new_max)

@@ -93,7 +93,7 @@ class AttentionScratch(NamedTuple):
 
     k_tiles: Ref
     """[stages, T, H] of the cache's dtype: keys."""
-    k_wide: Ref | None
+    k_bf16: Ref | None
     """[T, H] bfloat16: the keys of one KV tile of one-byte pages, converted."""
     kv_barriers: Ref | None
     """One barrier per stage, at which the copies of its keys and values arrive; None without TMA."""
@@ -104,7 +104,7 @@ class AttentionScratch(NamedTuple):
     one is filled for the next piece."""
     v_tiles: Ref
     """[stages, T, H] of the cache's dtype: values."""
-    v_wide: Ref | None
+    v_bf16: Ref | None
     """[T, H] bfloat16: the values of one KV tile of one-byte pages, converted."""
     weights: Ref
     """[M, T] bfloat16: softmax weights of one KV tile."""

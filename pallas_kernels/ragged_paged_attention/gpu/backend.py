@@ -78,9 +78,10 @@ class GpuBackend(GpuPlanner, Backend):
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> GpuBackend:
         """Return the backend for these GPUs of one kind: its kernels are compiled for their compute capability.
 
-        `shape` holds the heads of one GPU. With `deterministic`, keys are not split (split-KV), since the splits of a
-        row depend on the other rows. `tuned` is not used: nothing is tuned for this backend. Raises ValueError for a
-        GPU older than Ampere.
+        `shape` holds the heads of one GPU. Number of multiprocessors and shared memory are those of `devices[0]`. The
+        plan gets a section for full attention and one for each different window. With `deterministic`, keys are not
+        split (split-KV), since the splits of a row depend on the other rows. `tuned` is not used: nothing is tuned for
+        this backend. Raises ValueError for a GPU older than Ampere.
         """
         device = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
@@ -104,7 +105,9 @@ class GpuBackend(GpuPlanner, Backend):
     def __post_init__(self) -> None:
         """Raise ValueError if this JAX has no `mma`, or if a field has a value that the kernels do not take.
 
-        The text names the field and the values that are allowed.
+        `num_heads` is a positive multiple of `num_kv_heads`. `num_stages` and `max_tile_kv` are among the values listed
+        above. Sizes of the chip, `min_share` and windows are at least 1. `prefill` is mma, or wgmma on a Hopper at some
+        head sizes. The text of an error names the field and the values that are allowed.
         """
         if not hasattr(plgpu, "mma"):
             raise ValueError(
@@ -134,7 +137,8 @@ class GpuBackend(GpuPlanner, Backend):
         """Return the layout of a cache of these sizes; raise ValueError if the kernels cannot take one of them.
 
         They take the dtypes `kv_dtypes`, the head sizes `HEAD_SIZES` (fewer of them in one-byte pages), and pages of
-        16, 32 or 64 tokens (not of 16 at head size 80 before Hopper).
+        16, 32 or 64 tokens (not of 16 at head size 80 before Hopper). Keys and values are an array each,
+        [L × C, K, Z, H]: the pages of all layers, K KV heads, Z slots of a page, head size H.
         """
         # `kv_cache_dtype` is auto by default, which means the model's dtype.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
@@ -145,8 +149,8 @@ class GpuBackend(GpuPlanner, Backend):
                 f"kv_cache_dtype: got {shape.dtype.name} with head size {shape.head_size}, the pallas-gpu backend "
                 f"takes it with {', '.join(map(str, ONE_BYTE_HEAD_SIZES))} only; leave kv_cache_dtype out"
             )
-        is_narrow = shape.head_size == 80 and self.capability < HOPPER
-        page_sizes = AMPERE_PAGE_SIZES_OF_80 if is_narrow else PAGE_SIZES
+        is_80_before_hopper = shape.head_size == 80 and self.capability < HOPPER
+        page_sizes = AMPERE_PAGE_SIZES_OF_80 if is_80_before_hopper else PAGE_SIZES
         self.refuse_unlisted("block_size", shape.page_size, page_sizes, "leave it out or use --attention-backend xla")
         return KVLayout.of(shape)
 
@@ -155,16 +159,17 @@ class GpuBackend(GpuPlanner, Backend):
     ) -> list[Launch]:
         """Return one launch of the attention kernel for each size of query tiles, small or large, that a step may have.
 
-        The step is padded to `num_tokens` and `num_rows`; with `decodes_only` it has small tiles only. Each launch
-        names its section of the plan. If the plan has no section for the layer's window, the launch takes that of full
-        attention, and the kernel skips the keys that the window hides.
+        The step is padded to `num_tokens` and `num_rows` (sequences); with `decodes_only` it has small tiles only. Each
+        launch names its section of the plan, which depends on the window in `options`. If the plan has no section for
+        this window, the launch takes that of full attention, and the kernel skips the keys that the window hides: the
+        result is the same, but the thread blocks get unequal work. Only large tiles may be computed by wgmma.
         """
         windows = self.planned_windows
         window_index = windows.index(options.window) if options.window in windows else 0
         launches = []
         for by_window in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
             section, tile_rows = by_window[window_index], by_window[0].tiles.tile_rows
-            if section.tiles.max_tiles:
+            if section.tiles.max_tiles:  # A step of few tokens cannot have large tiles.
                 launch = Launch(
                     section=section,
                     group_size=self.group_size,
@@ -183,9 +188,10 @@ class GpuBackend(GpuPlanner, Backend):
         """See `Backend.attend`: scatter k and v into the pages, then flash attention with split-KV.
 
         The queries are gathered into a mutable array [K, A, H] by KV head: A counts the query rows of all sequences,
-        each of which begins at a multiple of 8. Each launch overwrites the queries of its tiles by their outputs. If
-        keys can be split, a launch returns partial results too, and `merge` combines them. If k and v are None, the
-        pages hold the keys and values already.
+        each of which begins at a multiple of 8. One launch over small query tiles and one over large ones overwrite the
+        queries by their outputs. If keys can be split, a launch returns partial results too, and `merge` combines them.
+        Outputs are returned as [T, N, H], zeros for padding tokens, with the written pages of keys and of values. Into
+        one-byte pages, k and v are written divided by their scales. If k and v are None, nothing is written.
         """
         q, k, v, step = inputs.q, inputs.k, inputs.v, inputs.step
         k_pages, v_pages = pages
@@ -205,6 +211,7 @@ class GpuBackend(GpuPlanner, Backend):
         for launch in self.launches(q.shape[0], num_rows, inputs.options, decodes_only=step.decodes_only):
             page_tables, first_page, sinks = tables.reshape(-1), inputs.first_page[None], None
             if inputs.sinks is not None:
+                # A tile may begin at any of the heads that share a KV head, so their sinks are repeated cyclically.
                 sinks = repeat_sinks(inputs.sinks, self.num_kv_heads, launch.section.tiles.tile_rows)
             lens_and_plan = step.context_lens, step.query_starts, step.plan
             arguments = AttentionInputs(
@@ -218,7 +225,8 @@ class GpuBackend(GpuPlanner, Backend):
     def _refuse_misfits(self, inputs: LayerInputs, k_pages: Array) -> None:
         """Raise ValueError if the queries, the pages' heads or the plan do not fit the sizes of this backend.
 
-        The kernels are compiled for these sizes and would misread the arrays.
+        The kernels are compiled for these sizes and would misread the arrays: queries [T, N, H] in bfloat16, pages
+        [L × C, K, Z, H], and a plan of `plan_len` numbers for T tokens and R rows (sequences), padding included.
         """
         q, step = inputs.q, inputs.step
         if q.dtype != COMPUTE_DTYPE:

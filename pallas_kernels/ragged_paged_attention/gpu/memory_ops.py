@@ -48,10 +48,11 @@ class Chip:
 def smem_tile(shape: tuple[int, ...], dtype: DTypeLike, chip: Chip, lanes: int | None = None) -> Any:
     """Return the type of a tile in shared memory that products read without bank conflicts.
 
-    `shape` ends in [rows, lanes]. A row lies in swizzled blocks of 128, 64 or 32 bytes: the largest of these sizes that
-    divides the row, or on Ampere half the row, but at least 32. A row of 96 bfloat16, 192 bytes, is three blocks of 64
-    on Hopper and six blocks of 32 on Ampere. `lanes` is given if a product reads fewer lanes at a time than the tile
-    has: then the block size divides the bytes of that many lanes, on any chip.
+    `shape` ends in [rows, lanes]; a lane is one number of a row. A row lies in swizzled blocks of 128, 64 or 32 bytes,
+    the sizes that the hardware can permute: the largest of them that divides the row, or on Ampere half the row, but at
+    least 32. A row of 96 bfloat16, 192 bytes, is three blocks of 64 on Hopper and six blocks of 32 on Ampere. `lanes`
+    is given if a product reads fewer lanes at a time than the tile has: then the block size divides the bytes of that
+    many lanes, on any chip. A block is eight rows high.
     """
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
     # On Ampere, four warps share the copy of 16 rows, which takes an even number of blocks in a row. Below, x & −x is
@@ -63,10 +64,10 @@ def smem_tile(shape: tuple[int, ...], dtype: DTypeLike, chip: Chip, lanes: int |
 
 
 def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> None:
-    """Start a copy from global to shared memory; `wait_copies` waits for it.
+    """Start an asynchronous copy of `source` in global memory to `target` in shared memory, of the same shape.
 
-    A TMA copy arrives at `barrier`. A cp.async copy needs no barrier, which is None then; `source` must lie within its
-    array, since nothing is checked.
+    `wait_copies` waits for it. With TMA (Hopper and later), the copy arrives at `barrier`. Otherwise (Ampere) it is a
+    cp.async copy, `barrier` is None, and `source` must lie within its array, since out-of-bounds reads are not checked.
     """
     if chip.has_tma:
         plgpu.copy_gmem_to_smem(source, target, barrier)
@@ -77,8 +78,9 @@ def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> Non
 def wait_copies(barrier: Ref | None, num_later: int, chip: Chip) -> None:
     """Wait for the copies that arrive at `barrier`; without TMA, for all copies but the last `num_later` started.
 
-    Copies by cp.async arrive at no barrier. They end in the order of their start, so each thread waits until at most
-    `num_later` of its own are in flight. Then the threads of the block synchronize, and each sees the data of all.
+    With TMA (Hopper and later), `num_later` is not used. Copies by cp.async (Ampere) arrive at no barrier, so `barrier`
+    is not used. They end in the order of their start: with 6 started and `num_later` 2, the first 4 have ended. Each
+    thread counts its own copies. Then the threads of the block synchronize, and each sees the data of all.
     """
     if chip.has_tma:
         plgpu.barrier_wait(barrier)
@@ -110,13 +112,14 @@ def start_query_copies(
 ) -> None:
     """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target` in shared memory.
 
-    The whole tile is filled, ROW_ALIGN = 8 rows at a time. If `num_rows` exceeds the rows of the tile, the first ones
-    are copied. If it is less, the group of 8 that holds the last row is copied again in place of the rows after it,
-    because another thread block may be writing those: 20 rows to a tile of 32 copy the rows 0 … 7, 8 … 15, 16 … 23, and
-    16 … 23 again. Ampere cannot copy so few rows at a time and copies the rows that follow in `source` as well. Results
-    of the added rows are not stored. On Hopper, `barrier` gets one arrival for each group of 8.
+    `source` is [K, A, H], A query rows for each of K KV heads; `target` is [M, H]. All M rows are filled, ROW_ALIGN = 8
+    rows at a time. If `num_rows` exceeds M, the first M rows are copied. If it is less, the 8 rows that hold the last
+    one are copied again in place of those after them, because another thread block may be writing those: 20 rows to a
+    tile of 32 copy the rows 0 … 7, 8 … 15, 16 … 23, and 16 … 23 again. Ampere cannot copy so few rows at a time and
+    copies M rows of `source`, some of which may be another sequence's. Results of the added rows are not stored. On
+    Hopper, `barrier` gets one arrival for each 8 rows.
     """
-    if not chip.has_tma:
+    if not chip.has_tma:  # Ampere.
         return start_copy(source.at[head, pl.ds(aligned_row, target.shape[0])], target, barrier, chip)
     last_copied_row = lax.div(num_rows - 1, jnp.int32(ROW_ALIGN)) * ROW_ALIGN
     for first_row in range(0, target.shape[0], ROW_ALIGN):
@@ -127,11 +130,12 @@ def start_query_copies(
 def store_query_rows(
     target: Ref, head: Scalar, aligned_row: jax.Array, num_rows: Scalar, values: jax.Array, staging: Ref, chip: Chip
 ) -> None:
-    """Store the first `num_rows` rows of `values` to target[head, aligned_row:]; all rows if `num_rows` is larger.
+    """Store the first `num_rows` rows of `values` [M, H] to target[head, aligned_row:], all M if `num_rows` is larger.
 
-    The rows go through `staging`, a tile in shared memory of the shape of `values`, so that each thread stores adjacent
-    numbers: 16 bytes at head size 128. Rows are stored ROW_ALIGN = 8 at a time, so `num_rows` is rounded up to a
-    multiple of 8. That overwrites only padding rows, because the rows of each sequence begin at a multiple of 8.
+    `target` is [K, A, H] in global memory. The rows go through `staging`, a tile [M, H] in shared memory, and are
+    rounded to its dtype there. Thus each thread stores adjacent numbers: 16 bytes at head size 128. Rows are stored
+    ROW_ALIGN = 8 at a time: with `num_rows` 20, the rows 0 … 23. The additional rows overwrite padding only, because
+    the rows of each sequence begin at a multiple of 8 in `target`.
     """
     staging[...] = values.astype(staging.dtype)
     for first_row in range(0, staging.shape[0], ROW_ALIGN):
@@ -143,13 +147,15 @@ def store_query_rows(
 
 
 def row_layout(head_size: int, chip: Chip) -> Any:
-    """Return the register layout in which a thread block loads and stores rows [rows, H], a multiple of 8 of them.
+    """Return the register layout in which a thread block loads and stores a tile [rows, H], of 8 rows or a multiple.
 
-    Of 8 rows each of the four warps has two, 16 threads to a row; a thread has `lanes_at_once` // 16 adjacent lanes of
-    one row. The layout repeats every `lanes_at_once` lanes, the largest power of two that divides the head size, but at
-    most 128: head size 96 is three times 32 lanes, 2 to a thread. On Ampere 64 or 32 lanes lie in two blocks of shared
-    memory, so there a warp has half of the lanes of four rows, 8 threads to a row.
+    A lane is one number of a row. Of 8 rows each of the four warps has two, 16 threads to a row; a thread has
+    `lanes_at_once` // 16 adjacent lanes of one row. The layout repeats every `lanes_at_once` lanes, the largest power
+    of two that divides the head size, but at most 128: head size 96 is three times 32 lanes, 2 to a thread. On Ampere
+    64 or 32 lanes lie in two blocks of shared memory, so there a warp has half of the lanes of four rows, 8 threads to
+    a row, which reads without bank conflicts.
     """
+    # x & −x is the largest power of two that divides x.
     lanes_at_once = min(head_size & -head_size, 128)
     if lanes_at_once in (32, 64) and not chip.has_tma:
         half_rows = plgpu.Tiling(((ROW_ALIGN, lanes_at_once), (4, lanes_at_once // 2), (lanes_at_once // 16,)))
@@ -159,10 +165,10 @@ def row_layout(head_size: int, chip: Chip) -> Any:
 
 
 def to_compute_dtype(stored: jax.Array, chip: Chip) -> jax.Array:
-    """Convert one-byte numbers of a page, int8 or float8_e4m3fn, to bfloat16, which is exact.
+    """Convert one-byte numbers of a page, int8 or float8_e4m3fn, to bfloat16, which is exact; NaN stays NaN.
 
-    Chips before Hopper have no instruction for the conversion. They are those without TMA; there the numbers are
-    converted by operations on their bits.
+    Scales are not applied here. Chips before Hopper, which are those without TMA, have no instruction for the
+    conversion. There the numbers are converted by operations on their bits, float8 as the int8 of the same bits.
     """
     if chip.has_tma:
         return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
@@ -182,9 +188,10 @@ def _int8_to_float32(stored: jax.Array) -> jax.Array:
 def _float8_to_float32(bits: jax.Array) -> jax.Array:
     """Convert the bits of float8_e4m3fn, given as int8, to float32, NaN included, without the conversion instruction.
 
-    Exponent and mantissa, shifted left by 7, are those of a float16. Its exponent is too small by 8, the difference of
-    the two formats' biases (15 − 7), so the result is multiplied by 2⁸ = 256. The sign is in bit 15, because the
-    conversion to int32 repeats it in all higher bits. NaN has ones in the seven lower bits.
+    The four bits of the exponent and the three of the mantissa, shifted left by 7, are those of a float16. Its exponent
+    is too small by 8, the difference of the two formats' biases (15 − 7), so the result is multiplied by 2⁸ = 256. The
+    sign is in bit 15, because the conversion to int32 repeats it in all higher bits. NaN has ones in the seven lower
+    bits. Example: 0x38 is 1.0; shifted it is 0x1C00, the float16 1 ÷ 256.
     """
     bits = bits.astype(jnp.int32)
     half = lax.bitcast_convert_type((((bits << 7) & 0x3F80) | (bits & -0x8000)).astype(jnp.int16), jnp.float16)

@@ -24,18 +24,20 @@ from .plan import MERGE_FIELDS, ROW_ALIGN, Merge, PlanSection
 def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: PlanSection, chip: Chip) -> None:
     """Merge the partial results of each query tile whose keys were split (split-KV); outputs overwrite its queries.
 
-    Each such tile has one entry of type `Merge` in `plan`, field by field; `section` holds the offset of these entries
-    and of their number. `queries` is a mutable array [K, A, H], where each sequence's query rows begin at a multiple of
-    `ROW_ALIGN` = 8. The grid is as large as the plan may need: one thread block for each of `max_merges` tiles and each
-    KV head. Thread blocks beyond the number of entries do nothing.
+    The partial results of one tile belong to different ranges of its keys. Each split tile has one entry of type
+    `Merge` in `plan`, which names them; `section` holds the offset of these entries and of their number. `queries` is a
+    mutable array [K, A, H] of K KV heads and A query rows, where each sequence begins at a multiple of `ROW_ALIGN` = 8.
+    The grid is as large as the plan may need, because the number of entries is only known on the device: one thread
+    block for each of `max_merges` tiles and each KV head. Thread blocks beyond the number of entries do nothing.
     """
     tiles = section.tiles
     num_kv_heads, _, head_size = queries.shape
 
     def body(queries: Ref, partials: Partials, plan: Ref, staging: Ref) -> None:
-        """Merge one split tile for one KV head. Do nothing if the plan has no tile of this thread block's index.
+        """Merge one split tile for one KV head: entry `merge_index` of the plan, whose fields lie `max_merges` apart.
 
-        The outputs go through `staging`, a tile in shared memory, to `queries`.
+        Do nothing if the plan has no entry of this index. The outputs overwrite the tile's query rows in `queries`
+        [K, A, H]; they go there through `staging`, a tile in shared memory.
         """
         merge_index, head = lax.axis_index("merge"), lax.axis_index("head")
 
@@ -64,14 +66,19 @@ def _merged(partials: Partials, head: Scalar, split_tile: Merge) -> Float[Array,
     `split_tile` names `num_partials` consecutive entries of `partials`, one for each part of the tile's keys. An entry
     has, for each of the M query rows, the largest score of that part (times log₂ e), and the sum of weights and the
     weighted sum of values relative to it. Both sums are rescaled to the largest score of all parts and added up; then
-    the weighted sum is divided by the sum of weights.
+    the weighted sum is divided by the sum of weights. A part without a key for a query row has a largest score of
+    `MASK_VALUE` = −1e30, so its weight is 0.
     """
     tile_rows, head_size = partials.acc.shape[2:]
     layout = mma.acc_layout(tile_rows)
     state_layout = layout.reduce(1)
 
     def add_partial(index: Scalar, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Add partial result `index` to the state: weighted sum of values, maximum and sum of weights so far."""
+        """Return the state after partial result `index` of the tile: acc [M, H], running maximum and sum of weights.
+
+        The sums of the state and of the partial result are rescaled to the larger maximum, by powers of 2, since
+        maxima are scores times log₂ e.
+        """
         acc, running_max, running_sum = state
         partial = split_tile.first_partial + index
         piece_max = load_global(partials.running_max.at[partial, head], state_layout)

@@ -36,7 +36,8 @@ def weights_smem(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
 def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
     """Return the raw scores Q · Kᵀ, [M, T] in float32, of M query rows and T keys, neither scaled nor masked.
 
-    Both tiles are [rows, H] in shared memory. One product takes `Q_LANES` of the H lanes, the last product the rest.
+    Both tiles lie in shared memory, [M, H] and [T, H]. One product takes `Q_LANES` = 64 of the H lanes, the last
+    product the rest, so that operands take few registers: at head size 80 two products take 64 and 16 lanes.
     """
     tile_rows, head_size = q_tile.shape
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), acc_layout(tile_rows))
@@ -57,8 +58,8 @@ def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Arr
 def _multiply_add(acc: jax.Array, a_ref: Ref, b_ref: Ref, chip: Chip) -> jax.Array:
     """Return acc + a · b in float32: a [M, X] and b [X, Y] are loaded from shared memory, acc [M, Y] is in registers.
 
-    Both are loaded into the register layouts that `mma` reads. When the kernel is interpreted, `jnp.dot` takes the
-    place of `mma`, which the interpreter does not have.
+    a and b are bfloat16, loaded into the register layouts that the instruction `mma` reads. When the kernel is
+    interpreted, as in tests, `jnp.dot` takes the place of `mma`, which the interpreter does not have.
     """
     m_warps = _warps_along_rows(acc.shape[0])
     a = plgpu.load(a_ref, layout=plgpu.Layout.MMA_LHS(COMPUTE_DTYPE, m_warps=m_warps))

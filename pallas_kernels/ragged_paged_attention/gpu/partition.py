@@ -38,26 +38,25 @@ class Partition(NamedTuple):
 def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits: int, min_share: int) -> Partition:
     """Partition query tiles into `num_lists` lists of about equal cost, one list for each thread block of a KV head.
 
-    Tile i has the keys of the granules `begin[i]` … `end[i]` − 1, at least one; there is at least one tile. A granule
-    is a fixed number of keys. A tile costs its granules plus `PIECE_COST` = 2; that a split begins one more piece is
-    not counted. The tiles keep their order: they are laid end to end, and borders cut them into lists. A border inside
-    a tile splits the tile's keys (split-KV). Example: tiles of 10 and 2 granules cost 12 and 4, so the share of each of
-    two lists is 8. With a split at granule 6 of tile 0, both lists cost 8; without one, the border moves to the end of
-    tile 0, and the lists cost 12 and 4.
+    Tile i has the keys of the granules `begin[i]` … `end[i]` − 1, at least one; a granule is a fixed number of keys.
+    There is at least one tile. A tile costs its granules plus `PIECE_COST` = 2; the piece that a split adds costs no
+    more. The tiles keep their order: they are laid end to end, and borders at equal distances cut them into lists. A
+    border inside a tile either splits the tile's keys (split-KV) or moves to the nearest end of the tile. Example:
+    tiles of 10 and 2 granules cost 12 and 4, so the share of each of two lists is 8. With a split at granule 6 of tile
+    0, both lists cost 8; without one, the border moves to the end of tile 0, and the lists cost 12 and 4.
 
-    `min_share` is the cost that a list gets before the next one gets any, and `max_splits` the largest number of
+    A share is at least `min_share`, so there may be fewer shares than lists. `max_splits` is the largest number of
     splits. No tile is split if without splits the longest list costs at most `BALANCED` = 1.1 times the mean, or times
     `min_share` if that is larger. Otherwise up to four partitions are compared, and the one whose longest list costs
-    least is returned: the one without splits, and one with up to `max_splits` splits and equal shares for `num_lists`
-    lists. If `max_splits` is less than the number of borders, there are two more: with shares for `max_splits` + 1
-    lists, all of whose borders may split, and with the same number of lists for each tile, as many as lists and splits
-    allow. The lists that such a partition does not use are empty.
+    least is returned. Two use shares for `num_lists` lists: one without splits, one with up to `max_splits`. If there
+    are more borders than `max_splits`, two more use fewer shares: `max_splits` + 1, all of whose borders may split, and
+    the same number for each tile, as many as lists and splits allow. Lists without a share are empty.
     """
     cost = end - begin + PIECE_COST
     ends = cost.cumsum()
     total = int(ends[-1])
 
-    def equal_shares(num_shares: int) -> _EqualShares:
+    def equal_shares(num_shares: int) -> _EqualShares:  # The cost of a share is rounded up.
         return _EqualShares(begin, end, cost, ends, num_shares, max(-(-total // num_shares), min_share))
 
     all_shares = equal_shares(num_lists)
@@ -66,7 +65,8 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
         return unsplit
     candidates = [unsplit, all_shares.split(num_lists, max_splits)]
     if max_splits < num_lists - 1:
-        # A multiple of the number of tiles; 0 if there are fewer lists than tiles. `num_lists` is a candidate already.
+        # Splits cut the tiles into at most `max_splits` + `len(begin)` pieces. The number of lists is rounded down to a
+        # multiple of the number of tiles: to 0 if there are more tiles than lists. `num_lists` is a candidate already.
         even_pieces = min(num_lists, max_splits + len(begin)) // len(begin) * len(begin)
         share_counts = {max_splits + 1, even_pieces} - {0, num_lists}
         candidates += [equal_shares(num_shares).split(num_lists, max_splits) for num_shares in sorted(share_counts)]
@@ -74,7 +74,7 @@ def partition(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_splits:
 
 
 class _EqualShares:
-    """The borders between `num_shares` shares of cost `share` of all tiles laid end to end.
+    """The borders between at most `num_shares` shares of cost `share` of all tiles laid end to end.
 
     `begin` and `end` are the granules of each tile, `cost` its cost, and `ends` the running sum of the costs.
     """
@@ -84,13 +84,16 @@ class _EqualShares:
     ):
         """Find the tile that each border lies in, the granule there, and the distance to the nearest end of a tile.
 
-        The tiles are laid end to end on an axis of cost; a tile's first `PIECE_COST` units stand for the fixed cost of
-        a piece, each further unit for one granule of keys. Border i is at cost (i + 1) × `share`, or at the end of all
-        tiles if that is less. Example: three tiles of cost 4, 8 and 4 with `share` 8 have a border at cost 8, in the
-        middle of tile 1. Its distance to the nearest end of a tile, where tile 1 starts, is −4.
+        Tile i has the granules `begin[i]` … `end[i]` − 1 of keys and the cost `cost[i]`; `ends` is the running sum of
+        `cost`. The tiles are laid end to end on an axis of cost: a tile's first `PIECE_COST` = 2 units stand for the
+        fixed cost of a piece, each further unit for one granule. Border i is at cost (i + 1) × `share`, or at the end
+        of all tiles if that is less. Example: three tiles of cost 4, 8 and 4 with 2 shares of 8 have a border at cost
+        8, in the middle of tile 1. Its granule is 8 − 4 − 2 = 2 of that tile, if `begin[1]` is 0. Its distance to the
+        nearest end of a tile, where tile 1 starts, is −4.
         """
         self.num_tiles, self.total = len(begin), ends[-1]
         self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)
+        # A border at the end of all tiles counts as one in the last tile.
         self.tile = np.minimum(ends.searchsorted(self.borders, side="right"), self.num_tiles - 1)
         """Index of the tile that each border lies in."""
         tile_cost = cost[self.tile]
@@ -107,15 +110,19 @@ class _EqualShares:
     def split(self, num_lists: int, max_splits: int) -> Partition:
         """Return the partition that splits tiles at `max_splits` borders at most, those farthest from an end of a tile.
 
-        All other borders move to the nearest end of a tile. No border passes another: of two borders inside one tile,
-        the one that moves is nearer to the end it moves to. If there are more lists than shares, the last ones are
-        empty. `max_cost` of the result is the cost of the longest list; that a split begins one more piece adds none.
+        These would change the costs most if they moved; all other borders move to the nearest end of a tile. Example:
+        three tiles of cost 4, 8 and 4 have their only border in the middle of tile 1. With a split there, two lists
+        cost 8 and 8 (`list_starts` [3 + 1 + 0]); without one, the second list starts at tile 1 (`list_starts` [1]), and
+        the lists cost 4 and 12. No border passes another: of two borders inside one tile, the one that moves is nearer
+        to the end it moves to. If there are more lists than shares, the last ones are empty. `max_cost` of the result
+        is the cost of the longest list, in which the piece that a split adds costs nothing.
         """
         split_borders = self.is_inside.nonzero()[0]
         if len(split_borders) > max_splits:
             farthest = np.argsort(-np.abs(self.distance[split_borders]), kind="stable")[:max_splits]
             split_borders = np.sort(split_borders[farthest])
         # A list begins at the tile that its border moves to, or at a split: number s is coded as num_tiles + 1 + s.
+        # The number num_tiles stands for the end of all tiles, where empty lists begin.
         list_starts = np.full(num_lists - 1, self.num_tiles)
         list_starts[: len(self.nearest_tile)] = self.nearest_tile
         list_starts[split_borders] = self.num_tiles + 1 + np.arange(len(split_borders))

@@ -170,10 +170,11 @@ class GpuPlanner:
 
     @property
     def small_tile_rows(self) -> int:
-        """Return the query rows of a small tile: as few as the heads of one query need, but 16 or 32 at least.
+        """Return the query rows of a small tile: G, the heads of a query, rounded up to a power of two, within bounds.
 
-        A tile of 16 rows takes head sizes that are multiples of 32: four warps share the columns of a product, eight
-        columns at a time. In a tile of 32 rows only two warps do.
+        The lower bound is 16 if the head size is a multiple of 32, else 32: in a tile of 16 rows four warps share the
+        columns of a product, eight columns at a time; in a tile of 32 rows only two do. The upper bound is the
+        size of a large tile. At head size 128, G = 4 gives 16, G = 20 gives 32, and G = 80 gives 64.
         """
         min_rows = 16 if self.head_size % 32 == 0 else 32
         return min(max(1 << (self.group_size - 1).bit_length(), min_rows), self.large_tile_rows)
@@ -191,22 +192,24 @@ class GpuPlanner:
         return tile_rows > 16 or self.head_size not in FULL_REGISTERS
 
     def num_query_tiles(self, tile_rows: int) -> int:
-        """Return how many query tiles a thread block holds in shared memory: two if the next one is fetched ahead.
+        """Return how many query tiles of `tile_rows` rows a thread block holds in shared memory: one or two.
 
-        It is one if a second tile would leave room for fewer thread blocks on a multiprocessor, or if registers have no
-        room to read the next piece's row ahead (`reads_ahead`).
+        With two, the queries of the next piece of work are copied while a piece is computed. It is one if a second tile
+        would leave room for fewer thread blocks on a multiprocessor, or if registers have no room to read the next
+        piece's row ahead (`reads_ahead`).
         """
         has_memory = self.blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
         return 2 if has_memory and self.reads_ahead(tile_rows) else 1
 
     def blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int = 1) -> int:
-        """Return how many thread blocks fit on a multiprocessor, at least 1.
+        """Return how many thread blocks with tiles of `tile_rows` query rows fit on a multiprocessor, at least 1.
 
         Shared memory and registers limit the number: the registers hold three blocks with tiles of 16 query rows, else
         two. A block's shared memory holds `num_stages` tiles of keys and as many of values, `num_query_tiles` tiles of
-        queries, and one tile of softmax weights, all counted with two bytes a number.
+        queries, and one tile of softmax weights [`tile_rows`, `tile_kv`], all counted with two bytes a number. One
+        block may have all memory of a multiprocessor but the `RESERVED_BYTES` that the hardware takes for each block.
         """
-        # Pages of one byte a number take half of `kv_bytes`, and one tile each of keys and values in two bytes.
+        # Pages of one byte a number take no more: half of `kv_bytes`, and one bfloat16 tile each for keys and values.
         kv_bytes = self.num_stages * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
         bytes_per_block = kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES
@@ -232,16 +235,17 @@ class GpuPlanner:
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Write the plan of these sequences into `out`: their queries in tiles, and the tiles in lists of equal cost.
 
-        A query row is one (query, query head) pair of a KV head: a sequence of n queries has n × `group_size` of them.
-        Sequences whose query rows fit into one small tile get a small tile, all others large tiles. With 4 query heads
-        per KV head and small tiles of 16 query rows, 4 queries go into one small tile, 5 into large ones. Each tile
-        size and window has a section of the plan of its own, where a tile's keys may be split (split-KV).
+        `out` is int32, of `plan_len` numbers. A query row is one (query, query head) pair of a KV head: a sequence of n
+        queries has n × `group_size` of them. Sequences whose query rows fit into one small tile get a small tile, all
+        others large tiles; a sequence without queries gets none. With 4 query heads per KV head and small tiles of 16
+        query rows, 4 queries go into one small tile, 5 into large ones. Each tile size and window has a section of the
+        plan of its own, where a tile's keys may be split (split-KV).
         """
         query_rows, min_query_rows = rows.query_lens * self.group_size, 1
         for sections in self.sections(rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only):
             tile_rows = sections[0].tiles.tile_rows
             has_tile_size = query_rows >= min_query_rows
-            if tile_rows < self.large_tile_rows:
+            if tile_rows < self.large_tile_rows:  # Small tiles come first; what exceeds them is left to the large ones.
                 has_tile_size &= query_rows <= tile_rows
                 min_query_rows = tile_rows + 1
             rows_of_size = np.flatnonzero(has_tile_size)
@@ -252,11 +256,12 @@ class GpuPlanner:
     def max_tiles(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
         """Return the most tiles of `tile_rows` query rows that a step of `num_tokens` in `num_rows` sequences may have.
 
-        The result is an upper bound; the length of the plan follows from it. A sequence of n queries has n × G query
-        rows, G = `group_size`. If they fit into a small tile, it has one small tile; else it has large ones, of which
-        the last may not be full. Example with G = 4, small tiles of 16 query rows and large ones of 64: a step of 100
-        tokens in 8 sequences has at most 8 small tiles. A sequence with large tiles has at least 5 queries, so there
-        are at most 400 // 64 = 6 full large tiles and min(100 // 5, 8) = 8 others: 14 in all.
+        The result is an upper bound that holds however the tokens are spread over the sequences; the length of the plan
+        follows from it. A sequence of n queries has n × G query rows, G = `group_size`. If they fit into a small tile,
+        it has one small tile; else it has large ones, of which the last may not be full. Example with G = 4, small
+        tiles of 16 query rows and large ones of 64: a step of 100 tokens in 8 sequences has at most 8 small tiles. A
+        sequence with large tiles has at least 5 queries, so there are at most 400 // 64 = 6 full large tiles and
+        min(100 // 5, 8) = 8 others: 14 in all.
         """
         if tile_rows < self.large_tile_rows:
             return min(num_tokens, num_rows)
@@ -276,17 +281,19 @@ class GpuPlanner:
     def _write_section(self, section: PlanSection, tiles: QueryTiles, window: int | None, out: np.ndarray) -> None:
         """Partition the tiles over the section's lists (split-KV), and write lists, pieces and merges into `out`.
 
-        Each split makes one more piece of its tile. Of three tiles with one split, in tile 1, the pieces 0 … 3 belong
-        to the tiles 0, 1, 1, 2: `first_piece` is [0, 1, 3], the split begins piece 2, and the pieces 1 and 2 get the
-        partial results 0 and 1, which one merge combines. `window` is None for full attention. Without tiles, only the
-        lists and the number of merges are written, as zeros.
+        A piece is a query tile over a range of its keys; each split makes one more piece of its tile. Example: of three
+        tiles, tile 1 is split, and the split begins the second of two lists. The pieces 0 … 3 belong to the tiles 0, 1,
+        1, 2: `first_piece` is [0, 1, 3], `split_piece` [2], `list_begins` [0, 2, 4]. The pieces 1 and 2 get the partial
+        results 0 and 1, which one merge combines; pieces 0 and 3, each a whole tile, get −1.
 
-        `out` is the plan of the whole step. Pieces and merges are written field by field: all rows, then all first
-        query rows, and so on. A piece that is its whole tile has the partial result −1.
+        `window` is None for full attention. `out` is the plan of the whole step, int32. Pieces and merges are written
+        field by field: all rows, then all first query rows, and so on. Without tiles, only the lists and the number of
+        merges are written, as zeros.
         """
         if not len(tiles.row):
             out[section.lists_offset : section.num_merges_offset + 1] = 0
             return
+        # Keys are counted in granules of `SPLIT_GRANULE` = 64, at whose multiples tiles may be split.
         begin_granule = np.zeros_like(tiles.end)
         if window is not None:
             begin_granule = np.maximum(tiles.first_position - window + 1, 0) // SPLIT_GRANULE
@@ -305,6 +312,7 @@ class GpuPlanner:
         split_piece = split_tiles + 1 + np.arange(num_splits)  # The piece that each split begins.
         is_split = splits_of_tile[piece_tile] > 0
         partial_index = np.where(is_split, is_split.cumsum() - 1, -1)
+        # Each field is a view of `out`, so assigning to its elements writes the plan.
         pieces = Piece(*out[section.pieces_offset : section.merges_offset].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
         pieces.row[:], pieces.first_query_row[:] = tiles.row[piece_tile], tiles.first_query_row[piece_tile]
         pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[piece_tile], partial_index
@@ -313,7 +321,7 @@ class GpuPlanner:
         pieces.begin[:], pieces.end[:] = 0, NO_END
         pieces.begin[split_piece] = pieces.end[split_piece - 1] = split_granules * SPLIT_GRANULE
         list_begins = out[section.lists_offset : section.num_merges_offset]
-        # The first piece of each tile, the end, and the piece of each split: what `list_starts` counts.
+        # A number in `list_starts` stands for a tile, the end, or a split: it indexes this array of their first pieces.
         first_pieces = np.concatenate([first_piece, [num_pieces], split_piece])
         list_begins[0], list_begins[1:-1], list_begins[-1] = 0, first_pieces[list_starts], num_pieces
         merged_tiles = splits_of_tile.nonzero()[0]
@@ -330,15 +338,16 @@ def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only:
     """Return what `GpuPlanner.sections` returns: for each size of tiles a list with one section for each window.
 
     The result is cached by the size of the step, because computing it would take a third of the time of a plan. The
-    sections follow one another in the plan, first those of the small tiles. `num_lists` is the number of thread blocks
-    per KV head that the chip holds at once. `max_splits` is limited by `num_lists` − 1, the borders between lists, and
-    by the room for partial results: each split adds at most two of them.
+    sections follow one another in the plan, first those of the small tiles. With `decodes_only` there are no others.
+    `num_lists` is the number of thread blocks per KV head that the chip holds at once, or 1 if there are more KV heads
+    than thread blocks. `max_splits` is limited by `num_lists` − 1, the borders between lists, and by the room for
+    partial results: each split adds at most two of them, [`tile_rows`, head size] float32 for each KV head.
     """
     sections: list[list[PlanSection]] = []
     section_offset = 0
     for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows})[: 1 if decodes_only else 2]:
         num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
-        bytes_per_partial = planner.num_kv_heads * tile_rows * planner.head_size * 4
+        bytes_per_partial = planner.num_kv_heads * tile_rows * planner.head_size * 4  # 4 bytes a float32.
         max_splits = min(num_lists - 1, planner.partial_bytes // bytes_per_partial // 2)
         tiles = TileClass(tile_rows, num_lists, max_splits, planner.max_tiles(tile_rows, num_tokens, num_rows))
         sections.append([])
@@ -372,14 +381,16 @@ def _cut_tiles(
     `query_lens` and `context_lens` are of all sequences of the step. `group_size` is G, the query heads per KV head: a
     sequence of n queries has n × G query rows. With G = 4 and tiles of 16, 6 queries are 24 query rows and two tiles:
     query rows 0 … 15 (queries 0 … 3) and 16 … 23 (queries 4 and 5). Aligned query rows count those of all sequences of
-    the step, each rounded up to a multiple of `ROW_ALIGN` = 8. A sequence's queries are its last positions, so its
-    first query has position context length − number of queries.
+    the step, each rounded up to a multiple of `ROW_ALIGN` = 8: if one sequence of 12 query rows comes before the 24 of
+    the example, these begin at aligned row 16. A sequence's queries are its last positions, so its first query has the
+    position context length − number of queries. `end` is the position behind the last query of a tile, since attention
+    is causal.
     """
     query_rows = query_lens * group_size
     aligned_lens = -(-query_rows // ROW_ALIGN) * ROW_ALIGN
     aligned_begins = np.cumsum(aligned_lens) - aligned_lens
     num_tiles = -(-query_rows[rows] // tile_rows)
-    row = np.repeat(rows, num_tiles)
+    row = np.repeat(rows, num_tiles)  # The sequence of each tile; the arrays below have one number per tile, too.
     tiles_before_row = np.cumsum(num_tiles) - num_tiles
     first_query_row = (np.arange(len(row)) - np.repeat(tiles_before_row, num_tiles)) * tile_rows
     row_position = context_lens[row] - query_lens[row]

@@ -45,10 +45,11 @@ def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Arr
 
 
 def _product(a_ref: Ref, b_ref: Ref) -> jax.Array:
-    """Return a · b in float32 for `a_ref` [M, X] and `b_ref` [X, Y] in shared memory.
+    """Return a · b, [M, Y] in float32, for `a_ref` [M, X] and `b_ref` [X, Y] in shared memory.
 
-    What ordinary instructions have written to shared memory is committed first, so that `wgmma` sees it. `wgmma` is
-    asynchronous: reading the accumulator waits for the product.
+    What ordinary instructions have written to shared memory is committed first, so that `wgmma` sees it. `wgmma` adds
+    to an accumulator in registers, which starts at zero here. It is asynchronous: reading the accumulator waits for the
+    product.
     """
     plgpu.commit_smem()
 

@@ -55,12 +55,13 @@ class Tiles:
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
         """Return how the pages of `num_rows` decode rows are cut into KV splits, which are computed in batches.
 
-        Each row has up to `kv_splits` ÷ `num_rows` splits, but at least one and at most a batch: with `kv_splits` 256,
-        4 rows have up to 64 splits each, and 256 rows or more have one. One iteration computes a page of each split of
-        a batch, so a batch has as many splits as `decode_keys` and `decode_bytes` allow for these pages. A split has at
-        least the pages of `split_keys` keys if its row has them. If there are fewer rows than splits in a batch, this
-        minimum shrinks in proportion, so that more splits fill the batch: with `split_keys` 256, pages of 16 slots and
-        batches of 32 splits, it is 16 pages for 32 rows and 4 pages for 8 rows.
+        A decode row is a sequence with one query; `num_rows` counts padding rows, too. Each row has up to `kv_splits` ÷
+        `num_rows` splits, but at least one and at most a batch: with `kv_splits` 256, 4 rows have up to 64 splits each,
+        and 256 rows or more have one. One iteration computes a page of each split of a batch, so a batch has as many
+        splits as `decode_keys` and `decode_bytes` allow for these pages. A split has at least the pages of `split_keys`
+        keys if its row has them. If there are fewer rows than splits in a batch, this minimum shrinks in proportion, so
+        that more splits fill the batch: with `split_keys` 256, pages of 16 slots and batches of 32 splits, it is 16
+        pages for 32 rows and 4 pages for 8 rows. All of these numbers are at least 1.
         """
         # The bytes of a page's keys; those of its values are as many, and `decode_bytes` does not count them.
         page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
@@ -157,7 +158,7 @@ class XlaBackend(TiledBackend):
         sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(heads)
         plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         tiles = PrefillTiles(layer, pages_per_tile=max(1, sizes.prefill_keys // layer.page_size))
-        # Token r belongs to row r in decode rows. A step may be padded to more rows than tokens.
+        # Token r belongs to row r in decode rows; all others get length 0. There may be more rows than tokens.
         q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
         state = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
         decode_lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
@@ -169,7 +170,8 @@ class XlaBackend(TiledBackend):
         decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, decode_lens, num_shared_pages)
         if state is not None:
             decoded = decoded.merge(state)
-        # The output is longer by a query tile, since the last tile also stores outputs after the last token.
+        # `out` begins with the outputs of the decode rows, and all others are zero. It is longer by a query tile, since
+        # the last tile also stores outputs after the last token.
         tile_q = min(sizes.queries, num_tokens)
         zeros = jnp.zeros((max(num_tokens, num_rows) + tile_q, *q_TKGH.shape[1:]), jnp.float32)
         out = lax.dynamic_update_slice_in_dim(zeros, decoded.result(), 0, 0)

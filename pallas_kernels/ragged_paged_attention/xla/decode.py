@@ -63,21 +63,25 @@ class KVSplits:
         lens: Int[Array, " R"],
         num_skipped: Int[Array, " R"],
     ) -> Softmax:
-        """Return the softmax state of each row's query over the row's first `lens` tokens.
+        """Return the softmax state of each row's query, [R, K, G], over the row's first `lens` tokens.
 
-        The first `num_skipped` pages of a row are left out: `attend_shared` attends to those that rows share.
+        A row is a sequence with one query, of G heads for each of K KV heads. Its first `num_skipped` pages are left
+        out, because `attend_shared` attends to the pages that rows share.
 
         Split-KV (flash decoding): each row's pages are dealt to at most `max_splits` splits, `batch_size` splits of
         all rows are computed at once, and the states of a row's splits are merged by log-sum-exp. Split s of a row with
         n splits takes the pages s, s + n, s + 2n …: with 7 pages and 2 splits, split 0 takes the pages 0, 2, 4 and 6.
 
         `tables` holds page numbers within the layer. With a window, `num_skipped` is ignored, and a row begins at its
-        window's first page. A row of length 0 attends to nothing and takes no time: its state is empty.
+        window's first page. A row of length 0 attends to nothing and has no split: its state is empty. If
+        `has_static_counts`, the numbers of batches and of merged splits are the most that there can be, because a GPU's
+        host waits in each iteration of a loop whose count is an array.
         """
         page_size, window, batch_size = self.pages.page_size, self.pages.options.window, self.batch_size
         num_rows, end_pages = len(lens), (lens + page_size - 1) // page_size
         first_pages = num_skipped if window is None else jnp.maximum(lens - window, 0) // page_size
         num_pages = end_pages - first_pages
+        # Both divisions round up.
         pages_per_split = jnp.maximum((num_pages + self.max_splits - 1) // self.max_splits, self.min_pages)
         num_splits = (num_pages + pages_per_split - 1) // pages_per_split
         num_iterations = jnp.minimum(pages_per_split, num_pages)
@@ -92,8 +96,14 @@ class KVSplits:
         split_rows_table = jnp.pad(jnp.stack(rows_by_field, axis=1), ((0, 1), (0, 0)))
 
         def attend_batch(batch: Array, states: Softmax) -> Softmax:
-            """Compute batch `batch` of splits, page by page, and store the states of its splits in `states`."""
+            """Return `states` with those of batch `batch`: splits batch × `batch_size` …, numbered over all rows.
+
+            Each iteration computes one page of every split of the batch (`attend_pages`), until the split with the most
+            pages is done. Split s of a row with n splits has the pages s, s + n, s + 2n …, so the page's table index
+            grows by n. Splits with fewer pages go on beyond the row's end, where every slot is masked.
+            """
             splits = batch * batch_size + jnp.arange(batch_size)
+            # As many rows as have all their splits before this one. Splits that fill up the last batch get row R.
             row_of_split = jnp.sum(split_ends[None] <= splits[:, None], axis=1, dtype=jnp.int32)
             split_rows = SplitRows(*split_rows_table[row_of_split].T)
             queries = q[jnp.minimum(row_of_split, num_rows - 1)] * self.pages.options.scale
@@ -101,7 +111,7 @@ class KVSplits:
 
             def attend_pages(iteration: Array, state: Softmax) -> Softmax:
                 table_indices = first_table_indices + iteration * split_rows.num_splits
-                pages = tables.at[row_of_split, table_indices].get(mode="clip")
+                pages = tables.at[row_of_split, table_indices].get(mode="clip")  # Beyond the table, any page will do.
                 return self._attend_page(queries, pages, table_indices, split_rows.lens, state)
 
             state = lax.fori_loop(0, jnp.max(split_rows.num_iterations), attend_pages, Softmax.start(queries, None))
@@ -117,6 +127,7 @@ class KVSplits:
         # which XLA:CPU would keep one for every layer.
         states = Softmax.start(jnp.zeros((max_states + 1, *q.shape[1:]), jnp.float32), None)
         states = replace(states, values=jnp.concatenate([jnp.repeat(q[:1], max_states, axis=0), states.values[-1:]]))
+        # Adding `batch_size` − 1 makes the division by it round up; `max_states` is a multiple of it.
         num_padded_splits = max_states if self.has_static_counts else split_ends[-1] + batch_size - 1
         states = lax.fori_loop(0, num_padded_splits // batch_size, attend_batch, states)
 
@@ -141,10 +152,12 @@ class KVSplits:
     ) -> Softmax:
         """Return the softmax state of b splits after one more page of each: one step of the online softmax.
 
-        `pages` are the pages' indices in the arrays of keys and values of all layers. `table_indices` are the indices
-        of the same pages in their rows' page tables, and give the positions of their slots. `lens` is the length of
-        each split's row. Slots from the row's end on, or before its window, are masked; a page without any other slot
-        leaves the state as it is. `q` is scaled.
+        A split is a part of the pages of one row (sequence). `q` [b, K, G, H] is the row's query, scaled, G heads for
+        each of K KV heads. `pages` are the pages' indices in the arrays of keys and values of all layers.
+        `table_indices` are the indices of the same pages in their rows' page tables, and give the positions of their
+        slots. `lens` is the length of each split's row. Slots from the row's end on, or before its window, are masked:
+        with a window of 4, a row of 10 tokens sees the positions 6 … 9. A page without any other slot leaves the state
+        as it is.
         """
         page_size, window = self.pages.page_size, self.pages.options.window
         positions = table_indices[:, None] * page_size + jnp.arange(page_size)[None]

@@ -55,8 +55,10 @@ class PrefillTiles:
     def attend(self, tile: QueryTile, state: Softmax) -> Softmax:
         """Return the softmax state of a tile's queries, [1, K, M], after all keys that they attend to.
 
-        `state` is theirs before any of these keys. `tile.queries` are not scaled yet, and `tile.table` holds page
-        numbers within the layer. The loop goes over KV tiles, from the window's first key to the tile's end.
+        A tile is M queries of one row (sequence) for each of K KV heads. `state` is theirs before any of these keys.
+        `tile.queries` are not scaled yet, and `tile.table` holds page numbers within the layer. The loop goes over KV
+        tiles of `tile_kv` keys, from the one with the first key of the first query's window (key 0 without a window) to
+        the one with the last key before `tile.end`.
         """
         first_kv_tile = self.first_key(tile.positions[0]) // self.tile_kv
         end_kv_tile = (tile.end + self.tile_kv - 1) // self.tile_kv
@@ -75,7 +77,8 @@ class PrefillTiles:
         The KV tile is entries kv_tile_index × pages_per_tile … of `tile.table`, which `page_indices` has made: indices
         among the pages of all layers, padded to whole KV tiles, so that the slice is never clamped. `tile.queries` [K,
         M, H] are scaled already. A query attends to keys up to its own position, and within the window if any. If it
-        attends to none of this tile, its state stays as it is. `state` is that of r = 1 row.
+        attends to none of this tile, its state stays as it is. `state` has a leading axis of one row, which `[None]`
+        below adds to the scores and the weighted values.
         """
         window, first_key, positions = self.pages.options.window, self.first_key(tile.positions[0]), tile.positions
         pages = lax.dynamic_slice_in_dim(tile.table, kv_tile_index * self.pages_per_tile, self.pages_per_tile)
@@ -124,6 +127,7 @@ def prefill(
     KV heads, H head size, R rows, P entries of a page table.
     """
     group_size = q.shape[2]
+    # A slice of `tile_q` tokens from any first token then lies within the array and is never clamped.
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
     tile_rows, first_tokens, lens = plan.query_tiles
     # `context_lens` counts this step's queries, so a row's last query stands at the context's last position.
@@ -133,7 +137,10 @@ def prefill(
     positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], end_positions[:, None] - 1)
 
     def query_tile(index: Array) -> QueryTile:
-        """Return query tile `index` of the plan: `tile_q` tokens, of which a short tile's last ones mean nothing."""
+        """Return query tile `index` of the plan, `tile_q` tokens; of a short tile the last ones mean nothing.
+
+        Its queries are [K, M, H], M = G × `tile_q`, head after head, so the tokens' positions are repeated G times.
+        """
         queries = by_head(lax.dynamic_slice_in_dim(padded_q, first_tokens[index], tile_q))
         table, query_positions = tables[tile_rows[index]], jnp.tile(positions[index], group_size)
         return QueryTile(queries, table, query_positions, end_positions[index])
@@ -151,7 +158,6 @@ def prefill(
     if not in_one_loop:
         return lax.fori_loop(0, plan.num_query_tiles[0], attend_query_tile, out)
 
-    # Every iteration stores the outputs so far of its query tile; those of the tile's last iteration remain.
     # With 3 and 2 KV tiles, `iteration_ends` is [3, 5], and iteration 3 is KV tile 3 − 5 + 2 = 0 of query tile 1.
     padded_q, tables = padded_q * tiles.pages.options.scale, tiles.page_indices(tables)
     first_kv_tiles = tiles.first_key(first_positions) // tiles.tile_kv
@@ -159,7 +165,12 @@ def prefill(
     iteration_ends = jnp.cumsum(jnp.where(jnp.arange(len(num_kv_tiles)) < plan.num_query_tiles[0], num_kv_tiles, 0))
 
     def attend_kv_tile(iteration: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
-        """Attend to one KV tile; a query tile's first one starts a new softmax state."""
+        """Return the softmax state and the outputs after one KV tile of one query tile.
+
+        `iteration` counts the KV tiles of all query tiles. `index` is the query tile, and `kv_tile` counts its KV tiles
+        from 0; at 0 the state of the query tile before is replaced by a new one. Every iteration stores the outputs so
+        far; those of the query tile's last iteration remain.
+        """
         state, out = carry
         index = jnp.sum(iteration_ends <= iteration, dtype=jnp.int32)
         kv_tile = iteration - iteration_ends[index] + num_kv_tiles[index]

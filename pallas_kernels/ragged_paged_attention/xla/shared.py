@@ -29,17 +29,23 @@ def attend_shared(
     """Return the rows' softmax states after the rows of each shared tile have attended to the pages that they share.
 
     Cascade attention: the queries of a tile's rows, at most `tile_rows`, stand side by side as if they were queries of
-    one row, so that the shared pages are read once. `state` holds a state of each of the R rows, and rows in no
-    tile keep theirs. Column i of `plan.shared_tiles` holds the index of tile i's first member in `plan.members`, its
-    number of members and its number of shared pages. Every tile computes `tile_rows` rows: one with fewer members also
-    computes the rows that follow in `plan.members`, and drops the results.
+    one row, so that the shared pages are read once. A row is a sequence with one query, of G heads for each of K KV
+    heads. `state` holds a state of each of the R rows, and rows in no tile keep theirs. Column i of `plan.shared_tiles`
+    holds the index of tile i's first member in `plan.members`, its number of members and its number of shared pages.
+    Every tile computes `tile_rows` rows: one with fewer members also computes the rows that follow in `plan.members`,
+    and drops the results.
     """
     page_size, (num_rows, _, group_size, _) = tiles.pages.page_size, q.shape
     # Without padding, `dynamic_slice` would move the last tile's slice back to fit into the array.
     padded_members = jnp.pad(plan.members, (0, tile_rows))
 
     def attend_tile(index: Array, state: Softmax) -> Softmax:
-        """Return the states after shared tile `index`; results of rows that are no members go to no row."""
+        """Return the states of all R rows after the members of shared tile `index` have attended to their shared pages.
+
+        The tile computes `tile_rows` rows [1, K, G × tile_rows] as queries of its first member, whose page table begins
+        with the shared pages. Rows after its last member are computed, too, but get the target R, one past the last
+        row, so the scatter drops their results.
+        """
         first_member, num_members, num_pages = plan.shared_tiles[:, index]
         members = lax.dynamic_slice_in_dim(padded_members, first_member, tile_rows)
         old_state = jax.tree.map(lambda x: by_head(x[members])[None], state)

@@ -28,10 +28,11 @@ class Softmax:
 
     @classmethod
     def start(cls, queries: Float[Array, "r K M H"], sinks: Float[Array, "K M"] | None) -> Softmax:
-        """Return the state before any key, for queries of this shape; only the shape of `queries` is used.
+        """Return the state before any key, for queries [r, K, M, H]; only the shape of `queries` is used.
 
-        `sinks` are the logits of one attention sink per query, which counts as a first key with value 0. The maximum
-        starts at its logit, so that its weight is 1.
+        There are M queries per KV head in each of r rows. `sinks` are the logits of one attention sink per query, the
+        same in all rows; it counts as a first key with value 0. The running maximum starts at its logit, so that its
+        weight is 1. Without sinks the sum of weights is 0, and the maximum is finite, so that no difference is NaN.
         """
         shape = queries.shape[:3]
         values = jnp.zeros(queries.shape, jnp.float32)
@@ -42,8 +43,9 @@ class Softmax:
     def merge(self, other: Softmax) -> Softmax:
         """Return the state of the same queries over the keys of both states, which have no key in common.
 
-        Weights are relative to the maximum of their state, so both are rescaled to the larger maximum. A state without
-        keys has the total 0 and changes nothing.
+        A state holds, for each query, the maximum of its scores, `total`, the sum of the weights exp(score − maximum),
+        and `values`, the sum of the values times these weights. So both states are rescaled to the larger maximum and
+        added up. A state without keys has the total 0 and changes nothing.
         """
         new_max = jnp.maximum(self.max, other.max)
         decay, other_decay = jnp.exp(self.max - new_max), jnp.exp(other.max - new_max)
@@ -65,8 +67,10 @@ class Softmax:
     ) -> Softmax:
         """Return the state after S more keys of each row, a step of the online softmax.
 
-        `scores` are the queries' logits for these keys; −inf masks a key. `weigh(weights)` returns, for each query, the
-        sum of the keys' values times these weights. If the maximum grows, the sums so far are rescaled by `decay`.
+        `scores` are the logits of M queries per KV head in r rows; −inf masks a key. `weigh(weights)` returns, for each
+        query, the sum of the keys' values times these weights. Weights are relative to the running maximum; if it
+        grows, the sums so far are rescaled by `decay`. If all keys are masked, the state stays as it is, since the
+        maximum is finite from the start.
         """
         new_max = jnp.maximum(self.max, jnp.max(scores, axis=3))
         weights = jnp.exp(scores - new_max[..., None])
