@@ -162,7 +162,7 @@ class KVLayout(KVShape):
 
     @classmethod
     def of(cls, shape: KVShape, **added_fields: Any) -> Self:
-        """Return the layout of a cache of these sizes; `added_fields` are those of the subclass."""
+        """Return the layout of a cache of these sizes; `added_fields` are those that a subclass has beside them."""
         return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **added_fields)
 
     @property
@@ -185,7 +185,7 @@ class KVLayout(KVShape):
         """Return the element that checks fill the arrays with before any write: NaN, or the largest integer.
 
         Reads of slots that were never written then show in the results. An element of `stored_dtype` may hold several
-        numbers of `dtype`; then each of them has that value.
+        numbers of `dtype`; then each of them has that value: two int8 numbers of 127 in an int16 element are 0x7F7F.
         """
         is_integer = np.issubdtype(self.dtype, np.integer)
         number = np.iinfo(self.dtype).max if is_integer else np.nan
@@ -194,7 +194,7 @@ class KVLayout(KVShape):
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes that one page takes in all layers together."""
+        """Return the bytes that one page takes in all arrays and all L layers together."""
         num_values = sum(int(np.prod(shape)) for shape in self.shapes)
         return num_values * np.dtype(self.stored_dtype).itemsize // self.num_pages
 
@@ -285,12 +285,13 @@ class Backend(ABC):
     ) -> Self:
         """Return the backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 
-        `deterministic`: a row's bits must not depend on the other rows of its step. `tuned` are entries that
-        `read_tuned` returned. Raises ValueError if this backend cannot take the shape or the device, with a text that
-        says what to do instead, and BackendUnavailableError if this machine lacks something, whatever the model.
+        `shape` counts the heads of one device. `deterministic`: a row's bits must not depend on the other rows of its
+        step. `tuned` are entries that `read_tuned` returned. Raises ValueError if this backend cannot take the shape or
+        the device, with a text that says what to do instead, and BackendUnavailableError if this machine lacks
+        something, whatever the model.
         """
         backend = cls.on(devices, shape, deterministic, tuned)
-        backend.layout(shape.kv_shape(cls.block_sizes[0]))
+        backend.layout(shape.kv_shape(cls.block_sizes[0]))  # Raises ValueError for sizes that it cannot take.
         return backend
 
     @classmethod
@@ -325,7 +326,8 @@ class Backend(ABC):
 
         `pages` holds the arrays that `layout` lists, each with the pages of all layers. This layer's page 0 is entry
         `inputs.first_page`, a traced value, so that one trace serves all layers with the same options. If k and v are
-        None, nothing is written. `PagedCache.attend` has checked that the inputs fit the cache.
+        None, nothing is written. `PagedCache.attend` has checked that the inputs fit the cache. Outputs of padding
+        tokens may be any finite numbers.
         """
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
@@ -339,8 +341,11 @@ class Backend(ABC):
         """
         return None
 
-    def refuse_unlisted(self, name: str, got: Any, allowed: Sequence[Any], way_out: str) -> None:
-        """Raise ValueError unless `got`, the value of option `name`, is allowed; `way_out` says what to do instead."""
+    def refuse_unlisted(self, name: str, got: object, allowed: Sequence[object], way_out: str) -> None:
+        """Raise ValueError unless `got`, the value of option `name`, is allowed; `way_out` says what to do instead.
+
+        The text names the option, the value, this backend and all allowed values.
+        """
         if got not in allowed:
             raise ValueError(
                 f"{name}: got {got}, the {self.name} backend takes {', '.join(map(str, allowed))}; {way_out}"

@@ -28,9 +28,9 @@ Page = tuple[Array, ...]
 def copy_pages(pages: Pages, sources: Int[Array, " N"], destinations: Int[Array, " N"], *, layout: KVLayout) -> Pages:
     """Copy page `sources[i]` to page `destinations[i]` in all layers, for each i in order, and return the new arrays.
 
-    Both number the pages of one layer. A page that an earlier copy has written may be a later source. The caller must
-    donate `pages`, whose memory the result takes. Padding entries copy the null page to itself. The copy needs memory
-    for one page.
+    Both are page numbers within a layer: 5 is page 5 of every layer. A page that an earlier copy has written may be a
+    later source. Padding entries copy the null page to itself. The caller must donate `pages`, whose memory the result
+    takes; the copy needs memory for one more page.
     """
     for source, destination in zip(sources, destinations, strict=True):
         target_entries, source_entries = _entries(destination, layout), _entries(source, layout)
@@ -48,9 +48,10 @@ def put_pages(
 ) -> tuple[Pages, Int[Array, ""]]:
     """Write N pages, which came from `take_pages`, into the arrays of the cache, `pages`, which the caller must donate.
 
-    Padding entries have the null page as destination, and any content. Return the new arrays, and a scalar whose only
-    use is to wait for the program: all outputs of a program are ready together, and a caller cannot wait for the
-    arrays, since they are donated to the next step.
+    Page `taken[i]` becomes page `destinations[i]` of all layers. Padding entries have the null page as destination, and
+    any content. Return the new arrays, and a scalar whose value means nothing and whose only use is to wait for the
+    program: all outputs of a program are ready together, and a caller cannot wait for the arrays, since they are
+    donated to the next step.
     """
     for page, destination in zip(taken, destinations, strict=True):
         target_entries = _entries(destination, layout)

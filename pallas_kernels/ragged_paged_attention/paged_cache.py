@@ -105,8 +105,8 @@ class PagedCache:
 
         This is tensor parallelism over heads by `shard_map`: each device attends with its own KV heads and their query
         heads, and the devices exchange nothing. Inside, `attend` is called with a cache that is one device's part and
-        has no mesh. Return the outputs of all heads, sharded like the queries, and the written cache. Raises ValueError
-        if the number of KV heads is no multiple of the number of devices.
+        has no mesh. Return the outputs [T, N, H] of all heads, sharded by head like the queries, and the written cache.
+        Raises ValueError if the number of KV heads is no multiple of the number of devices.
         """
         mesh, layout, axis = self.mesh, self.layout, self.mesh_axis
         assert mesh is not None  # `attend` calls this only with a mesh.
@@ -121,8 +121,16 @@ class PagedCache:
             PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes
         )
 
-        def attend_on_device(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
-            """Attend with the parts of the arguments that lie on one device, and return outputs and pages."""
+        def attend_on_device(
+            pages: Pages,
+            scales: KVScales | None,
+            q: Array,
+            k: Array | None,
+            v: Array | None,
+            step: AttentionMetadata,
+            sinks: Array | None,
+        ) -> tuple[Array, Pages]:
+            """Attend with the parts of the arguments that lie on one device; return its heads' outputs and its pages."""
             cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
             out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
             return out, cache.pages
@@ -132,12 +140,16 @@ class PagedCache:
             mesh=mesh,
             in_specs=(page_specs, by_head, by_head, by_head, by_head, replicated, PartitionSpec(axis)),
             out_specs=(by_head, page_specs),
-            check_vma=False,  # Kernels do not say how their results vary over the mesh.
+            check_vma=False,  # JAX cannot check this: kernels do not say how their results vary over the mesh.
         )(self.pages, self.scales, q, k, v, step, sinks)
         return out, dataclasses.replace(self, pages=pages)
 
     def _refuse_options(self, layer: int, options: AttendOptions) -> None:
-        """Raise ValueError for a window below 1, a soft cap that is not positive, or a layer that the cache lacks."""
+        """Raise ValueError for a window below 1, a soft cap that is not positive, or a layer that the cache lacks.
+
+        A window counts positions, the query's own included, so a window of 1 is the smallest. None means no window or
+        no cap.
+        """
         window, soft_cap = options.window, options.soft_cap
         if window is not None and window < 1:
             raise ValueError(
@@ -151,8 +163,8 @@ class PagedCache:
     def _refuse_misfits(self, q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> None:
         """Raise ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory.
 
-        `q` is [T, N, H], N a positive multiple of the KV heads; `k` and `v` are [T, K, H], or both None; `sinks` is
-        [N] or None.
+        `q` is [T, N, H] for T tokens and N query heads, N a positive multiple of the K KV heads. `k` and `v` are [T, K,
+        H], or both None. `sinks` is [N] or None.
         """
         if (k is None) is not (v is None):
             raise ValueError(
@@ -175,11 +187,11 @@ class PagedCache:
             raise ValueError(f"attend: got sinks {list(sinks.shape)}, wanted one for each of {q.shape[1]} query heads")
 
     def _refuse_scales(self) -> None:
-        """Raise ValueError unless pages of one byte a number, and only these, have scales.
+        """Raise ValueError unless pages of one byte a number, and only these, have scales of the right shape.
 
         Scales of keys and of values are [L, K] each: one for each layer and KV head of the cache.
         """
-        if is_quantized(self.layout.dtype) is (self.scales is None):
+        if is_quantized(self.layout.dtype) is (self.scales is None):  # Scales are missing, or given without need.
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "
                 "scales; PagedCache.scales is given for int8 and float8_e4m3fn, and for no other dtype"

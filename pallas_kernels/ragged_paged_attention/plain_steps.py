@@ -19,9 +19,9 @@ def random_tables(
 ) -> np.ndarray:
     """Return int32 page tables [rows, P] of rows that share no page: shuffled pages, then null pages up to P.
 
-    `context_lens` are the tokens of each row, and P is the largest number of pages that a row takes. With pages of 16,
-    rows of 40 and 10 tokens take 3 pages and 1: the pages `first_page` … `first_page` + 3, shuffled. The caller makes
-    the cache large enough for them.
+    `context_lens` are the tokens of each row, and P is the largest number of pages that a row takes. With pages of 16
+    tokens, rows of 40 and 10 tokens take 3 pages and 1: the pages `first_page` … `first_page` + 3, shuffled; the second
+    row has two null pages (page 0) after its own. The caller makes the cache large enough for these pages.
     """
     num_pages = -(-np.asarray(context_lens) // page_size)
     tables = np.full((len(num_pages), num_pages.max()), NULL_PAGE, np.int32)
@@ -42,17 +42,17 @@ def step_of_rows(
 ) -> AttentionMetadata:
     """Build a step of these rows, padded to `num_tokens` and `num_rows`, with the plan that `backend` makes for it.
 
-    `query_lens` are the tokens of each row in the step, `context_lens` its tokens in all, these included. `tables` are
-    the page numbers of each row [rows, P], in one page-table group. A row's queries are its last tokens: a row with 3
-    of 10 tokens in the step has them at positions 7, 8 and 9. Padding tokens get slot 0, padding rows no queries.
-    `decodes_only`: the step is for a program that takes rows with one query only. Raises ValueError unless the rows
-    with one query come first.
+    `query_lens` are the tokens of each row in the step, `context_lens` its tokens in all, these included. `tables`
+    [rows, P] holds the page numbers of each row, in one page-table group. A row's queries are its last tokens: a row
+    with 3 of 10 tokens in the step has them at positions 7, 8 and 9. Padding tokens get position 0 and slot 0, of the
+    null page; padding rows get no queries and context length 0. `decodes_only`: the step is for a program that takes
+    rows with one query only. Raises ValueError unless the rows with one query come first.
     """
     lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)  # Tokens in the step, and in all.
     num_given_rows, num_queries, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))
     if (lens[:num_decode_rows] != 1).any():
         raise ValueError(f"query_lens: got {list(query_lens)}, rows with one query come first")
-    query_starts = np.full(num_rows + 1, num_queries, np.int32)
+    query_starts = np.full(num_rows + 1, num_queries, np.int32)  # Padding rows are empty, after the last query.
     query_starts[: num_given_rows + 1] = np.cumsum([0, *query_lens])
     row_of_token = np.repeat(np.arange(num_given_rows), lens)
     positions = np.arange(num_queries) - query_starts[row_of_token] + (contexts - lens)[row_of_token]

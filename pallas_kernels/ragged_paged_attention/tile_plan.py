@@ -66,7 +66,9 @@ class TilePlanner:
     def sections(self, plan: Any, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> PlanSections:
         """Return the parts of the plan of a step that is padded to that many tokens and rows.
 
-        They are views of a numpy `plan`, or slices of a traced one. A step of decode rows only has no query tiles.
+        `plan` is one int32 array of `plan_len` numbers, part after part in the order of the fields of `PlanSections`.
+        The parts are views of a numpy `plan`, or slices of a traced one. Query tiles and shared tiles are [3, tiles],
+        one field a row. A step of decode rows only has no query tiles: that part is [3, 0].
         """
         offsets = np.cumsum([0, *self._lens(num_tokens, num_rows, decodes_only)]).tolist()
         sections = PlanSections(*(plan[begin:end] for begin, end in itertools.pairwise(offsets)))
@@ -76,9 +78,9 @@ class TilePlanner:
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
         """Write the plan for these rows into `out`, int32, which the caller has filled with zeros.
 
-        The plan has query tiles of the rows with many queries, and shared tiles: sets of decode rows that begin with
-        the same pages. All zeros are a valid plan without any tile. If there are only decode rows and this planner
-        looks for no shared pages, nothing is written.
+        The plan has query tiles of the rows with many queries and, if this planner looks for them, shared tiles: sets
+        of decode rows that begin with the same pages. All zeros are a valid plan without any tile. So nothing is
+        written if there are only decode rows and this planner looks for no shared pages.
         """
         if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
             return
@@ -88,8 +90,11 @@ class TilePlanner:
             self._fill_shared_tiles(rows, sections)
 
     def _lens(self, num_tokens: int, num_rows: int, decodes_only: bool) -> tuple[int, ...]:
-        """Return the lengths of the parts of a plan, in the order of the fields of `PlanSections`."""
-        # Each prefill row may end in a query tile that is not full, each set of rows in a shared tile that is not.
+        """Return the lengths of the parts of a plan, in the order of the fields of `PlanSections`.
+
+        A tile takes 3 numbers. The numbers of tiles are upper bounds: each prefill row may end in a query tile that is
+        not full, and each of at most `MAX_PREFIXES` = 8 sets of rows in a shared tile that is not full.
+        """
         num_query_tiles = 0 if decodes_only else num_tokens // self.tile_q + num_rows
         num_shared_tiles = MAX_PREFIXES + num_rows // min(self.shared_rows, num_rows)
         return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
@@ -97,8 +102,8 @@ class TilePlanner:
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the prefill rows, which follow the decode rows of one token each, into tiles of at most `tile_q` tokens.
 
-        With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles (row, first token, length) are
-        (1, 1, 16), (1, 17, 4) and (2, 21, 3).
+        A tile holds tokens of one row. With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles
+        (row, first token in the step, number of queries) are (1, 1, 16), (1, 17, 4) and (2, 21, 3).
         """
         num_tiles, begin = 0, rows.num_decode_rows
         tile_rows, first_tokens, lens = out.query_tiles
@@ -114,13 +119,14 @@ class TilePlanner:
     def _fill_shared_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the sets of decode rows that share a prefix into tiles of at most `shared_rows` rows.
 
-        A set is left out if sharing spares it fewer than `min_saved_tokens` tokens of reads: a set of n rows reads its
-        prefix once and not n times. With tiles of 4 rows, a set of 6 rows becomes tiles of 4 and 2 rows; the rows of
-        all sets stand in `out.members`, one set after another, and a tile names its first one by its index there.
-        Each of these rows gets the number of shared pages in `out.num_shared_pages`.
+        A set of n rows reads its prefix once and not n times; it is left out if that spares fewer than
+        `min_saved_tokens` tokens of reads. `out.members` holds the rows of all sets that remain, one set after another.
+        A tile is (index of its first row in `out.members`, number of rows, number of pages): with tiles of 4 rows and
+        one set of 6 rows that share 5 pages, the tiles are (0, 4, 5) and (4, 2, 5). Each of these rows also gets the
+        number of shared pages in `out.num_shared_pages`. If no layer has full attention, nothing is written.
         """
         if not len(rows.page_tables):
-            return  # Every layer has a window, and then rows share no work.
+            return  # Every layer has a window. Rows share work in layers with full attention only.
         decode = slice(rows.num_decode_rows)
         prefixes = shared_prefixes(rows.context_lens[decode], rows.page_tables, rows.table_rows[decode], rows.page_size)
         num_tiles = first_member = 0
@@ -157,15 +163,16 @@ def shared_prefixes(
     or none.
 
     A search takes the largest set of rows with the same first page and compares each row with the longest one, page by
-    page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. The rows with
-    fewer common pages become a candidate for another search. Example: four rows have 9, 9, 9 and 2 pages in common with
-    the longest, which is one of them. Three rows with 9 pages are yielded, since that saves 18 reads, while four rows
-    with 2 pages would save 6. The fourth row is then alone.
+    page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. If some rows
+    have fewer common pages, these rows become a candidate for another search. Example: four rows have 9, 9, 9 and 2
+    pages in common with the longest, which is one of them. Three rows with 9 pages are yielded, since that saves 18
+    reads, while four rows with 2 pages would save 6. The fourth row is then alone.
     """
     num_full_pages = (context_lens - 1) // page_size  # The page of the last token is not counted, even if it is full.
     rows = np.flatnonzero(num_full_pages)
     rows = rows[np.argsort(page_tables[0, table_rows[rows], 0], kind="stable")]
     ends_of_sets = np.flatnonzero(np.diff(page_tables[0, table_rows[rows], 0]))
+    # One candidate, an array of rows, for each first page that several rows have.
     candidates = [candidate for candidate in np.split(rows, ends_of_sets + 1) if len(candidate) > 1]
     for _ in range(MAX_PREFIXES):
         if not candidates:

@@ -78,13 +78,13 @@ def write_prefill(
     of tokens of one row; `layer.step.plan` holds the tiles. The new tokens of decode rows are not written here.
     """
     k, v = layer.k, layer.v
-    assert k is not None
+    assert k is not None  # `TpuBackend.attend` calls this only in a layer with new keys and values.
     assert v is not None
     _, num_kv_heads, head_size = k.shape
     _, _, num_lane_rows, page_size, _ = pages.shape
     lanes, block = HeadLanes(head_size), math.gcd(page_size, MAX_BLOCK_TOKENS)
-    # A tile's tokens begin at token `block`, so that the first and the last block, which may reach beyond the tile's
-    # tokens on either side, lie within the buffer.
+    # A block, the greatest common divisor, lies in one page. A tile's tokens begin at token `block` of the buffer, so
+    # that its first and last block, which may reach beyond the tile's tokens on either side, lie within the buffer.
     room = block + tile_q + block
     scratch = WriteScratch(
         k_tiles=pltpu.VMEM((2, room, num_kv_heads, head_size), k.dtype),
@@ -98,7 +98,7 @@ def write_prefill(
 
     def kernel(scalars: QueryTiles, inputs: WriteInputs, pages: Ref, scratch: WriteScratch) -> None:
         write = partial(_write_tile, scalars, inputs, pages, scratch, lanes, layer.tables.shape[1])
-        pl.when(scalars.num_tiles > 0)(write)
+        pl.when(scalars.num_tiles > 0)(write)  # A plan without tiles has a grid step, too.
 
     (written,) = call_kernel(
         kernel,
@@ -122,9 +122,9 @@ def _write_tile(
 
     A block has 32 slots, or those of a page if these are fewer: a DMA can address it. Copies are double-buffered twice:
     the next tile's tokens are fetched while this tile is written, and a block is computed while the one before it is
-    copied to its page. `table_len` counts the entries of one row's page table. With blocks of 32, a tile of positions
-    40 … 99 takes the blocks 1, 2 and 3: block 1 keeps slots 0 … 7 as the page has them, block 3 slots 4 … 31, and block
-    2 is written whole.
+    copied to its page. `table_len` counts the entries of one row's page table. With blocks of 32 slots, a tile of
+    positions 40 … 99 takes the blocks 1, 2 and 3: block 1 keeps its slots 0 … 7 and block 3 its slots 4 … 31 as the
+    page has them, and block 2 is written whole.
     """
     tile = pl.program_id(0)
     first_page, num_tiles = scalars.first_page_and_count[0], scalars.num_tiles
