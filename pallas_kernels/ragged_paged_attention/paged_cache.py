@@ -130,7 +130,7 @@ class PagedCache:
             step: AttentionMetadata,
             sinks: Array | None,
         ) -> tuple[Array, Pages]:
-            """Attend with the parts of the arguments that lie on one device; return its heads' outputs and its pages."""
+            """Attend with the arguments' parts that lie on one device; return its heads' outputs and its pages."""
             cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
             out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
             return out, cache.pages

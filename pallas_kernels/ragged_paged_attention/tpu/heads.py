@@ -125,7 +125,7 @@ def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None])
 
     @pl.loop(0, num_tokens // TOKEN_UNROLL)
     def _(block: jax.Array) -> None:
-        num_rows = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)
+        num_rows = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)  # Rows of one block in `rows`.
         block_tokens = tokens.at[pl.ds(block * TOKEN_UNROLL, TOKEN_UNROLL)]
         block_rows = rows.at[pl.ds(pl.multiple_of(block * num_rows, TOKEN_UNROLL), num_rows)]
         for token in range(TOKEN_UNROLL):

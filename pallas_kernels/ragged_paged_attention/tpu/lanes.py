@@ -74,14 +74,16 @@ class HeadLanes:
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Return the keys and values of one head, [T, H] each, as pages hold them: a list of S arrays [T, 128].
 
-        S is the number of rows of 128 lanes that the key and the value of one token take. If H ≤ 64, there is one row
-        with both side by side, else all rows of the key and then all rows of the value, padded with zeros.
+        S is the number of rows of 128 lanes that the key and the value of one token take. If H ≤ 64, S is 1, and key
+        and value lie side by side, from lanes 0 and 64 on. Else all rows of the key come first, then all rows of the
+        value, padded with zeros: H = 80 gives [key, value], and H = 192 gives [key, rest of the key, value, rest of the
+        value].
         """
         k, v = self.padded(k), self.padded(v)
         rows_by_index: dict[int, jax.Array] = {}
         for first_lane in range(0, self.width, LANES):
             lanes = slice(first_lane, first_lane + LANES)
-            rows_by_index |= self.row_pairs(k[:, lanes], v[:, lanes], first_lane)
+            rows_by_index.update(self.row_pairs(k[:, lanes], v[:, lanes], first_lane))
         return [rows_by_index[index] for index in range(self.num_rows)]
 
     def row_pairs(self, k: jax.Array, v: jax.Array, first_lane: int) -> list[tuple[int, jax.Array]]:

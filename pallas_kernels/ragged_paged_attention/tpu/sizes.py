@@ -200,6 +200,7 @@ def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> Tp
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes, tile_bytes = _token_bytes(shape), CHIPS[chip].tile_bytes
+    # A product has at least 128 tokens; pages of fewer tokens are taken whole.
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
     max_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _chip_rule(chip, itemsize)
     # A product has at least the query heads of one KV head as rows, which may be more than `max_rows`.
@@ -208,7 +209,7 @@ def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> Tp
     # products of such numbers spill a register on v5e.
     min_tile = full if itemsize == 1 and full * token_bytes <= 2 * tile_bytes else LANES
     max_tile = min(max(tile_bytes // token_bytes, min_tile), 2048)
-    full = tail * _power_of_two_up_to(min(full, max_tile) // tail)
+    full = tail * _power_of_two_up_to(min(full, max_tile) // tail)  # At least `tail`.
     tile_unit = math.lcm(page_size, full)
     tile = tile_unit * _power_of_two_up_to(max_tile // tile_unit)
     buffers = buffers_of(chip, tile * token_bytes)

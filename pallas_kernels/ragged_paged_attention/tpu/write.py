@@ -170,8 +170,9 @@ def _write_tile(
     def _(block_index: Scalar) -> None:
         """Compute one block [K, S, block, 128] by KV head, and start its copy to the page.
 
-        The block holds the positions `block_index` × block and following. A partial block, at the first or last token
-        of the tile, is read from its page first, so that its other slots are written back unchanged.
+        The block holds the `block` positions from `block_index` × `block` on. A partial block, at the first or last
+        token of the tile, is read from its page first, so that its other slots are written back unchanged. A head's key
+        and value take S rows of 128 lanes (`lane_row`).
         """
         block_buffer = lax.rem(block_index - first_block, 2)
         block_position = block_index * block
@@ -191,6 +192,7 @@ def _write_tile(
         is_new = (slot_position >= first_position) & (slot_position < end_position)
         for first_lane in range(0, lanes.width, LANES):
             k_rows, v_rows = (scratch.head_rows.at[kv_index, first_lane // LANES] for kv_index in range(2))
+            # The tile's first token is token `block` of the buffer, so a block that begins before it is read from there.
             first_token = block + block_position - first_position
             keys = heads_from_rows(k_rows, first_token, block, num_kv_heads, inputs.k.dtype)
             values = heads_from_rows(v_rows, first_token, block, num_kv_heads, inputs.k.dtype)
