@@ -58,13 +58,14 @@ class PagedCache:
     ) -> tuple[Float[Array, "T N H"], PagedCache]:
         """Write this step's keys and values of `layer`, then attend from every query to its row's keys.
 
-        A query at position p attends to positions max(0, p − window + 1) … p. Scores are
-        `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
-        take part in the softmax's denominator and carry no value. If k and v are None, nothing is written: a model
-        layer without keys of its own attends to the pages of `layer`. v = None alone would mean that the values are
-        the first lanes of the keys (MLA), which is not supported. Raises ValueError for that, for a window below 1,
-        a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
-        for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
+        The step has T tokens, with N query heads and K KV heads of H numbers each; N ÷ K consecutive query heads share
+        a KV head. A query at position p attends to positions max(0, p − window + 1) … p. With a soft cap, the scores
+        are `soft_cap × tanh(scale × q·k / soft_cap)`, else `scale × q·k`. `sinks` are per-head logits that take part in
+        the softmax's denominator and carry no value. If k and v are None, nothing is written: a model layer without
+        keys of its own attends to the pages of `layer`. v = None alone would mean that the values are the first lanes
+        of the keys (MLA), which is not supported. Raises ValueError for that, for a window below 1, a soft cap that is
+        not positive, a layer that the cache lacks, and arrays that do not fit the cache. Returns zeros or any finite
+        values for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
 
         Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
         arXiv:1805.02867 (online softmax).

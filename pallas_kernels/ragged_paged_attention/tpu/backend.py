@@ -118,7 +118,7 @@ class TpuBackend(Backend):
 
         The kernels copy the tokens of a tile in whole blocks of `TOKEN_UNROLL` = 16 tokens.
         """
-        if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):
+        if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):  # A power of two has a single bit.
             raise ValueError(
                 f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKEN_UNROLL} on"
             )

@@ -81,9 +81,10 @@ def decode_attention(
     """Attend the queries of the step's R decode rows, tokens 0 … R − 1, to their rows' tokens, the last one new.
 
     One kernel call over blocks of rows: grouped-query attention with an online softmax; KV tiles are fetched while
-    earlier ones are computed. `layer.k` and `layer.v` are the new keys and values (for one-byte pages: numbers already
-    quantized, in two or four bytes each). If they are None, the pages hold them already and nothing is written. L is
-    128. Return `layer.q` with outputs in the place of those queries, and the written pages; both arrays are donated.
+    earlier ones are computed. `pages` are C pages of all layers, K KV heads, S rows of L = 128 lanes for a token's key
+    and value, and Z slots. `layer.k` and `layer.v` are the new keys and values (for one-byte pages: numbers already
+    quantized, in two or four bytes each). If they are None, the pages hold them already and nothing is written. Return
+    `layer.q` with outputs in the place of those queries, and the written pages; both arrays are donated.
     """
     q, k, v = layer.q, layer.k, layer.v
     num_tokens, num_heads, head_size = q.shape

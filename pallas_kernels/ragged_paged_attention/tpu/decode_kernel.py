@@ -211,7 +211,7 @@ class DecodeKernel:
                 self.outputs.out[row_in_block] = self.inputs.q[row_in_block]
 
     def _wait_full_tile(self, row: Row, tile_index: Scalar, buffer: Scalar) -> None:
-        """Wait until a full tile's pages have arrived in `buffer`: all of them, or those that the window reaches.
+        """Wait until a full tile's pages have arrived in `buffer`: all, or the span of pages that the window reaches.
 
         No copy is started here: the descriptor only tells `wait` how many bytes to expect.
         """

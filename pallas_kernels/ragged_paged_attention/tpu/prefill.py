@@ -164,9 +164,10 @@ def prefill_attention(
     """Attend the queries of prefill rows causally to their rows' pages; return `layer.q` with outputs in their place.
 
     One kernel call, flash attention with one grid step per tile of queries of one row; `layer.step.plan` holds the
-    tiles. The pages already hold the keys and values of this step. `layer.q` is donated; tokens of decode rows, where
-    it holds outputs already, stay as they are. `tile_kv` is the number of keys of a KV tile, a multiple of the page
-    size and of `sub_kv`, the keys of one product. `tile_q` is the largest number of queries of a tile. L is 128.
+    tiles. The pages already hold the keys and values of this step: C pages of all layers, K KV heads, S rows of L = 128
+    lanes for a token's key and value, and Z slots. `layer.q` is donated; tokens of decode rows, where it holds outputs
+    already, stay as they are. `tile_kv` is the number of keys of a KV tile, a multiple of the page size and of
+    `sub_kv`, the keys of one product. `tile_q` is the largest number of queries of a tile.
     """
     q, (_, num_heads, head_size) = layer.q, layer.q.shape
     sinks = None if layer.sinks is None else layer.sinks.astype(jnp.float32) * LOG2_E

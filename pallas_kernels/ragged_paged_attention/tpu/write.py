@@ -73,9 +73,10 @@ def write_prefill(
 ) -> Float[Array, "C K S Z L"]:
     """Write the layer's new keys and values of prefill tokens into the pages, which are donated, and return the pages.
 
+    `pages` are C pages of all layers, K KV heads, S rows of L = 128 lanes for a token's key and value, and Z slots.
     `layer.k` and `layer.v` must be given. For pages of one byte a number, they hold the quantized numbers, in two or
-    four bytes each. `tile_q` is the largest number of tokens of a tile. L is 128. The kernel has a grid step per tile
-    of tokens of one row; `layer.step.plan` holds the tiles. The new tokens of decode rows are not written here.
+    four bytes each. The kernel has a grid step per tile, at most `tile_q` tokens of one row; `layer.step.plan` holds
+    the tiles. The new tokens of decode rows are not written here.
     """
     k, v = layer.k, layer.v
     assert k is not None  # `TpuBackend.attend` calls this only in a layer with new keys and values.
@@ -192,10 +193,10 @@ def _write_tile(
         is_new = (slot_position >= first_position) & (slot_position < end_position)
         for first_lane in range(0, lanes.width, LANES):
             k_rows, v_rows = (scratch.head_rows.at[kv_index, first_lane // LANES] for kv_index in range(2))
-            # The tile's first token is token `block` of the buffer, so a block that begins before it is read from there.
+            # In the buffer, the token of `first_position` lies at index `block`, after room for a partial block.
             first_token = block + block_position - first_position
             keys = heads_from_rows(k_rows, first_token, block, num_kv_heads, inputs.k.dtype)
-            values = heads_from_rows(v_rows, first_token, block, num_kv_heads, inputs.k.dtype)
+            values = heads_from_rows(v_rows, first_token, block, num_kv_heads, inputs.v.dtype)
             for head, (key, value) in enumerate(zip(keys, values, strict=True)):
                 for lane_row, new_row in lanes.row_pairs(key, value, first_lane):
                     old_rows = scratch.blocks[block_buffer, head, lane_row]
