@@ -43,10 +43,11 @@ class LayerOps:
     ) -> tuple[list[Bounds], RowWriter]:
         """Prepare to fill `out`, the slice `bounds` of a stored matrix W, with rows as a checkpoint has them.
 
-        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out). Return the bounds of the rows and of
-        the columns of Wᵀ to read, and a function (first row, rows) that writes rows to `out`. It counts rows from the
-        first one to read: for `bounds` ((0, 8), (4, 6)) rows 4 and 5 of Wᵀ are to be read, and the function is called
-        with (0, both rows), or with (0, row 4) and (1, row 5). Here W is stored as it is, so `matrix` is not used.
+        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out), and `bounds` are (start, stop) on each
+        axis of the stored W. Return the bounds of the rows and of the columns of Wᵀ to read, and a function (first row,
+        rows) that writes rows to `out`. The function counts rows from the first one to read. With `bounds` ((0, 8), (4,
+        6)), the result is [(4, 6), (0, 8)]: rows 4 and 5 of Wᵀ, columns 0 … 7. The function is then called with (0,
+        both rows), or with (0, row 4) and (1, row 5). Here W is stored as it is, so `matrix` is not used.
         """
         return list(bounds)[::-1], partial(write_rows, out.T)
 
@@ -63,7 +64,10 @@ class LayerOps:
         return weight[:, ids].T
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
-        """Return x ÷ √(mean(x²) + eps) × weight: normalised in float32, then multiplied in x's dtype."""
+        """Return x ÷ √(mean(x²) + eps) × weight: normalised in float32, then multiplied in x's dtype.
+
+        The mean is over the last axis, D; x may have any number of leading axes.
+        """
         x_f32 = x.astype(jnp.float32)
         mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
         normed = (x_f32 * lax.rsqrt(mean_square + eps)).astype(x.dtype)
@@ -73,6 +77,8 @@ class LayerOps:
         self, x: Float[Array, "*T D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
     ) -> Float[Array, "*T D"]:
         """Return (x − mean(x)) ÷ √(variance(x) + eps) × weight + bias, computed in float32, in x's dtype.
+
+        Mean and variance are over the last axis, D; x may have any number of leading axes.
 
         Source: Ba et al. 2016, arXiv:1607.06450.
         """
@@ -96,5 +102,5 @@ def _along_rows(vector: Float[Array, " D"], x: Float[Array, "*T D"]) -> Float[Ar
 
 
 def write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
-    """Write `rows` to `target[first:]`, in the target's dtype."""
+    """Write `rows` to the rows of `target` from `first` on, in the target's dtype."""
     target[first : first + len(rows)] = rows.astype(target.dtype, copy=False)

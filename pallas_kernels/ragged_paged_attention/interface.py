@@ -162,7 +162,7 @@ class KVLayout(KVShape):
 
     @classmethod
     def of(cls, shape: KVShape, **added_fields: Any) -> Self:
-        """Return the layout of a cache of these sizes; `added_fields` are those of the subclass."""
+        """Return the layout of a cache of these sizes; `added_fields` are those that a subclass has beside them."""
         return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **added_fields)
 
     @property
@@ -195,7 +195,7 @@ class KVLayout(KVShape):
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes that one page takes in all layers together."""
+        """Return the bytes that one page takes in all arrays and all L layers together."""
         num_values = sum(int(np.prod(shape)) for shape in self.shapes)
         return num_values * np.dtype(self.stored_dtype).itemsize // self.num_pages
 
@@ -328,7 +328,8 @@ class Backend(ABC):
 
         `pages` holds the arrays that `layout` lists, each with the pages of all layers. This layer's page 0 is entry
         `inputs.first_page`, a traced value, so that one trace serves all layers with the same options. If k and v are
-        None, nothing is written. `PagedCache.attend` has checked that the inputs fit the cache.
+        None, nothing is written. `PagedCache.attend` has checked that the inputs fit the cache. Outputs of padding
+        tokens may be any finite numbers.
         """
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
@@ -342,8 +343,11 @@ class Backend(ABC):
         """
         return None
 
-    def refuse_unlisted(self, name: str, got: Any, allowed: Sequence[Any], way_out: str) -> None:
-        """Raise ValueError unless `got`, the value of option `name`, is allowed; `way_out` says what to do instead."""
+    def refuse_unlisted(self, name: str, got: object, allowed: Sequence[object], way_out: str) -> None:
+        """Raise ValueError unless `got`, the value of option `name`, is allowed; `way_out` says what to do instead.
+
+        The text names the option, the value, this backend and all allowed values.
+        """
         if got not in allowed:
             raise ValueError(
                 f"{name}: got {got}, the {self.name} backend takes {', '.join(map(str, allowed))}; {way_out}"

@@ -24,6 +24,7 @@ def write_rows(
     page, offset = first_page + lax.div(slots, jnp.int32(page_size)), lax.rem(slots, jnp.int32(page_size))
     if num_kv_heads == 1:
         return pages.at[page, 0, offset].set(new.astype(pages.dtype)[:, 0])
+    # Row index of [C, K, Z, H] viewed as [C · K · Z, H], for each token and KV head.
     row_indices = (page[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None]) * page_size + offset[:, None]
     rows = new.astype(pages.dtype).reshape(-1, head_size)
     return pages.reshape(-1, head_size).at[row_indices.reshape(-1)].set(rows).reshape(pages.shape)

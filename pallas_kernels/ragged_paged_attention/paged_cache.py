@@ -145,7 +145,7 @@ class PagedCache:
             mesh=mesh,
             in_specs=(page_specs, by_head, by_head, by_head, by_head, replicated, PartitionSpec(axis)),
             out_specs=(by_head, page_specs),
-            check_vma=False,  # Kernels do not say how their results vary over the mesh.
+            check_vma=False,  # JAX cannot check this: kernels do not say how their results vary over the mesh.
         )(self.pages, self.scales, q, k, v, step, sinks)
         return out, dataclasses.replace(self, pages=pages)
 
@@ -191,7 +191,7 @@ class PagedCache:
             raise ValueError(f"attend: got sinks {list(sinks.shape)}, wanted one for each of {q.shape[1]} query heads")
 
     def _refuse_scales(self) -> None:
-        """Raise ValueError unless pages of one byte a number, and only these, have scales.
+        """Raise ValueError unless pages of one byte a number, and only these, have scales of the right shape.
 
         Scales of keys and of values are [L, K] each: one for each layer and KV head of the cache. One-byte dtypes are
         int8 and float8_e4m3fn.

@@ -90,8 +90,11 @@ class TilePlanner:
             self._fill_shared_tiles(rows, sections)
 
     def _lens(self, num_tokens: int, num_rows: int, decodes_only: bool) -> tuple[int, ...]:
-        """Return the lengths of the parts of a plan, in the order of the fields of `PlanSections`."""
-        # Each prefill row may end in a query tile that is not full, each set of rows in a shared tile that is not.
+        """Return the lengths of the parts of a plan, in the order of the fields of `PlanSections`.
+
+        A tile takes 3 numbers. The numbers of tiles are upper bounds: each prefill row may end in a query tile that is
+        not full, and each of at most `MAX_PREFIXES` = 8 sets of rows in a shared tile that is not full.
+        """
         num_query_tiles = 0 if decodes_only else num_tokens // self.tile_q + num_rows
         num_shared_tiles = MAX_PREFIXES + num_rows // min(self.shared_rows, num_rows)
         return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
@@ -162,16 +165,17 @@ def shared_prefixes(
     one set, whose rows ascend. It is one row alone if the tables of another group differ from the first page on.
 
     A search takes the largest set of rows with the same first page and compares each row with the longest one, page by
-    page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. The rows with
-    fewer common pages become a candidate for another search. Example: four rows have 9, 9, 9 and 2 pages in common with
-    the longest, which is one of them. Three rows with 9 pages are yielded, since that saves 18 reads, while four rows
-    with 2 pages would save 6. The fourth row is then alone.
+    page. Of all numbers of common pages it takes the one that saves most page reads, (rows − 1) × pages. If some rows
+    have fewer common pages, these rows become a candidate for another search. Example: four rows have 9, 9, 9 and 2
+    pages in common with the longest, which is one of them. Three rows with 9 pages are yielded, since that saves 18
+    reads, while four rows with 2 pages would save 6. The fourth row is then alone.
     """
     num_full_pages = (context_lens - 1) // page_size  # The page of the last token is not counted, even if it is full.
     rows = np.flatnonzero(num_full_pages)
     # Sorted by their first page in the first page-table group, rows that may share stand side by side.
     rows = rows[np.argsort(page_tables[0, table_rows[rows], 0], kind="stable")]
     ends_of_sets = np.flatnonzero(np.diff(page_tables[0, table_rows[rows], 0]))
+    # One candidate, an array of rows, for each first page that several rows have.
     candidates = [candidate for candidate in np.split(rows, ends_of_sets + 1) if len(candidate) > 1]
     for _ in range(MAX_PREFIXES):
         if not candidates:

@@ -69,9 +69,10 @@ class TpuLayout(KVLayout):
 
 
 def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
-    """Raise ValueError if decode's KV tiles do not fit into the VMEM of a core of `chip`.
+    """Raise ValueError if decode's KV tiles do not fit into the VMEM of a core of `chip`; the text says the way out.
 
-    A tile has at least one page and at least 128 tokens of all KV heads; this smallest tile is checked.
+    A tile has whole pages and at least 128 tokens, keys and values of all KV heads; this smallest tile is checked, with
+    the number of buffers that the rule gives it. Example: pages of 16 tokens are checked with a tile of 128 tokens.
     """
     token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
     tile_bytes, vmem_bytes = max(layout.page_size, LANES) * token_bytes, CHIPS[chip].vmem_bytes
@@ -117,7 +118,7 @@ class TpuBackend(Backend):
 
         The kernels copy the tokens of a tile in whole blocks of `TOKEN_UNROLL` = 16 tokens.
         """
-        if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):
+        if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):  # A power of two has a single bit.
             raise ValueError(
                 f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKEN_UNROLL} on"
             )
@@ -133,9 +134,9 @@ class TpuBackend(Backend):
 
     @classmethod
     def on(
-        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
+        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[TunedEntry, ...]
     ) -> TpuBackend:
-        """Return the backend for these TPUs of one kind; `shape` holds the heads of one device.
+        """Return the backend for these JAX devices, TPUs of one kind; `shape` holds the heads of one device.
 
         `tuned` are entries of a user's table of tile sizes. `deterministic` has no effect, because this backend is not
         chosen where it is set (`BackendEntry.not_deterministic`). Raises ValueError if the kernels have no sizes for
@@ -166,7 +167,8 @@ class TpuBackend(Backend):
     def layout(self, shape: KVShape) -> TpuLayout:
         """Return the layout of a cache of these sizes; raise ValueError if the kernels cannot take one of them.
 
-        A page must have at least the slots that one DMA can address, and a KV tile of whole pages must fit into VMEM.
+        The slots of a page are a power of two, and at least as many as one DMA can address. A KV tile of whole pages
+        must fit into VMEM.
         """
         page_size = shape.page_size
         if shape.num_kv_heads < 1:
@@ -186,12 +188,14 @@ class TpuBackend(Backend):
     def sizes_for(self, num_heads: int, layout: KVLayout, dtype: DTypeLike) -> TpuSizes:
         """Return the sizes of the KV tiles for that many query heads of `dtype` over pages of `layout`.
 
-        They are `self.sizes` if given, else those of the tuned tables, else those of the rule.
+        They are `self.sizes` if given. Else float32 queries over narrower pages take the sizes of the rule, and all
+        others those of the tuned tables, `self.tuned` before the package's own, or of the rule if no table has the
+        shape.
         """
         if self.sizes is not None:
             return self.sizes
         shape = TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size)
-        # Sizes are tuned for queries in the pages' dtype, or in bfloat16 over pages of one byte a number.
+        # Tables hold sizes for queries in the pages' dtype, or in bfloat16 over pages of one byte a number.
         if np.dtype(dtype) == np.float32 and layout.dtype != np.float32:
             return sizes_by_rule(self.chip, shape, in_float32=True)
         return sizes_of(self.chip, shape, self.tuned)
@@ -199,18 +203,21 @@ class TpuBackend(Backend):
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return how many int32 numbers a plan has: one that counts the query tiles, and four for each possible tile.
 
-        The step is padded to `num_tokens` and `num_rows`. Each row may begin and end with a tile of less than `tile_q`
-        tokens, all others are full. A step of decode rows only has an empty plan.
+        The step is padded to `num_tokens` tokens and `num_rows` rows. Each row may begin and end with a tile of less
+        than `tile_q` tokens, all others are full. With tiles of 256, 1,024 tokens and 3 rows, a plan has room for 4 + 6
+        tiles: 41 numbers. A row has at least one token, so no more rows than tokens count. A step of decode rows only
+        has an empty plan.
         """
         return 0 if decodes_only else PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the prefill rows into query tiles and write these into `out`: (row, first token, its position, length).
 
-        Tiles are cut at positions that are multiples of `tile_q`, so that the causal mask's diagonal lies in the same
-        way in every tile but the first and the last of a row. With `tile_q` 32, a row's positions 40 … 99 become tiles
-        of 24, 32 and 4 tokens. `out` has the number of tiles first, then each field of all tiles. Decode rows, which
-        come first, have no tiles. If the step has decode rows only, nothing is written.
+        `out` is int32, all zeros, of `plan_len` numbers: first the number of tiles, then each field of all tiles. Tiles
+        are cut at positions that are multiples of `tile_q`, so that the causal mask's diagonal lies in the same way in
+        every tile but the first and the last of a row. With `tile_q` 32, a row's positions 40 … 99 become tiles of 24,
+        32 and 4 tokens. Decode rows, one token each, come first and have no tiles. If the step has decode rows only,
+        nothing is written.
         """
         if rows.decodes_only:
             return
@@ -231,8 +238,9 @@ class TpuBackend(Backend):
         """See `Backend.attend`: three kernels, the last of which attends to what the first two have written.
 
         `write_prefill` writes the keys and values of prefill rows. `decode_attention` writes those of decode rows and
-        attends, `prefill_attention` attends; each replaces the queries of its rows by their outputs and leaves the
-        others. A step of decode rows only runs the second kernel alone.
+        attends, `prefill_attention` attends; each replaces the queries [T, N, H] of its rows by their outputs and
+        leaves the others. A step of decode rows only runs the second kernel alone. In a layer without new keys and
+        values, nothing is written.
         """
         (kv_pages,), q_dtype, has_prefill = pages, inputs.q.dtype, not inputs.step.decodes_only
         sizes = self.sizes_for(inputs.q.shape[1], layout, q_dtype)

@@ -55,19 +55,20 @@ SPARE_VMEM_BYTES = 16 << 20
 def decode_vmem_bytes(
     tile_bytes: int, buffers: int, *, block_rows: int = BLOCK_ROWS, spare_bytes: int = SPARE_VMEM_BYTES
 ) -> int:
-    """Return the bytes of VMEM that decode may need: full tiles, two tails of each row of a block, and the spare bytes.
+    """Return the bytes of VMEM that decode may need: (buffers + 2 · block_rows) KV tiles, and the spare bytes.
 
-    `tile_bytes` are the bytes of one KV tile, keys and values of all heads. `buffers` counts the full tiles. A tail is
-    the last KV tile of a row; it is double-buffered.
+    `tile_bytes` are the bytes of one KV tile, keys and values of all heads. `buffers` counts the full tiles. Each row
+    of a block has two buffers for its tail, the last KV tile: tails are double-buffered over blocks. `spare_bytes` are
+    for queries, outputs, scores and what the compiler spills.
     """
     return spare_bytes + (buffers + 2 * block_rows) * tile_bytes
 
 
 def heads_per_product(num_kv_heads: int, group_size: int, max_rows: int) -> int:
-    """Return h, a divisor of `num_kv_heads`: the KV heads, of G = `group_size` query heads each, in one product.
+    """Return h, the KV heads that one product takes side by side, each with G = `group_size` query heads.
 
-    A product has h·G rows of scores, at most `max_rows` of them unless h is 1. The largest such h up to
-    `MAX_HEADS_PER_PRODUCT` = 8 is taken: 8 KV heads with G = 4 and `max_rows` 16 give h = 4.
+    A product has h·G rows of scores, at most `max_rows` of them unless h is 1. The largest divisor of `num_kv_heads`
+    with this property up to `MAX_HEADS_PER_PRODUCT` = 8 is taken: 8 KV heads with G = 4 and `max_rows` 16 give h = 4.
     """
     max_heads = min(num_kv_heads, MAX_HEADS_PER_PRODUCT)
     divisors = [h for h in range(1, max_heads + 1) if num_kv_heads % h == 0 and h * group_size <= max_rows]
@@ -80,9 +81,10 @@ def decode_attention(
     """Attend the queries of the step's R decode rows, tokens 0 … R − 1, to their rows' tokens, the last one new.
 
     One kernel call over blocks of rows: grouped-query attention with an online softmax; KV tiles are fetched while
-    earlier ones are computed. `layer.k` and `layer.v` are the new keys and values (for one-byte pages: numbers already
-    quantized, in two or four bytes each). If they are None, the pages hold them already and nothing is written. L is
-    128. Return `layer.q` with outputs in the place of those queries, and the written pages; both arrays are donated.
+    earlier ones are computed. `pages` are C pages of all layers, K KV heads, S rows of L = 128 lanes for a token's key
+    and value, and Z slots. `layer.k` and `layer.v` are the new keys and values (for one-byte pages: numbers already
+    quantized, in two or four bytes each). If they are None, the pages hold them already and nothing is written. Return
+    `layer.q` with outputs in the place of those queries, and the written pages; both arrays are donated.
     """
     q, k, v = layer.q, layer.k, layer.v
     num_tokens, num_heads, head_size = q.shape
@@ -151,10 +153,11 @@ def _row_schedule(
     """Return the lengths of the rows to decode, 0 for all others, and for each row the first long row from it on.
 
     These are `context_lens` and `next_long_row` of `DecodeScalars`. The first `num_rows` rows are decoded. A row is
-    long if it has a full tile: its query attends to keys before the KV tile that the row ends in. With tiles of 512
-    tokens, rows of 1,100, 80 and 700 tokens give `next_long_row` 0, 2, 2. The number of rows, R = 3 here, says that no
-    long row is left. Both results are padded, with 0 and with R, to whole blocks and one block more, because the kernel
-    also reads the entries of the block after the last one.
+    long if it has a full tile: its query attends to keys before the KV tile that the row ends in, its tail. With tiles
+    of 512 tokens and no window, rows of 1,100, 80 and 700 tokens give `next_long_row` 0, 2, 2. The number of padded
+    rows, R = 3 here, says that no long row is left. Both results are padded, with 0 and with R, to whole blocks of
+    `block_rows` and one block more, because the kernel also reads the entries of the block after the last one, whose
+    tails it would fetch.
     """
     num_padded_rows = context_lens.shape[0]
     row = jnp.arange(num_padded_rows)

@@ -39,6 +39,7 @@ from .lanes import (
     base2_scores,
     broadcast_lanes,
     concat_lanes,
+    diagonal_blocks,
     divide,
     dot_nn,
     dot_nt,
@@ -65,9 +66,11 @@ class DecodeKernel:
     options: AttendOptions
 
     def __post_init__(self) -> None:
-        """Derive the sizes of the block from the shapes of its references, and read the step's scalars.
+        """Read the sizes of a block of rows from the shapes of its arrays, and the scalars of the call.
 
-        The dtype that limits unrolling is float32 if products are computed in float32, else that of the pages.
+        One product computes the scores of h = `heads_per_product` KV heads: `product_rows` = h·G rows, for G query
+        heads each. The last KV tiles of `tail_rows` rows are computed together, and a loop body has `max_products`
+        products. Registers limit both, by dtype: float32 if products are computed in float32, else that of the pages.
         """
         scalars, inputs, outputs, scratch, options = self.scalars, self.inputs, self.outputs, self.scratch, self.options
         self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
@@ -87,20 +90,18 @@ class DecodeKernel:
         self.max_products = max_unrolled_products(self.product_rows, self.heads_per_product, dtype)
 
     def run(self) -> None:
-        """Compute the attention of the block's rows, and write their new keys and values into the pages.
+        """Compute the attention of the block's decode rows, and write their new keys and values into the pages.
 
-        The tails (last KV tiles) are double-buffered over blocks: while block n is computed, those of block n + 1 are
-        fetched. Block 0 has no block before it and fetches its own as well.
+        The last KV tile of a row is its tail; the KV tiles before it are full. Tails are double-buffered over blocks:
+        while block n is computed, those of block n + 1 are fetched. Block 0 has no block before it and fetches its own
+        as well. Rows of the block that are not decoded come last and have context length 0: they keep their queries,
+        and nothing is written for them. If the layer has no new keys and values, nothing is written for any row.
         """
         pl.when(self.block == 0)(self._begin_call)
-
-        @pl.loop(jnp.where(self.block == 0, 0, 1), 2)
-        def _(blocks_ahead: Scalar) -> None:
-            self._fetch_tails(self.block + blocks_ahead)
-
+        pl.loop(jnp.where(self.block == 0, 0, 1), 2)(lambda ahead: self._fetch_tails(self.block + ahead))
         for row_in_block in range(self.block_rows):
             self._begin_row(row_in_block)
-        next_long_row = self.scalars.next_long_row  # For each row, the first one from it on that has full tiles.
+        next_long_row = self.scalars.next_long_row  # Row → the first row with full tiles among it and those after it.
         has_full_tiles = next_long_row[self.block * self.block_rows] < (self.block + 1) * self.block_rows
         pl.when(has_full_tiles)(self._attend_full_tiles)
         rows = [self._row_scalars(self.block * self.block_rows + index) for index in range(self.block_rows)]
@@ -122,7 +123,11 @@ class DecodeKernel:
             pl.when(num_written > 0)(pltpu.make_async_copy(written, written, self.scratch.write_sem).wait)
 
     def _row_scalars(self, index: Scalar) -> Row:
-        """Read the length of row `index` of the step, and find the KV tiles that its query attends to."""
+        """Read the context length of row `index` of the step, and find the KV tiles that its query attends to.
+
+        With tiles of 512 tokens, a row of 1,100 tokens has the tiles 0 … 2. With a window of 100 tokens, which begins
+        at position 1,000, these are 1 and 2. A row of no tokens gets tile 0, in which it attends to nothing.
+        """
         context_len = self.scalars.context_lens[index]
         first_position, last_position = self._first_visible_position(context_len), jnp.maximum(context_len - 1, 0)
         first_tile, last_tile = divide(first_position, self.tile_tokens), divide(last_position, self.tile_tokens)
@@ -137,10 +142,11 @@ class DecodeKernel:
         return self.copies.span(tile_index, self._first_visible_position(row.context_len), row.context_len)
 
     def _begin_call(self) -> None:
-        """Prepare the scratch memory of the whole call, before the first block.
+        """Prepare the scratch memory of the whole call, before the first block of rows.
 
-        `diagonal_q` becomes zero; later only its diagonal blocks are written, so the others stay zero. The fetches of
-        the first `num_buffers` − 1 full tiles start, so that as many are under way whenever a tile is computed.
+        `diagonal_q` becomes zero; later only its diagonal blocks are written, so the others stay zero. If any row has
+        full tiles, the fetches of the first `num_buffers` − 1 of the step start, so that as many are under way whenever
+        a full tile is computed. Fetches after the last full tile do nothing.
         """
         scratch, first_long_row = self.scratch, self.scalars.next_long_row[0]
         scratch.next_buffer[0] = 0
@@ -153,12 +159,12 @@ class DecodeKernel:
             self._advance_fetch()
 
     def _begin_row(self, row_in_block: int) -> None:
-        """Put a row's queries on the diagonal, and set its online-softmax state to that before the first key.
+        """Put a row's queries [N, H] on the diagonals of its products, and reset its online-softmax state.
 
-        Of a product over h KV heads with G query heads each, the queries of the i-th KV head fill rows i·G … (i + 1)·G
-        and lanes i·W … (i + 1)·W of `diagonal_q` [h·G, h·W]: against the keys of all h heads side by side, each query
-        meets only the keys of its own head. W is H rounded up to 128 lanes. A sink is a score without a value: with it
-        the running maximum begins at the sink, and the sum of weights at 1.
+        In a product over h KV heads with G query heads each, the queries of KV head i fill the G rows from i·G on and
+        the W lanes from i·W on of `diagonal_q` [h·G, h·W], where W is H rounded up to 128: against the keys of all h
+        heads side by side, each query meets only its own head's keys. A sink is a score without a value: with it the
+        running maximum begins at the sink, and the sum of weights at 1.
         """
         scratch, group_size, width = self.scratch, self.product_rows // self.heads_per_product, self.lanes.width
         for product in range(self.num_products):
@@ -178,7 +184,10 @@ class DecodeKernel:
                 scratch.running_sum[row_in_block, product] = jnp.ones(state_shape, jnp.float32)
 
     def _end_row(self, row_in_block: int) -> None:
-        """Write a row's outputs [N, H], acc ÷ running_sum × the scale of one-byte values, without padding lanes."""
+        """Write a row's outputs [N, H]: acc ÷ running_sum, times the values' scale in pages of one byte a number.
+
+        Values, and so outputs, begin at lane `value_lane`: 64 if a key and its value share 128 lanes (H ≤ 64), else 0.
+        """
         scratch, lanes = self.scratch, self.lanes
         for product in range(self.num_products):
             query_heads = pl.ds(product * self.product_rows, self.product_rows)
@@ -192,9 +201,8 @@ class DecodeKernel:
     def _keep_queries(self, rows: list[Row]) -> None:
         """Copy the queries of the block's tokens that are not decoded to the outputs, which share their memory.
 
-        These tokens, whose rows have context length 0 in this kernel, are prefill's or padding. The block's output
-        window is written back as a whole, so without the copy their queries would be lost. The prefill kernel, which
-        runs after this one, reads its queries from the same array.
+        Rows of context length 0 are prefill's or padding. The block's output window is written back as a whole, so the
+        queries would be lost otherwise; the prefill kernel, which runs after this one, takes them from the same array.
         """
         for row_in_block, row in enumerate(rows):
 
@@ -203,7 +211,7 @@ class DecodeKernel:
                 self.outputs.out[row_in_block] = self.inputs.q[row_in_block]
 
     def _wait_full_tile(self, row: Row, tile_index: Scalar, buffer: Scalar) -> None:
-        """Wait until a full tile's pages have arrived in `buffer`: all of them, or those that the window reaches.
+        """Wait until a full tile's pages have arrived in `buffer`: all, or the span of pages that the window reaches.
 
         No copy is started here: the descriptor only tells `wait` how many bytes to expect.
         """
@@ -216,7 +224,11 @@ class DecodeKernel:
             self.copies.wait(span.end - span.begin, semaphore)
 
     def _fetch_full_tile(self, buffer: Scalar) -> None:
-        """Start copying the full tile that `next_fetch`, (row, tile), names to `buffer`; nothing if no row is left."""
+        """Start copying the full tile that `next_fetch` = (row, tile) names into `buffer`.
+
+        Once all full tiles are fetched, `next_fetch` names a row after the last one. Then nothing is copied, and the
+        page table of the last row is read in its place.
+        """
         row_index, tile_index = self.scratch.next_fetch[0], self.scratch.next_fetch[1]
         row, has_tile = self._row_scalars(jnp.minimum(row_index, self.last_row)), row_index < self.num_rows
         target, semaphore = self.scratch.full_tiles.at[buffer], self.scratch.full_sems.at[buffer]
@@ -227,10 +239,11 @@ class DecodeKernel:
             pl.when(has_tile)(lambda: self.copies.fetch(row.row_index, tile_index, span, target, semaphore))
 
     def _advance_fetch(self) -> None:
-        """Move `next_fetch`, (row, tile), to the full tile that is computed after it; after the last one, to row R.
+        """Move `next_fetch` = (row, tile) to the full tile that is computed after the one it names.
 
-        The next tile is that of the same row, or the first tile of the next row that has full tiles. With tiles of 512
-        tokens and rows of 1,100, 80 and 700 tokens, the sequence is (0, 0), (0, 1), (2, 0).
+        That is the next full tile of the same row, else the first one of the next row that has any; R, the number of
+        rows, stands for none. With tiles of 512 tokens and rows of 1,100, 80 and 700 tokens, `next_fetch` goes through
+        (0, 0), (0, 1), (2, 0) and (3, 0), where it stays. A row's last tile, its tail, is fetched by `_fetch_tails`.
         """
         next_fetch = self.scratch.next_fetch
         row_index, tile_index = next_fetch[0], next_fetch[1]
@@ -247,8 +260,9 @@ class DecodeKernel:
     def _attend_full_tiles(self) -> None:
         """Attend every row of the block to its full tiles, each in sub-tiles of `full_sub_tokens` tokens.
 
-        The full tiles lie in a ring of `num_buffers`, a power of two. The tile that is `num_buffers` − 1 ahead is
-        fetched into the buffer whose tile was computed last; it may belong to a later row or block.
+        The full tiles lie in a ring of `num_buffers`, a power of two, so indices wrap by `&`. While one tile is
+        computed, the tile that is `num_buffers` − 1 ahead, maybe of a later row or block, is fetched into the buffer of
+        the tile computed last. With a window, sub-tiles that end before it are left out, and the others are masked.
         """
         scratch, sub_tokens = self.scratch, self.full_sub_tokens
 
@@ -273,17 +287,18 @@ class DecodeKernel:
                     self._attend([sub_tile], is_masked=self.window is not None)
 
                 if self.window is None:
-                    max_unroll = self.max_products // self.num_products
+                    max_unroll = self.max_products // self.num_products  # A sub-tile takes `num_products` products.
                     unrolled_loop(self.tile_tokens // sub_tokens, max_unroll, attend_sub_tile)
-                else:  # The window hides the first sub-tiles.
+                else:  # The first full tile may begin before the window.
                     first_position = self._first_visible_position(row.context_len)
                     num_hidden_tokens = jnp.maximum(first_position - tile_index * self.tile_tokens, 0)
                     pl.loop(divide(num_hidden_tokens, sub_tokens), self.tile_tokens // sub_tokens)(attend_sub_tile)
 
     def _fetch_tails(self, block: Scalar) -> None:
-        """Start the copies of the tail (last KV tile) of each row of a block into the block's half of `tail_tiles`.
+        """Start the copies of the tail (last KV tile) of each row of a block into `tail_tiles`.
 
-        Rows that are not decoded have length 0, so an empty span: nothing is copied for them.
+        Even and odd blocks have a half of `tail_tiles` and a semaphore each. Rows that are not decoded have length 0
+        and so an empty span of pages: nothing is copied for them.
         """
         buffer = lax.rem(block, 2)
         for row_in_block in range(self.block_rows):
@@ -300,10 +315,10 @@ class DecodeKernel:
             pl.when(span.end > span.begin)(wait)  # What a wait for no bytes does is not documented.
 
     def _attend_tails(self, iteration: Scalar) -> None:
-        """Attend the next `tail_rows` rows of the block to their tails, in masked sub-tiles of `sizes.tail` tokens.
+        """Attend the next `tail_rows` rows of the block to their tails (last KV tiles), in masked sub-tiles.
 
-        With 2 rows at a time, iteration 1 takes the rows 2 and 3 of the block. They go through the sub-tiles that any
-        of them needs in step, so that their instructions overlap; masks hide sub-tiles that only another row needs.
+        With 2 rows at a time, iteration 1 takes the rows 2 and 3 of the block. They go together through all sub-tiles
+        that any of them attends to, so that their instructions overlap; masks hide the other tokens.
         """
         sub_tokens = self.sizes.tail
         rows_in_block = [iteration * self.tail_rows + index for index in range(self.tail_rows)]
@@ -319,26 +334,22 @@ class DecodeKernel:
         @pl.loop(divide(begin, sub_tokens), divide(end + sub_tokens - 1, sub_tokens))
         def _(sub_tile_index: Array) -> None:
             offset = pl.multiple_of(sub_tile_index * sub_tokens, sub_tokens)
-            kv_tails = [
-                self.scratch.tail_tiles.at[self.tail_buffer, row_in_block, :, :, pl.ds(offset, sub_tokens)]
-                for row_in_block in rows_in_block
-            ]
-            sub_tiles = [
-                SubTile(row_in_block, kv, position + offset, row.context_len)
-                for row_in_block, kv, position, row in zip(rows_in_block, kv_tails, tail_positions, rows, strict=True)
-            ]
+            sub_tiles = []
+            for row_in_block, row, position in zip(rows_in_block, rows, tail_positions, strict=True):
+                kv = self.scratch.tail_tiles.at[self.tail_buffer, row_in_block, :, :, pl.ds(offset, sub_tokens)]
+                sub_tiles.append(SubTile(row_in_block, kv, position + offset, row.context_len))
             self._attend(sub_tiles, is_masked=True)
 
     def _put_new_token(self, row_in_block: int, row: Row) -> Ref:
         """Put a row's new key and value into its tail (last KV tile), and return the DMA that writes them to the page.
 
-        The DMA is not started yet. It can only address aligned blocks of `write_slots` slots, so it writes the new
-        token together with its neighbours, as they were fetched. With 8 slots to a block, the token at offset 21 of the
-        tail is slot 5 of the block at offset 16. Only called if the layer has new keys and values. For a row that is
-        not decoded, whose context length is 0, all indices are valid and the caller starts no DMA.
+        The caller starts the DMA, but not for rows that are not decoded: context length 0 gives valid indices, which
+        are not used. A DMA can only address aligned blocks of `write_slots` slots, so it writes the new token with its
+        neighbours, as fetched. With 8 slots to a block, the token at offset 21 of the tail is slot 5 of the block at
+        offset 16.
         """
         k, v = self.inputs.k, self.inputs.v
-        assert k is not None
+        assert k is not None  # `run` calls this only in a layer with new keys and values.
         assert v is not None
         block_slots, page_size = self.sizes.write_slots, self.copies.page_size
         position = jnp.maximum(row.context_len - 1, 0)
@@ -367,8 +378,9 @@ class DecodeKernel:
     def _attend_product(self, sub_tiles: list[SubTile], is_masked: bool, product: Scalar) -> None:
         """Add one sub-tile each of one or more rows to the rows' softmax states, for the h KV heads of a product.
 
-        Each stage (scores, maxima, weights, weighted values, update) is done for all rows before the next one: the rows
-        are independent, so the matrix unit works for one while the vector unit works for another.
+        With m the running maximum of the scores s, the weights are 2^(s − m_new), and the decay of the old sums is
+        2^(m_old − m_new). Each stage (scores, maxima, weights, weighted values, update) is done for all rows before the
+        next one: the rows are independent, so the matrix unit works for one while the vector unit works for another.
         """
         scores = [self._base2_scores(sub_tile, product, is_masked=is_masked) for sub_tile in sub_tiles]
         old_maxima = [self.scratch.running_max[sub_tile.row_in_block, product] for sub_tile in sub_tiles]
@@ -384,11 +396,9 @@ class DecodeKernel:
             self._weighted_values(sub_tile, product, weights_of_row, is_masked=is_masked)
             for sub_tile, weights_of_row in zip(sub_tiles, weights, strict=True)
         ]
-        for sub_tile, old_max, new_max, weights_of_row, weighted in zip(
-            sub_tiles, old_maxima, maxima, weights, weighted_values, strict=True
-        ):
-            decay = jnp.exp2(old_max - new_max)
-            self._add_to_state(sub_tile.row_in_block, product, decay, new_max, weights_of_row, weighted)
+        for i, sub_tile in enumerate(sub_tiles):
+            decay = jnp.exp2(old_maxima[i] - maxima[i])
+            self._add_to_state(sub_tile.row_in_block, product, decay, maxima[i], weights[i], weighted_values[i])
 
     def _kv_heads(self, product: Scalar) -> list[Scalar]:
         """Return the indices of the h KV heads whose scores one product computes."""
@@ -397,7 +407,8 @@ class DecodeKernel:
     def _base2_scores(self, sub_tile: SubTile, product: Scalar, *, is_masked: bool) -> Array:
         """Return the scores [h·G, T] of a sub-tile, times log₂ e; `MASK_VALUE` where a query may not attend.
 
-        They are the block-diagonal queries [h·G, h·W] times the keys [T, h·W] of h KV heads side by side, transposed.
+        The block-diagonal queries [h·G, h·W] are multiplied with the keys [T, h·W] of h KV heads side by side, then
+        scaled (in one-byte pages also by the keys' scales) and bounded if there is a soft cap.
         """
         scratch, lanes = self.scratch, self.lanes
         keys = concat_lanes([lanes.keys(sub_tile.kv, head) for head in self._kv_heads(product)])
@@ -407,7 +418,9 @@ class DecodeKernel:
             k_scales = self.inputs.scales[0, pl.ds(product * self.product_rows, self.product_rows)]
             factor = broadcast_lanes(k_scales, products.shape[1]) * self.scale
         scores = base2_scores(products, factor, self.soft_cap)
-        return jnp.where(self._is_visible(sub_tile, iota(scores.shape, 1)), scores, MASK_VALUE) if is_masked else scores
+        if not is_masked:
+            return scores
+        return jnp.where(sub_tile.is_visible(iota(scores.shape, 1), self.window), scores, MASK_VALUE)
 
     def _weighted_values(self, sub_tile: SubTile, product: Scalar, weights: Array, *, is_masked: bool) -> Array:
         """Return P · V [h·G, h·W]: `weights` P [h·G, T], values V [T, h·W] of the h KV heads of product `product`.
@@ -418,7 +431,7 @@ class DecodeKernel:
         dtype = self.scratch.diagonal_q.dtype
         values = [self.lanes.values(sub_tile.kv, head) for head in self._kv_heads(product)]
         if is_masked:
-            mask_bits = row_mask_bits(functools.partial(self._is_visible, sub_tile), values[0])
+            mask_bits = row_mask_bits(functools.partial(sub_tile.is_visible, window=self.window), values[0])
             values = [zero_rows(value, mask_bits) for value in values]
         return dot_nn(weights.astype(dtype), concat_lanes(values).astype(dtype))
 
@@ -427,24 +440,11 @@ class DecodeKernel:
     ) -> None:
         """Update a row's online-softmax state: rescale sum and accumulator by `decay`, and add one sub-tile.
 
-        Of `weighted` [h·G, h·W] only the diagonal blocks count: rows i·G … (i + 1)·G take lanes i·W … (i + 1)·W, the
-        values of their own KV head i. The other blocks are products with other heads' values.
+        `weights` are [h·G, T]. `weighted` is [h·G, h·W]; only its diagonal blocks have a query's own KV head's values.
         """
-        scratch, width, group_size = self.scratch, self.lanes.width, self.product_rows // self.heads_per_product
-        diagonal = weighted[:, :width]
-        query_row = iota(diagonal.shape, 0)
-        for head in range(1, self.heads_per_product):
-            is_of_head = (query_row >= head * group_size) & (query_row < (head + 1) * group_size)
-            diagonal = jnp.where(is_of_head, weighted[:, head * width : (head + 1) * width], diagonal)
+        scratch, own_values = self.scratch, diagonal_blocks(weighted, self.heads_per_product)
         scratch.running_max[row_in_block, product] = new_max
         new_sum = scratch.running_sum[row_in_block, product] * decay + jnp.sum(weights, axis=1, keepdims=True)
         scratch.running_sum[row_in_block, product] = new_sum
         old_acc = scratch.acc[row_in_block, product]
-        scratch.acc[row_in_block, product] = old_acc * broadcast_lanes(decay, width) + diagonal
-
-    def _is_visible(self, sub_tile: SubTile, token: Array) -> Array:
-        """Return whether the row's query attends to each of `token`, indices into the sub-tile's tokens."""
-        is_visible = token < sub_tile.context_len - sub_tile.first_position
-        if self.window is None:
-            return is_visible
-        return is_visible & (token >= sub_tile.context_len - sub_tile.first_position - self.window)
+        scratch.acc[row_in_block, product] = old_acc * broadcast_lanes(decay, self.lanes.width) + own_values

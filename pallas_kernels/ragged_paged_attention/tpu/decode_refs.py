@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from .lanes import Ref, Scalar
 
@@ -133,6 +134,16 @@ class SubTile(NamedTuple):
     context_len: Scalar
     """Tokens of the row."""
 
+    def is_visible(self, token: Array, window: int | None) -> Array:
+        """Return whether the row's query attends to each of `token`, indices into the sub-tile's tokens.
+
+        The query is the row's last token. It attends to the last `window` tokens, its own included; None means all.
+        """
+        is_visible = token < self.context_len - self.first_position
+        if window is None:
+            return is_visible
+        return is_visible & (token >= self.context_len - self.first_position - window)
+
 
 def tail_rows_together(dtype: np.dtype[Any]) -> int:
     """Return how many rows' tails (last KV tiles) are computed together; the registers do not hold the data of more.
@@ -145,8 +156,8 @@ def tail_rows_together(dtype: np.dtype[Any]) -> int:
 def max_unrolled_products(rows: int, heads: int, dtype: np.dtype[Any]) -> int:
     """Return how many products (scores and weighted values of some KV heads) one loop body of decode holds at most.
 
-    A product has `rows` rows of scores and takes the keys and values of `heads` KV heads. `dtype` is that of the pages,
-    or float32 if products are computed in float32. The limits on one loop body were found by compiling: beyond them the
+    A product has `rows` rows of scores, the query heads of its `heads` KV heads. `dtype` is that of the pages, or
+    float32 if products are computed in float32. The limits on one loop body were found by compiling: beyond them the
     compiler spilled registers. They are 160 rows of scores, 32 KV heads (16 for int8, since 32 spilled on v5e), and 8
     products: 4 for float8_e4m3fn, whose numbers are widened in many steps, and 1 for float32, whose products take six
     passes. A single product may exceed them, so the result is at least 1. Example: bfloat16 products of 32 rows and 8
@@ -167,10 +178,11 @@ def unroll_factor(num_iterations: int, max_unroll: int) -> int:
 
 
 def unrolled_loop(num_iterations: int, max_unroll: int, do: Callable[[Any], None]) -> None:
-    """Call `do(0)` … `do(num_iterations − 1)` in order, in a loop on the device whose body holds several of the calls.
+    """Call `do(0)` … `do(num_iterations − 1)` in order, several calls in each iteration of a loop on the device.
 
-    Their number, `unroll_factor`, is at most `max_unroll` and divides `num_iterations`. If one body holds all calls,
-    there is no loop and `do` gets Python integers; else it gets traced ones.
+    The loop body holds `unroll_factor` of the calls, at most `max_unroll`, which divides `num_iterations`. If one body
+    holds all calls, there is no loop and `do` gets Python integers; else `do` gets traced ones. Example: 12 calls with
+    `max_unroll` 8 become a loop of 3 iterations with 4 calls each.
     """
     unroll = unroll_factor(num_iterations, max_unroll)
 

@@ -14,7 +14,6 @@ to a row: the low half holds the even head, the high half the odd one, and they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +34,21 @@ def rows_shape(num_tokens: int, num_heads: int, dtype: DTypeLike) -> tuple[int, 
     return -(-num_tokens * _pitch(num_heads, dtype) // 8) * 8, LANES
 
 
-def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
-    """Copy the 128 lanes from `lane` on of `tokens` [T, N, H], two or four bytes a number, into the scratch `rows`.
+def tokens_to_rows(tokens: Ref, first_lane: int, rows: Ref) -> None:
+    """Copy 128 lanes of `tokens` [T, N, H], from `first_lane` on, into the scratch `rows`, ordered for reads by head.
 
-    `rows` is int32 [T · pitch, 128] and is read by head, with a stride of `pitch` rows, the distance from one token to
-    the next. Row t · pitch + n holds head n of token t if numbers have four bytes, else its heads 2n (low halves) and
-    2n + 1 (high halves). Lanes from H on are zeros, and so is the missing last head of a pair if N is odd. Tokens after
-    the last whole block of `TOKEN_UNROLL` = 16 tokens are not copied.
+    `tokens` has two or four bytes a number. `rows` is int32 [T · pitch, 128], where `pitch` is the distance in rows
+    from one token to the next. Numbers of four bytes: row t · pitch + n holds head n of token t. Numbers of two bytes:
+    that row holds the token's heads 2n (low halves) and 2n + 1 (high halves). So one head of all tokens is one load
+    with a stride of `pitch` rows. Lanes from H on are zeros, and so is the missing last head of a pair if N is odd.
+    Tokens after the last whole block of `TOKEN_UNROLL` = 16 tokens are not copied.
     """
     _, num_heads, head_size = tokens.shape
-    width = min(LANES, head_size - lane)
+    width = min(LANES, head_size - first_lane)
     num_padding_heads = num_heads % 2 if tokens.dtype.itemsize == 2 else 0
 
     def copy(block_tokens: Ref, block_rows: Ref, token: int) -> None:
-        heads = jnp.pad(block_tokens[token, :, pl.ds(lane, width)], ((0, num_padding_heads), (0, LANES - width)))
+        heads = jnp.pad(block_tokens[token, :, pl.ds(first_lane, width)], ((0, num_padding_heads), (0, LANES - width)))
         block_rows[_rows_of_token(token, num_heads, tokens.dtype)] = to_int32(heads)
 
     _for_each_token(tokens, rows, copy)
@@ -59,15 +59,15 @@ def heads_from_rows(
 ) -> Iterator[jax.Array]:
     """Yield the array [num_tokens, 128] of each head in turn, from token `first_token` on, out of the scratch `rows`.
 
-    `tokens_to_rows` has filled `rows`, int32 [tokens · pitch, 128]. A token takes `pitch` rows, the last of which may
-    be unused: the pitch is odd, because rows at an even distance would be loaded one by one.
+    `tokens_to_rows` has filled `rows`, int32 [tokens · pitch, 128]. A token takes `pitch` rows, an odd number, because
+    rows at an even distance would be loaded one by one: 4 heads of two-byte numbers take 2 rows, and a third is unused.
 
     Four-byte numbers: row t · pitch + n holds head n of token t, so one head of all tokens is one strided load.
 
     Two-byte numbers: row t · pitch + n holds head 2n (low halves) and head 2n + 1 (high halves) of token t. The result
-    needs two tokens of one head in an int32 row. Therefore the tokens `first_token` + 0, 2, 4 … and + 1, 3, 5 … are
-    loaded separately. Exchanging their halves gives both heads; if the number of heads is odd, the last row has no
-    second head, and nothing is yielded for it. `num_tokens` must be even then; `first_token` may be odd.
+    needs two consecutive tokens of one head in an int32 row. Therefore the tokens `first_token` + 0, 2, 4 … and + 1, 3,
+    5 … are loaded separately, and exchanging halves gives both heads. If the number of heads is odd, the last row has
+    no second head, and nothing is yielded for it. `num_tokens` must be even; `first_token` may be odd.
     """
     pitch = _pitch(num_heads, dtype)
     for row in range(_rows_per_token(num_heads, dtype)):
@@ -83,18 +83,18 @@ def heads_from_rows(
                 yield from_int32(bits, dtype)
 
 
-def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref, tokens: Ref) -> None:
-    """Write `load_head(n)`, the array [T, 128] of head n, to the 128 lanes from `lane` on of `tokens` [T, N, H].
+def heads_to_tokens(load_head: Callable[[int], jax.Array], first_lane: int, rows: Ref, tokens: Ref) -> None:
+    """Write `load_head(n)`, the array [T, 128] of head n, to the 128 lanes from `first_lane` on of `tokens` [T, N, H].
 
-    This undoes `tokens_to_rows` and `heads_from_rows`. First each head is stored into the scratch `rows`, int32
-    [T · pitch, 128], by one store with a stride of `pitch` rows, the distance from one token to the next. Two heads of
-    two-byte numbers share a row, so their halves are exchanged and they are stored together: first the tokens 0, 2,
-    4 …, then 1, 3, 5 …. Then each token is copied from `rows`. Lanes from H on are dropped. T is a multiple of
-    `TOKEN_UNROLL` = 16.
+    This undoes `tokens_to_rows` and `heads_from_rows`. First each head is stored into the scratch `rows`, int32 [T ·
+    pitch, 128], by one store with a stride of `pitch` rows, the distance from one token to the next. Two heads of
+    two-byte numbers share a row, so their halves are exchanged and they are stored together: first the tokens 0, 2, 4
+    …, then 1, 3, 5 …. Then each token is copied from `rows` to `tokens`. Lanes from H on are dropped. T is a multiple
+    of `TOKEN_UNROLL` = 16.
     """
     num_tokens, num_heads, head_size = tokens.shape
     pitch, num_rows = _pitch(num_heads, tokens.dtype), _rows_per_token(num_heads, tokens.dtype)
-    width = min(LANES, head_size - lane)
+    width = min(LANES, head_size - first_lane)
     for row in range(num_rows):
         if tokens.dtype.itemsize == 4:
             rows[pl.ds(row, num_tokens, stride=pitch)] = to_int32(load_head(row))
@@ -108,7 +108,7 @@ def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref,
 
     def copy(block_tokens: Ref, block_rows: Ref, token: int) -> None:
         heads = from_int32(block_rows[_rows_of_token(token, num_heads, tokens.dtype)], tokens.dtype)
-        block_tokens[token, :, pl.ds(lane, width)] = heads[:num_heads, :width]
+        block_tokens[token, :, pl.ds(first_lane, width)] = heads[:num_heads, :width]
 
     _for_each_token(tokens, rows, copy)
 
@@ -116,22 +116,23 @@ def heads_to_tokens(load_head: Callable[[int], jax.Array], lane: int, rows: Ref,
 def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None]) -> None:
     """Call `do(block_tokens, block_rows, token)` for each of `tokens` [T, N, H], in blocks of `TOKEN_UNROLL` = 16.
 
-    `token` is the index in its block, a Python integer. `block_tokens` is the block [16, N, H] itself, and `block_rows`
-    its rows in the scratch `rows`, which begin at a multiple of 16. Tokens after the last whole block are left out.
-    Only the tokens of a block are unrolled, to keep compile times short.
+    `block_tokens` is the token's block [16, N, H]. `block_rows` is the block's rows in the scratch `rows`, `pitch` rows
+    for each token. `token` is the token's index in the block, a Python integer. Tokens after the last whole block are
+    left out. The loop over blocks runs on the device; only the 16 calls of a block are unrolled, to keep compile times
+    short.
     """
     num_tokens, num_heads = tokens.shape[:2]
 
     @pl.loop(0, num_tokens // TOKEN_UNROLL)
     def _(block: jax.Array) -> None:
-        num_rows = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)
+        num_rows = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)  # Rows of one block in `rows`.
         block_tokens = tokens.at[pl.ds(block * TOKEN_UNROLL, TOKEN_UNROLL)]
         block_rows = rows.at[pl.ds(pl.multiple_of(block * num_rows, TOKEN_UNROLL), num_rows)]
         for token in range(TOKEN_UNROLL):
             do(block_tokens, block_rows, token)
 
 
-def _rows_of_token(token: int, num_heads: int, dtype: DTypeLike) -> Any:
+def _rows_of_token(token: int, num_heads: int, dtype: DTypeLike) -> slice | pl.Slice:
     return pl.ds(token * _pitch(num_heads, dtype), _rows_per_token(num_heads, dtype))
 
 

@@ -34,10 +34,10 @@ class CallOptions(NamedTuple):
 
 def call_kernel(
     kernel: Callable[..., None],
-    scalars: Any,
-    inputs: Any,
-    in_specs: Any,
-    scratch: Any,
+    scalars: NamedTuple,
+    inputs: NamedTuple,
+    in_specs: NamedTuple,
+    scratch: NamedTuple,
     *,
     outputs: tuple[str, ...],
     num_steps: Ref,
@@ -49,12 +49,13 @@ def call_kernel(
 
     The arguments are records: `scalars` of int32 arrays, `inputs` of arrays or None, `in_specs` of their block
     specifications, `scratch` of scratch types. `outputs` names fields of `inputs`: each output has the shape and block
-    specification of that input and takes its memory, so that the caller must not use the input again. Inputs that are
-    not in SMEM are kept in HBM: XLA may otherwise place an operand in the VMEM that the kernel counts on. `vmem_bytes`
-    is the VMEM that the kernel needs, which is cut to that of the chip. `name` is the kernel's name in profiles.
+    specification of that input and takes its memory, so the caller must not use the input again. Inputs that are not in
+    SMEM are kept in HBM: XLA may otherwise place an operand in the VMEM that the kernel counts on. `vmem_bytes` is the
+    VMEM that the kernel needs; the limit given to the compiler is at most the chip's. `name` is the kernel's name in
+    profiles.
 
-    There is at least one grid step, also if `num_steps` is 0: what a TPU does with the windows of an empty grid is not
-    documented. The kernel must then write each output's window, and touch nothing else. Grid steps run in order.
+    Grid steps run in order. There is at least one, also if `num_steps` is 0: what a TPU does with the windows of an
+    empty grid is not documented. In that step the kernel must write each output's window, and touch nothing else.
     """
     # Operands are numbered, for `input_output_aliases`, after the scalars and without the inputs that are None.
     present = [field for field, array in inputs._asdict().items() if array is not None]

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -73,22 +74,25 @@ class HeadLanes:
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Return the keys and values of one head, [T, H] each, as pages hold them: a list of S arrays [T, 128].
 
-        S is the number of rows of 128 lanes that the key and the value of one token take. If H ≤ 64, there is one row
-        with both side by side, else all rows of the key and then all rows of the value, padded with zeros.
+        S is the number of rows of 128 lanes that the key and the value of one token take. If H ≤ 64, S is 1, and key
+        and value lie side by side, from lanes 0 and 64 on. Else all rows of the key come first, then all rows of the
+        value, padded with zeros: H = 80 gives [key, value], and H = 192 gives [key, rest of the key, value, rest of the
+        value].
         """
         k, v = self.padded(k), self.padded(v)
         rows_by_index: dict[int, jax.Array] = {}
         for first_lane in range(0, self.width, LANES):
             lanes = slice(first_lane, first_lane + LANES)
-            rows_by_index |= self.row_pairs(k[:, lanes], v[:, lanes], first_lane)
+            rows_by_index.update(self.row_pairs(k[:, lanes], v[:, lanes], first_lane))
         return [rows_by_index[index] for index in range(self.num_rows)]
 
     def row_pairs(self, k: jax.Array, v: jax.Array, first_lane: int) -> list[tuple[int, jax.Array]]:
         """Return (index among the S rows, [T, 128]) for the 128 lanes of key and value that begin at `first_lane`.
 
-        `k` and `v` are [T, 128] each and zero from lane H on. With H = 256 (S = 4) and `first_lane` = 128 the result
-        is [(1, k), (3, v)]: rows 0 and 1 hold the key, rows 2 and 3 the value. A packed row (H ≤ 64, S = 1) holds the
-        key in lanes 0 … 63 and the value, rotated by 64 lanes, in lanes 64 … 127.
+        A token and KV head take S rows of 128 lanes. `k` and `v` are these lanes, [T, 128] each, and zero from lane H
+        on. With H = 256 (S = 4) and `first_lane` = 128 the result is [(1, k), (3, v)]: rows 0 and 1 hold the key, rows
+        2 and 3 the value. A packed row (H ≤ 64, S = 1) holds the key in lanes 0 … 63 and the value, rotated by 64
+        lanes, in lanes 64 … 127: then the result is a single pair of index 0.
         """
         if self.is_packed:
             return [(0, jnp.where(iota(k.shape, 1) < self.value_lane, k, pltpu.roll(v, self.value_lane, 1)))]
@@ -117,7 +121,10 @@ class HeadLanes:
 
 
 def base2_scores(products: jax.Array, scale: float | jax.Array, soft_cap: float | None) -> jax.Array:
-    """Convert q·k products to scores times log₂ e, so that softmax weights are powers of two: hardware has exp2."""
+    """Convert products q·k to scores times log₂ e, so that 2^score is the softmax weight: hardware has exp2.
+
+    A score is q·k × scale, with a soft cap c: c × tanh(q·k × scale ÷ c), which lies between −c and c.
+    """
     if soft_cap is None:
         return products * (scale * LOG2_E)
     return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)
@@ -147,7 +154,22 @@ def concat_lanes(parts: list[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def compute_dtype(dtype: DTypeLike, kv_dtype: DTypeLike) -> Any:
+def diagonal_blocks(x: jax.Array, num_blocks: int) -> jax.Array:
+    """Return the diagonal blocks of `x`, one below another: [h·G, h·W] → [h·G, W], where h is `num_blocks`.
+
+    Row i of the result is row i of `x`, of which it takes the lanes b·W … (b + 1)·W − 1 for b = i // G. With h = 2 and
+    blocks [[A, B], [C, D]] the result is [A, D].
+    """
+    num_rows, width = x.shape[0] // num_blocks, x.shape[1] // num_blocks
+    diagonal = x[:, :width]
+    row = iota(diagonal.shape, 0)
+    for block in range(1, num_blocks):
+        is_in_block = (row >= block * num_rows) & (row < (block + 1) * num_rows)
+        diagonal = jnp.where(is_in_block, x[:, block * width : (block + 1) * width], diagonal)
+    return diagonal
+
+
+def compute_dtype(dtype: DTypeLike, kv_dtype: DTypeLike) -> np.dtype[Any]:
     """Return the dtype in which queries of `dtype` are multiplied with keys of `kv_dtype`: the wider of the two."""
     return max(jnp.dtype(dtype), jnp.dtype(kv_dtype), key=lambda each: each.itemsize)
 
@@ -163,7 +185,7 @@ def row_mask_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) ->
     bits_per_number = 8 * like.dtype.itemsize
     numbers_per_word = 32 // bits_per_number
     first_row = iota((-(-like.shape[0] // numbers_per_word), like.shape[1]), 0) * numbers_per_word
-    ones = -1 if numbers_per_word == 1 else (1 << bits_per_number) - 1
+    ones = -1 if numbers_per_word == 1 else (1 << bits_per_number) - 1  # As int32, 32 ones are −1.
     row_masks = [
         jnp.where(is_kept(first_row + index), jnp.int32(ones) << (bits_per_number * index), 0)
         for index in range(numbers_per_word)
@@ -172,9 +194,9 @@ def row_mask_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) ->
 
 
 def zero_rows(x: jax.Array, mask_bits: jax.Array) -> jax.Array:
-    """Zero the rows of `x` that `mask_bits` does not keep, NaN included.
+    """Zero the rows of `x` [rows, 128] that `mask_bits`, made by `row_mask_bits`, does not keep; NaN becomes zero, too.
 
-    This is one AND on 32-bit registers; a select would unpack narrow numbers first.
+    This is one AND on 32-bit registers; a select would unpack numbers of one or two bytes first.
     """
     return from_int32(to_int32(x) & mask_bits, x.dtype)
 
@@ -190,7 +212,7 @@ def from_int32(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def divide(x: Scalar, divisor: int) -> jax.Array:
-    """Return x // divisor for a scalar x ≥ 0, as a shift where `divisor` is a power of two."""
+    """Return x // divisor for a scalar x ≥ 0 and a divisor ≥ 1: a shift where `divisor` is a power of two."""
     if divisor & (divisor - 1) == 0:
         return lax.shift_right_logical(x, divisor.bit_length() - 1)
     return lax.div(x, divisor)

@@ -55,7 +55,8 @@ class PageCopies(NamedTuple):
         """Return the page-table entries of a tile whose pages hold positions `begin_position` … `end_position` − 1.
 
         Example: in pages of 16 tokens and tiles of 64, the positions 70 … 99 of tile 1 (64 … 127) lie in the pages of
-        entries 4 … 6, so the span is (4, 7).
+        entries 4 … 6, so the span is (4, 7). If none of these positions lies in the tile, the span is empty: its end is
+        not after its begin.
         """
         first_of_tile = tile_index * self.pages_per_tile
         end_of_row = divide(end_position + self.page_size - 1, self.page_size)
@@ -67,8 +68,9 @@ class PageCopies(NamedTuple):
     def fetch(self, row: Scalar, tile_index: Scalar, span: PageSpan, target: Ref, semaphore: Ref) -> None:
         """Start one DMA for each page of `span`, from HBM into `target`, the buffer in VMEM for one tile of a row.
 
-        `span` is entries of the row's page table within tile `tile_index`; an empty span starts nothing. Each page goes
-        to the offset of its tokens in the tile. The caller waits for the bytes at `semaphore` with `wait`.
+        `span` holds entries of the row's page table within tile `tile_index`; an empty span starts nothing. `target` is
+        [K, S, tile, 128], and each page goes to the offset of its tokens in the tile. The caller waits for all these
+        pages with `wait(span.end - span.begin, semaphore)`.
         """
 
         @pl.loop(span.begin, span.end)
@@ -82,8 +84,9 @@ class PageCopies(NamedTuple):
     ) -> None:
         """If `is_needed`, start the DMAs of all pages of tile `tile_index` of a row into `target`, without a loop.
 
-        The page table is read in either case, outside the branch: a branch that contains only the starts of copies
-        takes the fewest VLIW bundles. `row` and `tile_index` must therefore be valid even if the tile is not needed.
+        `target` is [K, S, tile, 128] in VMEM. The page table is read in either case, outside the branch: a branch that
+        contains only the starts of copies takes the fewest VLIW bundles. `row` and `tile_index` must therefore be valid
+        even if the tile is not needed.
         """
         first_of_tile = tile_index * self.pages_per_tile
         pages = [self.page(row, first_of_tile + index) for index in range(self.pages_per_tile)]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,8 @@ class PrefillScratch(NamedTuple):
 def heads_per_chunk(group_size: int, tile_q: int) -> int:
     """Return b, the query heads whose scores one product computes: a divisor of G, the query heads of a KV head.
 
-    `group_size` is G. A product has b · `tile_q` rows of scores, at most `MAX_SCORE_ROWS` of them unless b is 1.
+    `group_size` is G. A product has b · `tile_q` rows of scores, at most `MAX_SCORE_ROWS` = 1,024 of them unless b is
+    1. The largest such b is taken: with G = 8 and tiles of 256 queries, b = 4.
     """
     divisors = [b for b in range(1, group_size + 1) if group_size % b == 0 and b * tile_q <= MAX_SCORE_ROWS]
     return max(divisors, default=1)
@@ -122,14 +123,15 @@ Buffers = dict[str, jax.ShapeDtypeStruct]
 
 
 def prefill_buffers(
-    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile_kv: int, dtype: DTypeLike, kv_dtype: Any
+    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile_kv: int, dtype: DTypeLike, kv_dtype: DTypeLike
 ) -> Buffers:
     """Return shape and dtype of each VMEM buffer, for tiles of `tile_q` queries and `tile_kv` keys and values.
 
     `dtype` is that of queries and outputs, `kv_dtype` that of the pages. Copies of queries and of keys and values are
-    double-buffered: the first axis, 2, selects the buffer. A chunk is the query heads of one product. `queries` and the
-    softmax state are [chunk, (head, query), lanes]; the running maximum and sum repeat their number on all lanes.
-    `head_rows` is int32 scratch memory for the transposition between [token, head] and [head, token] order.
+    double-buffered: the first axis, 2, selects the buffer. A chunk is the b query heads of one product, which share a
+    KV head. `queries` and the softmax state are [N/b chunks, b·tile_q rows (query i of the chunk's head h is row h ·
+    tile_q + i), lanes]; the running maximum and sum repeat their number on all 128 lanes. `head_rows` is int32 scratch
+    memory for the transposition between [token, head] and [head, token] order.
     """
     lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
     num_chunks, rows = num_heads // chunk, chunk * tile_q
@@ -146,7 +148,11 @@ def prefill_buffers(
 
 
 def prefill_vmem_bytes(buffers: Buffers, sub_kv: int, *, spare_bytes: int = SPARE_VMEM_BYTES) -> int:
-    """Return the bytes of VMEM that prefill may need: buffers, three float32 arrays of scores, and the spare bytes."""
+    """Return the bytes of VMEM that prefill may need: buffers with their padding, scores, and the spare bytes.
+
+    A product over `sub_kv` keys counts as three float32 arrays [b·tile_q, sub_kv]: its scores and what is computed from
+    them. `spare_bytes` are for what the compiler spills.
+    """
     score_rows = buffers["queries"].shape[1]
     buffer_bytes = sum(padded_bytes(buffer) for buffer in buffers.values())
     return spare_bytes + buffer_bytes + 3 * 4 * score_rows * sub_kv
@@ -158,9 +164,10 @@ def prefill_attention(
     """Attend the queries of prefill rows causally to their rows' pages; return `layer.q` with outputs in their place.
 
     One kernel call, flash attention with one grid step per tile of queries of one row; `layer.step.plan` holds the
-    tiles. The pages already hold the keys and values of this step. `layer.q` is donated; tokens of decode rows, where
-    it holds outputs already, stay as they are. `tile_kv` is the number of keys of a KV tile, a multiple of the page
-    size and of `sub_kv`, the keys of one product. `tile_q` is the largest number of queries of a tile. L is 128.
+    tiles. The pages already hold the keys and values of this step: C pages of all layers, K KV heads, S rows of L = 128
+    lanes for a token's key and value, and Z slots. `layer.q` is donated; tokens of decode rows, where it holds outputs
+    already, stay as they are. `tile_kv` is the number of keys of a KV tile, a multiple of the page size and of
+    `sub_kv`, the keys of one product. `tile_q` is the largest number of queries of a tile.
     """
     q, (_, num_heads, head_size) = layer.q, layer.q.shape
     sinks = None if layer.sinks is None else layer.sinks.astype(jnp.float32) * LOG2_E
@@ -180,7 +187,7 @@ def prefill_attention(
     def kernel(scalars: QueryTiles, inputs: PrefillInputs, out: Ref, scratch: PrefillScratch) -> None:
         sizes = {"sub_kv": sub_kv, "table_len": layer.tables.shape[1]}
         attend = partial(_attend_query_tile, scalars, inputs, out, scratch, **sizes, options=layer.options)
-        pl.when(scalars.num_tiles > 0)(attend)
+        pl.when(scalars.num_tiles > 0)(attend)  # A plan without tiles has a grid step, too.
 
     (attended,) = call_kernel(
         kernel,
@@ -265,14 +272,16 @@ def _attend_query_tile(
     def attend(kv_position: Scalar, kv: Ref, *, is_masked: bool) -> None:
         """Add the keys and values of one sub-tile to the online-softmax states of all query heads, chunk after chunk.
 
-        `kv` [K, S, keys, 128] in VMEM holds those of the positions from `kv_position` on. Without `is_masked`, every
-        query must attend to every key.
+        `kv` [K, S, keys, 128] in VMEM holds the keys and values of the positions from `kv_position` on. Without
+        `is_masked`, every query of the tile must attend to every one of these keys.
         """
 
         def attend_chunk(chunk_index: Scalar, _: int) -> int:
             """Do one step of the online softmax for the b query heads of a chunk, which share KV head `head`.
 
-            The state of the chunk is updated in place: running maximum, sum of weights, and weighted values `acc`.
+            Scores are [b·tile_q, keys], keys and values [keys, W]. The state of the chunk is updated in place: running
+            maximum, sum of weights, and weighted values `acc`. The loop carries nothing: 0 is returned in place of a
+            carry.
             """
             dtype, head = scratch.queries.dtype, divide(chunk_index, num_chunks // num_kv_heads)
             keys, values = lanes.keys(kv, head), lanes.values(kv, head)
@@ -280,6 +289,8 @@ def _attend_query_tile(
             scores = base2_scores(dot_nt(scratch.queries[chunk_index], keys.astype(dtype)), factor, options.soft_cap)
             if is_masked:
                 key_position = kv_position + iota(scores.shape, 1)
+                # Row h · tile_q + i of the scores is query i of the chunk's head h. A row after the tile's last query
+                # holds no query; its mask hides the keys after that query, too, which may be unwritten.
                 q_position = first_position + iota((chunk, tile_q, scores.shape[1]), 1).reshape(scores.shape)
                 is_visible = key_position <= jnp.minimum(q_position, end_position - 1)
                 if window is not None:
@@ -397,7 +408,7 @@ def padded_bytes(buffer: jax.ShapeDtypeStruct) -> int:
     """Return the bytes of an array in VMEM, with its last two axes padded to whole tiles of the memory.
 
     A tile of the memory is 128 lanes wide, and has as many rows as 32 bytes hold numbers: 8 rows of float32, 16 of
-    bfloat16. `buffer` has at least two axes.
+    bfloat16. `buffer` has at least two axes. Example: bfloat16 [2, 5, 80] takes the bytes of [2, 16, 128], 8,192.
     """
     shape, itemsize = buffer.shape, buffer.dtype.itemsize
     rows = 32 // itemsize

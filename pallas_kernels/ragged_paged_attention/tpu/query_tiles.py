@@ -39,8 +39,9 @@ class QueryTiles(NamedTuple):
     def of(cls, layer: LayerInputs) -> QueryTiles:
         """Collect the arrays that become these references in a kernel.
 
-        The plan is the number of tiles in use, then four fields of M numbers each: row, first token, first position and
-        length of each tile.
+        `layer.step.plan` is int32 [1 + 4·M]: the number of tiles in use, then four fields of M numbers each: row, first
+        token, first position and length of each tile. The page tables `layer.tables` [R, P] are flattened, row after
+        row.
         """
         plan = layer.step.plan
         first_page_and_count = jnp.stack([layer.first_page, plan[0]])

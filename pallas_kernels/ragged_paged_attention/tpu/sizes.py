@@ -103,7 +103,7 @@ ENTRY_KEYS = {"chip", "shape", "sizes", "source", "date", "jax", "figures"}
 def sizes_of(chip: str, shape: TpuShape, tuned: tuple[TunedEntry, ...] = ()) -> TpuSizes:
     """Return the sizes of exactly this shape in `tuned`, else those in our own table, else those by the rule.
 
-    Of several entries in `tuned` for the same chip and shape, the last one counts.
+    `tuned` are entries of a user's table. Of several entries in it for the same chip and shape, the last one counts.
     """
     tuned_sizes = {(entry.chip, entry.shape): entry.sizes for entry in (*_shipped_entries(), *tuned)}
     return tuned_sizes.get((chip, shape)) or sizes_by_rule(chip, shape)
@@ -112,8 +112,9 @@ def sizes_of(chip: str, shape: TpuShape, tuned: tuple[TunedEntry, ...] = ()) -> 
 def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
     """Return the entries of a JSON table of tile sizes, in the order of the file.
 
-    The file holds a list of objects, each with the keys `ENTRY_KEYS`. If the file cannot be read or one of its entries
-    cannot be used, none is returned: this raises ValueError, whose text names the file and the entry.
+    The file holds a list of objects, each with the keys `ENTRY_KEYS`. If the file cannot be read, or if any of its
+    entries cannot be used, this raises ValueError, whose text names the file, the entry and the way out; then no entry
+    is used.
     """
     try:
         entries = json.loads(table.read_text())
@@ -133,16 +134,16 @@ def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
 def _entry(entry: dict[str, Any]) -> TunedEntry:
     """Check one JSON entry of a table of tile sizes, and return its chip, shape and sizes as a `TunedEntry`.
 
-    The entry must have exactly the keys `ENTRY_KEYS`; its source, date, JAX version and figures are not returned.
-    Raises ValueError for a bad value or other keys, TypeError or KeyError for an unknown or a missing field of the
-    shape or of the sizes.
+    The entry must have exactly the keys `ENTRY_KEYS`; its source, date, JAX version and figures are not returned. The
+    source and the date are checked, too. Raises ValueError for a bad value or other keys, TypeError or KeyError for an
+    unknown or a missing field of the shape or of the sizes.
     """
     if not isinstance(entry, dict) or set(entry) != ENTRY_KEYS:
         raise ValueError(f"got {entry!r}, allowed: an object of {', '.join(sorted(ENTRY_KEYS))}")
     for name, allowed in (("chip", CHIPS), ("source", SOURCES)):
         if entry[name] not in allowed:
             raise ValueError(f"{name}: got {entry[name]!r}, allowed: {', '.join(allowed)}")
-    date.fromisoformat(entry["date"])
+    date.fromisoformat(entry["date"])  # Raises ValueError for anything but a date.
     shape, sizes = TpuShape(**entry["shape"]), entry["sizes"]
     tuned_entry = TunedEntry(entry["chip"], shape, TpuSizes(**{**sizes, "decode": DecodeSizes(**sizes["decode"])}))
     check_sizes(*tuned_entry)
@@ -152,11 +153,11 @@ def _entry(entry: dict[str, Any]) -> TunedEntry:
 def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     """Raise ValueError for sizes that the kernels cannot work with at this shape; the text names the first bad one.
 
-    Every size is a positive integer. A KV tile (`tile` of decode, `tile_kv` of prefill, in tokens) is whole pages, and
-    all buffers of it fit into the VMEM of one core. The tokens of one product (`full` and `tail` of decode, `sub_kv` of
-    prefill) are a multiple of 128 lanes and divide their KV tile. `write_slots` is the number of slots of a page that
-    one DMA can address on this chip. `buffers` is a power of two from 2 on: one KV tile is computed while at least one
-    is fetched.
+    Every number of the shape and of the sizes is a positive integer. A KV tile (`tile` of decode, `tile_kv` of prefill,
+    in tokens) is whole pages, and all buffers of it fit into the VMEM of one core. The tokens of one product (`full`
+    and `tail` of decode, `sub_kv` of prefill) are a multiple of 128 lanes and divide their KV tile. `write_slots` is
+    the number of slots of a page that one DMA can address on this chip. `buffers`, decode's number of full tiles in
+    VMEM, is a power of two from 2 on: one is computed while at least one is fetched.
     """
     values = {**shape._asdict(), **sizes._asdict(), **sizes.decode._asdict()}
     del values["dtype"], values["decode"]
@@ -165,7 +166,7 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
         if not is_valid:
             raise ValueError(f"{name}: got {values[name]!r}{got_note}, allowed: {allowed}")
 
-    for name, value in values.items():
+    for name, value in values.items():  # A bool, which JSON may hold, is an int for `isinstance`, but no size.
         require(name, type(value) is int and value >= 1, "an integer ≥ 1")
     for name in ("full", "tail", "sub_kv"):
         require(name, values[name] % LANES == 0, f"multiples of {LANES}")
@@ -187,18 +188,19 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
     """Return sizes by a rule: KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
 
-    `tile` counts the tokens of a KV tile, the same for decode and prefill. `full` and `tail` count the tokens of one
-    product of decode over a full tile and over a row's last tile, and `max_rows` is the largest number of rows of
-    scores in one product. The last size is `sub_kv`, the tokens of one product of prefill: the largest divisor of
-    `tile` that is a multiple of `tail` and at most `MAX_PREFILL_KEYS` = 512, or `tail` if there is none.
+    `tile` counts the tokens of a KV tile, the same for decode and prefill. It is a power of two times the smallest tile
+    of whole products and whole pages: as many as `tile_bytes` hold, at least one, and no more than 2,048 tokens unless
+    a page is larger. `full` and `tail` count the tokens of one product of decode over a full tile and over a row's last
+    tile, and `max_rows` is the largest number of rows of scores in one product. `sub_kv` counts the tokens of one
+    product of prefill: the largest divisor of `tile` that is a multiple of `tail` and at most `MAX_PREFILL_KEYS` = 512,
+    or `tail` if there is none. `in_float32` says that products are computed in float32 although the pages hold narrower
+    numbers.
 
-    `in_float32` says that products are computed in float32 although the pages hold narrower numbers. A KV tile is a
-    power of two times the smallest tile of whole products and whole pages: as many as `tile_bytes` hold, at least one,
-    and no more than 2,048 tokens unless a page is larger. Example: 8 KV heads of 128 in bfloat16 take 4 KiB a token, so
-    2 MiB hold a tile of 512 tokens.
+    Example: 8 KV heads of 128 in bfloat16 take 4 KiB a token, so 2 MiB hold a tile of 512 tokens.
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes, tile_bytes = _token_bytes(shape), CHIPS[chip].tile_bytes
+    # A product has at least 128 tokens; pages of fewer tokens are taken whole.
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
     max_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _chip_rule(chip, itemsize)
     # A product has at least the query heads of one KV head as rows, which may be more than `max_rows`.
@@ -207,7 +209,7 @@ def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> Tp
     # products of such numbers spill a register on v5e.
     min_tile = full if itemsize == 1 and full * token_bytes <= 2 * tile_bytes else LANES
     max_tile = min(max(tile_bytes // token_bytes, min_tile), 2048)
-    full = tail * _power_of_two_up_to(min(full, max_tile) // tail)
+    full = tail * _power_of_two_up_to(min(full, max_tile) // tail)  # At least `tail`.
     tile_unit = math.lcm(page_size, full)
     tile = tile_unit * _power_of_two_up_to(max_tile // tile_unit)
     buffers = buffers_of(chip, tile * token_bytes)
@@ -232,7 +234,10 @@ def _power_of_two_up_to(limit: int) -> int:
 
 
 def tile_q_of(chip: str, num_heads: int, head_size: int) -> int:
-    """Return prefill's queries per tile, `min_tile_q` … 256: as many as `query_bytes` hold with accumulators."""
+    """Return prefill's queries per tile: the largest power of two whose queries and accumulators `query_bytes` hold.
+
+    The result is at most 256, and at least the chip's `min_tile_q` even if that takes more.
+    """
     # Three accumulators in float32, two buffers of queries, one of outputs, and queries by head, at most in float32.
     bytes_per_query = num_heads * (HeadLanes(head_size).width + LANES) * 4 * 4
     fitting = _power_of_two_up_to(CHIPS[chip].query_bytes // bytes_per_query)
@@ -240,7 +245,11 @@ def tile_q_of(chip: str, num_heads: int, head_size: int) -> int:
 
 
 def write_slots_of(chip: str, dtype: DTypeLike) -> int:
-    """Return the consecutive slots of a page that one DMA can address: the rows of a tile of this chip's memory."""
+    """Return the consecutive slots of a page that one DMA can address: the rows of one tile of the chip's memory.
+
+    That is 32 slots in pages of one-byte numbers; on v7x 16 for two bytes and 8 for four, on all other chips 8 for
+    both.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     if chip == "v7x" or itemsize == 1:
         return 32 // itemsize

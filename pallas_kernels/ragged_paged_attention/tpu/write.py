@@ -73,18 +73,19 @@ def write_prefill(
 ) -> Float[Array, "C K S Z L"]:
     """Write the layer's new keys and values of prefill tokens into the pages, which are donated, and return the pages.
 
+    `pages` are C pages of all layers, K KV heads, S rows of L = 128 lanes for a token's key and value, and Z slots.
     `layer.k` and `layer.v` must be given. For pages of one byte a number, they hold the quantized numbers, in two or
-    four bytes each. `tile_q` is the largest number of tokens of a tile. L is 128. The kernel has a grid step per tile
-    of tokens of one row; `layer.step.plan` holds the tiles. The new tokens of decode rows are not written here.
+    four bytes each. The kernel has a grid step per tile, at most `tile_q` tokens of one row; `layer.step.plan` holds
+    the tiles. The new tokens of decode rows are not written here.
     """
     k, v = layer.k, layer.v
-    assert k is not None
+    assert k is not None  # `TpuBackend.attend` calls this only in a layer with new keys and values.
     assert v is not None
     _, num_kv_heads, head_size = k.shape
     _, _, num_lane_rows, page_size, _ = pages.shape
     lanes, block = HeadLanes(head_size), math.gcd(page_size, MAX_BLOCK_TOKENS)
-    # A tile's tokens begin at token `block`, so that the first and the last block, which may reach beyond the tile's
-    # tokens on either side, lie within the buffer.
+    # A block, the greatest common divisor, lies in one page. A tile's tokens begin at token `block` of the buffer, so
+    # that its first and last block, which may reach beyond the tile's tokens on either side, lie within the buffer.
     room = block + tile_q + block
     scratch = WriteScratch(
         k_tiles=pltpu.VMEM((2, room, num_kv_heads, head_size), k.dtype),
@@ -98,7 +99,7 @@ def write_prefill(
 
     def kernel(scalars: QueryTiles, inputs: WriteInputs, pages: Ref, scratch: WriteScratch) -> None:
         write = partial(_write_tile, scalars, inputs, pages, scratch, lanes, layer.tables.shape[1])
-        pl.when(scalars.num_tiles > 0)(write)
+        pl.when(scalars.num_tiles > 0)(write)  # A plan without tiles has a grid step, too.
 
     (written,) = call_kernel(
         kernel,
@@ -122,9 +123,9 @@ def _write_tile(
 
     A block has 32 slots, or those of a page if these are fewer: a DMA can address it. Copies are double-buffered twice:
     the next tile's tokens are fetched while this tile is written, and a block is computed while the one before it is
-    copied to its page. `table_len` counts the entries of one row's page table. With blocks of 32, a tile of positions
-    40 … 99 takes the blocks 1, 2 and 3: block 1 keeps slots 0 … 7 as the page has them, block 3 slots 4 … 31, and block
-    2 is written whole.
+    copied to its page. `table_len` counts the entries of one row's page table. With blocks of 32 slots, a tile of
+    positions 40 … 99 takes the blocks 1, 2 and 3: block 1 keeps its slots 0 … 7 and block 3 its slots 4 … 31 as the
+    page has them, and block 2 is written whole.
     """
     tile = pl.program_id(0)
     first_page, num_tiles = scalars.first_page_and_count[0], scalars.num_tiles
@@ -170,8 +171,9 @@ def _write_tile(
     def _(block_index: Scalar) -> None:
         """Compute one block [K, S, block, 128] by KV head, and start its copy to the page.
 
-        The block holds the positions `block_index` × block and following. A partial block, at the first or last token
-        of the tile, is read from its page first, so that its other slots are written back unchanged.
+        The block holds the `block` positions from `block_index` × `block` on. A partial block, at the first or last
+        token of the tile, is read from its page first, so that its other slots are written back unchanged. A head's key
+        and value take S rows of 128 lanes (`lane_row`).
         """
         block_buffer = lax.rem(block_index - first_block, 2)
         block_position = block_index * block
@@ -191,9 +193,10 @@ def _write_tile(
         is_new = (slot_position >= first_position) & (slot_position < end_position)
         for first_lane in range(0, lanes.width, LANES):
             k_rows, v_rows = (scratch.head_rows.at[kv_index, first_lane // LANES] for kv_index in range(2))
+            # In the buffer, the token of `first_position` lies at index `block`, after room for a partial block.
             first_token = block + block_position - first_position
             keys = heads_from_rows(k_rows, first_token, block, num_kv_heads, inputs.k.dtype)
-            values = heads_from_rows(v_rows, first_token, block, num_kv_heads, inputs.k.dtype)
+            values = heads_from_rows(v_rows, first_token, block, num_kv_heads, inputs.v.dtype)
             for head, (key, value) in enumerate(zip(keys, values, strict=True)):
                 for lane_row, new_row in lanes.row_pairs(key, value, first_lane):
                     old_rows = scratch.blocks[block_buffer, head, lane_row]
