@@ -70,10 +70,9 @@ CPU_COMPILERS, MAX_COMPILERS = 2, 16
 COMPILER_BYTES = 1 << 30
 """Bytes of the host's memory that compiling a program may take."""
 NO_CACHE = "off"
-"""The directory that stands for no compilation cache."""
+"""The directory that leaves JAX's compilation cache as it is."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
-
 
 Progress = Callable[[str, int, int], None]
 """Receives the name of a long phase of the start, and how many of how many of its parts are done."""
@@ -329,7 +328,7 @@ def use_compilation_cache(directory: str | None) -> None:
 
     None means the directory that JAX has been given already, or else `xla` in this user's cache. "off" leaves JAX's
     configuration as it is. A directory that is made here is private to its owner. If it cannot be written, a warning is
-    logged and executables are not kept.
+    logged and JAX's configuration stays.
     """
     if directory == NO_CACHE:
         return
@@ -379,7 +378,10 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 def _num_compilers(platform: str) -> int:
-    """Return how many programs are compiled at once: few on a CPU, else what the host's cores and memory allow."""
+    """Return how many programs are compiled at once: CPU_COMPILERS on a CPU, whose cores also compute the steps.
+
+    Elsewhere as many as the host has cores and free COMPILER_BYTES for, but from CPU_COMPILERS to MAX_COMPILERS.
+    """
     if platform == "cpu":
         return CPU_COMPILERS
     num_fitting = free_host_bytes() // COMPILER_BYTES
@@ -431,7 +433,7 @@ def _preemption(
     """Return how requests give up their pages when pages run out: by swapping to the host or by recomputing.
 
     If the mode is `auto` and there is a host pool, `runner` first measures both costs on the device: the speed of page
-    transfers, and the seconds per token of a prefill step of at most PREFILL_TOKENS tokens.
+    transfers, and the seconds per token of a prefill step of at most PREFILL_TOKENS tokens. Else there are no costs.
     """
     mode = PreemptionMode(config.preemption_mode)
     if mode is not PreemptionMode.AUTO or not sizes.num_host_blocks:
