@@ -72,8 +72,9 @@ class Trainer:
         """Replace all weights by the arrays of the tree `params`. Runs between steps.
 
         Names and options are checked first, so that a refused call changes nothing. Then unfinished requests are
-        treated as `in_flight` says, the weights are replaced, and later tokens belong to `version`. Raise ConfigError
-        for a wrong option, ModelLoadError for a wrong tree.
+        treated as `in_flight` says (an option of `weight_updates.IN_FLIGHT`), the weights are replaced, and later
+        tokens belong to `version`; None means the present version + 1. With `copy` false the engine may keep the
+        caller's arrays themselves. Raise ConfigError for a wrong option, ModelLoadError for a wrong tree.
         """
         self.loop.check_outside("update_params")
         number = self.versions.check_options(version, in_flight, copy)
