@@ -269,10 +269,11 @@ class JobReader:
 
 
 def error_record(id_: str | int | None, error: InvalidRequestError | str) -> dict[str, Any]:
-    """Return the JSON object that is written for a request without a result, of at most MAX_ERROR_CHARS of message.
+    """Return the JSON object that is written for a request without a result.
 
-    `error` is the exception that refused the request, or the message with which the engine ended it. `id_` is None if
-    the line's id could not be read. `param` is the parameter at fault, null if none is.
+    `error` is the exception that refused the request, or the message with which the engine ended it; the message is cut
+    to MAX_ERROR_CHARS characters. `id_` is None if the line's id could not be read. `param` in the object is the
+    parameter at fault, or None.
     """
     kind, param = ("EngineError", None) if isinstance(error, str) else (type(error).__name__, error.param)
     return {"id": id_, "error": {"type": kind, "message": str(error)[:MAX_ERROR_CHARS], "param": param}}

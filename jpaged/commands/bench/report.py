@@ -28,7 +28,7 @@ def parse_bench(parser: FlagParser, argv: Sequence[str], *positive: str) -> Name
     """Return the parsed flags of a bench.
 
     Raises ConfigError if `--runs` or one of the flags `positive` is below 1, or if the folder of `--output` does not
-    exist.
+    exist: that is found before a measurement of minutes rather than after it.
     """
     args = parser.parse_args(list(argv))
     check_positive(args, "runs", *positive)
