@@ -244,7 +244,10 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a text holds; raises argparse.ArgumentTypeError for any other text."""
+    """Return the JSON object that a text holds; raises argparse.ArgumentTypeError for any other text.
+
+    The error for text that is no JSON is the same as for JSON that is no object.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets.

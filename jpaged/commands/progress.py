@@ -87,7 +87,10 @@ def say(text: str) -> None:
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since the process started; without /proc (not Linux), since this module was imported."""
+    """Return the seconds since the process started; without /proc (not Linux), since this module was imported.
+
+    The clock counts from the boot of the machine, as the start of a process in /proc does.
+    """
     try:
         # The 22nd field is the start in clock ticks after boot; the 2nd, in parentheses, may hold spaces. The text is
         # cut after the 2nd one, so the 22nd has the index 19.

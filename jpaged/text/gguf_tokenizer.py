@@ -181,7 +181,10 @@ class _Vocabulary:
         }
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of strings, each valid UTF-8; the file may hold bytes that are not."""
+        """Return the list of strings under `key`; ModelLoadError if one of them is not UTF-8 in the file.
+
+        Bytes that are not UTF-8 have been read as lone surrogates, which cannot be encoded.
+        """
         values = self.fields.items(KEY + key, str)
         try:
             "".join(values).encode()

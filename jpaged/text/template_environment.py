@@ -170,7 +170,10 @@ def _bounded(_: Any, value: Any) -> Any:
 
 
 def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, a Jinja2 filter, with checks of time and of the size of its arguments and its result."""
+    """Return `function`, a Jinja2 filter, with checks of time and of the size of its arguments and its result.
+
+    `wraps` keeps its attributes, by which Jinja2 knows that a filter takes the context.
+    """
 
     @wraps(function)
     def run(*args: Any, **names: Any) -> Any:

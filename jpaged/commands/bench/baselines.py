@@ -232,7 +232,9 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
 class _NoAttention:
     """A cache whose `attend` costs next to nothing, yet uses queries, keys and values, so that all are computed."""
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, step: Any, **options: Any) -> tuple[Any, _NoAttention]:
+    def attend(
+        self, layer: int, q: Array, k: Array, v: Array, step: Any, **options: Any
+    ) -> tuple[Float[Array, "T N H"], _NoAttention]:
         """Return each query [T, N, H] plus the key and value [T, K, H] of its KV head, and this cache."""
         return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), self
 
@@ -248,15 +250,15 @@ class _DenseCache:
     def attend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         step: Any,
         *,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-    ) -> tuple[Any, _DenseCache]:
+    ) -> tuple[Array, _DenseCache]:
         """Write keys and values at the step's positions and return the queries' causal attention, and the new cache.
 
         The tokens are R rows of T tokens each, flattened: `q` and the result are [R·T, N, H], `k` and `v` are [R·T, K,
@@ -323,7 +325,9 @@ class DenseBaseline:
             generated.append(tokens)
         np.asarray(jnp.stack(generated))  # Waits for the device, and copies the tokens to the host as an engine does.
 
-    def _forward(self, leaves: Any, cache: _DenseCache, ids: Any, starts: Any, lens: Any) -> tuple[Any, _DenseCache]:
+    def _forward(
+        self, leaves: list[Array], cache: _DenseCache, ids: Array, starts: Array, lens: Array
+    ) -> tuple[Int[Array, " R"], _DenseCache]:
         """Compute one step: return the most likely next token of each row [R], and the updated cache.
 
         `ids` [R, T] are token ids, of which the first `lens[r]` (at least 1) of row r count; the others are padding.

@@ -204,6 +204,7 @@ class DecodeLoops(NamedTuple):
         product is the attention of a sub-tile for some of the KV heads (`heads`) at once. Tails have a loop over
         sub-tiles, and in it there may be one over products. The kernel unrolls the inner loops by rules
         (`unroll_factor`) that tell here which of them exist: one that is unrolled as a whole has no loop in the dump.
+        An inner loop of 20 bundles and 4 iterations in one of 50 makes 50 + 4 · 20 − 20 = 110 bundles per iteration.
         Raises ValueError if the loops have another form.
         """
         import jax.numpy as jnp
@@ -215,6 +216,7 @@ class DecodeLoops(NamedTuple):
             unroll_factor,
         )
 
+        # One loop body of the kernel holds at most `max_unrolled` products, for which all loops around it are unrolled.
         dtype = jnp.dtype(shape.dtype)
         heads = heads_per_product(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.max_rows)
         num_products, tail_rows = shape.num_kv_heads // heads, tail_rows_together(dtype)
@@ -244,7 +246,7 @@ class DecodeLoops(NamedTuple):
             [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
             for inner in (full, tail)
         )
-        # `_around` finds the loop over rows, in which the full tiles are.
+        # The loop over rows, in which the full tiles are.
         row = _around(full, loops)
         sub_tile_iterations = iterations(sizes.tile // sizes.full, max_unrolled // num_products)
         return cls(

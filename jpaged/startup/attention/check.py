@@ -137,6 +137,7 @@ def _watchdog(backend: Backend) -> Iterator[None]:
     """
 
     def end_process() -> None:
+        """Write what is in the buffers of the standard streams, then the error, and end the process with status 1."""
         message = f"error: attention: the check of {backend.name} has given no answer within {WATCHDOG_S:g} s; "
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

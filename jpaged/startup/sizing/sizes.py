@@ -23,10 +23,8 @@ from .layer_groups import group_layers
 from .step_memory import estimated_program_bytes, state_bytes
 
 GIB = 1 << 30
-CPU_POOL_BYTES = 4 * GIB
-"""Most bytes of pages that a CPU's pool takes by default."""
-HOST_POOL_BYTES = 4 * GIB
-"""Most bytes of pages that the host pool takes by default."""
+CPU_POOL_BYTES = 4 * GIB  # Most bytes of pages that a CPU's pool takes by default.
+HOST_POOL_BYTES = 4 * GIB  # Most bytes of pages that the host pool takes by default.
 CPU_SEQS, CPU_TOKENS = 64, 1024  # Defaults of max_num_seqs and max_num_batched_tokens on a CPU.
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192  # The defaults on any other device.
 GPU_DECODE_STEPS = 4
@@ -179,6 +177,7 @@ def size_engine(
     page_bytes = costs.page_bytes(block_size, kv_dtype)
     arithmetic = _page_arithmetic(config, model, step, free.platform)
     num_pages, memory = _pool(config, model, costs, free, step, arithmetic)
+    # The pool may hold no sequence of `max_model_len` tokens; it lacks `num_missing` pages for one then.
     if (num_missing := arithmetic.max_pages(0, [max_model_len]) - num_pages) > 0:
         capacity = arithmetic.longest_len(num_pages, max_model_len)
         fitting_len = _lowered_len(config, capacity, max_model_len, num_missing * page_bytes, demands)
@@ -194,6 +193,7 @@ def size_engine(
         way_out = "raise it, lower max_model_len, or leave chunked prefill on"
         raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
     _check_samples(demands, num_pages, arithmetic, step.max_model_len)
+    # On a CPU, weights and pages of all devices lie in the host's memory, beside the host pool.
     host_bytes_in_use = costs.num_chips * (memory.weights_bytes + memory.pool_bytes) if free.is_cpu else 0
     num_host_blocks = _num_host_blocks(
         config,
@@ -316,7 +316,7 @@ def _pool(
         pages_in_room = _round_down(max(0, room_bytes) // 2 // page_bytes) if free.is_cpu else room_bytes // page_bytes
         num_pages = min(pages_of_all_seqs, default_cap, max_pages, pages_in_room - 1)
         if num_pages < min_pages:
-            min_pool_bytes = _round_up(min_pages + 1) * page_bytes
+            min_pool_bytes = _round_up(min_pages + 1) * page_bytes  # Numbers of pages are rounded down above.
             raise _no_room(config, free, weights_bytes + step_bytes, min_pool_bytes)
     if not min_pages <= num_pages <= max_pages:
         # num_blocks counts pages, kv_cache_memory_bytes counts bytes.
