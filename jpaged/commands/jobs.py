@@ -158,9 +158,11 @@ class JobReader:
     def argument_jobs(self, prompts: Sequence[str]) -> Iterator[Job | DoneLine]:
         """Yield a job for each prompt of the command line, or a DoneLine if an earlier run has its result.
 
-        Ids and numbers begin at 0. Raises InvalidRequestError at the first prompt that is wrong.
+        The id and the number of a prompt are its index, from 0 on. Raises InvalidRequestError at the first prompt that
+        is wrong.
         """
         for number, prompt in enumerate(prompts):
+            # An argument that is not UTF-8 has lone surrogates in Python; it is refused below, with a better error.
             digest = line_digest(prompt.encode(errors="surrogatepass"))
             # `take` wants numbers from 1 on, as 0 marks a result that no line has taken.
             entry = None if self.finished is None else self.finished.take(number, digest, number + 1)

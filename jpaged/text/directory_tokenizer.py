@@ -207,7 +207,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
     there, replaces the older files special_tokens_map.json and added_tokens.json. For a special token that no file
     names, the default of the tokenizer class (`rules`) is used if the vocabulary has it: transformers 4.57 would give
     any other one an id that the model has no row for. Declared tokens are added in the order of their ids. Those that
-    `backend` has with the same text and flags are not added again.
+    `backend` has with the same text and flags are not added again. A token whose text is in the vocabulary keeps its
+    id. Example: `eos_token` "</s>", a plain entry of the vocabulary, becomes a special token with the same id.
     """
     named, declared = _declarations(backend, path, options)
     for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():

@@ -130,6 +130,7 @@ class PromptEncoder:
         A search needs those of its width plus the number of its end tokens. The engine gives at most those of the whole
         vocabulary, and at most `max_logprobs`, its option, unless that is negative.
         """
+        # In the worst case, the end tokens are the likeliest of a beam; `beam_width` others must be left to go on.
         needed = params.num_top_tokens(len(params.end_ids(self.eos_token_ids)))
         got = f"{params.beam_width}, which needs the logprobs of {needed} tokens"
         if needed > self.vocab_size:

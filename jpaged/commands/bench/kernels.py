@@ -154,12 +154,13 @@ def chain_of_layers(attend: Callable[..., tuple[Any, Any]], cache: Any, workload
     """
     num_tokens, num_kv_heads = workload.num_rows * workload.query_len, workload.num_kv_heads
     q, k, v = (
+        # Keys from 10 on, since `random_pages` uses the first ones.
         jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, workload.head_size), dtype)
         for index, heads in enumerate((workload.num_heads, num_kv_heads, num_kv_heads))
     )
 
     def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the state after all layers."""
+        """Return the state (cache, q, k, v) after all layers."""
         cache, q, k, v = state
         for layer in range(workload.num_layers):
             out, cache = attend(layer, cache, q, k, v)

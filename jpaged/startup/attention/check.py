@@ -199,12 +199,13 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
         context_len = backend.check_context_len(shape.num_heads, layout, dtype)
         tables, num_tokens, steps = check_steps(block_size, context_len, rng)
         kv_shape = shape.kv_shape(block_size, num_layers=2, num_pages=int(tables.max()) + 1)
+        # The backend's cache first, then that of `xla`; so are the outputs `outs` below.
         caches = [_unwritten_cache(each, kv_shape) for each in (backend, XlaBackend(platform=device.platform))]
         context_lens = np.zeros(len(tables), int)
         for query_lens in steps:
             context_lens += query_lens
-            heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
-            inputs = [jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype) for num in heads]
+            head_counts = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads  # Of queries, keys and values.
+            inputs = [jnp.asarray(rng.normal(size=(num_tokens, heads, head_size)), dtype) for heads in head_counts]
             rows, outs = np.flatnonzero(query_lens), []  # Rows without new tokens are left out of the step.
             is_decode = bool((query_lens[rows] == 1).all())
             for index, cache in enumerate(caches):
