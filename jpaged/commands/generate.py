@@ -238,9 +238,9 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
 def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Job], *, is_whole: bool) -> Engine:
     """Start an engine with the pages that these jobs need; it compiles the programs that they need first.
 
-    If the jobs are not the whole input (`is_whole`), the engine is sized as if HEAD_JOBS came: these jobs, repeated in
-    order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the number of
-    samples. Progress goes to stderr; the caller closes the engine.
+    If the jobs are not the whole input (`is_whole` false), the engine is sized as if HEAD_JOBS came: these jobs,
+    repeated in order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the
+    number of samples. Progress goes to stderr; the caller closes the engine.
     """
     from ..engine import Engine
     from ..sampling.sampling_params import sample_mode

@@ -184,7 +184,8 @@ class FinishedRecords:
 def _decode_head(line: bytes) -> _RecordHead | None:
     """Return the fields of an output line that a resumed run needs.
 
-    None for a line that is no JSON object, or whose `id` or `metrics` have another type than in a record.
+    `outputs` and `error` are kept as JSON text, since only how they begin is asked for. None for a line that is no JSON
+    object, or whose `id` or `metrics` have another type than in a record.
     """
     try:
         return _RECORD_HEAD_DECODER.decode(line)

@@ -115,6 +115,7 @@ class Run:
         ]
         if not any(dropped):
             return ""
+        # `filter` leaves out the empty one of the two.
         return f"; {' and '.join(filter(None, dropped))} are dropped, {self.results.backup.name} keeps them"
 
     def finish(self) -> None:
@@ -282,9 +283,9 @@ class Printer:
     def _print(self, result: dict[str, Any] | Callable[[], bytes]) -> None:
         """Print one result, as JSON or as one labelled text per sample, such as "[3.0] text" (job 3, sample 0).
 
-        The label is "3" if each job has one sample, "0" if there is a single job with several samples, and empty if
-        there is a single job with one. A streamed text is printed already, so only its line end is. An error prints
-        nothing as text; stderr has it.
+        The label is "3" if each job has one sample, "0" if there is a single job with several samples, and empty for a
+        single job with one. A streamed text is printed already, so only its line end is. An error prints nothing as
+        text; stderr has it.
         """
         record: dict[str, Any] = json.loads(result()) if callable(result) else result
         if self.is_json:

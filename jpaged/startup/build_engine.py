@@ -243,7 +243,7 @@ def _select_devices(config: EngineConfig) -> list[jax.Device]:
     if num_devices > len(devices):
         allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
         raise refusal("tensor_parallel_size", num_devices, allowed, error=ConfigError)
-    # A CPU device blocks a thread of XLA's pool while it waits in a collective: too few threads would be a deadlock.
+    # A CPU device blocks a thread of XLA's pool while it waits in a collective: fewer than 2 per device may deadlock.
     if num_devices > 1 and devices[0].platform == "cpu" and (num_threads := _num_xla_threads()) < 2 * num_devices:
         allowed = f"at most half of XLA's {num_threads} threads on a CPU, since devices that wait for a sum keep theirs"
         way_out = f"set NPROC={2 * num_devices} in the environment before JAX starts"

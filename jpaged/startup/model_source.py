@@ -194,8 +194,9 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
 def _warn_of_unused(path: Path, data: Mapping[str, Any], *, is_random: bool) -> None:
     """Log one warning that names the keys of a generation config that this engine ignores although they are not off.
 
-    `path` is the file and `data` its content. `is_random` is the file's `do_sample`: without it, keys that only change
-    how tokens are drawn have no effect in transformers either, and are not named.
+    `path` is the file and `data` its content. A key is off if it is null or has one of its values in
+    UNUSED_GENERATION_KEYS. `is_random` is the file's `do_sample`: if it is false, keys that only change how tokens are
+    drawn (RANDOM_KEYS) have no effect in transformers either, and are not named. If no key is left, nothing is logged.
     """
     unused = [
         f"{key} {shown(data[key])}"

@@ -60,9 +60,10 @@ def warmup_keys(
 def _by_need(keys: Iterable[Key]) -> list[Key]:
     """Return the keys sorted by how soon requests that are not known yet are likely to need the programs.
 
-    First the allocation of the device state, without which no step runs. Then the forward programs of long steps, the
-    largest first: they serve any first prompt and take longest to compile. Then samplers and decode programs, for few
-    rows first. Then the other forward programs, and last those without a size, such as page moves.
+    First the allocation of the device state, without which no step runs. Then the forward programs of long steps (of at
+    least LONG_STEP tokens), the largest first: they serve any first prompt and take longest to compile. Then samplers
+    and decode programs, for few rows first. Then the other forward programs, the largest first, and last those without
+    a size, such as page moves.
     """
 
     def need(key: Any) -> tuple[int, int]:

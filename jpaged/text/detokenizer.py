@@ -72,7 +72,7 @@ class Detokenizer:
         # bytes that await the rest of their character.
         prompt_bytes = self._last_bytes(prompt_token_ids)
         self._is_first = not prompt_bytes
-        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
+        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)  # All bytes but those of an unfinished character.
         self._pending = prompt_bytes[used:]
         self._num_prompt_bytes = len(self._pending)
 

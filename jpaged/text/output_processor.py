@@ -150,12 +150,13 @@ class OutputProcessor:
         """Add the logprobs of prompt tokens to a request that asked for them.
 
         Row `rows[i]` of `scores` has the logprob of the token at `positions[i]` + 1, since the logits at a position
-        score the next token. Both ranges have the same length. A request of the form ARRAYS or SCORES keeps one number
-        for each token but the first: the number for position p + 1 is at index p. Other requests keep a `Logprob` entry
-        for each token, with None for the first.
+        score the next token. Both ranges have the same length. A request of the form ARRAYS or SCORES (`has_numbers`)
+        keeps one number for each token but the first: the number for position p + 1 is at index p. Other requests keep
+        a `Logprob` entry for each token at its own position, with None for the first. Example: the positions 5 and 6
+        score tokens 6 and 7; numbers go to the indices 5 and 6, entries to 6 and 7.
 
-        Scores that are computed again after a preemption replace the old ones. Entries that an output has shown already
-        (they are then a tuple) stay as they are.
+        The first call makes room for all of them. Scores that are computed again after a preemption replace the old
+        ones. Entries that an output has shown already (they are then a tuple that is not empty) stay as they are.
         """
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
@@ -182,14 +183,14 @@ class OutputProcessor:
         so far. For DELTA, return only what no earlier call has returned, and only the samples that have anything new.
         The output of a beam search always holds its beams whole.
         """
-        queue_end, kind = request.first_scheduled_time, request.params.output_kind
+        queue_end, kind = request.first_scheduled_time, request.params.output_kind  # None while the request waits.
         if kind is RequestOutputKind.FINAL_ONLY and not request.state.is_finished:
             return None
         is_delta = kind is RequestOutputKind.DELTA
         if isinstance(request.beams, BeamSearch):
             outputs = self._beams(request, request.beams)
         elif is_delta:
-            samples = {sequence.index: sequence for sequence in request.sequences}
+            samples = {sequence.index: sequence for sequence in request.sequences}  # A delta names its sample by index.
             outputs = [_delta_completion(samples[delta.index], delta) for delta in self.take_deltas(request)]
         else:
             outputs = [_completion(sequence) for sequence in request.sequences]

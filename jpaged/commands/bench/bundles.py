@@ -216,7 +216,7 @@ class DecodeLoops(NamedTuple):
             unroll_factor,
         )
 
-        # One loop body of the kernel holds at most `max_unrolled` products, for which all loops around it are unrolled.
+        # A loop body holds at most `max_unrolled` products, counted over all loops that are unrolled into it.
         dtype = jnp.dtype(shape.dtype)
         heads = heads_per_product(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.max_rows)
         num_products, tail_rows = shape.num_kv_heads // heads, tail_rows_together(dtype)

@@ -228,7 +228,8 @@ def other_sizes(
 ) -> list[TpuSizes]:
     """Return copies of `sizes` in which the size `name` is multiplied by each of `factors`.
 
-    `name` is one of DECODE_SIZES or PREFILL_SIZES. Copies that the kernels cannot work with on this chip are left out.
+    `name` is one of DECODE_SIZES or PREFILL_SIZES, and a product is rounded down. Copies that the kernels cannot work
+    with on this chip are left out, so the list may be empty.
     """
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import check_sizes
 
