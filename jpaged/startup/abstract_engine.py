@@ -116,6 +116,7 @@ class AbstractEngine:
         settings = replace(self.settings, control_flow=STATIC if self.platform == "gpu" else DYNAMIC)
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None  # One device needs no `shard_map` around attention.
+        # Without pages: only their layout is known yet.
         cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
         options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks)
         weights = self.weights(sizes.dtype)

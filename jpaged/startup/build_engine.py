@@ -209,8 +209,8 @@ def build_engine(
 def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights) -> Callable[[], Weights] | None:
     """Return a function that makes the engine's weights anew, or None if they came from the caller's arrays.
 
-    The function reads the model's files again, or makes the same random weights with `load_format` dummy. `abstract`
-    has the shapes and placement of the weights. It raises ModelLoadError if the files no longer fit these shapes.
+    The function reads the model's files again, or makes the same random weights with `load_format` dummy. It raises
+    ModelLoadError if the files no longer fit `abstract`, which has the shapes and the placement of the weights.
     """
     if config.params is not None or handle.arrays is not None:
         return None
@@ -439,7 +439,7 @@ def _preemption(
     if mode is not PreemptionMode.AUTO or not sizes.num_host_blocks:
         return PreemptionPolicy(mode)
     bucket = builder.buckets.tokens_for(min(PREFILL_TOKENS, sizes.step.max_num_batched_tokens))
-    prefill, num_tokens = builder.null_prefill(bucket)
+    prefill, num_tokens = builder.null_prefill(bucket)  # A step that reads and writes the null page alone.
     costs = SwapCosts(
         page_bytes=runner.page_bytes,
         swap_bytes_per_s=runner.measure_swap(),

@@ -237,7 +237,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         backend.normalizer = normalizers.NFC()
     # "isolated": a match is a piece of its own, beside the text before and after it.
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # It need not split once more.
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend, pre.add_bos

@@ -356,9 +356,10 @@ def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
     """Search the best sizes for the shape of the flags and write them as an entry of the table; return 0.
 
     Costs are bundles if there is a `compiler`, else times measured on this TPU. The search starts from the sizes that
-    an engine would take now; if it finds nothing better, the table does not change. Raises ConfigError if the table
-    cannot be read or written, or if the kernels do not take the shape. Whether the table can be written is tried before
-    the search, which takes minutes.
+    an engine would take now; if it finds nothing better, the table does not change. The table is the file `--output`,
+    or else that of this user; its folder is made if it is missing. Raises ConfigError if the table cannot be read or
+    written, or if the kernels do not take the shape. Whether the table can be written is tried before the search, which
+    takes minutes.
     """
     import jax
 

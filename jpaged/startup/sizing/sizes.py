@@ -370,7 +370,7 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, free_bytes: int, pag
         # GiB, rounded inwards (up to 6 decimals, down to 3), so that both ends that the error names are accepted.
         min_shown = f"{-(-2 * page_bytes * 10**6 // GIB) / 10**6:g}"
         max_shown = f"{max_pages * page_bytes * 1000 // GIB / 1000:g}"
-    if num_pages > max_pages or (num_pages < 2 and getattr(config, name)):
+    if num_pages > max_pages or (num_pages < 2 and getattr(config, name)):  # 0 asks for no pool.
         allowed = f"0 or from {min_shown} to {max_shown}" if max_pages >= 2 else "0"
         allowed = f"{allowed}, with pages of {page_bytes} bytes and {_gb(free_bytes)} GB left on the host"
         raise refusal(name, getattr(config, name), allowed, "change it or free some memory", error=ConfigError)
