@@ -54,7 +54,8 @@ def generate_parser() -> argparse.ArgumentParser:
 
     In the parsed arguments, a flag that was not given is None, or False for the switches `--resume` and `--json`, or an
     empty list for prompts. An engine option that was not given is no attribute at all, so that EngineConfig supplies
-    its default. A flag cannot be shortened to its first letters.
+    its default. A flag cannot be shortened to its first letters (`allow_abbrev`), and `--prompt-file` (`_Once`) cannot
+    be given twice.
     """
     parser = FlagParser(
         prog="jpaged generate",
@@ -82,7 +83,8 @@ def parse_generate(argv: list[str]) -> argparse.Namespace:
     """Return the parsed flags of `jpaged generate`.
 
     Flag names are checked before argparse sees them, so that its less helpful errors do not come first. Raises
-    ConfigError if a flag is unknown (the message names the most similar flag) or not available in this version.
+    ConfigError if a flag is unknown (the message names the most similar flag) or not available in this version, and
+    whenever argparse refuses an argument. `--help` prints the help and ends the process, as argparse does.
     """
     parser = generate_parser()
     known = sorted(option for action in parser._actions for option in action.option_strings)
@@ -160,6 +162,7 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     is that of `--help`: numbers with `FIRST_FLAGS` before the others, repeatable flags, numbers of beam search, and
     switches. Flags that are not given parse to None.
     """
+    # A dict keeps the place of a key that it has already, so FIRST_FLAGS stay in front.
     sampling = {name: SAMPLING_FLAGS[name] for name in FIRST_FLAGS} | SAMPLING_FLAGS
     for metavars, flags in (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling):
         for name, flag in flags.items():
@@ -241,7 +244,10 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a text holds; raises argparse.ArgumentTypeError for any other text."""
+    """Return the JSON object that a text holds; raises argparse.ArgumentTypeError for any other text.
+
+    The error for text that is no JSON is the same as for JSON that is no object.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets.
@@ -272,6 +278,7 @@ def _check_flag(flag: str, value: str, known: list[str]) -> None:
     The message says that the flag is not available in this version, with its `value` unless empty, or names the most
     similar known flag.
     """
+    # `--no-NAME` is as unavailable as `--NAME`.
     is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in not_available.FLAGS
     missing, way_out = [flag] if is_missing else [], "leave it out, or see jpaged generate --help"
     check_name(flag, known, "flag", not_available=missing, value=value or None, way_out=way_out, error=ConfigError)

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     """Run the command: check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
 
-    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run,
-    because every line has a result already, from an earlier run or as an error.
+    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run, because every
+    line has a result already, from an earlier run or as an error. The output file and the input are closed in any case.
     Raises ConfigError, or InvalidRequestError for a prompt of the command line, if the run cannot start.
     """
     args = parse_generate(argv)
@@ -118,8 +118,9 @@ def _compute(
 ) -> None:
     """Run the jobs of `head` and then of `jobs`, and print the summary on stderr.
 
-    `lines` are the input file, None for prompts of the command line. Raises OSError if the output cannot be written (a
-    full disk); with an output file its message says how to resume.
+    `lines` is the input file, None for prompts of the command line. `head` is empty afterwards. The summary's time to
+    the first token counts from the start of the process; it is 0 if no token came. Raises OSError if the output cannot
+    be written (a full disk); with an output file its message says how to resume.
     """
     try:
         run.start()
@@ -143,7 +144,8 @@ def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[de
     """Return the first jobs, which decide the sizes of the engine, and whether they are all jobs of the input.
 
     At most HEAD_JOBS are read. From a pipe, only those are read that come within MAX_WAIT_S of the first; before the
-    first job there is no time limit. A None among the jobs means that the next is not there yet.
+    first job there is no time limit. A None among the jobs means that the next is not there yet, and ends the reading
+    once there is a job. The deque is empty if the input has no job, and the second value is then true.
     """
     head: deque[Job] = deque()
     end: float | None = None
@@ -161,7 +163,7 @@ def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[de
         if job is None:
             continue
         head.append(job)
-        end = end or time.monotonic() + MAX_WAIT_S
+        end = end or time.monotonic() + MAX_WAIT_S  # Set by the first job.
         if len(head) == HEAD_JOBS or (is_pipe and seconds_left() == 0):
             return head, False
     return head, True
@@ -236,9 +238,9 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
 def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Job], *, is_whole: bool) -> Engine:
     """Start an engine with the pages that these jobs need; it compiles the programs that they need first.
 
-    If the jobs are not the whole input (`is_whole`), the engine is sized as if HEAD_JOBS came: these jobs, repeated in
-    order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the number of
-    samples. Progress goes to stderr; the caller closes the engine.
+    If the jobs are not the whole input (`is_whole` false), the engine is sized as if HEAD_JOBS came: these jobs,
+    repeated in order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the
+    number of samples. Progress goes to stderr; the caller closes the engine.
     """
     from ..engine import Engine
     from ..sampling.sampling_params import sample_mode

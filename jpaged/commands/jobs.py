@@ -76,8 +76,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts given as arguments, `-` replaced by the text on stdin; an empty list with `--prompt-file`.
 
     Without prompts and file, the text on stdin is the prompt, but only if stdin is a pipe or a regular file: the stdin
-    of a terminal or a service might never end. Raises ConfigError if there is no prompt, if `-` comes twice, if both
-    prompts and a file are given, or if stdin cannot be read.
+    of a terminal or a service might never end. An empty text on stdin is no prompt then. Raises ConfigError if there is
+    no prompt, if `-` comes twice, if both prompts and a file are given, or if stdin cannot be read.
     """
     prompts = [*args.prompts, *args.prompt]
     if args.prompt_file is not None:
@@ -143,8 +143,9 @@ class JobReader:
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any], digest: int = 0) -> Job:
         """Return a job with encoded prompt and checked parameters.
 
-        `own_params` are the parameters that the line gives itself; they take precedence over the defaults. `digest` is
-        the line's `line_digest`. Raises InvalidRequestError if the prompt or a parameter is wrong.
+        `id_` and `number` are those of its line. `own_params` are the parameters that the line gives itself; they take
+        precedence over the defaults. `digest` is the line's `line_digest`, by which `--resume` recognizes it. Raises
+        InvalidRequestError if the prompt or a parameter is wrong, or if a line gives `output_kind`.
         """
         if "output_kind" in own_params:
             reason = "has no effect on a line, whose output is written when it ends"
@@ -157,11 +158,13 @@ class JobReader:
     def argument_jobs(self, prompts: Sequence[str]) -> Iterator[Job | DoneLine]:
         """Yield a job for each prompt of the command line, or a DoneLine if an earlier run has its result.
 
-        Ids and numbers begin at 0. Raises InvalidRequestError at the first prompt that is wrong.
+        The id and the number of a prompt are its index, from 0 on. Raises InvalidRequestError at the first prompt that
+        is wrong.
         """
         for number, prompt in enumerate(prompts):
+            # An argument that is not UTF-8 has lone surrogates in Python; it is refused below, with a better error.
             digest = line_digest(prompt.encode(errors="surrogatepass"))
-            # `take` wants numbers from 1 on.
+            # `take` wants numbers from 1 on, as 0 marks a result that no line has taken.
             entry = None if self.finished is None else self.finished.take(number, digest, number + 1)
             yield self.job(number, number, prompt, {}, digest) if entry is None else DoneLine(number, entry)
 
@@ -187,8 +190,9 @@ class JobReader:
     def file_jobs(self, lines: LineSource) -> Iterator[Job | BadLine | DoneLine | None]:
         """Yield a Job, BadLine or DoneLine for each line of a .txt or .jsonl file, in order.
 
-        A BadLine says why the line cannot become a job. A DoneLine is yielded, without parsing the line, if an earlier
-        run has its result and the line has not changed since. None is yielded when a pipe has no line yet.
+        A BadLine says why the line cannot become a job; that includes an id that an earlier line has. A DoneLine is
+        yielded, after reading no more of the line than its id, if an earlier run has its result and the line has not
+        changed since. None is yielded when a pipe has no line yet. Blank lines yield nothing.
         """
         ids, is_json = IdTable(), lines.format == "jsonl"
         for numbered in lines:
@@ -222,8 +226,9 @@ class JobReader:
 
         The result is marked as taken by line `number`, so that no other line gets it. `number` counts lines from 1 and
         is the id of a line of plain text. `digest` is the `line_digest` of the line, which finds no result if the line
-        has changed. `ids` maps the ids of earlier lines without a result to their numbers. Returns None also for an id
-        in `ids` and for a line whose id cannot be read: the caller then parses the line and reports the error.
+        has changed. `ids` maps the ids of earlier lines without a result to their numbers. Returns None also without
+        `--resume`, for an id in `ids` (two lines have it) and for a line whose id cannot be read: the caller then
+        parses the line and reports the error.
         """
         if self.finished is None:
             return None
@@ -235,7 +240,8 @@ class JobReader:
     def _refuse_taken_id(self, id_: str | int, number: int, ids: IdTable) -> None:
         """Enter the id of line `number` into `ids`; InvalidRequestError if an earlier line has the same id.
 
-        Lines whose results were taken over are not in `ids`; `finished` knows their ids.
+        Lines whose results were taken over are not in `ids`; `finished` knows their ids. If one of them has the id, it
+        is not entered.
         """
         first = None if self.finished is None else self.finished.taker_of(id_)
         if first is None:
@@ -247,10 +253,12 @@ class JobReader:
         """Return a text prompt as chat messages, after the system message if there is one; other prompts unchanged.
 
         A text is a string or a mapping whose only key, beside `cache_salt` and `priority`, is `prompt`. Those two keys
-        are kept. Without `use_chat` nothing changes. Raises InvalidRequestError for an empty text with `use_chat`, or
-        if `--system` is given and the prompt is no text.
+        are kept. Without `use_chat` nothing changes. Example: "Hi" with the system message "Be brief" gives
+        {"messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]}. Raises
+        InvalidRequestError for an empty text with `use_chat`, or if `--system` is given and the prompt is no text.
         """
         extras = {key: prompt[key] for key in PROMPT_EXTRAS if key in prompt} if isinstance(prompt, Mapping) else {}
+        # A mapping with other keys stays a mapping here, and so is no text.
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and {*prompt} - {*extras} == {"prompt"} else prompt
         if not self.use_chat or not isinstance(text, str):
             if self.system is not None:
@@ -265,7 +273,9 @@ class JobReader:
 def error_record(id_: str | int | None, error: InvalidRequestError | str) -> dict[str, Any]:
     """Return the JSON object that is written for a request without a result.
 
-    `error` is the exception that refused the request, or the message with which the engine ended it.
+    `error` is the exception that refused the request, or the message with which the engine ended it; the message is cut
+    to MAX_ERROR_CHARS characters. `id_` is None if the line's id could not be read. `param` in the object is the
+    parameter at fault, or None.
     """
     kind, param = ("EngineError", None) if isinstance(error, str) else (type(error).__name__, error.param)
     return {"id": id_, "error": {"type": kind, "message": str(error)[:MAX_ERROR_CHARS], "param": param}}

@@ -91,8 +91,8 @@ class LineSource:
         """Read up to READ_BYTES into `_lines` and `_parts`; return False if the wait has ended without data.
 
         Complete lines go to `_lines`, without their newline, and the beginning of the next line to `_parts`. At the end
-        of the input `_is_at_end` is set, and what `_parts` holds becomes the last line. Raises ConfigError if the read
-        fails.
+        of the input `_is_at_end` is set, and what `_parts` holds becomes the last line. Example: after b"ab" and
+        b"c\nd", `_lines` has b"abc" and `_parts` b"d". Raises ConfigError if the read fails.
         """
         wait_s = self._wait_s()
         try:
@@ -105,7 +105,7 @@ class LineSource:
         # An empty read is the end. If `_parts` is empty then, so is the last line, and `__iter__` skips it as blank.
         self._is_at_end = not data
         *lines, rest = data.split(b"\n")
-        if lines or self._is_at_end:
+        if lines or self._is_at_end:  # The line that `_parts` has begun ends here.
             self._parts.append(lines[0] if lines else b"")
             self._lines.append(b"".join(self._parts))
             self._lines.extend(lines[1:])
@@ -146,12 +146,12 @@ def _open(name: str) -> tuple[int, LineFormat]:
 
 
 def id_hash(id_: str | int) -> int:
-    """Return a 64-bit hash of an id, which holds within this process; the integer 2 and the string "2" differ.
+    """Return a 64-bit hash of an id, valid only within this process; the integer 2 and the string "2" differ.
 
     The hash is never 0, which marks an empty slot of IdTable. Among a million ids, the probability that any two have
     the same hash is 3e-8.
     """
-    return hash(repr(id_)) & 0xFFFFFFFFFFFFFFFF or 1
+    return hash(repr(id_)) & 0xFFFFFFFFFFFFFFFF or 1  # `hash` is signed; the mask makes it unsigned, as array "Q".
 
 
 class IdTable:
@@ -177,7 +177,10 @@ class IdTable:
         return self._values[slot] if self._hashes[slot] == hash_ else None
 
     def set_default(self, id_: str | int, value: int) -> int:
-        """Return the line number of an id; if the table does not have the id, enter it with the number `value`."""
+        """Return the line number of an id; if the table does not have the id, enter it with `value` and return that.
+
+        The table doubles when more than two thirds of its slots are taken.
+        """
         hash_ = id_hash(id_)
         slot = self._slot(hash_)
         if self._hashes[slot] == hash_:

@@ -28,7 +28,8 @@ def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
     """Call `run` with the arguments and return the exit status of the process.
 
     The status is what `run` returns, 130 if an interrupt came and `run` raised any error, or 1 after an error of the
-    user or the system, which is one line on stderr. Other errors, which are bugs, are raised.
+    user or the system, which is one line on stderr. Other errors, which are bugs, are raised. Before, the standard
+    streams are made safe to write to, and JAX's share of a GPU's memory is set, unless the user has set it.
     """
     prepare_streams()
     reserve_device_memory()
@@ -46,7 +47,8 @@ def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
 def _status_of(error: BaseException) -> int:
     """Print an error of the user or the system as one line on stderr and return 1; raise any other error, a bug, again.
 
-    A broken pipe is not printed: it is how `| head` ends a command.
+    Errors of the user are those of jpaged, errors of the system are OSErrors. A broken pipe is not printed: it is how
+    `| head` ends a command.
     """
     if isinstance(error, JpagedError | ModelLoadError):
         say(f"error: {one_line(error, 10_000)}")
@@ -64,7 +66,7 @@ def prepare_streams() -> None:
 
     If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the next file that is opened would get
     its number, and a library that writes to stderr would write into, say, the output file. `sys.stdin` and `sys.stdout`
-    of closed streams stay None, so that commands can refuse to use them.
+    of closed streams stay None, so that commands can refuse to use them; `sys.stderr` then writes to the null device.
     """
     for descriptor in range(3):
         try:
@@ -81,8 +83,9 @@ def prepare_streams() -> None:
 def interrupts_held() -> Iterator[None]:
     """Hold back SIGINT during a `with` and raise it at the end: JAX's library crashes if interrupted in its import.
 
-    Several interrupts are raised as one, also if the body raises an error. Does nothing outside the main thread, where
-    handlers cannot be set, and where SIGINT has no Python handler, for example because it is ignored.
+    The handler from before is put back first. Several interrupts are raised as one, also if the body raises an error.
+    Does nothing outside the main thread, where handlers cannot be set, and where SIGINT has no Python handler, for
+    example because it is ignored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -34,9 +34,10 @@ class ProgressReport:
     def __call__(self, name: str, done: int, total: int | None) -> None:
         """Report that `done` of `total` units of phase `name` are done; `total` is None while it is not known.
 
-        The first report begins the phase, and the one with `done == total` ends it. The end is always a line on stderr;
-        before it a terminal has a bar, and any other stderr at most one line per LINE_EVERY_S. After `close`, reports
-        are ignored. Any thread may call.
+        The first report begins the phase, and the one with `done == total` ends it; a later report of the same name
+        begins a new one. The end is always a line on stderr, such as "load: 8 of 8 (2.1 s)"; before it a terminal has a
+        bar, and any other stderr at most one line per LINE_EVERY_S. After `close`, reports are ignored. Any thread may
+        call.
         """
         with self._lock:
             if self._is_closed:
@@ -86,9 +87,13 @@ def say(text: str) -> None:
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since the process started; without /proc (not Linux), since this module was imported."""
+    """Return the seconds since the process started; without /proc (not Linux), since this module was imported.
+
+    The clock counts from the boot of the machine, as the start of a process in /proc does.
+    """
     try:
-        # The 22nd field is the start in clock ticks after boot; the 2nd, in parentheses, may hold spaces.
+        # The 22nd field is the start in clock ticks after boot; the 2nd, in parentheses, may hold spaces. The text is
+        # cut after the 2nd one, so the 22nd has the index 19.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, IndexError):

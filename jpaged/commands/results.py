@@ -39,7 +39,7 @@ def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, An
         "metrics": {**asdict(output.metrics), "resume_key": resume_key(options, job.digest)},
     }
     if output.prompt_logprobs is not None:
-        # The first token has no logprobs: its entry is None and stays None.
+        # The first token has no logprobs: its entry is None, and `and` keeps it.
         record["prompt_logprobs"] = [entries and _entries_record(entries) for entries in output.prompt_logprobs]
     return record
 
@@ -48,7 +48,7 @@ def dump_line(record: dict[str, Any], *, is_ascii: bool = False) -> str:
     """Return a record as one line of JSON, without its newline.
 
     With `is_ascii`, all characters outside ASCII are escaped. A lone surrogate, which UTF-8 cannot encode, is always
-    escaped.
+    escaped, as the six characters that JSON has for it.
     """
     line = json.dumps(record, ensure_ascii=is_ascii, separators=(",", ":"))
     return line.encode(errors="backslashreplace").decode()
@@ -122,7 +122,10 @@ class ResultFile:
         return ConfigError(f"--output: {self.path} was changed by others while this run wrote it; {way_out}")
 
     def append(self, number: int, record: dict[str, Any]) -> None:
-        """Write a record at the end of the file. `number` is that of its line of input; `finish` sorts by it."""
+        """Write a record at the end of the file, and note its span. `finish` sorts by `number`, that of its input line.
+
+        It is written as a whole before this returns, but not synced to disk. Raises OSError on a full disk.
+        """
         assert self._descriptor is not None, "start comes before append"
         data = dump_line(record).encode() + b"\n"
         self.keep(number, RecordSpan(self._end, len(data)))
@@ -144,8 +147,9 @@ class ResultFile:
     def finish(self, *, keeps_old: bool = False) -> None:
         """Replace the file, in one atomic step, by one with all records in the order of their numbers; then close it.
 
-        With `keeps_old`, the file before this replacement is copied to `backup`. `start` must have come before. Raises
-        ConfigError, and replaces nothing, if another process has changed the file.
+        With `keeps_old`, the file before this replacement is copied to `backup`. Lines of the file that were neither
+        appended nor kept are dropped. Records of one number stay in the order in which they were added. `start` must
+        have come before. Raises ConfigError, and replaces nothing, if another process has changed the file.
         """
         descriptor = self._descriptor
         assert descriptor is not None, "start comes before finish"
@@ -174,8 +178,9 @@ class ResultFile:
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the file by one with these lines: write a temporary file beside it, sync it to disk, and rename it.
 
-        So a reader sees either the old file or the whole new one. The new file has the old one's permissions. After an
-        error the old file stays, and the temporary one is removed. `start` must have come before.
+        So a reader sees either the old file or the whole new one. The new file has the old one's permissions (`0o777`
+        masks their bits). After an error the old file stays, and the temporary one is removed. `start` must have come
+        before.
         """
         assert self._descriptor is not None, "start comes before finish"
         mode = os.fstat(self._descriptor).st_mode & 0o777

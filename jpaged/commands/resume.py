@@ -120,7 +120,8 @@ class FinishedRecords:
         """Read all complete lines: add the results of these `options` in file order, and count the other lines.
 
         Sets `end` and the counts of foreign lines, of results without a key and of results of other options. Error
-        records are neither added nor counted. Nothing changes if the file does not exist.
+        records are neither added nor counted. Reading stops at a last line without a newline, which is incomplete, so
+        that `end` is where it begins. Nothing changes if the file does not exist.
         """
         if not path.exists():
             return
@@ -131,7 +132,7 @@ class FinishedRecords:
                 offset, self.end = self.end, self.end + len(line)
                 head = _decode_head(line)
                 if head is None or not head.has_outputs:
-                    self.num_foreign += head is None or not head.is_error
+                    self.num_foreign += head is None or not head.is_error  # An error's request runs again.
                     continue
                 assert head.metrics is not None
                 assert head.id is not None
@@ -167,10 +168,13 @@ class FinishedRecords:
         return None
 
     def taker_of(self, id_: str | int) -> int | None:
-        """Return the number of the line that has taken a result with this id; None if no line has."""
+        """Return the number of the line that has taken a result with this id; None if no line has.
+
+        The results with the hash of the id are the entries from `first` to `end` − 1.
+        """
         hashes, hash_ = self._id_hashes, id_hash(id_)
         first, end = bisect_left(hashes, hash_), bisect_right(hashes, hash_)
-        return next((number for number in self._takers[first:end] if number), None)
+        return next((number for number in self._takers[first:end] if number), None)  # 0 marks one that is not taken.
 
     def span(self, entry: int) -> RecordSpan:
         """Return where the result `entry` is in the file."""
@@ -180,7 +184,8 @@ class FinishedRecords:
 def _decode_head(line: bytes) -> _RecordHead | None:
     """Return the fields of an output line that a resumed run needs.
 
-    None for a line that is no JSON object, or whose `id` or `metrics` have another type than in a record.
+    `outputs` and `error` are kept as JSON text, since only how they begin is asked for. None for a line that is no JSON
+    object, or whose `id` or `metrics` have another type than in a record.
     """
     try:
         return _RECORD_HEAD_DECODER.decode(line)

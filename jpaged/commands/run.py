@@ -78,7 +78,7 @@ class Run:
         """
         num_in_a_row = 0
         for item in items:
-            # Counts the items since the last job.
+            # Counts the items since the last job; the engine's steps must not wait for a long run of lines without one.
             num_in_a_row = 0 if isinstance(item, Job) else num_in_a_row + 1
             if item is None or (num_in_a_row % MAX_IN_A_ROW == 0 and num_in_a_row):
                 yield None
@@ -115,10 +115,14 @@ class Run:
         ]
         if not any(dropped):
             return ""
+        # `filter` leaves out the empty one of the two.
         return f"; {' and '.join(filter(None, dropped))} are dropped, {self.results.backup.name} keeps them"
 
     def finish(self) -> None:
-        """Sort the output file, if there is one, by line number, after a backup if a resumed run drops lines of it."""
+        """Sort the output file by line number, after a backup if a resumed run drops lines of it; then close the file.
+
+        Does nothing without an output file.
+        """
         if self.results is not None:
             self.results.finish(keeps_old=self.finished is not None and bool(self._dropped_clause))
 
@@ -142,8 +146,9 @@ class Run:
         """Run the jobs of `head` and then of `rest` on the engine; return how long that took.
 
         Each result is recorded as it comes, an error too; `sampling` notes the parameters of every job. `head` is empty
-        afterwards. A None in `rest` means that no line has come yet. The text of a single sample is streamed to
-        stdout; otherwise a progress report goes to stderr.
+        afterwards. A None in `rest` lets the engine compute a step before the next job is asked for. The text of a
+        single sample is streamed to stdout; otherwise a progress report goes to stderr, whose total is known once the
+        input is read to its end. Seconds of compilation are not part of the elapsed time.
         """
         compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
         first_token_time: float | None = None
@@ -172,9 +177,9 @@ class Run:
     ) -> Iterator[Request | None]:
         """Yield an engine request for each job, and a None for each None in `jobs`.
 
-        A request is named by its job's line number, and `_job_of` has its job until it ends; `sampling` notes its
-        parameters. The engine was sized for the first jobs. A later job that does not fit gets an error as its result
-        instead. At the end `_are_all_made` is set, so that the total of the progress report is known.
+        The id of a request is its job's line number as a string, and `_job_of` has its job until it ends; `sampling`
+        notes its parameters. The engine was sized for the first jobs. A later job that does not fit gets an error as
+        its result instead. At the end `_are_all_made` is set, so that the total of the progress report is known.
         """
         for job in jobs:
             if job is None:
@@ -199,7 +204,8 @@ class Run:
     def record(self, number: int, record: dict[str, Any]) -> None:
         """Write the result of line `number` to the output file, and give it to the printer.
 
-        Before `start` the result stays in memory; if there are more than MAX_HELD, this opens the file.
+        Before `start` the result stays in memory. If there are more than MAX_HELD, this calls `start`, which opens the
+        file and writes them. Without an output file the result goes to the printer alone.
         """
         if not self._is_started:
             self._unwritten.append((number, record))
@@ -218,8 +224,9 @@ class Run:
         """Take over the result that an earlier run wrote for this line.
 
         The record stays where it is in the file: `finish` keeps it under the line's number, and the printer, if there
-        is one, reads it from there when all earlier lines are printed. A resumed run always has an output file.
+        is one, reads it from there when all earlier lines are printed.
         """
+        # There are DoneLines only in a resumed run, which has an output file and its results.
         assert self.results is not None
         assert self.finished is not None
         span = self.finished.span(line.entry)
@@ -276,7 +283,9 @@ class Printer:
     def _print(self, result: dict[str, Any] | Callable[[], bytes]) -> None:
         """Print one result, as JSON or as one labelled text per sample, such as "[3.0] text" (job 3, sample 0).
 
-        A streamed text is printed already, so only its line end is. An error prints nothing as text; stderr has it.
+        The label is "3" if each job has one sample, "0" if there is a single job with several samples, and empty for a
+        single job with one. A streamed text is printed already, so only its line end is. An error prints nothing as
+        text; stderr has it.
         """
         record: dict[str, Any] = json.loads(result()) if callable(result) else result
         if self.is_json:

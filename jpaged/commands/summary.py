@@ -29,9 +29,12 @@ class SamplingSummary:
         self._varying: set[str] = set()
 
     def note(self, params: SamplingParams | BeamSearchParams) -> None:
-        """Take the parameters of one more request into account: those that differ from the first request's vary."""
+        """Take the parameters of one more request into account: those that differ from the first request's vary.
+
+        The parameters of beam searches are not compared: lines give them only `max_tokens` and `ignore_eos`.
+        """
         self._first = self._first or params
-        # Lines without own parameters share one object. Beam searches differ only in `max_tokens` and `ignore_eos`.
+        # Lines without own parameters share one object, which need not be compared again.
         if params is self._last or isinstance(params, BeamSearchParams):
             return
         self._last = params
@@ -56,6 +59,7 @@ class SamplingSummary:
             if name in self._varying:
                 shown.append(f"{name} varies (lines of the file)")
             elif name in SHOWN_PARAMS or source != "default" or value != SAMPLING_DEFAULTS[name]:
+                # What a line without this parameter gets: flags come before the model, and the model before defaults.
                 without_line = {**SAMPLING_DEFAULTS, **self._model_defaults, **self._flags}[name]
                 shown.append(f"{name} {value} ({source if value == without_line else 'line'})")
         return " · ".join(shown)
@@ -100,4 +104,5 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
         f"padding {stats['padding_share']:.1%}",
         f"recompiles {stats['recompiles']}",
     ]
+    # A part is 0 instead of a text if it does not apply.
     yield f"pages: {' · '.join(str(part) for part in pages if part)}"

@@ -239,6 +239,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         allowed values and the way out.
         """
         one, leave = "give one of the two", "leave one of them out"  # Advice that ends the messages.
+        # An option that is None was not given; 0 is a value.
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             self._refuse("kv_cache_memory_bytes", f"none beside num_blocks, {self.num_blocks}", one)
         if self.num_host_blocks is not None and self.swap_space is not None:

@@ -66,7 +66,8 @@ def only_one(value: Any) -> int:
 def processors(value: Any) -> tuple[LogitsProcessor, ...]:
     """Take a list or a tuple of LogitsProcessor, and return it as a tuple. Raise Unfit for anything else.
 
-    Requests name the arguments of all processors in one mapping, so no two processors may share an argument's name.
+    It may be empty. Requests name the arguments of all processors in one mapping, so no two processors may share an
+    argument's name; that raises Unfit too.
     """
     if not isinstance(value, list | tuple) or not all(isinstance(one, LogitsProcessor) for one in value):
         raise Unfit("a list of LogitsProcessor")
@@ -79,7 +80,8 @@ def processors(value: Any) -> tuple[LogitsProcessor, ...]:
 def limits(value: Any) -> dict[str, int | None]:
     """Take a mapping of some of LIMITS to integers ≥ 1 or None, and return all of LIMITS; None means no limit.
 
-    Raise ConfigError for an unknown name, and Unfit for a wrong value.
+    Example: {"waiting_requests": 8} gives {"waiting_requests": 8, "waiting_tokens": None}. Raise ConfigError for an
+    unknown name, and Unfit for a wrong value.
     """
     if not isinstance(value, Mapping):
         raise Unfit(f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
@@ -101,10 +103,10 @@ def overrides(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Return a copy of a JSON value; tuples become lists. Raise Unfit for a value that JSON does not have.
+    """Return a deep copy of a JSON value; tuples become lists. Raise Unfit for a value that JSON does not have.
 
     Keys of objects must be strings. NaN and infinities pass, as Python's `json` reads and writes them. At most `depth`
-    levels of objects, lists and values may be nested, this value included; more raise Unfit.
+    levels of objects, lists and values may be nested, this value included: {"a": [1]} has 3. More raise Unfit.
     """
     if not depth:
         raise Unfit(f"at most {MAX_JSON_DEPTH} levels")
@@ -125,10 +127,10 @@ def params_tree(value: Any) -> Any:
 
 
 def tensor_mesh(value: Any) -> Any:
-    """Take a `jax.sharding.Mesh` whose devices all lie along its tensor axis, or None.
+    """Take a `jax.sharding.Mesh` whose devices all lie along its tensor axis, or None, and return it unchanged.
 
-    Raise Unfit for another type, for a missing data or tensor axis, for another axis of more than one device, for no
-    device, and for a device that occurs twice.
+    The mesh must have a data axis too, of size 1. Raise Unfit for another type, for a missing data or tensor axis, for
+    another axis of more than one device, for no device, and for a device that occurs twice.
     """
     if value is None:
         return None
@@ -139,6 +141,7 @@ def tensor_mesh(value: Any) -> Any:
     allowed = f"a jax.sharding.Mesh with the axes {DATA_AXIS} and {TENSOR_AXIS}, all but {TENSOR_AXIS} of size 1"
     if not isinstance(value, Mesh):
         raise Unfit(allowed)
+    # `size` is the product over all axes: it equals the tensor axis's only if all others have one device.
     if not {DATA_AXIS, TENSOR_AXIS} <= set(value.shape) or value.size != value.shape[TENSOR_AXIS]:
         raise Unfit(allowed, got=f"axes {dict(value.shape)}")
     if not value.size or len(set(value.devices.flat)) < value.size:

@@ -50,13 +50,14 @@ class GenerationArrays:
 def for_arrays(params: Any) -> SamplingParams:
     """Return a copy of `params` for results as arrays: with the logprob of each drawn token, and without text.
 
-    Raise InvalidRequestError for parameters that are no SamplingParams, or that ask for logprobs of other tokens, for
-    prompt logprobs or for stop strings.
+    `logprobs` of None or 0 becomes 0, which means the drawn token alone. Raise InvalidRequestError for parameters that
+    are no SamplingParams, or that ask for logprobs of other tokens, for prompt logprobs or for stop strings, which need
+    text.
     """
     if not isinstance(params, SamplingParams):
         raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays")
     for name, allowed in (("logprobs", (None, 0)), ("prompt_logprobs", (None,)), ("stop", ((), None))):
-        if (got := getattr(params, name)) not in allowed:
+        if (got := getattr(params, name)) not in allowed:  # The last allowed value is the one that the error names.
             raise refusal(name, shown(got), f"{allowed[-1]} beside return_arrays", "leave it out")
     return replace(params, logprobs=0, detokenize=False)
 
@@ -67,6 +68,9 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     B is the number of samples, one row each. T is the largest `max_tokens` of the requests, not the longest output: the
     shapes do not depend on what was drawn. P is the longest prompt. Outputs are padded at their ends and prompts in
     front, by zeros where `mask` and `prompt_mask` are false. Without requests, B, P and T are 0.
+
+    Example: a prompt [5, 6] with the output [7] and a prompt [8] with the output [9, 4], `max_tokens` 3, give the
+    prompts [[5, 6], [0, 8]] and the tokens [[7, 0, 0], [9, 4, 0]].
     """
     samples = [(index, one) for index, request in enumerate(requests) for one in request.sequences]
     shape = len(samples), max((request.max_tokens for request in requests), default=0)
@@ -75,17 +79,18 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     prompt_shape = len(samples), max((request.prompt_len for request in requests), default=0)
     prompts, prompt_mask = np.zeros(prompt_shape, np.int32), np.zeros(prompt_shape, bool)
     for row, (_, sample) in enumerate(samples):
-        count, prompt_start = sample.num_output_tokens, prompt_shape[1] - sample.request.prompt_len
+        num_tokens, prompt_start = sample.num_output_tokens, prompt_shape[1] - sample.request.prompt_len
         prompts[row, prompt_start:] = sample.request.prompt_token_ids
         prompt_mask[row, prompt_start:] = True
-        tokens[row, :count] = _output_tokens(sample)
-        logprobs[row, :count] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:count]
+        tokens[row, :num_tokens] = _output_tokens(sample)
+        # An array of floats, one per output token; None counts as an empty one.
+        logprobs[row, :num_tokens] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:num_tokens]
         if sample.token_log_masses is not None:
-            log_masses[row, :count] = sample.token_log_masses
-        mask[row, :count] = True
+            log_masses[row, :num_tokens] = sample.token_log_masses
+        mask[row, :num_tokens] = True
         # In ascending order of `start`: each version overwrites the tail of the one before.
         for start, version in sample.weight_versions:
-            versions[row, start:count] = version
+            versions[row, start:num_tokens] = version
     has_masses = any(sample.token_log_masses is not None for _, sample in samples)
     return GenerationArrays(
         prompt_tokens=_on_device(prompts),
@@ -104,8 +109,8 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
 def scores_of_prompts(requests: Sequence[Request]) -> Float[Array, "B N1"]:
     """Return the logprob of each token but the first, for requests of the form SCORES: float32 [B, N − 1].
 
-    N is the length of the longest sequence; rows of shorter ones are padded by zeros at their ends. Raise JpagedError
-    if a request has failed.
+    B is the number of requests and N the length of the longest sequence; rows of shorter ones are padded by zeros at
+    their ends. Without requests the shape is [0, 0]. Raise JpagedError if a request has failed.
     """
     _raise_if_failed("logprobs", requests)
     rows = [_scores(request) for request in requests]
@@ -137,8 +142,8 @@ def compare(
 
     `trainer_fn` takes int32 ids [B, N], each row the prompt and the output of one sample, padded by zeros at the end.
     It returns the logprob of each token but the first, [B, N − 1]; entries of prompt tokens and of padding are not
-    used. Raise JpagedError if a request has failed, InvalidRequestError if there is none or `trainer_fn` returns
-    another shape.
+    used. B is the number of samples, N the length of the longest. Differences are the engine's − the trainer's. Raise
+    JpagedError if a request has failed, InvalidRequestError if there is none or `trainer_fn` returns another shape.
     """
     _raise_if_failed("compare_logprobs", requests)
     samples = [sample for request in requests for sample in request.sequences]
@@ -157,6 +162,7 @@ def compare(
         mean=float(distances.mean()),
         p95=float(np.quantile(distances, 0.95)),
         max=float(distances.max()),
+        # The exponential of a difference of logprobs is the ratio of the probabilities.
         share_outside=float(np.mean((np.exp(differences) < 0.9) | (np.exp(differences) > 1.1))),
     )
 
@@ -180,9 +186,10 @@ def _output_tokens(sample: SampleSequence) -> np.ndarray:
 
 
 def _scores(request: Request) -> np.ndarray:
-    """Return the logprob of each token but the first of a request of the form SCORES.
+    """Return the logprob of each token but the first of a request of the form SCORES, float32.
 
-    The last token of its sequence was given as the output; its logprob follows those of the prompt.
+    The last token of its sequence is no part of the prompt: it was given as the output, and its logprob follows those
+    of the prompt. A sequence of one token has no logprobs.
     """
     last = request.sequences[0].token_logprobs if request.given_token is not None else None
     return np.frombuffer(bytes(request.prompt_scores.numbers or b"") + bytes(last or b""), np.float32)

@@ -40,7 +40,11 @@ class Sleep:
 
     @property
     def way_out(self) -> str:
-        """Return which calls bring back what is missing."""
+        """Return, as a clause for errors, which calls bring back what is missing.
+
+        `wake_up` brings back the pages, and the weights from the host's memory or from files. If the weights are in
+        neither, the caller has to give them by `update_params`.
+        """
         if WEIGHTS not in self.missing or self._has_weights_to_bring_back:
             return "wake_up() first"
         # Also where an update was interrupted, or a device failed in it: half of the weights are gone.
@@ -61,8 +65,8 @@ class Sleep:
     def begin(self, level: int) -> None:
         """Free the pages, and move (level 1) or drop (level 2) the weights.
 
-        Level 1 moves the weights to the host's pinned memory; on a CPU they stay, with a warning. No request may have
-        pages and no step may be in flight.
+        Level 1 moves the weights to the host's pinned memory; on a CPU they stay, with a warning, since they are in the
+        host's memory already. No request may have pages and no step may be in flight.
         """
         self.is_without_pages = True
         self.runner.drop_state()
@@ -71,15 +75,16 @@ class Sleep:
         elif self.device.platform == "cpu":
             logger.warning("sleep: the weights stay where they are: a CPU has no other memory for them")
         else:
-            with jax.transfer_guard("allow"):
+            with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
                 self.runner.store.move("pinned_host")
 
     def end(self, tags: Any) -> None:
         """Bring back what `tags` name: the weights, the pages, or both, which is what None means.
 
-        `tags` are any of TAGS; what the engine has already is left alone. Weights that were dropped and come from no
-        checkpoint cannot be brought back. With `tags` of None that raises ConfigError, and nothing is changed. If
-        `tags` name them, they stay away, as with vLLM, until an update. Raise ConfigError for other tags.
+        `tags` is a collection of any of TAGS; what the engine has already is left alone. Weights that were dropped and
+        come from no checkpoint cannot be brought back. With `tags` of None that raises ConfigError, and nothing is
+        changed. If `tags` names them, they stay away, as with vLLM, until `update_params`. New pages are empty. Raise
+        ConfigError for other tags, and for a single string.
         """
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or not isinstance(wanted, Collection) or not set(wanted) <= set(TAGS):

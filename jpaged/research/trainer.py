@@ -37,7 +37,8 @@ class Trainer:
     def logprobs(self, token_ids: Any, *, temperature: float) -> Float[Array, "*B N1"]:
         """Return the logprob of each token but the first, given the tokens before it: float32.
 
-        The shape is [N − 1] for one sequence of N ids, and [B, N − 1] for a list of B sequences, padded by zeros.
+        The shape is [N − 1] for one sequence of N ids, and [B, N − 1] for a list of B sequences, the longest of N ids,
+        padded by zeros. For the ids [5, 6, 7] the two values are those of 6 after [5] and of 7 after [5, 6].
         `temperature` divides the logits; it must be in [1e-4, 2]. Raise InvalidRequestError if an argument is wrong.
         """
         sequences, is_one = as_sequences(token_ids)
@@ -72,8 +73,9 @@ class Trainer:
         """Replace all weights by the arrays of the tree `params`. Runs between steps.
 
         Names and options are checked first, so that a refused call changes nothing. Then unfinished requests are
-        treated as `in_flight` says, the weights are replaced, and later tokens belong to `version`. Raise ConfigError
-        for a wrong option, ModelLoadError for a wrong tree.
+        treated as `in_flight` says (an option of `weight_updates.IN_FLIGHT`), the weights are replaced, and later
+        tokens belong to `version`; None means the present version + 1. With `copy` false the engine may keep the
+        caller's arrays themselves. Raise ConfigError for a wrong option, ModelLoadError for a wrong tree.
         """
         self.loop.check_outside("update_params")
         number = self.versions.check_options(version, in_flight, copy)

@@ -50,7 +50,8 @@ class WeightVersions:
     def advance(self, version: int) -> None:
         """Record that the weights have changed, and that outputs call the new ones `version`. No step may be in flight.
 
-        Requests that have pages keep them, but the prefix cache no longer offers these pages to other requests.
+        Requests that have pages keep them, but the prefix cache no longer offers these pages to other requests. Each
+        unfinished request notes that its next tokens belong to `version`, and gets the cache key of the new weights.
         """
         self.version = version
         self.num_updates += 1
@@ -69,8 +70,8 @@ class WeightVersions:
         """Record that the next tokens of a request are drawn by the present weights.
 
         A sequence has a list of (index of the first output token, version), in ascending order. An entry that starts
-        where the new one does has drawn no token, and the new one replaces it. Example: version 2 makes [(0, 1)] to
-        [(0, 1), (5, 2)] after 5 output tokens, and to [(0, 2)] before the first one.
+        where the new one does has drawn no token, and the new one replaces it. Example: version 2 turns [(0, 1)] into
+        [(0, 1), (5, 2)] after 5 output tokens, and into [(0, 2)] before the first one.
         """
         request.weights_version = self.version
         # A beam search has one history for all its beams, which have one length at a time. Outputs read it from the

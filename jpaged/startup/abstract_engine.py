@@ -106,14 +106,17 @@ class AbstractEngine:
         """Return the programs of an engine with these pools of pages, for the step inputs of `builder`.
 
         The pools' sizes count their null pages; `num_host_blocks` 0 means that there is no host pool. Nothing is
-        compiled or allocated. A caller's own model is traced in steps of all sizes; ModelLoadError if that fails.
+        compiled or allocated: weights and cache are shapes without arrays. A caller's own model is traced in steps of
+        all sizes, which also tells the dtype of its hidden states, and then in each program; ModelLoadError if that
+        fails.
         """
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
         # On a GPU the host would have to read the condition of each branch and loop, so programs have none there.
         settings = replace(self.settings, control_flow=STATIC if self.platform == "gpu" else DYNAMIC)
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
-        mesh = self.mesh if self.num_chips > 1 else None
+        mesh = self.mesh if self.num_chips > 1 else None  # One device needs no `shard_map` around attention.
+        # Without pages: only their layout is known yet.
         cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
         options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks)
         weights = self.weights(sizes.dtype)
@@ -127,17 +130,19 @@ class AbstractEngine:
                 self._traced(f"its {name} program", partial(jax.eval_shape, run), *arguments)
         return programs
 
-    def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> Any:
+    def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> jnp.dtype[Any]:
         """Trace a caller's own model in steps of all sizes; return the dtype that its hidden states are kept in.
 
-        `weights` and `cache` are abstract shapes, so nothing is computed. The model returns hidden states [T, D] for a
-        step of T tokens, and logits [R, V] for the hidden states of R rows. Raises ModelLoadError if it cannot be
-        traced for one size, does not attend as its spec says, or returns other shapes.
+        `weights` and `cache` are abstract shapes, so nothing is computed. The model must return hidden states [T, D]
+        for a step of T tokens, and logits [R, V] for the hidden states of R rows (D `hidden_size`, V `vocab_size`). If
+        the dtypes of the hidden states differ between steps of different sizes, float32 is returned, which holds the
+        values of all. Raises ModelLoadError if the model cannot be traced for one size, calls `attend` more often than
+        its spec has layers, attends otherwise than its spec says, or returns other shapes or no floats.
         """
         spec, buckets = self.model.spec, builder.buckets
         paged = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
         tables = jax.ShapeDtypeStruct(builder.tables.shape, jnp.int32)
-        # (tokens of the step, whether each row has one token).
+        # Keys of `builder.layouts`: (tokens of the step, whether each row has one token).
         layout_keys = {(size, False) for size in buckets.forward_tokens}
         layout_keys |= {(size, True) for size in (*buckets.forward_decode_tokens, *buckets.decode_sizes)}
         layouts = [builder.layouts[key] for key in sorted(layout_keys)]
@@ -152,7 +157,6 @@ class AbstractEngine:
                 raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
             _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             dtypes.add(jnp.dtype(hidden.dtype))
-        # The model may return different dtypes for steps of different sizes. float32 holds the values of all.
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
         for num_rows in sorted({*buckets.num_samples, *(layout.num_rows for layout in layouts)}):
             hidden = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), stream_dtype)
@@ -164,7 +168,8 @@ class AbstractEngine:
     def _traced(self, name: str, trace: Callable[..., Any], *arguments: Any) -> Any:
         """Return `trace(*arguments)`, which traces a function of a caller's own model on this engine's mesh.
 
-        Raises ModelLoadError if the function cannot be traced; `name` says in the message which function that is.
+        JAX's 64-bit types are switched off meanwhile, as they are when steps are compiled. Raises ModelLoadError if the
+        function cannot be traced; `name` says in the message which function that is.
         """
         try:
             with without_x64(), jax.set_mesh(self.mesh):
@@ -181,7 +186,8 @@ class AbstractEngine:
         """Return the layout of a cache of `num_pages` pages with the KV heads of all devices together.
 
         `block_size` is the tokens per page and `dtype` that of keys and values. Raises ConfigError if the backend does
-        not take them. The backend lays out the heads of one device; their number is then multiplied by the devices.
+        not take them. The backend lays out the heads of one device. Their number is then multiplied by that of the
+        devices, because the cache is one array whose KV heads are spread over the devices.
         """
         shape = self._shape_on_chip(dtype)
         try:
@@ -214,8 +220,9 @@ class StepMemoryCheck:
     def __call__(self, key: Key, compiled: jax.stages.Compiled) -> None:
         """Warn if this program takes more memory than is kept for a step, since running it may exhaust the device.
 
-        Only the first such program is reported. Programs that compute no step are not compared: their keys do not begin
-        with one of STEP_PROGRAMS. A compile plan calls this for each executable that it has compiled.
+        Only the first such program is reported, because all have the same remedy. Programs that compute no step are not
+        compared: their keys are no tuples, or do not begin with one of STEP_PROGRAMS. A compile plan calls this for
+        each executable that it has compiled.
         """
         if not isinstance(key, tuple) or key[0] not in STEP_PROGRAMS or self.has_warned:
             return

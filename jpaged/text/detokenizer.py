@@ -72,7 +72,7 @@ class Detokenizer:
         # bytes that await the rest of their character.
         prompt_bytes = self._last_bytes(prompt_token_ids)
         self._is_first = not prompt_bytes
-        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
+        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)  # All bytes but those of an unfinished character.
         self._pending = prompt_bytes[used:]
         self._num_prompt_bytes = len(self._pending)
 
@@ -84,10 +84,11 @@ class Detokenizer:
     def append(self, token_ids: Sequence[int]) -> str | None:
         """Add output tokens; return the stop string that they complete, None if they complete none.
 
-        If several stop strings are completed, the one that ends first counts, and of those that end at one character
-        the longest. The text then ends before or after the stop string, and later tokens of `token_ids` are ignored:
-        `num_tokens` counts the tokens up to the end. The first `min_tokens` tokens complete no stop string. The
-        sequence must not have ended.
+        The text grows by the characters that the tokens complete; bytes of a character that is not complete wait for
+        the next token. If several stop strings are completed, the one that ends first counts, and of those that end at
+        one character the longest. The text then ends before the stop string, or after it if the output includes stop
+        strings, and later tokens of `token_ids` are ignored: `num_tokens` counts the tokens up to the end. The first
+        `min_tokens` tokens complete no stop string. The sequence must not have ended.
         """
         assert not self._is_finished, "tokens after the end of the sequence"
         tokenizer, skipped = self._tokenizer, self._skipped
@@ -119,7 +120,10 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """End the sequence: an unfinished character becomes U+FFFD, and no text is held back any more."""
+        """End the sequence: an unfinished character becomes U+FFFD, and no text is held back any more.
+
+        Bytes that the prompt left unfinished are not part of the output. A second call does nothing.
+        """
         if not self._is_finished:
             self._is_finished = True
             text, _ = codecs.utf_8_decode(self._pending[self._num_prompt_bytes :], self._errors, True)
@@ -136,6 +140,7 @@ class Detokenizer:
             self.finish()
         new = "".join(self._unsent)
         end = len(new)
+        # `num_matched` characters at the end of the text are the beginning of a stop string.
         if self._matchers and not (self._is_finished or self._include_stop):
             end -= max(matcher.num_matched for matcher in self._matchers)
         self._unsent = [new[end:]] if end < len(new) else []
@@ -162,12 +167,15 @@ class Detokenizer:
 
         If it does, the character belongs to the output and `data` is returned. If the bytes cannot be a character, the
         prompt's text has them already, as U+FFFD, and `data` is returned without the prompt's bytes. In both cases
-        `_num_prompt_bytes` becomes 0. While too few bytes have come to tell, nothing changes.
+        `_num_prompt_bytes` becomes 0. While too few bytes have come to tell, `data` is returned and nothing changes.
+
+        Example: the prompt ends with E2 82, the first two bytes of "€". With the byte AC they are complete, and all
+        three are returned. With the byte 41 ("A") they cannot be a character, and only 41 is returned.
         """
         # The first byte of a UTF-8 character tells its length.
         char_len = 4 if data[0] >= 0xF0 else 3 if data[0] >= 0xE0 else 2
         char, used = codecs.utf_8_decode(data[:char_len], "replace", False)
-        if used:
+        if used:  # 0 as long as the bytes may still become a character.
             if len(char) > 1 or char == "\ufffd":
                 data = data[self._num_prompt_bytes :]
             self._num_prompt_bytes = 0
@@ -197,8 +205,9 @@ class Detokenizer:
         """Return (end, stop string) of the first stop string that ends in the new `text`; None if none ends there.
 
         `end` is the index in `text` after the stop string's last character. The stop string may begin in the text of
-        earlier calls. If several end at one character, the longest counts. Nothing is found within the first
-        `min_tokens` tokens, but the matchers still read the text.
+        earlier calls: after "a E", the text "ND b" has the end 2 for the stop string "END". If several end at one
+        character, the longest counts. Nothing is found within the first `min_tokens` tokens, but the matchers still
+        read the text.
         """
         matchers = self._matchers
         # Fast path: no stop string is begun, and none begins in this text.
@@ -223,7 +232,8 @@ class _StopMatcher:
     def __init__(self, stop: str):
         """Compute the failure function of `stop`, a string that is not empty; nothing is matched yet."""
         self.stop, self.num_matched = stop, 0
-        # borders[n] is the length of the longest proper suffix of stop[:n] that is a prefix of the stop string.
+        # borders[n] is the length of the longest proper suffix of stop[:n] that is a prefix of the stop string: for
+        # "abab" they are 0, 0, 0, 1, 2. A proper suffix is shorter than the whole.
         self._borders = [0, 0]
         border = 0
         for char in stop[1:]:
@@ -236,7 +246,7 @@ class _StopMatcher:
         """Read one more character of the text, and return whether the stop string ends with it.
 
         A mismatch falls back to the next shorter prefix of the stop string that the text so far ends with. So does a
-        completion, since occurrences may overlap.
+        completion, since occurrences may overlap: after "abab" for the stop string "abab", 2 characters are matched.
         """
         matched, stop = self.num_matched, self.stop
         while matched and stop[matched] != char:

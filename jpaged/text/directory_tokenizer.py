@@ -116,10 +116,11 @@ def apply_options(
 ) -> dict[str, str]:
     """Change `backend` as the options of a tokenizer directory say, and return the special tokens by name.
 
-    `path` is the directory, and `options` are the contents of its tokenizer_config.json. What they mean depends on the
-    tokenizer class, see `_Rules`. `is_converted` says that `backend` was made from a tokenizer.model or a vocab.json,
-    for want of a tokenizer.json. Raise ModelLoadError, one line that names the file, for an option of a wrong type or
-    one that does not fit the vocabulary.
+    `path` is the directory, and `options` are the contents of its tokenizer_config.json. Set are the added and special
+    tokens, the space before a text, BERT's normalizer, and the tokens that are put around a text. What an option means
+    depends on the tokenizer class, see `_Rules`. `is_converted` says that `backend` was made from a tokenizer.model or
+    a vocab.json, for want of a tokenizer.json. Raise ModelLoadError, one line that names the file, for an option of a
+    wrong type or one that does not fit the vocabulary.
     """
     fields = Fields(options, path / OPTIONS_FILE)
     rules = _RULES.get(_class_name(path, options), _Rules())
@@ -186,7 +187,8 @@ def _class_name(path: Path, options: Mapping[str, Any]) -> str:
     """Return the name of the tokenizer's class in transformers, without `Fast` at its end; "" if no file tells it.
 
     The class is named in tokenizer_config.json (`options`) or in config.json, or follows from config.json's
-    `model_type`; the first of these counts.
+    `model_type`; the first of these counts. "LlamaTokenizerFast" gives "LlamaTokenizer". A name that is no string gives
+    "" too.
     """
     name = options.get("tokenizer_class")
     if name is None:
@@ -205,7 +207,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
     there, replaces the older files special_tokens_map.json and added_tokens.json. For a special token that no file
     names, the default of the tokenizer class (`rules`) is used if the vocabulary has it: transformers 4.57 would give
     any other one an id that the model has no row for. Declared tokens are added in the order of their ids. Those that
-    `backend` has with the same text and flags are not added again.
+    `backend` has with the same text and flags are not added again. A token whose text is in the vocabulary keeps its
+    id. Example: `eos_token` "</s>", a plain entry of the vocabulary, becomes a special token with the same id.
     """
     named, declared = _declarations(backend, path, options)
     for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
@@ -239,8 +242,9 @@ def _declarations(
     """Return the options with the special tokens that other files name, and the declared tokens by their ids.
 
     If the options have `added_tokens_decoder`, no other file is read, and its entries are the declared tokens.
-    Otherwise special_tokens_map.json overrides the special tokens that the options name. The declared tokens are then
-    those of added_tokens.json and the added tokens of `backend`, which win for an id that both have.
+    Otherwise special_tokens_map.json overrides the special tokens that the options name; only the lists
+    `additional_special_tokens` of both are joined. The declared tokens are then those of added_tokens.json and the
+    added tokens of `backend`, which win for an id that both have. A missing file counts as an empty one.
     """
     named = dict(options)
     if options.get("added_tokens_decoder") is not None:
@@ -270,7 +274,10 @@ def _content(value: Any) -> str:
 
 
 def _token(value: Any) -> AddedToken:
-    """Return the token of an option: a string is a special token, a mapping has flags."""
+    """Return the token of an option: a string is a special token, a mapping has flags.
+
+    The keys `__type` and `id`, which some files put among the flags, are dropped.
+    """
     if isinstance(value, Mapping):
         return AddedToken(**{name: flag for name, flag in value.items() if name not in ("__type", "id")})
     return AddedToken(str(value), special=True, normalized=False)
@@ -342,6 +349,7 @@ def _apply_bert_options(backend: tokenizers.Tokenizer, fields: Fields) -> None:
         "handle_chinese_chars": fields.boolean("tokenize_chinese_chars", True),
     }
     state = {} if backend.normalizer is None else json.loads(backend.normalizer.__getstate__())
+    # Only a normalizer that has one of these settings with another value is replaced: other kinds have none of them.
     if any(state.get(name, value) != value for name, value in wanted.items()):
         kind = getattr(normalizers, state.pop("type"))
         backend.normalizer = kind(**{**state, **wanted})
@@ -368,7 +376,8 @@ def _apply_bos_and_eos(
 def text_between(backend: tokenizers.Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
     """Return the post-processor that puts the token `first` before and the token `last` after each text.
 
-    None stands for no token. The tokens must be in the vocabulary of `backend`.
+    None stands for no token: with both None it adds nothing. The tokens must be in the vocabulary of `backend`. In the
+    template, "$A" stands for the text.
     """
     before, after = ([token] if token else [] for token in (first, last))
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]

@@ -119,15 +119,16 @@ _PRE_TOKENIZERS = {
 def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer that a GGUF file's metadata describe, and its special tokens by name (bos_token, …).
 
-    Control tokens become special tokens, and user-defined tokens are found in a text before it is split. BOS and EOS
-    are added to a text as the file says, or by default as is usual for the kind of tokenizer; BERT always has its CLS
-    and SEP tokens around a text. `path` is only named in errors. Raise ModelLoadError for an unknown model or `pre`
-    name, and for lists that are missing or differ in length.
+    Control tokens and the unknown token become special tokens, and user-defined tokens are found in a text before it is
+    split. BOS is added before a text as the file says, or by default as is usual for the kind of tokenizer; EOS is
+    added after it only if the file says so. BERT always has its CLS and SEP tokens around a text. `path` is only named
+    in errors. Raise ModelLoadError for an unknown model or `pre` name, and for lists that are missing or differ in
+    length.
     """
     fields = Fields(metadata, path)
     model = fields.data.get(KEY + "model")
     builders = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece, "gemma4": _gemma4}
-    if model not in builders:
+    if model not in builders:  # Also if the file names none.
         raise fields.wrong(KEY + "model", f"one of {', '.join(builders)}: {OTHER_SOURCE}")
     vocabulary = _Vocabulary(fields)
     backend, adds_bos = builders[model](vocabulary)
@@ -166,7 +167,8 @@ class _Vocabulary:
     def __init__(self, fields: Fields):
         """Read and check the lists of tokens and of their types, and the ids of special tokens.
 
-        Without a list of types all tokens are NORMAL. `special_names` has the special tokens that the file names.
+        Without a list of types all tokens are NORMAL. `ids` maps each token to its index in the list; of equal tokens
+        the last one counts. `special_names` has the special tokens that the file names, such as {"bos_token": "<s>"}.
         """
         self.fields = fields
         self.tokens = self.strings("tokens")
@@ -179,7 +181,10 @@ class _Vocabulary:
         }
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of strings, each valid UTF-8; the file may hold bytes that are not."""
+        """Return the list of strings under `key`; ModelLoadError if one of them is not UTF-8 in the file.
+
+        Bytes that are not UTF-8 have been read as lone surrogates, which cannot be encoded.
+        """
         values = self.fields.items(KEY + key, str)
         try:
             "".join(values).encode()
@@ -197,8 +202,8 @@ class _Vocabulary:
     def merges(self) -> list[tuple[str, str]]:
         """Return the BPE merges as pairs of tokens, the highest priority (lowest rank) first.
 
-        The file has each pair as one string, with a space between the tokens. Raise ModelLoadError for a pair whose
-        tokens, or whose joined token, are not in the vocabulary.
+        The file has each pair as one string, with a space between the tokens: "th e" gives ("th", "e"). Raise
+        ModelLoadError for a pair whose tokens, or whose joined token, are not in the vocabulary.
         """
         pairs = []
         for line in self.strings("merges"):
@@ -220,8 +225,8 @@ class _Vocabulary:
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a byte-level BPE tokenizer, as GPT-2's, and whether its prompts begin with BOS by default.
 
-    The file's `pre` name selects the regular expressions that split a text before BPE merges its bytes. Raise
-    ModelLoadError for an unknown name.
+    The file's `pre` name selects the regular expressions that split a text before BPE merges its bytes, and whether the
+    text is normalized to Unicode NFC first. Raise ModelLoadError for an unknown or missing name.
     """
     name = vocabulary.fields.data.get(KEY + "pre")
     pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
@@ -230,8 +235,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=pre.ignore_merges))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
+    # "isolated": a match is a piece of its own, beside the text before and after it.
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # It need not split once more.
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend, pre.add_bos
@@ -265,7 +271,8 @@ def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *
     """Return a BPE tokenizer that encodes a character without a token as the tokens of its UTF-8 bytes.
 
     `merges` are pairs of tokens, the highest priority first. If `adds_space` is true, the decoder drops the space that
-    the normalizer has put before the text; the caller sets that normalizer.
+    the normalizer has put before the text; the caller sets that normalizer. The unknown token, which stands for a
+    character without any of these, is the one that the file names, or else the first token of the type UNKNOWN.
     """
     unknown = vocabulary.special_names.get("unk_token")
     if unknown is None and UNKNOWN in vocabulary.types:
@@ -280,6 +287,7 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
     SentencePiece joins the neighbouring pair whose joined token has the highest score. So every split of a normal token
     into two tokens is a merge, ordered by the score of the whole token, and by the ids of its parts among equal scores.
+    Example: the token "the" gives the merges ("t", "he") and ("th", "e"), if all these parts are tokens.
     """
     ids, types, scores = vocabulary.ids, vocabulary.types, vocabulary.per_token("scores", float)
     merges = [
@@ -296,7 +304,8 @@ def _word_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return BERT's WordPiece tokenizer, which lower-cases text, and True.
 
     The second value, whether prompts begin with BOS by default, has no effect: the caller puts CLS and SEP around a
-    text. Raise ModelLoadError if the file does not name the unknown, CLS and SEP tokens.
+    text. Normal tokens are renamed as WordPiece has them: "▁run" becomes "run", and "ning" becomes "##ning". Raise
+    ModelLoadError if the file does not name the unknown, CLS and SEP tokens.
     """
     names = vocabulary.special_names
     for name in ("unk_token", "cls_token", "sep_token"):
@@ -305,9 +314,11 @@ def _word_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     # The file marks tokens that start a word with ▁; WordPiece marks tokens that continue one with ##.
     ids = {}
     for token, index in vocabulary.ids.items():
+        # Tokens such as [MASK] keep their form, even if the file gives them the type NORMAL.
         if vocabulary.types[index] == NORMAL and not (token.startswith("[") and token.endswith("]")):
             token = token[1:] if token.startswith("▁") else "##" + token
         ids[token] = index
+    # 100 is BERT's own limit: a longer word becomes the unknown token.
     backend = Tokenizer(models.WordPiece(vocab=ids, unk_token=names["unk_token"], max_input_chars_per_word=100))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -93,8 +93,9 @@ class OutputProcessor:
     def restart(self, sequence: SampleSequence) -> None:
         """Rebuild the output of a sequence whose last tokens were dropped and will be drawn again.
 
-        The same tokens will be drawn. Deltas may have delivered some of them and their text already, so later deltas
-        begin after what was delivered.
+        The same tokens will be drawn. Text and logprobs become those of the tokens that are left, and a stop reason is
+        dropped. Later deltas begin after what deltas have delivered. Example: 3 of 5 tokens were delivered, and the
+        fifth is dropped; the next delta begins with the fourth.
         """
         sequence.stop_reason = None
         old = _output_of(sequence)
@@ -102,7 +103,7 @@ class OutputProcessor:
         output.num_delta_tokens = old.num_delta_tokens
         if output.detokenizer is not None and old.detokenizer is not None:
             num_chars = sum(map(len, old.detokenizer.pieces[: old.num_delta_pieces]))
-            # The first of the two pieces is what deltas have had.
+            # Of the two pieces below, the first is what deltas have had.
             text = output.detokenizer.delta()
             output.detokenizer.pieces[:] = [text[:num_chars], text[num_chars:]]
             output.num_delta_pieces = 1
@@ -110,7 +111,8 @@ class OutputProcessor:
     def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
         """Set up a new output for a sequence, with the text and logprobs of its present output tokens, and return it.
 
-        The logprobs are copied from `old`, the output of a sequence that begins with the same tokens.
+        The logprobs are copied from `old`, the output of a sequence that begins with the same tokens. They are summed
+        again; without logprobs `old` has no entries, and the sum stays 0.
         """
         self.start(sequence)
         output = _output_of(sequence)
@@ -125,9 +127,10 @@ class OutputProcessor:
     def check_stop(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> RequestState | None:
         """Add the sequence's last token to its text and logprobs, and check whether the token ends the sequence.
 
-        Return the state that the sequence ends in, or None if it goes on. `row` is the token's row in `sampled`. A stop
-        token is not part of the text. Stop tokens go before stop strings, and these before the length. The stop reason
-        is set for a stop string and for a token of `stop_token_ids`, but not for an EOS token unless EOS is ignored.
+        Return the state that the sequence ends in, or None if it goes on. `row` is the token's row in `sampled`. Its
+        logprobs are kept here only if the request asked for them and does not keep plain numbers. A stop token is not
+        part of the text. Stop tokens go before stop strings, and these before the length. The stop reason is set for a
+        stop string and for a token of `stop_token_ids`, but not for an EOS token unless EOS is ignored.
         """
         params, token_id, output = sequence.request.params, sequence.token_ids[-1], _output_of(sequence)
         if params.logprobs is not None and not sequence.request.has_numbers:
@@ -147,12 +150,13 @@ class OutputProcessor:
         """Add the logprobs of prompt tokens to a request that asked for them.
 
         Row `rows[i]` of `scores` has the logprob of the token at `positions[i]` + 1, since the logits at a position
-        score the next token. Both ranges have the same length. A request of the form ARRAYS or SCORES keeps one number
-        for each token but the first: the number for position p + 1 is at index p. Other requests keep a `Logprob` entry
-        for each token, with None for the first.
+        score the next token. Both ranges have the same length. A request of the form ARRAYS or SCORES (`has_numbers`)
+        keeps one number for each token but the first: the number for position p + 1 is at index p. Other requests keep
+        a `Logprob` entry for each token at its own position, with None for the first. Example: the positions 5 and 6
+        score tokens 6 and 7; numbers go to the indices 5 and 6, entries to 6 and 7.
 
-        Scores that are computed again after a preemption replace the old ones. Entries that an output has shown already
-        (they are then a tuple) stay as they are.
+        The first call makes room for all of them. Scores that are computed again after a preemption replace the old
+        ones. Entries that an output has shown already (they are then a tuple that is not empty) stay as they are.
         """
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
@@ -179,14 +183,14 @@ class OutputProcessor:
         so far. For DELTA, return only what no earlier call has returned, and only the samples that have anything new.
         The output of a beam search always holds its beams whole.
         """
-        queue_end, kind = request.first_scheduled_time, request.params.output_kind
+        queue_end, kind = request.first_scheduled_time, request.params.output_kind  # None while the request waits.
         if kind is RequestOutputKind.FINAL_ONLY and not request.state.is_finished:
             return None
         is_delta = kind is RequestOutputKind.DELTA
         if isinstance(request.beams, BeamSearch):
             outputs = self._beams(request, request.beams)
         elif is_delta:
-            samples = {sequence.index: sequence for sequence in request.sequences}
+            samples = {sequence.index: sequence for sequence in request.sequences}  # A delta names its sample by index.
             outputs = [_delta_completion(samples[delta.index], delta) for delta in self.take_deltas(request)]
         else:
             outputs = [_completion(sequence) for sequence in request.sequences]
@@ -216,7 +220,8 @@ class OutputProcessor:
         """Return one delta for each sample with new tokens or a new end since the last call, and count it as delivered.
 
         A delta has the tokens, their logprobs and the text that no earlier delta had. Text that later tokens may still
-        change is held back, so a delta may have tokens and no text. A beam search has no deltas: the list is empty.
+        change is held back, so a delta may have tokens and no text. The end of a sample is delivered once, in a delta
+        without tokens if all were delivered before. A beam search has no deltas: the list is empty.
         """
         deltas: list[SampleDelta] = []
         if request.beams is not None:
@@ -237,7 +242,7 @@ class OutputProcessor:
             delta = SampleDelta(
                 request.request_id,
                 sequence.index,
-                tuple(sequence.token_ids[start - end :]) if start < end else (),
+                tuple(sequence.token_ids[start - end :]) if start < end else (),  # The last `end - start` tokens.
                 text,
                 tuple(output.logprobs[start:]) if has_logprobs else None,
                 state.finish_reason,
@@ -305,6 +310,7 @@ class OutputProcessor:
 
         Row `row` of `scores` has the values; a `num_top` of −1 stands for all tokens. The likeliest tokens come in
         descending order with the ranks 1, 2, …. If `token_id` is among them, it has only its own entry, the first one.
+        Example: token 7 and a `num_top` of 2, where the likeliest are 3 and 7, give {7: rank 2, 3: rank 1}.
         """
         top_ids, top_logprobs = scores.top(row, num_top)
         token_ids, text_of = top_ids.tolist(), self._token_text
@@ -338,7 +344,8 @@ def _completion(sequence: SampleSequence) -> CompletionOutput:
     """Return the output of one sequence with all its tokens, their logprobs, and the text that cannot change any more.
 
     `sequence.output` keeps the tuples and the text of the last call. Only what is new is appended to them here, since
-    making them anew from the array takes several times as long.
+    making them anew from the array takes several times as long. If the sequence has ended, no text is held back. The
+    logprobs are None unless the request asked for them as entries.
     """
     output, request = _output_of(sequence), sequence.request
     if (detokenizer := output.detokenizer) is not None:
@@ -346,7 +353,6 @@ def _completion(sequence: SampleSequence) -> CompletionOutput:
         if new_pieces := detokenizer.pieces[output.num_text_pieces :]:
             output.text += "".join(new_pieces)
             output.num_text_pieces = len(detokenizer.pieces)
-    # The new tokens are added to the last output's tuple: rebuilding it from the array takes several times as long.
     num_old = len(output.token_ids)
     output.token_ids += tuple(sequence.token_ids[request.prompt_len + num_old :])
     has_logprobs = request.params.logprobs is not None and not request.has_numbers
@@ -396,8 +402,10 @@ def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVe
     """Return which version of the weights drew which of the first `num_tokens` output tokens of a sample.
 
     The spans are in order and cover these tokens: [(version 0, 0 to 5), (version 1, 5 to 8)] for 8 tokens if the
-    weights changed after the fifth. Empty for no tokens.
+    weights changed after the fifth; the end of a span is not part of it. Versions that drew none of these tokens have
+    no span. Empty for no tokens. `sequence.weight_versions` has (first output token, version) of each version.
     """
+    # The common case, which needs no lists: the weights have not changed.
     if len(sequence.weight_versions) == 1:
         return (WeightVersion(sequence.weight_versions[0][1], 0, num_tokens),) if num_tokens else ()
     starts = [start for start, _ in sequence.weight_versions[1:]]

@@ -78,12 +78,13 @@ class PromptEncoder:
 
         A prompt is a text, a list or an array of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and
         `messages`, and optionally `cache_salt` and `priority`; whether the policy takes the priority is not checked
-        here. Only a plain text gets special tokens such as BOS: a chat's text has them by its template.
+        here. Only a plain text gets special tokens such as BOS: a chat's text has them by its template. The text of the
+        result is None for token ids, and the rendered chat for messages.
 
         Raise InvalidRequestError, which names the field, for anything else, an id outside the vocabulary, an empty
         prompt, and a prompt longer than the context. With `has_answer` one output token must fit beside the prompt.
         """
-        num_room = int(has_answer)
+        num_room = int(has_answer)  # Output tokens that must fit: 1 for an answer, 0 for a prompt that is only scored.
         extras: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
             extras = _extras(prompt)
@@ -99,7 +100,8 @@ class PromptEncoder:
         """Check parameters against this model and the engine's limits; return them with the tokens of their bad words.
 
         `max_logprobs` is the engine's option, −1 for no limit. `max_num_seqs` bounds the samples; None if it is not
-        chosen yet. Raise InvalidRequestError, which names the field.
+        chosen yet. Checked are the number of samples, token ids, numbers of logprobs, whether there is a tokenizer for
+        text, and the logit rules; of a beam search only its width. Raise InvalidRequestError, which names the field.
         """
         if max_num_seqs is not None:
             check_num_samples(params, max_num_seqs)
@@ -128,6 +130,7 @@ class PromptEncoder:
         A search needs those of its width plus the number of its end tokens. The engine gives at most those of the whole
         vocabulary, and at most `max_logprobs`, its option, unless that is negative.
         """
+        # In the worst case, the end tokens are the likeliest of a beam; `beam_width` others must be left to go on.
         needed = params.num_top_tokens(len(params.end_ids(self.eos_token_ids)))
         got = f"{params.beam_width}, which needs the logprobs of {needed} tokens"
         if needed > self.vocab_size:
@@ -140,7 +143,8 @@ class PromptEncoder:
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word, once without and once with a space before it, each sequence once.
 
-        A word within a text has a space before it, and other tokens than at the start. Raise InvalidRequestError for a
+        A word within a text has a space before it, and other tokens than at the start: "never" gives the tokens of
+        "never" and of " never". Spaces that the word begins with are dropped first. Raise InvalidRequestError for a
         word without tokens or with a token outside the vocabulary, and for more than MAX_BAD_TOKENS tokens in all.
         """
         words: dict[tuple[int, ...], None] = {}
@@ -153,7 +157,7 @@ class PromptEncoder:
             if not both[0]:
                 got = f"{shown(word)}, for which the tokenizer has no tokens"
                 raise refusal("bad_words", got, "words that it has tokens for", "leave it out")
-            words |= dict.fromkeys(both)
+            words |= dict.fromkeys(both)  # A dict keeps the order and drops repeated sequences.
         for token_id in {token_id for word in words for token_id in word}:
             self._check_id(token_id, "bad_words")
         if (num_tokens := sum(len(word) for word in words)) > MAX_BAD_TOKENS:
@@ -165,12 +169,13 @@ class PromptEncoder:
         """Raise InvalidRequestError if a request wants more logprobs per token than the engine gives.
 
         `name` is the parameter and `wanted` its value: None asks for none, −1 for all of the vocabulary. `max_logprobs`
-        is the engine's option, where a negative value allows all of the vocabulary.
+        is the engine's option, where a negative value allows all of the vocabulary. The message names the smaller of
+        the two limits, this option or the size of the vocabulary.
         """
-        if wanted is None or (max_logprobs < 0 and wanted <= self.vocab_size):
+        if wanted is None or (max_logprobs < 0 and wanted <= self.vocab_size):  # −1 passes here too.
             return
         limit = self.vocab_size if max_logprobs < 0 else min(max_logprobs, self.vocab_size)
-        if wanted < 0:
+        if wanted < 0:  # All of the vocabulary, under an engine with a limit.
             way_out = "start the engine with max_logprobs=-1 to get all"
             raise refusal(name, shown(wanted), f"at most max_logprobs, {max_logprobs}", way_out)
         if wanted > limit == max_logprobs:
@@ -190,7 +195,8 @@ class PromptEncoder:
         """Return the token ids of a text, checked for length and vocabulary.
 
         `num_room` is the number of output tokens that must fit beside them. Raise InvalidRequestError otherwise, and
-        if the engine has no tokenizer. A text that is far too long is refused before it is tokenized.
+        if the engine has no tokenizer. A text of more than MAX_CHARS_PER_TOKEN characters per token of the context is
+        refused before it is tokenized. A warning is logged, once, if the text got a second BOS token in front.
         """
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
@@ -218,8 +224,9 @@ class PromptEncoder:
     def _ids(self, prompt: Any, num_room: int) -> list[int]:
         """Return the token ids of a list, a tuple or an array as a list of Python integers.
 
-        `num_room` is the number of output tokens that must fit beside them. Raise InvalidRequestError for another type,
-        for a wrong length, and for an id that is no integer or outside the vocabulary.
+        `num_room` is the number of output tokens that must fit beside them. An array is anything with a method
+        `tolist`, such as numpy's and JAX's. Raise InvalidRequestError for another type, for a wrong length, and for an
+        id that is no integer or outside the vocabulary.
         """
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not isinstance(ids, list | tuple):
@@ -229,6 +236,7 @@ class PromptEncoder:
         # All at once: checked one by one, the ids of a long prompt would take as long as a step.
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
             return list(ids)
+        # One id is wrong, or has another type of integer, such as numpy's.
         for token_id in ids:
             self._check_id(token_id, "prompt")
         return [int(token_id) for token_id in ids]
@@ -279,7 +287,7 @@ def _only_form(prompt: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the one of PROMPT_KEYS that a prompt's mapping has, and its value.
 
     Raise InvalidRequestError for an unknown key, and for none or several of PROMPT_KEYS. Raise it too if `prompt` is no
-    string, or if `prompt_token_ids` is a string. Other types are checked later.
+    string, or if `prompt_token_ids` is a string. Other types are checked later. PROMPT_EXTRAS may stand beside it.
     """
     for key in prompt:
         check_name(key, (*PROMPT_KEYS, *PROMPT_EXTRAS), "key of a prompt", not_available=not_available.PROMPT_KEYS)

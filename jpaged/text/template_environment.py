@@ -74,8 +74,8 @@ def compile_template(template: str) -> jinja2.Template:
 def _environment() -> jinja2.Environment:
     """Return the sandboxed environment with the limits and Hugging Face's filters, tests and functions.
 
-    It is made once and shared by all templates. Every filter of Jinja2 is wrapped to check the limits, and the test
-    `none` is true for NoContent too.
+    It is made once and shared by all templates. Every filter of Jinja2 is wrapped to check the limits, every value that
+    a template puts out is checked (`finalize`), and the test `none` is true for NoContent too.
     """
     extensions = [_Generation, LoopControlExtension]
     # Not optimized: constants folded at compile time would escape the limits.
@@ -105,11 +105,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Return `left operator right` for +, * and **; raise TemplateRuntimeError if it exceeds a limit.
 
-        The size of a product or a power is estimated first, since the operation itself may take all memory.
+        The size of a product or a power is estimated first, since the operation itself may take all memory: "ab" * n
+        has 2 · n characters, and 10 ** n at most 4 · n bits. A sum is checked afterwards, as both sides are bounded.
         """
         _check_time()
         if operator == "*":
-            for value, count in ((left, right), (right, left)):
+            for value, count in ((left, right), (right, left)):  # Either side may be the number of repetitions.
                 if isinstance(value, str | list | tuple) and isinstance(count, int):
                     _check_len(len(value) * count)
             if isinstance(left, int) and isinstance(right, int):
@@ -169,7 +170,10 @@ def _bounded(_: Any, value: Any) -> Any:
 
 
 def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, a Jinja2 filter, with checks of time and of the size of its arguments and its result."""
+    """Return `function`, a Jinja2 filter, with checks of time and of the size of its arguments and its result.
+
+    `wraps` keeps its attributes, by which Jinja2 knows that a filter takes the context.
+    """
 
     @wraps(function)
     def run(*args: Any, **names: Any) -> Any:
@@ -192,7 +196,8 @@ def _bounded_value(value: Any) -> Any:
     """Return `value` itself; raise TemplateRuntimeError if it is larger than MAX_LEN.
 
     The size is the number of characters of all texts, plus the entries of all lists, tuples and dictionaries, at any
-    depth. A list that occurs twice counts twice, as it would when it is written out.
+    depth; the keys of dictionaries do not count. A list that occurs twice counts twice, as it would when it is written
+    out. Example: ["ab", {"k": "c"}] has the size 2 + 2 + 1 + 1 = 6.
     """
     length, pending = 0, [value]
     while pending:
@@ -224,7 +229,8 @@ def _check_int_bits(num_bits: int) -> None:
 class _Generation(Extension):
     """The block `{% generation %}` … `{% endgeneration %}`, which marks text written by the model for training.
 
-    Here the block only opens a scope of its own, as in transformers.
+    Here the block only opens a scope of its own, as in transformers: what is in it is rendered as if the marks were not
+    there.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
@@ -240,6 +246,7 @@ class _Namespace(jinja2.utils.Namespace):
     With such names a template could make it look like another Python object.
     """
 
+    # No parameter has a name, since a template may use any name, "self" too: args[0] is this object.
     def __init__(*args: Any, **names: Any) -> None:
         for name in (attributes := dict(*args[1:], **names)):
             _refuse_underscore(name)

@@ -112,7 +112,7 @@ class Tokenizer:
         """Return the text of `ids`, decoded by the package `tokenizers` without any clean-up of spaces.
 
         With `skip_special_tokens` special tokens are left out. Ids without a token add nothing. Bytes that are not
-        valid UTF-8 become U+FFFD.
+        valid UTF-8 become U+FFFD. No ids give "".
         """
         # The backend cannot be trusted to skip: tokenizers 0.23 shows special tokens that were declared `normalized`.
         shown = [i for i in ids if i not in self.special_ids] if skip_special_tokens else list(ids)
@@ -122,7 +122,8 @@ class Tokenizer:
         """Return the UTF-8 bytes that a token adds to a text; b"" for an id without a token.
 
         The bytes may be a part of a character whose other bytes come from neighbouring tokens. With `is_first` the
-        token is the first of its text, where SentencePiece drops a leading space.
+        token is the first of its text, where SentencePiece drops a leading space: its token "▁a" adds b" a", and with
+        `is_first` b"a". The bytes without `is_first` are cached by token.
         """
         # Threads may make the same piece twice, which is harmless.
         piece = self._pieces.get(token_id)
@@ -162,11 +163,12 @@ class Tokenizer:
         """Return the id of an ordinary token, the anchor, and the length of its text in characters.
 
         A token that is decoded after the anchor shows the text that it adds anywhere but at the start of a text: the
-        decoded text without the anchor's characters. (0, 0) for a byte-level tokenizer, which needs no anchor, and for
-        a vocabulary with none of the candidates.
+        decoded text without the anchor's characters. Example: anchor "a" and token "▁b" decode to "a b", so the token
+        adds " b". (0, 0) for a byte-level tokenizer, which needs no anchor, and for a vocabulary with none of the
+        candidates.
         """
         if self._byte_of_char is None:
-            for letter in ("a", "A", "0", "▁a"):
+            for letter in ("a", "A", "0", "▁a"):  # Nearly every vocabulary has the first one.
                 token_id = self.backend.token_to_id(letter)
                 if token_id is not None:
                     return token_id, len(self.decode([token_id]))
@@ -199,8 +201,9 @@ def has_tokenizer(path: Path) -> bool:
 def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     """Return the tokenizer of a Hugging Face directory or of a `.gguf` file, with its chat template if it has one.
 
-    `gguf` is that file if it is open already. Code that comes with a model is never run. Raise ModelLoadError, one line
-    that names the file, for a file that is missing or corrupt and for a tokenizer that is not supported.
+    `gguf` is that file if it is open already, so that it is not read twice. Code that comes with a model is never run.
+    Raise ModelLoadError, one line that names the file, for a file that is missing or corrupt and for a tokenizer that
+    is not supported.
     """
     if path.is_dir():
         backend, special_tokens, template = _read_directory(path)
@@ -223,13 +226,15 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
 def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
     """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template or None.
 
-    Without tokenizer.json, transformers converts the vocabulary's other files. Raise ModelLoadError for a file that is
-    corrupt and for a tokenizer that has only special and added tokens.
+    The options of tokenizer_config.json are applied to it. Without tokenizer.json, transformers converts the
+    vocabulary's other files. Special tokens that are declared `normalized` are declared anew without that. Raise
+    ModelLoadError for a file that is corrupt and for a tokenizer that has only special and added tokens.
     """
     options = read_if_there(path / OPTIONS_FILE)
     has_file = (path / TOKENIZER_FILE).is_file()
     backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
     special_tokens = apply_options(backend, path, options, is_converted=not has_file)
+    # Counted first, since listing a large vocabulary takes time; only a small one can consist of added tokens alone.
     if backend.get_vocab_size(with_added_tokens=False) <= len(backend.get_added_tokens_decoder()):
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
         if not backend.get_vocab(with_added_tokens=False).keys() - added:
@@ -314,13 +319,14 @@ def _quiet_transformers() -> Iterator[None]:
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
     """Return the types of the decoder's steps, such as {"Replace", "ByteFallback", "Fuse"}; empty without a decoder.
 
-    Text cannot be streamed from a step that changes the end of a text, nor from ByteLevel among other steps. These get
-    names that are not in `_STREAMABLE_DECODERS`, so that the caller refuses them.
+    Text cannot be streamed from a step that changes the end of a text (`stop` of Strip), nor from ByteLevel among other
+    steps. These get names that are not in `_STREAMABLE_DECODERS`, such as "Strip at the end", so that the caller
+    refuses them.
     """
     if backend.decoder is None:
         return set()
     decoder = json.loads(backend.decoder.__getstate__())
-    steps = decoder.get("decoders", [decoder])
+    steps = decoder.get("decoders", [decoder])  # Of a sequence its steps; any other decoder is one step.
     kinds = {f"{step['type']} at the end" if step.get("stop") else step["type"] for step in steps}
     return {"ByteLevel among others"} if "ByteLevel" in kinds and len(kinds) > 1 else kinds
 

@@ -108,9 +108,10 @@ class RecordedEngine:
     def run(self, workload: Workload) -> float:
         """Queue all requests of the workload at once; return the seconds until the last token.
 
-        The prefix cache is emptied first, and the records are those of this run afterwards: while it runs, this object
-        is the engine's observer, whose `dispatched` is called for each step. Requests ignore ends of sequences, so that
-        each generates exactly as many tokens as the workload says, and each has its index as its seed.
+        The prefix cache is emptied first. While the run lasts, this object is the engine's observer, whose `dispatched`
+        is called for each step; afterwards `shapes`, `steps`, the counts of tokens and `metrics` are those of this run.
+        Requests ignore ends of sequences, so that each generates exactly as many tokens as the workload says, and each
+        has its index as its seed.
         """
         engine = self.engine
         engine.reset_prefix_cache()
@@ -118,6 +119,7 @@ class RecordedEngine:
             record.clear()
         params = [
             SamplingParams(**sampling, max_tokens=n, ignore_eos=True, detokenize=False, seed=index)
+            # Not strict: `cycle` has no end.
             for index, (n, sampling) in enumerate(zip(workload.output_lens, cycle(self.sampling), strict=False))
         ]
         prompts = [list(prompt) for prompt in workload.prompts]
@@ -135,8 +137,9 @@ class RecordedEngine:
     def dispatched(self, record: StepRecord) -> None:
         """Record a step that the engine has dispatched, unless it has no rows: then it has no packed inputs.
 
-        A step of K decode iterations counts as K steps, each with the padded tokens. Tokens are counted as "decode" if
-        all rows of the step decode, else as "prompts".
+        A step of K decode iterations counts as K steps, each with the padded tokens; `decode_lens` has the tokens that
+        each row really decodes in it. Tokens are counted as "decode" if all rows of the step decode, else as "prompts".
+        Example: two rows that decode 4 and 3 tokens in a bucket of 8 rows add 7 true and 4 · 8 = 32 padded tokens.
         """
         step = record.inputs
         if step.layout is None or step.packed is None:
@@ -144,6 +147,7 @@ class RecordedEngine:
         counts = dict(zip(COUNT_FIELDS, step.layout.view(step.packed)["counts"].tolist(), strict=True))
         num_tokens = counts["num_tokens"]
         self.steps.append(step)
+        # A row that decodes has one token; a step with as many tokens as such rows has no prompt.
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
         num_iterations = max(step.decode_lens, default=1)
         samples = self.runner.buckets.samples_for(step.num_samples, step.mode) if step.num_samples else 0
@@ -165,7 +169,7 @@ class ReplayBaseline:
         """Dispatch all steps of the engine's last run again; return the seconds until the device has computed them.
 
         `workload` is not used: the last run must have been of this workload. The steps write the same keys and values
-        into the same pages as before.
+        into the same pages as before. Their inputs are copied to the device before the time is taken.
         """
         steps = [replace(step, packed=jax.device_put(step.packed)) for step in self.recorded.steps]
         jax.block_until_ready([step.packed for step in steps])
@@ -188,7 +192,7 @@ class BareBaseline:
         """Run one bare step for each step of the engine's last run, back to back; return the seconds.
 
         `workload` is not used: the last run must have been of this workload. Programs of new shapes are compiled before
-        the time is taken.
+        the time is taken. Each step takes a token id of the step before, so that the device runs them in this order.
         """
         leaves, token = jax.tree.leaves(self.weights.state), jnp.int32(0)
         for shape in set(self.recorded.shapes) - self._programs.keys():
@@ -204,8 +208,9 @@ class BareBaseline:
 def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Array], Array]:
     """Return a function, to be compiled, that computes the model on `shape.num_tokens` tokens without attention.
 
-    It takes the weights' leaves and a token id, and returns another token id for the next step. This dependence makes
-    the device run the steps one after another. Greedy sampling is included if the shape has samples.
+    It takes the weights' leaves and a token id, both as arrays, and returns another token id for the next step. This
+    dependence makes the device run the steps one after another. If the shape has samples, logits [num_samples, V] and
+    greedy sampling are included. Otherwise the sum of all hidden states gives the id, so that the compiler drops none.
     """
     tree = jax.tree.structure(weights.state)
 
@@ -217,6 +222,7 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
         hidden, _ = model(unpaged_inputs(jnp.where(positions == 0, token, 7), positions), _NoAttention())
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
+        # Greedy sampling reads none of these fields, so zeros serve for all of them.
         rows = SamplingRows(**{each.name: jnp.zeros(shape.num_samples) for each in fields(SamplingRows)})
         return sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY).token_ids[0] & 7
 
@@ -226,7 +232,9 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
 class _NoAttention:
     """A cache whose `attend` costs next to nothing, yet uses queries, keys and values, so that all are computed."""
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, step: Any, **options: Any) -> tuple[Any, _NoAttention]:
+    def attend(
+        self, layer: int, q: Array, k: Array, v: Array, step: Any, **options: Any
+    ) -> tuple[Float[Array, "T N H"], _NoAttention]:
         """Return each query [T, N, H] plus the key and value [T, K, H] of its KV head, and this cache."""
         return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), self
 
@@ -242,25 +250,25 @@ class _DenseCache:
     def attend(
         self,
         layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         step: Any,
         *,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-    ) -> tuple[Any, _DenseCache]:
+    ) -> tuple[Array, _DenseCache]:
         """Write keys and values at the step's positions and return the queries' causal attention, and the new cache.
 
-        The tokens are R rows of T tokens each, flattened: `q` is [R·T, N, H], `k` and `v` are [R·T, K, H], and
-        `step.positions` [R·T] says where in its row's cache each token is. A query at position p attends to slots
-        0 … p, with a `window` only to the last `window` of these. Scores are multiplied by `scale`, and limited to
-        ±`soft_cap` by tanh unless that is None.
+        The tokens are R rows of T tokens each, flattened: `q` and the result are [R·T, N, H], `k` and `v` are [R·T, K,
+        H], and `step.positions` [R·T] says where in its row's cache each token is. N query heads share K KV heads, G =
+        N ÷ K each. A query at position p attends to slots 0 … p, with a `window` only to the last `window` of these.
+        Scores are multiplied by `scale`, and limited to ±`soft_cap` by tanh unless that is None.
         """
         num_rows, num_slots = self.keys.shape[1:3]
         positions = step.positions.reshape(num_rows, -1)
-        rows = jnp.arange(num_rows)[:, None]
+        rows = jnp.arange(num_rows)[:, None]  # [R, 1], to index with `positions` [R, T].
         k, v = (x.reshape(*positions.shape, *x.shape[1:]) for x in (k, v))
         keys = self.keys.at[layer, rows, positions].set(k)
         values = self.values.at[layer, rows, positions].set(v)
@@ -269,6 +277,7 @@ class _DenseCache:
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         slots = jnp.arange(num_slots)[None, None]
+        # [R, T, S]: slots behind the query's position hold padding or nothing yet.
         is_visible = slots <= positions[:, :, None]
         if window is not None:
             is_visible &= slots > positions[:, :, None] - window
@@ -298,8 +307,8 @@ class DenseBaseline:
     def _run_batch(self, prompts: tuple[tuple[int, ...], ...], output_lens: tuple[int, ...]) -> None:
         """Generate greedily from one batch of prompts, and wait for the tokens.
 
-        One step prefills all prompts, padded with id 0 to the longest one. Then all rows decode one token per step
-        until the longest output is done.
+        One step prefills all prompts, padded with id 0 to the longest one, and gives each row its first token. Then all
+        rows decode one token per step until the longest output is done, also those whose own output is shorter.
         """
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
         num_slots = max(length + out for length, out in zip(lens.tolist(), output_lens, strict=True))
@@ -308,7 +317,7 @@ class DenseBaseline:
             ids[row, : len(prompt)] = prompt
         layers = self.model.layers
         shape = len(layers), len(prompts), num_slots, layers[0].num_kv_heads, layers[0].head_size
-        cache = _DenseCache(*(jnp.zeros(shape, self.weights.stream_dtype) for _ in "kv"))
+        cache = _DenseCache(*(jnp.zeros(shape, self.weights.stream_dtype) for _ in "kv"))  # Keys, then values.
         tokens, cache = self._step(self.leaves, cache, ids, np.zeros_like(lens), lens)
         generated = [tokens]
         for index in range(max(output_lens) - 1):
@@ -316,15 +325,20 @@ class DenseBaseline:
             generated.append(tokens)
         np.asarray(jnp.stack(generated))  # Waits for the device, and copies the tokens to the host as an engine does.
 
-    def _forward(self, leaves: Any, cache: _DenseCache, ids: Any, starts: Any, lens: Any) -> tuple[Any, _DenseCache]:
+    def _forward(
+        self, leaves: list[Array], cache: _DenseCache, ids: Array, starts: Array, lens: Array
+    ) -> tuple[Int[Array, " R"], _DenseCache]:
         """Compute one step: return the most likely next token of each row [R], and the updated cache.
 
         `ids` [R, T] are token ids, of which the first `lens[r]` (at least 1) of row r count; the others are padding.
-        The first one of row r has the position `starts[r]`. `leaves` are the leaves of the weights.
+        The first one of row r has the position `starts[r]`: 0 in the prefill, then the tokens that the row has already.
+        Later steps write over the keys and values of padding before any query attends to them. `leaves` are the leaves
+        of the weights.
         """
         num_rows, row_len = ids.shape
         model = nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))
         positions = starts[:, None] + jnp.arange(row_len, dtype=jnp.int32)[None]
         hidden, cache = model(unpaged_inputs(ids.reshape(-1), positions.reshape(-1)), cache)
+        # The last token of row r that counts is at r · T + lens[r] − 1 of the flattened rows.
         last = hidden[jnp.arange(num_rows) * row_len + lens - 1]
         return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), cache

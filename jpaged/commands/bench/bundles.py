@@ -38,7 +38,9 @@ def prepare(dump: str | None = None) -> None:
     """Set the environment variables with which JAX compiles for TPUs on a machine that has none.
 
     `dump` is the folder into which the compiler writes the bundles of each kernel; None to write none. Call this before
-    JAX is imported, which reads the variables at that time.
+    JAX is imported, which reads the variables at that time. JAX itself runs on the CPU. The TPU library is told not to
+    look for a machine of Google's cloud, and to start even if another process uses it; the accelerator's type is any
+    valid one, since each compilation names its own chip.
     """
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
@@ -96,7 +98,8 @@ class Compiler:
     def compile(self, function: Any, *args: Any) -> None:
         """Compile a function for these arguments, which may be arrays or only describe them.
 
-        All files in the dump folder are deleted first, so that afterwards it only has those of this function.
+        All files in the dump folder are deleted first, so that afterwards it only has those of this function. The
+        executable itself is dropped, and errors of the compiler are raised.
         """
         import jax
 
@@ -139,7 +142,7 @@ class Compiler:
         page = page_layout(backend, shape)
         layout = dataclasses.replace(page, num_pages=-(-CACHE_BYTES // page.page_bytes))
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
-        has_scales = layout.dtype.itemsize == 1
+        has_scales = layout.dtype.itemsize == 1  # One-byte pages have a scale per layer and KV head.
         scales = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2) if has_scales else None
         qkv_dtype = jnp.dtype(dtype or ("bfloat16" if has_scales else layout.dtype))
         cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
@@ -201,6 +204,7 @@ class DecodeLoops(NamedTuple):
         product is the attention of a sub-tile for some of the KV heads (`heads`) at once. Tails have a loop over
         sub-tiles, and in it there may be one over products. The kernel unrolls the inner loops by rules
         (`unroll_factor`) that tell here which of them exist: one that is unrolled as a whole has no loop in the dump.
+        An inner loop of 20 bundles and 4 iterations in one of 50 makes 50 + 4 · 20 − 20 = 110 bundles per iteration.
         Raises ValueError if the loops have another form.
         """
         import jax.numpy as jnp
@@ -212,6 +216,7 @@ class DecodeLoops(NamedTuple):
             unroll_factor,
         )
 
+        # A loop body holds at most `max_unrolled` products, counted over all loops that are unrolled into it.
         dtype = jnp.dtype(shape.dtype)
         heads = heads_per_product(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.max_rows)
         num_products, tail_rows = shape.num_kv_heads // heads, tail_rows_together(dtype)
@@ -241,7 +246,7 @@ class DecodeLoops(NamedTuple):
             [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
             for inner in (full, tail)
         )
-        # `_around` finds the loop over rows, in which the full tiles are.
+        # The loop over rows, in which the full tiles are.
         row = _around(full, loops)
         sub_tile_iterations = iterations(sizes.tile // sizes.full, max_unrolled // num_products)
         return cls(
@@ -265,6 +270,7 @@ class DecodeLoops(NamedTuple):
 
         num_full = (context_len - 1) // sizes.tile
         num_sub_tiles = -(-(context_len - num_full * sizes.tile) // sizes.tail)
+        # All rows have equal tails here, so each group of tails computes as many sub-tiles as this row.
         bundles_of_block = self.block_overhead + self.num_tail_groups * num_sub_tiles * self.tail_sub_tile
         return bundles_of_block / BLOCK_ROWS + (self.row_overhead + num_full * self.full_tile if num_full else 0)
 
@@ -293,6 +299,7 @@ def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: Tp
         total += query_tile_overhead + -(-end // sizes.tile_kv) * kv_tile_overhead
         for begin in range(0, end, sizes.sub_kv):
             # A sub-tile needs no mask if the first query of the tile already attends to all its keys.
+            # In the last one, at the diagonal, half of the keys or less may be left.
             is_unmasked, fits_half = begin + sizes.sub_kv - 1 <= position, end - begin <= sizes.sub_kv // 2
             total += num_chunks * (unmasked if is_unmasked else half if fits_half else masked).size
     return total
@@ -322,8 +329,10 @@ def read_loops(bundles: str, utilization: str) -> list[Loop]:
 
     `bundles` lists the bundles: a line such as "0x2 LB: >> { … }" begins a loop ("LB") at depth 2, the number of ">".
     `utilization` is a table with a row for each bundle and a column for each slot; the line "MXU, …" names the columns.
-    Raises ValueError if the table has another form, or not one row for each bundle.
+    A loop's `slots` add up the rows of its own bundles, those that are in no inner loop. A kernel without loops gives
+    []. Raises ValueError if the table has another form, or not one row for each bundle.
     """
+    # (mark or "", depth as ">" and spaces) of each bundle, whose number is hexadecimal, or 0.
     lines = re.findall(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:\s*((?:>\s*)*)\{", bundles, re.MULTILINE)
     marks = [(mark, depth.count(">")) for mark, depth in lines]
     names = re.search(r"\n(MXU, .*)\n", utilization)

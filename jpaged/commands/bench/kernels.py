@@ -99,7 +99,8 @@ def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, n
 def measure(programs: dict[str, Program], num_runs: int) -> None:
     """Run each program `num_runs` times, in turns, and record the times in `Program.times_s`.
 
-    A first run of each, which warms up, is not counted; times from before are dropped.
+    The turns are A, B, A, B, …, so that a change of the clock or of the load meets all programs alike. A first run of
+    each, which warms up, is not counted; times from before are dropped.
     """
     for program in programs.values():
         program.time()
@@ -114,15 +115,16 @@ def random_pages(
 ) -> tuple[PagedCache, AttentionMetadata]:
     """Return a paged cache with random contents, and the metadata of a step over the workload's rows.
 
-    The page tables name pages in random order, out of `num_copies` times as many as the rows need. The first
-    `num_shared` tokens, rounded down to whole pages, are in the same pages for all rows. The tables have room for
-    `table_len` tokens (at least `context_len`); the entries beyond a row's pages are the null page.
+    The page tables [rows, P] name the pages that the rows need, in random order; the cache has `num_copies` times as
+    many, and the null page. The first `num_shared` tokens, rounded down to whole pages, are in the same pages for all
+    rows. The tables have room for `table_len` tokens (at least `context_len`); the entries beyond a row's pages are the
+    null page. Random numbers have fixed seeds.
     """
     num_layers, num_rows, query_len = workload.num_layers, workload.num_rows, workload.query_len
     tables = random_tables(workload.context_lens, page_size, np.random.default_rng(0))
     # Page 0 is the null page.
     num_pages, num_shared_pages = 1 + num_copies * int(tables.max()), workload.num_shared // page_size
-    tables[:, :num_shared_pages] = tables[0, :num_shared_pages]
+    tables[:, :num_shared_pages] = tables[0, :num_shared_pages]  # All rows share those of the first one.
     layout = backend.layout(KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype))
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
@@ -145,18 +147,20 @@ def random_pages(
 def chain_of_layers(attend: Callable[..., tuple[Any, Any]], cache: Any, workload: Workload, dtype: str) -> Program:
     """Compile a program that calls `attend(layer, cache, q, k, v)` for each layer; it returns an output and a cache.
 
-    The next layer's queries, keys and values are 0.9 of the former ones plus 0.1 of the output, so that the compiler
-    can neither drop nor reorder layers. The first layer's are random, of type `dtype`. The program's state is the tuple
-    (cache, q, k, v).
+    Queries and outputs are [T, N, H], keys and values [T, K, H]: T tokens, N query heads, K KV heads of size H. The
+    next layer's queries, keys and values are 0.9 of the former ones plus 0.1 of the output (of its first K heads for
+    keys and values), so that the compiler can neither drop nor reorder layers. The first layer's are random, of type
+    `dtype`. The program's state is the tuple (cache, q, k, v).
     """
     num_tokens, num_kv_heads = workload.num_rows * workload.query_len, workload.num_kv_heads
     q, k, v = (
+        # Keys from 10 on, since `random_pages` uses the first ones.
         jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, workload.head_size), dtype)
         for index, heads in enumerate((workload.num_heads, num_kv_heads, num_kv_heads))
     )
 
     def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the state after all layers."""
+        """Return the state (cache, q, k, v) after all layers."""
         cache, q, k, v = state
         for layer in range(workload.num_layers):
             out, cache = attend(layer, cache, q, k, v)

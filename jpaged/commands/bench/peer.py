@@ -35,14 +35,15 @@ class PeerBaseline:
             self._process = Popen(shlex.split(command), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--peer: {name} cannot be started: {error}") from error
-        self.ready = self._read()
+        self.ready = self._read()  # Waits while the peer loads its model.
         """The peer's first line: its name and version."""
 
     def run(self, workload: Workload) -> float:
         """Let the peer compute the workload; return the seconds that it measured.
 
-        Raises ConfigError if the peer has ended, answers with no JSON object, or generated another number of tokens
-        than the workload wants.
+        This writes one line with all requests to the peer and waits, without a time limit, for its answer. Raises
+        ConfigError if the peer has ended, answers with no JSON object, or generated another number of tokens than the
+        workload wants.
         """
         pairs = zip(workload.prompts, workload.output_lens, strict=True)
         requests = [{"prompt": list(prompt), "out": out} for prompt, out in pairs]

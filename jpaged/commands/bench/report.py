@@ -28,7 +28,7 @@ def parse_bench(parser: FlagParser, argv: Sequence[str], *positive: str) -> Name
     """Return the parsed flags of a bench.
 
     Raises ConfigError if `--runs` or one of the flags `positive` is below 1, or if the folder of `--output` does not
-    exist.
+    exist: that is found before a measurement of minutes rather than after it.
     """
     args = parser.parse_args(list(argv))
     check_positive(args, "runs", *positive)
@@ -38,7 +38,10 @@ def parse_bench(parser: FlagParser, argv: Sequence[str], *positive: str) -> Name
 
 
 def machine(device: jax.Device) -> dict[str, Any]:
-    """Return the entries of a report that say on which device and machine, with which versions and when it was made."""
+    """Return the entries of a report that say on which device and machine, with which versions and when it was made.
+
+    The date is that of today in ISO form, such as "2026-01-31".
+    """
     return {
         "device": device.device_kind,
         "machine": f"{_processor()}, {os.cpu_count()} cores",

@@ -81,7 +81,7 @@ def bench(kind: str, argv: Sequence[str]) -> int:
         config = replace(config, max_model_len=max(max_len, min(MIN_MODEL_LEN, handle.spec.max_context_len)))
     elif config.max_model_len < max_len:
         raise ConfigError(f"max_model_len: got {config.max_model_len}, the workloads need {max_len}; raise it")
-    if config.max_num_seqs is None:
+    if config.max_num_seqs is None:  # As many as DENSE_ROWS, so that all baselines batch alike.
         config = replace(config, max_num_seqs=16)
     with ExitStack() as stack:
         baselines = _baselines(config, handle, args, stack)
@@ -111,7 +111,7 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
     add_report_flags(parser, 5, "interleaved runs")
     add_engine_flags(parser.add_argument_group("engine"))
     args = parse_bench(parser, argv)
-    for count in args.num_requests or ():
+    for count in args.num_requests or ():  # None, if the flag was not given, means all requests.
         check("--num-requests", count, integer(1), error=ConfigError)
     for name in args.versus:
         check("--versus", name, one_of(*VERSUS), error=ConfigError)
@@ -126,8 +126,8 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
     """Return everything that is timed, by name: the engine first, then the baselines of `--versus` and the peers.
 
     Engines and peer processes are started here; `stack` closes them at its end. Each baseline of OTHER_OPTIONS has an
-    engine of its own; the others share the first engine or its weights. Raises ConfigError if a peer cannot be started,
-    or for "dense" with a model on several devices.
+    engine of its own; the others share the first engine or its weights. Only what `--versus` names is made. Raises
+    ConfigError if a peer cannot be started, or for "dense" with a model on several devices.
     """
 
     def new_engine(**options: Any) -> RecordedEngine:
@@ -157,7 +157,8 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
 def _measure(baselines: dict[str, Baseline], workloads: list[Workload], num_runs: int) -> Seconds:
     """Run every baseline on every workload `num_runs` times, in turns; return the seconds of each run.
 
-    A first run of each is not counted, because it compiles. Each run's tokens/s go to stderr.
+    The engine, which is the first of `baselines`, comes first in each turn: some baselines repeat its last run. A first
+    run of each is not counted, because it compiles. Each run's tokens/s go to stderr.
     """
     seconds: Seconds = defaultdict(lambda: defaultdict(list))
     for run in range(-1, num_runs):  # Run −1 is the one that is not counted.
@@ -219,7 +220,7 @@ def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
     Median and worst latencies are over the requests, in seconds; the time to the first token counts from the request's
     arrival. The time per output token of a request leaves out the first token; requests with one output token have
     none. Padded ÷ true tokens are counted apart for steps that only decode and for steps with prompts: 1 means no
-    padding.
+    padding. The workload must have a request of more than one output token.
     """
     ours.run(workload)
     first_s = [each.first_token_time - each.arrival_time for each in ours.metrics if each.first_token_time is not None]

@@ -87,8 +87,9 @@ class Bundles:
     def _compiled_figures(self, kind: str, sizes: TpuSizes) -> Figures | str:
         """Compile the kernels with these sizes; return the bundles of the kernel `kind`, or why there are none.
 
-        Sizes with which decode spills more registers than with the first sizes are refused: a spill costs memory
-        accesses that the number of bundles does not show.
+        The bundles are of a row of each of CONTEXT_LENS tokens for decode, and of a prompt of each of PROMPT_LENS for
+        prefill. Sizes with which decode spills more registers than with the first sizes are refused: a spill costs
+        memory accesses that the number of bundles does not show.
         """
         backend = _backend(self.compiler.chip, self.shape, sizes)
         try:
@@ -136,7 +137,11 @@ class Measured:
         return {f"prompt of {n}": Workload(1, n, layers, query_len=n, **heads) for n, (_, layers) in counts.items()}
 
     def _fitting(self, context_len: int, num_rows: int, num_layers: int) -> tuple[int, int]:
-        """Return rows and layers whose pages take at most MAX_BYTES: halve layers, then rows, but not below 1 each."""
+        """Return rows and layers whose pages take at most MAX_BYTES: halve layers, then rows, but not below 1 each.
+
+        Each row has pages for `context_len` tokens in each layer. Example: if 300 rows of one layer fit, 64 rows and 16
+        layers become 64 and 4; if 20 fit, 16 and 1.
+        """
         row_bytes = -(-context_len // self.shape.page_size) * _page_bytes(self.chip, self.shape)
         while num_rows * num_layers > max(1, MAX_BYTES // row_bytes):
             num_rows, num_layers = (num_rows, num_layers // 2) if num_layers > 1 else (num_rows // 2, 1)
@@ -146,7 +151,7 @@ class Measured:
         """Return the median ms per layer of the kernel `kind` at each of these sizes; see `Source`.
 
         Sizes that cannot be compiled or run alone get their error as a string. If a run fails while the candidates take
-        turns, all of them get that error.
+        turns, all of them get that error. Otherwise a candidate gets the figures of all workloads, by name.
         """
         from .kernels import measure, paged
 
@@ -187,9 +192,9 @@ def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned
 
     Decode's sizes are tuned first, then prefill's: one size after another is set to the best of its value and FACTORS
     times its value, while all others stay. A kernel keeps its sizes of `start` unless the new ones save more than
-    MIN_GAIN of its cost. A cost is the geometric mean over the source's workloads, relative to the sizes of `start`.
-    With a source that does not see copies, the sizes of FETCHED stay. Every cost goes to stderr. Raises ConfigError if
-    the best sizes so far, at first `start`, have no cost.
+    MIN_GAIN of its cost. A cost is the geometric mean, over the source's workloads, of the figure divided by that of
+    `start`: 0.9 saves 10%. With a source that does not see copies, the sizes of FETCHED stay. Every cost goes to
+    stderr. Raises ConfigError if the best sizes so far, at first `start`, have no cost.
     """
     best, before, after = start, Figures(), Figures()
     for kind, names in (("decode", DECODE_SIZES), ("prefill", PREFILL_SIZES)):
@@ -223,7 +228,8 @@ def other_sizes(
 ) -> list[TpuSizes]:
     """Return copies of `sizes` in which the size `name` is multiplied by each of `factors`.
 
-    `name` is one of DECODE_SIZES or PREFILL_SIZES. Copies that the kernels cannot work with on this chip are left out.
+    `name` is one of DECODE_SIZES or PREFILL_SIZES, and a product is rounded down. Copies that the kernels cannot work
+    with on this chip are left out, so the list may be empty.
     """
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import check_sizes
 
@@ -268,9 +274,10 @@ def _reason(error: Exception) -> str:
 
 
 def write_entry(table: Path, entry: dict[str, Any]) -> None:
-    """Add an entry to a table, a JSON file, in place of any for the same chip and shape.
+    """Add an entry to a table, a JSON file with a list of entries, in place of any for the same chip and shape.
 
-    A table that does not exist is created; its folder must exist. The file is replaced in one atomic step.
+    A table that does not exist is created; its folder must exist. The file is replaced in one atomic step: it is
+    written under another name and then renamed, so that a start never reads half of it.
     """
     entries = json.loads(table.read_text()) if table.exists() else []
     others = [old for old in entries if any(old[key] != entry[key] for key in ("chip", "shape"))]
@@ -349,9 +356,10 @@ def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
     """Search the best sizes for the shape of the flags and write them as an entry of the table; return 0.
 
     Costs are bundles if there is a `compiler`, else times measured on this TPU. The search starts from the sizes that
-    an engine would take now; if it finds nothing better, the table does not change. Raises ConfigError if the table
-    cannot be read or written, or if the kernels do not take the shape. Whether the table can be written is tried before
-    the search, which takes minutes.
+    an engine would take now; if it finds nothing better, the table does not change. The table is the file `--output`,
+    or else that of this user; its folder is made if it is missing. Raises ConfigError if the table cannot be read or
+    written, or if the kernels do not take the shape. Whether the table can be written is tried before the search, which
+    takes minutes.
     """
     import jax
 

@@ -51,9 +51,9 @@ class Workload:
 def load_workload(name: str, *, vocab_size: int, num_requests: int | None = None) -> Workload:
     """Return the workload `name`, one of WORKLOADS, with `num_requests` requests; None means all.
 
-    A fixed workload (A, B or C) is cut to its first `num_requests`. A drawn one has exactly `num_requests`, by default
-    64, with token ids below `vocab_size`. Raises ConfigError if there is no such workload, or if a fixed one has token
-    ids that the model lacks.
+    A fixed workload (A, B or C) is cut to its first `num_requests`, if it has more. A drawn one has exactly
+    `num_requests`, by default 64, with token ids below `vocab_size`. Raises ConfigError if there is no such workload,
+    or if a fixed one has token ids that the model lacks.
     """
     if name not in WORKLOADS:
         raise refusal("--workload", shown(name), ", ".join(WORKLOADS), error=ConfigError)
@@ -72,7 +72,8 @@ def load_workload(name: str, *, vocab_size: int, num_requests: int | None = None
 def _drawn(name: str, vocab_size: int, num_requests: int) -> Workload:
     """Return the workload `sharegpt` or `decode` with `num_requests` prompts of random token ids below `vocab_size`.
 
-    The seed is fixed, so that the same arguments give the same workload.
+    The seed is fixed, so that the same arguments give the same workload. `sharegpt` has lognormal lengths whose means
+    are MEAN_IN and MEAN_OUT tokens; `decode` has DECODE_IN tokens in and DECODE_OUT out for each request.
     """
     rng = np.random.default_rng(SEED)
 

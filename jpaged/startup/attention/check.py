@@ -64,10 +64,10 @@ def find_failure(
     """Compare a backend with `xla` on this device; return why it must not serve, as a clause, or None if it may.
 
     Compares attention, and also matrix products and norms if the backend has its own. The reason not to serve is that
-    results differ or that the comparison raised an exception. An agreement is remembered in this user's cache by a file
-    whose name is a digest of `check_key`: if the file is there, nothing is compared. If the cache cannot be used, a
-    warning says so and each start compares. Nothing is compared, and the result is None, for a backend that needs no
-    check or whose check is made in a subprocess (`check_process`).
+    results differ by more than MAX_ERROR, or that the comparison raised an exception. An agreement is remembered in
+    this user's cache by a file whose name is a digest of `check_key`: if the file is there, nothing is compared. If the
+    cache cannot be used, a warning says so and each start compares. Nothing is compared, and the result is None, for a
+    backend that needs no check or whose check is made in a subprocess (`check_process`).
     """
     if not backend.needs_check or backend.check_guard is CheckGuard.CHILD:
         return None
@@ -130,22 +130,24 @@ def too_different(error: float, device: jax.Device) -> str | None:
 
 @contextlib.contextmanager
 def _watchdog(backend: Backend) -> Iterator[None]:
-    """End the whole process if this context lasts longer than WATCHDOG_S, with one line on stderr that says what to do.
+    """End the whole process, with status 1, if the body of this context lasts longer than WATCHDOG_S.
 
-    This is for a backend whose `check_guard` is WATCHDOG; for others the context does nothing. The process ends because
-    nothing can cancel a kernel that hangs.
+    One line on stderr then says what to do. This is for a backend whose `check_guard` is WATCHDOG; for others the
+    context does nothing. The process ends because nothing can cancel a kernel that hangs.
     """
 
     def end_process() -> None:
+        """Write what is in the buffers of the standard streams, then the error, and end the process with status 1."""
         message = f"error: attention: the check of {backend.name} has given no answer within {WATCHDOG_S:g} s; "
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        # Straight to descriptor 2, past Python's buffers, since the process ends without flushing them.
         os.write(2, f'{message}use --attention-backend xla, or Engine(attention_backend="xla")\n'.encode())
         os._exit(1)  # sys.exit would only end this timer's thread.
 
     timer = threading.Timer(WATCHDOG_S, end_process)
-    timer.daemon = True
+    timer.daemon = True  # A process that ends otherwise does not wait for the timer.
     if backend.check_guard is CheckGuard.WATCHDOG:
         timer.start()
     try:
@@ -162,7 +164,7 @@ def check_key(
     These are the backend, the model's shape, the data types, the page size, the chip, its driver, the versions of JAX,
     and a digest of the kernels' source.
     """
-    windows = sorted({window or 0 for window in model.windows})
+    windows = sorted({window or 0 for window in model.windows})  # 0 stands for full attention.
     heads = attention_shape(model, kv_dtype)
     shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows, heads.has_soft_cap]
     versions = [device.client.platform_version, jax.__version__, version("jaxlib"), source_digest()]
@@ -180,27 +182,30 @@ def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
 def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size: int, device: jax.Device) -> float:
     """Return the largest difference between this backend's attention and that of `xla`, as a share of a row's norm.
 
-    Both backends run the steps of `check_steps`, prefills and decodes, with the same random queries, keys and values of
-    `dtype`. Each has a cache of its own, whose second layer of two is used. Each window of `shape` is compared.
-    All steps have the same shapes, so each backend compiles two programs per window: one for steps with prompts, one
-    for steps that only decode. The result is infinity if an output is not finite.
+    Both backends run the steps of `check_steps`, prefills and decodes, with the same random queries [T, N, H], keys and
+    values [T, K, H] of `dtype`: T tokens, N query heads, K KV heads of size H. The difference of an output [T, N, H] is
+    taken per token and head. Each backend has a cache of its own, whose second layer of two is used. Each window of
+    `shape` is compared. All steps have the same shapes, so each backend compiles two programs per window: one for steps
+    with prompts, one for steps that only decode. The result is infinity if an output is not finite.
     """
     largest_error, head_size = 0.0, shape.head_size
     soft_cap = CHECK_SOFT_CAP if shape.has_soft_cap else None
     for window in dict.fromkeys(shape.windows or (None,)):
         options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
         attend = jax.jit(functools.partial(PagedCache.attend, **options), static_argnums=1)
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(0)  # The same numbers at each start.
+        # A layout of one page, to ask how long the longest row has to be; the caches get as many pages as rows need.
         layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
         context_len = backend.check_context_len(shape.num_heads, layout, dtype)
         tables, num_tokens, steps = check_steps(block_size, context_len, rng)
         kv_shape = shape.kv_shape(block_size, num_layers=2, num_pages=int(tables.max()) + 1)
+        # The backend's cache first, then that of `xla`; so are the outputs `outs` below.
         caches = [_unwritten_cache(each, kv_shape) for each in (backend, XlaBackend(platform=device.platform))]
         context_lens = np.zeros(len(tables), int)
         for query_lens in steps:
             context_lens += query_lens
-            heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
-            inputs = [jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype) for num in heads]
+            head_counts = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads  # Of queries, keys and values.
+            inputs = [jnp.asarray(rng.normal(size=(num_tokens, heads, head_size)), dtype) for heads in head_counts]
             rows, outs = np.flatnonzero(query_lens), []  # Rows without new tokens are left out of the step.
             is_decode = bool((query_lens[rows] == 1).all())
             for index, cache in enumerate(caches):
@@ -216,6 +221,7 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
                 )
                 with jax.default_device(device):
                     out, caches[index] = attend(cache, 1, *inputs, step)
+                # The step is padded to `num_tokens`; outputs of padding are not compared.
                 outs.append(np.asarray(out[: query_lens.sum()], np.float32))
             largest_error = max(largest_error, _largest_difference(*outs))
     return largest_error
@@ -224,9 +230,9 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
 def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device) -> float:
     """Return the largest difference between the results of `ops` and those of `XLA_OPS`, as a share of a row's norm.
 
-    Compares a matrix product, columns taken from the matrix, and both norms, for each number of rows in PRODUCT_ROWS.
-    Inputs are random arrays of `dtype`; each implementation stores the same matrix in its own way. The result is
-    infinity if an output is not finite.
+    Compares the product x · W, columns taken from W, RMS norm and layer norm of x, for x [rows, hidden_size] with each
+    number of rows in PRODUCT_ROWS. W [hidden_size, PRODUCT_COLUMNS] and the other inputs are random arrays of `dtype`;
+    each implementation stores the same W in its own way. The result is infinity if an output is not finite.
     """
     rng, matrix, largest_error = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
     weight_t = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))  # Wᵀ [out, in], as checkpoints have it.
@@ -238,7 +244,7 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
 
         @jax.jit
         def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
-            columns = each.columns(weight, jnp.asarray(ids), hidden_size)
+            columns = each.columns(weight, jnp.asarray(ids), hidden_size)  # Every seventh one, as an embedding reads.
             normed = each.rms_norm(x, gains, NORM_EPS), each.layer_norm(x, gains, gains, NORM_EPS)
             return [each.product(x, weight, PRODUCT_COLUMNS), columns, *normed]
 
@@ -253,7 +259,11 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
 
 
 def _stored(ops: LayerOps, weight_t: np.ndarray, matrix: tuple[int, int]) -> np.ndarray:
-    """Return a matrix W as `ops` stores it. `weight_t` is Wᵀ [out, in], and `matrix` is the shape (in, out) of W."""
+    """Return a matrix W as `ops` stores it. `weight_t` is Wᵀ [out, in], and `matrix` is the shape (in, out) of W.
+
+    `matrix_rows` returns the bounds of the rows to read, here all of them, and a function that stores rows from a first
+    one on; it is called once, with all rows.
+    """
     out = np.empty(ops.matrix_shape(*matrix, weight_t.dtype), weight_t.dtype)
     _, write = ops.matrix_rows(out, [(0, size) for size in out.shape], matrix)
     write(0, weight_t)
@@ -269,9 +279,13 @@ def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 def check_steps(block_size: int, long_len: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
     """Return page tables [rows, P], the token capacity of a step, and for each step the new tokens of each row [rows].
 
-    There are four short rows, two of them one token shorter and longer than a page, and a fifth of `long_len` tokens.
-    Step 1 prefills the short rows and the first chunk of the long one, step 2 its second chunk; then all rows decode
-    twice. The capacity is half of all prompt tokens, rounded up to a multiple of CHECK_TOKENS.
+    A row is a sequence. Four rows are short, two of them one token shorter and longer than a page, and a fifth has
+    `long_len` tokens, more than the others together. Step 1 prefills the short rows and the first chunk of the long
+    one, step 2 its second chunk; then all rows decode twice. The capacity is half of all prompt tokens, rounded up to a
+    multiple of CHECK_TOKENS; the first chunk fills step 1 up to it.
+
+    Example with pages of 64 tokens and a `long_len` of 300: the capacity is 256, and the steps have [1, 17, 63, 65,
+    110], [0, 0, 0, 0, 190], [1, 1, 1, 1, 1] and [1, 1, 1, 1, 1] new tokens.
     """
     # Rows of one query come first in a step: with pages of 2 tokens the row that is one shorter is such a row.
     short_lens = np.array(sorted([1, 17, block_size - 1, block_size + 1], key=lambda query_len: query_len != 1))

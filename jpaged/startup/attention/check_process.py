@@ -99,9 +99,10 @@ class CheckResult:
 def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str | None:
     """Compare a backend with `xla` in a child process; return why it must not serve, as a clause, or None if it may.
 
-    A child that crashes, does not answer within `limit_s` seconds, or finds a difference is a failure. Lasting results,
-    failures too, are remembered in this user's cache, and no child is started if an earlier start has left one. Within
-    a process each request is answered once, by `functools.cache`.
+    A child that crashes, does not answer within `limit_s` seconds, or finds a difference is a failure. Lasting results
+    (`CheckResult.is_lasting`), failures too, are kept in a file of this user's cache, and no child is started if the
+    file is there. A file that cannot be read is written anew, with a warning. A failure from the file, or one that was
+    just written to it, says how to check again. Within a process `functools.cache` compares each request only once.
     """
     path = _result_path(request)
     try:
@@ -131,7 +132,7 @@ def _result_path(request: CheckRequest) -> Path | None:
     which GPUs there are, since a result of one chip must not count for another. The file may not exist.
     """
     try:
-        driver = [line for line in _driver_lines() if line.startswith(DRIVER_FIELDS)]
+        driver = [line for line in _driver_lines() if line.startswith(DRIVER_FIELDS)]  # Driver version, GPU models.
         if request.device != "cpu" and not driver:
             logger.warning(EACH_START, "a backend", f"no NVIDIA driver tells its version in {DRIVER_FILES[0]}")
             return None
@@ -154,17 +155,18 @@ def _driver_lines() -> Iterator[str]:
 def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
     """Run `main` in a child process and return its result, or a failure if it crashes or takes longer than `limit_s`.
 
-    The child is killed, with its own children, when its time is over or this process is interrupted. An answer counts
-    even if the child crashes or hangs after it. The result is lasting if the child answered, hung after it had opened
-    the device, or was ended by a signal of a crash, such as SIGSEGV. It is not lasting if the child could not start or
-    failed otherwise. Nothing is raised for a failed child.
+    The child is killed, with its own children, when its time is over or this process is interrupted. An answer, a line
+    that begins with RESULT, counts even if the child crashes or hangs after it; it says itself whether it is lasting.
+    Without an answer, the failure is lasting if the child hung after it had opened the device, or was ended by a signal
+    of a crash, such as SIGSEGV. It is not lasting if the child could not start or failed otherwise. Nothing is raised
+    for a failed child.
     """
     # -P and _import_path keep modules of the current folder, which may be a downloaded model, from being imported.
     # A session of its own lets `_end` kill the children of the child too.
     command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}"]
     with TemporaryFile() as answer, TemporaryFile() as errors:
 
-        def lines(file: IO[bytes]) -> list[str]:
+        def lines(file: IO[bytes]) -> list[str]:  # All that the child has written to it so far.
             file.seek(0)
             return file.read().decode(errors="replace").strip().splitlines()
 
@@ -201,6 +203,7 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
 
 def _import_path() -> str:
     """Return `sys.path` as a value of PYTHONPATH, without the current folder unless jpaged itself is in it."""
+    # This file is jpaged/startup/attention/check_process.py, so parents[3] is the folder that jpaged is in.
     here, own = Path.cwd().resolve(), Path(__file__).resolve().parents[3]
     return os.pathsep.join(path for path in map(str, sys.path) if here == own or Path(path).resolve() != here)
 
@@ -227,8 +230,10 @@ def main(limit_s: float) -> int:
 def _compare(request: CheckRequest) -> CheckResult:
     """Compare a backend with `xla` in this process, which is the child, and return the result.
 
-    A backend that cannot be made for the device or the model is no failure of the check: the parent meets the same
-    error when it makes the backend, and reports it. Running out of device memory is a failure that is not remembered.
+    The line DEVICE_IS_OPEN is printed once the device is open. A backend that cannot be made for the device or the
+    model is no failure of the check: the parent meets the same error when it makes the backend, and reports it. A
+    missing device and too little device memory are failures that are not lasting; a difference and any other error are
+    lasting ones.
     """
     module, name = request.backend.split(":")
     backend_class: type[Backend] = getattr(importlib.import_module(module), name)
@@ -256,9 +261,11 @@ def check_before_opening(
 ) -> None:
     """Compare the backends that may serve on a GPU in child processes, before this process opens the GPU.
 
-    After that the child might find too little memory. The results are only remembered here; they count once a backend
-    is chosen. Does nothing if there is no GPU or the options exclude it. `model` is the model as one device has it.
-    `report(done, total)` is called before and after a comparison, which may take a minute.
+    After that the child might find too little memory. The results are only remembered here (`check_in_subprocess`
+    caches them); they count once a backend is chosen. Compared are the backends of GPUs whose `check_guard` is CHILD
+    and that the option `attention_backend` allows; one that needs a newer JAX or cannot be imported is passed over.
+    Does nothing if there is no GPU, or if the options or JAX's settings exclude it. `model` is the model as one device
+    has it. `report` is called with (done, total), (0, 1) and (1, 1), around a comparison, which may take a minute.
     """
     kinds = [config.device] if config.device != "auto" else visible_accelerators()
     if "gpu" not in kinds or not _jax_may_use_gpus():
@@ -266,7 +273,7 @@ def check_before_opening(
     for entry in BACKENDS:
         if "gpu" not in entry.platforms or config.attention_backend not in ("auto", entry.name):
             continue
-        if jax.__version_info__ < entry.min_jax:
+        if jax.__version_info__ < entry.min_jax:  # `choose_attention` says so.
             continue
         try:
             backend = load_backend(entry)

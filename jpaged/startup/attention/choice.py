@@ -66,9 +66,10 @@ def choose_attention(
     """Choose the attention backend for these devices, all of one kind. `asked` is the option `attention_backend`.
 
     With "auto", the first backend in BACKENDS is taken that is a default of the platform and can serve. If there is
-    none, the fallback is taken, and the result's reason says why the last of them cannot. Any other value of `asked`
-    names a backend. Raises ConfigError if the named backend cannot serve, or if the user's table of tuned tile sizes is
-    broken. With `deterministic`, the bits of a sequence's result must not depend on the other sequences of its step.
+    none, FALLBACK is taken. The result's reason says why the last default that was tried cannot serve. Any other value
+    of `asked` names a backend. Raises ConfigError if the named backend cannot serve, or if the user's table of tuned
+    tile sizes is broken. With `deterministic`, the bits of a sequence's result must not depend on the other sequences
+    of its step.
     """
     if asked != "auto":
         backend = backend_by_name(asked, shape, devices, deterministic=deterministic)
@@ -86,9 +87,9 @@ def choose_attention(
             backend_class = load_backend(entry)
             tuned = users_tuned(backend_class)
             backend = backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=tuned)
-        except ConfigError:
+        except ConfigError:  # A ValueError too, but of a broken table, which no other backend makes good.
             raise
-        except ValueError as error:
+        except ValueError as error:  # The backend cannot be imported, or does not take the shape: try the next one.
             reason, is_replacement = f"not {entry.name}: {error}", True
             continue
         note = _not_verified(entry, devices[0])
@@ -113,7 +114,7 @@ def backend_by_name(
     try:
         backend_class = load_backend(entry)
         return backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=users_tuned(backend_class))
-    except ConfigError:
+    except ConfigError:  # Raised as it is, though it is a ValueError too.
         raise
     except BackendUnavailableError as error:
         raise cannot_serve(name, str(error)) from error
@@ -193,7 +194,9 @@ def block_size_of(
 
     Some devices have little room for page tables, and every layer fetches the tables anew. If those of `max_num_seqs`
     sequences of `max_model_len` tokens take more than half of that room with the default size, the smallest larger size
-    with which they fit is taken. Raises ConfigError if they fit with no size that may be taken.
+    with which they fit is taken. If they fit with none of these, the default is taken if it fits. Otherwise, and if
+    they do not fit with `asked`, ConfigError is raised. Sizes that the backend cannot lay out are passed over. A
+    backend without a limit takes `asked` or the default unchecked.
     """
     sizes, limit = [asked or backend.block_sizes[0]], backend.page_table_limit
     if limit is None:
@@ -201,11 +204,11 @@ def block_size_of(
     # The largest steps have room for a few rows more than there are sequences.
     num_rows = sample_sizes(max_num_seqs)[-1]
 
-    def num_entries(block_size: int) -> int:  # Entries of the page tables of all rows.
+    def num_entries(block_size: int) -> int:  # int32 entries: each row has its pages, and a few more of the backend.
         return num_rows * (-(-max_model_len // block_size) + limit.row_entries)
 
     if asked is None and 2 * num_entries(sizes[0]) > limit.max_entries:
-        # The default size comes last: it is taken only if no larger size serves.
+        # `block_sizes` is ascending. The default comes last: it is taken only if no larger size serves.
         sizes = [size for size in backend.block_sizes[1:] if _takes_pages(backend, shape, size)] + sizes
     for size in sizes:
         if num_entries(size) <= limit.max_entries:

@@ -30,8 +30,9 @@ def reserve_device_memory() -> None:
 def unreserved_memory_note(device: jax.Device) -> str:
     """Return a note for the end of the memory plan's text: how much of a GPU's memory JAX leaves unused.
 
-    It begins with "; ". It is empty on other devices, and if JAX's share of the memory is LARGE_SHARE or more. Raises
-    ConfigError if the environment variable that sets the share is not a number.
+    The share of the memory that JAX takes is the value of the first of FRACTIONS that is set, or else DEFAULT_SHARE.
+    The note begins with "; ". It is empty for other devices than GPUs, for a GPU that reports no memory, and if the
+    share is LARGE_SHARE or more (little is unused), or not above 0. Raises ConfigError if the variable is not a number.
     """
     stats = device.memory_stats() if device.platform == "gpu" else None
     if stats is None:
@@ -44,7 +45,7 @@ def unreserved_memory_note(device: jax.Device) -> str:
         raise refusal(name, share_text, "a number from 0 to 1", "correct it or unset it", error=ConfigError) from None
     if not 0 < share < LARGE_SHARE:
         return ""
-    # `bytes_limit` is JAX's share of the GPU's memory.
+    # `bytes_limit` is JAX's share of the GPU's memory: with 60 GB for a share of 0.75, 20 GB are unused.
     unused_bytes = stats["bytes_limit"] / share * (1 - share)
     return (
         f"; JAX leaves {unused_bytes / 1e9:.3g} GB of the GPU unused: set {FRACTIONS[0]}={MEMORY_SHARE} before JAX "

@@ -30,13 +30,13 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     """Return the bytes that this process can still allocate.
 
     That is the kernel's `MemAvailable`, or less if a control group (a container's, for example) has less below its
-    memory limit. Where /proc is missing (not Linux), all physical memory counts as free. `proc` and `cgroup` are the
-    mount points.
+    memory limit. Where /proc is missing (not Linux), or does not tell `MemAvailable`, all physical memory counts as
+    free. `proc` and `cgroup` are the mount points; tests give folders of their own.
     """
     free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-        free_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+        free_bytes = int(fields["MemAvailable"].split()[0]) * 1024  # The field is in KiB: "8123456 kB".
         cgroup_lines = (proc / "self" / "cgroup").read_text().splitlines()
     except (OSError, KeyError):
         return free_bytes
@@ -44,8 +44,8 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     for line in cgroup_lines:
         _, controllers, path = line.split(":", 2)
         root = {"": cgroup, "memory": cgroup / "memory"}.get(controllers)
-        if root is not None:
-            # Limits are inherited: those of all groups that contain the process's group hold too.
+        if root is not None:  # Lines of other controllers say nothing of memory.
+            # Limits are inherited: those of all groups up to `root` that contain the process's group hold too.
             process_group = root / path.strip("/")
             outer_groups = process_group.parents[: len(process_group.parts) - len(root.parts)]
             for group in (process_group, *outer_groups):
@@ -56,8 +56,9 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 def _free_in_group(group: Path, files: _MemoryFiles, unlimited_bytes: int) -> int:
     """Return the bytes that are free below the memory limit of the control group whose directory is `group`.
 
-    Returns `unlimited_bytes` if the group has no limit; version 1 has a very large number instead. Cached file pages
-    that are inactive count as free, since the kernel takes them back when memory is short.
+    That is limit − bytes in use + inactive cached file pages, which the kernel takes back when memory is short, and 0
+    if the use exceeds the limit. Returns `unlimited_bytes` if the group has no limit. Version 1 writes a very large
+    number for "no limit", so the result may exceed `unlimited_bytes`; the caller takes the smaller one.
     """
     try:
         limit = (group / files.limit).read_text().strip()

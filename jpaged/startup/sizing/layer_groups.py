@@ -41,6 +41,9 @@ def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
     groups are chosen with the least padding. Ties go to the least padding under full attention, whose pages are kept as
     long as the sequence, then to the fewest groups. Raises ConfigError if there are more than MAX_GROUPS different
     windows, or if a layer reads the keys and values of a layer with another window.
+
+    Example: layers with the windows None (full attention), 512, 512, None, 512, 512 get the groups (None, 512, 512) of
+    2 layers each. Their places (group, index in the group) are (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1).
     """
     layer_counts = Counter(layer.window for layer in layers if layer.pages_of is None)
     windows_in_order = sorted(layer_counts, key=lambda window: window or 0)  # Full attention, None, comes first.
@@ -55,7 +58,7 @@ def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
     num_placed: Counter[int | None] = Counter()
     for index, layer in enumerate(layers):
         window = layer.window
-        if layer.pages_of is not None:
+        if layer.pages_of is not None:  # The index of an earlier layer, whose keys and values this one reads.
             _check_owner(index, layer, layers[layer.pages_of])
             places.append(places[layer.pages_of])
             continue
@@ -70,8 +73,9 @@ def _windows_of_groups(num_layers_of: Mapping[int | None, int]) -> tuple[int | N
     """Return the window of each group in the best partition; groups of the same window are neighbours.
 
     `num_layers_of` maps each of at most MAX_GROUPS windows to its number of layers. Every cap on the layers of a group
-    is tried. Example: {None: 2, 512: 5} with at most 3 layers per group gives (None, 512, 512). The best partition has
-    at most MAX_GROUPS groups and the least `cost`.
+    (`max_layers`) is tried, and gives each window ⌈its layers ÷ cap⌉ groups: {None: 2, 512: 5} with a cap of 3 gives
+    (None, 512, 512). Of the partitions with at most MAX_GROUPS groups, the one with the least `cost` is returned. There
+    is always one: the highest cap gives each window a single group.
     """
     partitions = [
         tuple(window for window, num_layers in num_layers_of.items() for _ in range(-(-num_layers // max_layers)))
@@ -79,8 +83,8 @@ def _windows_of_groups(num_layers_of: Mapping[int | None, int]) -> tuple[int | N
     ]
 
     def cost(windows: tuple[int | None, ...]) -> tuple[int, int, int]:
-        # In layers: the room of a page in every group, that under full attention, and the number of groups. All
-        # partitions have the same layers, so the least room has the least padding.
+        # Compared in this order: room for layers in a page of each group, added up; the part of this room under full
+        # attention; the number of groups. All partitions have the same layers, so the least room is the least padding.
         max_layers = _max_group_layers(num_layers_of, windows)
         return len(windows) * max_layers, windows.count(None) * max_layers, len(windows)
 

@@ -1,8 +1,7 @@
 """Chooses the sizes of an engine: pages, sequences and tokens, from the options, the model and the free memory.
 
-Order: data types, limits of a step, page size, then as many pages as memory leaves beside the weights and the largest
-step. An option that the user gave is kept or refused with what is missing; only defaults are lowered, with a note.
-Nothing is allocated here, and the module knows no JAX: `MemoryCosts` gives the bytes of each part.
+An option that the user gave is kept or refused with what is missing; only defaults are lowered, with a note. Nothing is
+allocated here, and the module knows no JAX: `MemoryCosts` gives the bytes of each part.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ from .layer_groups import group_layers
 from .step_memory import estimated_program_bytes, state_bytes
 
 GIB = 1 << 30
-CPU_POOL_BYTES = 4 * GIB
-"""Most bytes of pages that a CPU's pool takes by default."""
-HOST_POOL_BYTES = 4 * GIB
-"""Most bytes of pages that the host pool takes by default."""
-CPU_SEQS, CPU_TOKENS = 64, 1024
-"""Defaults of max_num_seqs and max_num_batched_tokens on a CPU."""
-DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
-"""The defaults on any other device."""
+CPU_POOL_BYTES = 4 * GIB  # Most bytes of pages that a CPU's pool takes by default.
+HOST_POOL_BYTES = 4 * GIB  # Most bytes of pages that the host pool takes by default.
+CPU_SEQS, CPU_TOKENS = 64, 1024  # Defaults of max_num_seqs and max_num_batched_tokens on a CPU.
+DEVICE_SEQS, DEVICE_TOKENS = 256, 8192  # The defaults on any other device.
 GPU_DECODE_STEPS = 4
 """Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
 ends before, and so few are enough to hide the work of the host."""
-MAX_SLOTS = (1 << 31) - 1
-"""KV slots are numbered in int32."""
+MAX_SLOTS = (1 << 31) - 1  # KV slots are numbered in int32.
 
 
 @dataclass(frozen=True)
@@ -183,6 +177,7 @@ def size_engine(
     page_bytes = costs.page_bytes(block_size, kv_dtype)
     arithmetic = _page_arithmetic(config, model, step, free.platform)
     num_pages, memory = _pool(config, model, costs, free, step, arithmetic)
+    # The pool may hold no sequence of `max_model_len` tokens; it lacks `num_missing` pages for one then.
     if (num_missing := arithmetic.max_pages(0, [max_model_len]) - num_pages) > 0:
         capacity = arithmetic.longest_len(num_pages, max_model_len)
         fitting_len = _lowered_len(config, capacity, max_model_len, num_missing * page_bytes, demands)
@@ -198,6 +193,7 @@ def size_engine(
         way_out = "raise it, lower max_model_len, or leave chunked prefill on"
         raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
     _check_samples(demands, num_pages, arithmetic, step.max_model_len)
+    # On a CPU, weights and pages of all devices lie in the host's memory, beside the host pool.
     host_bytes_in_use = costs.num_chips * (memory.weights_bytes + memory.pool_bytes) if free.is_cpu else 0
     num_host_blocks = _num_host_blocks(
         config,
@@ -236,13 +232,15 @@ def _page_arithmetic(config: EngineConfig, model: ModelSpec, step: StepSizes, pl
 def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
     """Return max_num_seqs and max_num_batched_tokens: the options' values, else the platform's defaults.
 
-    Known requests lower the default number of sequences to what they need. Without chunked prefill the default number
-    of tokens is at least `max_model_len`, since a prompt is one step. ConfigError if that exceeds MAX_STEP_TOKENS.
+    `demands` lower the default number of sequences to their samples, rounded up to a power of two. The default number
+    of tokens is at least that of sequences, and without chunked prefill, where a prompt is one step, at least
+    `max_model_len`. ConfigError if `max_model_len` exceeds MAX_STEP_TOKENS there.
     """
     max_seqs, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
     if max_seqs is None:
         max_seqs = CPU_SEQS if platform == "cpu" else DEVICE_SEQS
-        if demands and not config.deterministic:  # Powers of two, so that few shapes are ever compiled.
+        # Powers of two, so that few shapes are ever compiled. A deterministic step has one size, whatever comes.
+        if demands and not config.deterministic:
             max_seqs = min(max_seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
             # All samples of a prompt run at the same time, even if they are more than the default.
             max_seqs = max(max_seqs, _power_of_two(max(demand.num_samples for demand in demands)))
@@ -267,9 +265,9 @@ def _power_of_two(minimum: int) -> int:
 def _block_size(
     config: EngineConfig, costs: MemoryCosts, kv_dtype: str, max_num_seqs: int, max_model_len: int, min_seqs: int
 ) -> tuple[int, int]:
-    """Return (tokens per page, max_num_seqs). max_num_seqs is halved while the page tables of all sequences do not fit.
+    """Return (tokens per page, max_num_seqs): `max_num_seqs` is halved until the page tables of all sequences fit.
 
-    It is not halved below `min_seqs`, nor if the user set it: then page tables that do not fit are a ConfigError.
+    It is not halved below `min_seqs`, the samples of one prompt, nor if the user set it: then ConfigError is raised.
     """
     while True:
         try:
@@ -318,7 +316,7 @@ def _pool(
         pages_in_room = _round_down(max(0, room_bytes) // 2 // page_bytes) if free.is_cpu else room_bytes // page_bytes
         num_pages = min(pages_of_all_seqs, default_cap, max_pages, pages_in_room - 1)
         if num_pages < min_pages:
-            min_pool_bytes = _round_up(min_pages + 1) * page_bytes
+            min_pool_bytes = _round_up(min_pages + 1) * page_bytes  # Numbers of pages are rounded down above.
             raise _no_room(config, free, weights_bytes + step_bytes, min_pool_bytes)
     if not min_pages <= num_pages <= max_pages:
         # num_blocks counts pages, kv_cache_memory_bytes counts bytes.
@@ -337,7 +335,7 @@ def _pool(
 
 
 def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights_bytes: int) -> None:
-    """Raise ConfigError if the pages of the option `name`, `got` × `unit_bytes`, do not fit beside the weights."""
+    """Raise ConfigError if `got`, the value of option `name` in units of `unit_bytes`, does not fit beside weights."""
     max_units = max(0, free_bytes - weights_bytes) // unit_bytes
     if got > max_units:
         shown = f"{got} ({_gb(got * unit_bytes)} GB)"
@@ -348,8 +346,10 @@ def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights_b
 def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, free_bytes: int, page_bytes: int, step: StepSizes) -> int:
     """Return the pages of the host pool, its null page included; 0 for no host pool.
 
-    `num_host_blocks` or `swap_space` give its size, else it takes a quarter of the host's `free_bytes`, at most
-    HOST_POOL_BYTES. `page_bytes` is one page on all devices together. ConfigError for a pool that does not fit.
+    `num_host_blocks` (pages) or `swap_space` (GiB) give its size, 0 for none. Otherwise it takes a quarter of the
+    host's `free_bytes`, at most HOST_POOL_BYTES; on a CPU nothing unless the preemption mode is swap. A pool has at
+    least 2 pages, since the null page holds no tokens. `page_bytes` is one page on all devices together. ConfigError
+    if a pool that the user asked for does not fit.
     """
     max_pages = min(free_bytes // page_bytes, MAX_SLOTS // step.block_size)
     if config.num_host_blocks is None and config.swap_space is None:
@@ -367,10 +367,10 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, free_bytes: int, pag
     else:
         assert config.swap_space is not None
         name, num_pages = "swap_space", int(config.swap_space * GIB) // page_bytes
-        # Rounded inwards, so that both ends of the range that the error names are accepted.
+        # GiB, rounded inwards (up to 6 decimals, down to 3), so that both ends that the error names are accepted.
         min_shown = f"{-(-2 * page_bytes * 10**6 // GIB) / 10**6:g}"
         max_shown = f"{max_pages * page_bytes * 1000 // GIB / 1000:g}"
-    if num_pages > max_pages or (num_pages < 2 and getattr(config, name)):
+    if num_pages > max_pages or (num_pages < 2 and getattr(config, name)):  # 0 asks for no pool.
         allowed = f"0 or from {min_shown} to {max_shown}" if max_pages >= 2 else "0"
         allowed = f"{allowed}, with pages of {page_bytes} bytes and {_gb(free_bytes)} GB left on the host"
         raise refusal(name, getattr(config, name), allowed, "change it or free some memory", error=ConfigError)
@@ -381,6 +381,7 @@ def _check_samples(demands: Sequence[Demand], num_pages: int, arithmetic: PageAr
     """Raise ConfigError if the pool's `num_pages` cannot hold all samples of one known prompt at the same time."""
     for demand in demands:
         needed_pages = demand.num_pages(arithmetic, max_model_len)
+        # One sample always fits: the pool holds a sequence of `max_model_len` tokens.
         if demand.num_samples > 1 and needed_pages > num_pages:
             samples = f"{demand.num_samples} samples of a prompt of {demand.prompt_len} tokens"
             got = f"{samples}, which need {needed_pages} pages with their outputs"
@@ -416,8 +417,8 @@ def _lowered_len(
 ) -> int:
     """Return `capacity` as the new max_model_len. ConfigError if the user set max_model_len, or a demand needs more.
 
-    `capacity` is the tokens of the longest sequence that the pool holds, less than `max_model_len`. `missing_bytes` is
-    what the pool lacks for one sequence of `max_model_len` tokens.
+    `capacity`, below `max_model_len`, is the number of tokens in the longest sequence that the pool holds.
+    `missing_bytes` is what the pool lacks for one sequence of `max_model_len` tokens; the errors name it.
     """
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:
@@ -445,5 +446,5 @@ def _round_down(num_pages: int) -> int:
 
 
 def _round_up(num_pages: int) -> int:
-    """Return the smallest number that is at least this and that `_round_down` keeps."""
+    """Return the smallest number that is at least `num_pages` and that `_round_down` keeps: 1024 for 1000."""
     return next(size for size in itertools.count(num_pages) if _round_down(size) == size)

@@ -14,9 +14,10 @@ LOGIT_ARRAYS = 12
 def estimated_program_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:
     """Return an upper estimate of the bytes that the largest program of a step takes beside its arguments.
 
-    A forward program holds the activations of `num_tokens` tokens, `itemsize` bytes each. A sample program holds those
-    of one row per sequence and LOGIT_ARRAYS arrays of float32 logits. A decode program does the work of both, one after
-    the other. So the larger of the two is returned, plus ATTENTION_BYTES.
+    An activation has `itemsize` bytes, and a token has `model.activation_width` of them. A forward program holds the
+    activations of `num_tokens` tokens. A sample program holds those of one row per sequence, and LOGIT_ARRAYS arrays of
+    float32 logits [num_seqs, vocab_size]. A decode program does the work of both, one after the other, so it needs no
+    more than the larger one. Returned is the larger of the two, plus ATTENTION_BYTES.
 
     Compared with compiled programs for 8,192 tokens and 256 sequences of a model with 8e9 parameters, the estimate is
     1.63 GB; the largest program takes 0.71 GB on an H100, 1.06 GB on a v6e and, with rules and logprobs, 1.42 GB on a
