@@ -257,6 +257,20 @@ class Code:
         exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
 
+    def soft_capped(self, x: ir.Value, cap: float) -> ir.Value:
+        """Return cap × tanh(x ÷ cap) for each lane of x, float32: within ± `cap`, and about x where x is near 0.
+
+        With y = exp(−2 |x| ÷ cap), which cannot overflow, tanh(|x| ÷ cap) is (1 − y) ÷ (1 + y). The sign comes last.
+        """
+        build, vector_type = self.build, x.type
+        is_negative = build.fcmp_ordered("<", x, constant(vector_type, 0.0))
+        magnitude = build.select(is_negative, build.fneg(x), x)
+        exponential = self.exp(build.fmul(magnitude, constant(vector_type, -2.0 / cap)))
+        one = constant(vector_type, 1.0)
+        tanh = build.fdiv(build.fsub(one, exponential), build.fadd(one, exponential))
+        capped = build.fmul(constant(vector_type, cap), tanh)
+        return build.select(is_negative, build.fneg(capped), capped)
+
     def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
         """Reduce the lanes of a vector to one value: `join` joins the two halves, such as by adding, until one is left.
 
