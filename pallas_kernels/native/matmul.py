@@ -240,27 +240,30 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
             for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
                 code.store_vector(total, out, sum_offset)
 
-        def multiply_block(index: ir.Value) -> None:
-            """Multiply all rows by block `index` of the panel, the larger batches before the smaller ones."""
-            begin = mul(index, block_depth)
+        def multiply_block(block: ir.Value) -> None:
+            """Multiply all rows of x by one block of the panel, the larger batches of rows before the smaller ones.
+
+            Block `block` is words `block` × `block_depth` … of K; the last block may be shorter.
+            """
+            begin = mul(block, block_depth)
             end = code.min(add(begin, block_depth), depth)
 
             def multiply_batches(num_rows_together: int, rows_before: ir.Value) -> Callable[[ir.Value], None]:
-                """Return a loop body that multiplies batch `index` among those of `num_rows_together` rows.
+                """Return a loop body that multiplies one batch, counted among those of `num_rows_together` rows.
 
                 The first of these batches begins at row `rows_before`. A batch takes the panel's 32 columns in one or
                 more parts of `VECTORS` vectors each.
                 """
 
-                def multiply_batch(index: ir.Value) -> None:
+                def multiply_batch(batch: ir.Value) -> None:
                     for first_column in range(0, PANEL, VECTORS * lanes):
-                        first_row = add(rows_before, mul(index, I64(num_rows_together)))
+                        first_row = add(rows_before, mul(batch, I64(num_rows_together)))
                         multiply_rows(first_row, num_rows_together, first_column, begin, end)
 
                 return multiply_batch
 
             rows_of_larger_batches = mul(num_larger_batches, I64(rows_per_batch + 1))
-            # If `rows_per_batch` is the most that fits, no batch is larger, and the code for it would spill registers.
+            # If `rows_per_batch` is the most that fits, no batch is larger, and code for one would spill registers.
             if rows_per_batch < max_rows:
                 code.loop(0, num_larger_batches, multiply_batches(rows_per_batch + 1, I64(0)))
             num_smaller_batches = build.sub(num_batches, num_larger_batches)

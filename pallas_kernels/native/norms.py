@@ -41,9 +41,9 @@ def layer_norm(
 def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
     """Return the RMS norm of each row of x [T, D] if `vectors` is one weight [D], else the layer norm.
 
-    For the layer norm, `vectors` are a weight [D] and a bias [D]; both norms are defined in `rms_norm` and
-    `layer_norm`. Native code checks no arguments, so this raises ValueError unless all dtypes are float32 and each
-    vector is as long as a row. `name` is the norm's name in the message.
+    For the layer norm, `vectors` are a weight [D] and a bias [D]. `eps` is added to the mean square before the root.
+    Native code checks no arguments, so this raises ValueError unless all dtypes are float32 and each vector is as long
+    as a row. `name` is the norm's name in the message.
     """
     for vector in vectors:
         if x_TD.dtype != jnp.float32 or vector.dtype != jnp.float32:

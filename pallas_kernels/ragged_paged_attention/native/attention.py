@@ -179,7 +179,7 @@ def _attend_handler(shape: Shape) -> str:
         return Work(list(arguments), num_units=build.mul(num_tiles, I64(num_kv_heads)), is_large=is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        """Compute one tile and KV head: the tokens' joint pages, then, in a shared tile, each row's other pages."""
+        """Emit the attention of one tile and KV head: its joint pages, then in a shared tile each row's other pages."""
         given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))

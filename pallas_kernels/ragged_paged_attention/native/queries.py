@@ -205,8 +205,8 @@ class Queries:
 
             def divide_lanes(lane: ir.Value) -> None:
                 source, target = (
-                    build.add(build.mul(build.add(first, query_head), I64(head_size)), lane)
-                    for first in (first_query, out_query)
+                    build.add(build.mul(build.add(base_query, query_head), I64(head_size)), lane)
+                    for base_query in (first_query, out_query)
                 )
                 values = code.load_vector(self.value_sums, source, F32, self.head_lanes)
                 code.store_vector(build.fdiv(values, weight_sum), out, target)
@@ -244,7 +244,7 @@ class Queries:
         For each query of these tokens: scores = q · K, then weights = exp(scores − maximum), then value sums +=
         weights · V. Nothing is done if none of the tokens attends to a slot of the page. If `next_page` is not None,
         this page's values are prefetched while scores are computed, and the next page's keys while values are added.
-        `page` and `next_page` count the pages of all layers and KV heads; `page_start` is the position of slot 0.
+        Both are indices among the pages of all layers and KV heads; `page_start` is the position of the page's slot 0.
         """
         code, build, shape = self.code, self.code.build, self.shape
         tokens = [build.add(i, I64(j)) for j in range(num_tokens)]
@@ -277,10 +277,10 @@ class Queries:
     ) -> None:
         """Emit scores[query, z] = q · k[:, z] for all slots z of a page: a matrix product with its sums in registers.
 
-        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16. Query j of `queries` is
-        query `first_query` + j of the tile, and its scores go to row j of `self.scores` [queries, slots]. One iteration
-        takes `slot_span` slots for all queries; its inner loop goes over the words and carries the sums. With
-        `prefetches_values` it also prefetches the page's values, which are multiplied next.
+        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16. A number j in
+        `queries` is query `first_query` + j of the tile, whose scores go to row j of `self.scores` [queries, slots].
+        One iteration takes `slot_span` slots for all queries; its inner loop goes over the words and carries the sums.
+        With `prefetches_values` it also prefetches the page's values, which are multiplied next.
         """
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words
@@ -299,7 +299,7 @@ class Queries:
                 first_key = add(page_keys, offset)
                 key_offsets = (add(first_key, I64(vector)) for vector in vectors)
                 k = code.load_vectors(self.keys, key_offsets, self.word, self.slot_lanes)
-                if prefetches_values:
+                if prefetches_values:  # A page's values are as many words as its keys, so the same offsets cover them.
                     code.prefetch(self.values, add(page_values, offset), self.word, self.slot_span)
                 factors = (code.load(self.queries, add(first_word, word), self.word) for first_word in first_words)
                 return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
@@ -364,7 +364,7 @@ class Queries:
             return [build.fadd(page_sum, weight)]
 
         page_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
-        # If the maximum has not changed, the earlier sums need no rescaling. A NaN counts as a change.
+        # An unchanged maximum needs no rescaling of earlier sums; a NaN counts as a change. Lanes of `decay` are equal.
         has_changed = build.fcmp_unordered("!=", old_max, new_max)
         with build.if_then(has_changed):
             decay = code.exp(code.broadcast(build.fsub(old_max, new_max), head_lanes))
@@ -386,7 +386,7 @@ class Queries:
     ) -> None:
         """Emit the matrix product that adds Σ_z weights[query, z] · v[z], over the page's `slots`, to the value sums.
 
-        Query j of `queries` is query `first_query` + j of the tile, and row j of the weights. One iteration computes
+        A number j in `queries` is query `first_query` + j of the tile, and row j of the weights. One iteration computes
         `head_span` lanes (numbers of a head) of all queries, with their sums in registers. In bfloat16, word w holds
         slots 2w and 2w + 1: slots 3 … 6 are the words 1 and 2 and the lower half of word 3, since slot 7 may be
         unwritten and hold NaN. Slot 2, before an odd begin, is written and has weight 0. Unless `next_page` is None,
@@ -415,7 +415,7 @@ class Queries:
                     first_value = add(page_values, offset)
                     value_offsets = (add(first_value, I64(vector)) for vector in vectors)
                     v = code.load_vectors(self.values, value_offsets, self.word, self.head_lanes)
-                    if is_half_word:
+                    if is_half_word:  # The lower half of a word is the slot with the even number.
                         v = [build.and_(vector, constant(vector.type, 0xFFFF)) for vector in v]
                     if next_keys is not None:
                         code.prefetch(self.keys, add(next_keys, offset), self.word, self.head_span)
