@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 Bounds = tuple[int, int]
 """Start and stop of a slice."""
 RowWriter = Callable[[int, np.ndarray], None]
-"""Called with the number of the first row, and that row and the following ones."""
+"""Called with the index of the first row, and with consecutive rows from that one on."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LayerOps:
     stores_tied_table_as_matrix = False
     """Whether an embedding table that also makes the logits is stored as the matrix W [hidden, vocabulary]."""
 
-    def stream_dtype(self, dtype: DTypeLike) -> Any:
+    def stream_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
         """Return the dtype of the hidden states of a model whose weights are `dtype`."""
         return jnp.dtype(dtype)
 
@@ -41,14 +41,15 @@ class LayerOps:
     def matrix_rows(
         self, out: np.ndarray, bounds: Sequence[Bounds], matrix: tuple[int, int]
     ) -> tuple[list[Bounds], RowWriter]:
-        """Prepare to fill `out`, the slice `bounds` of a stored matrix W, with rows as a checkpoint has them.
+        """Prepare to fill `out`, the slice `bounds` of a stored matrix W [num_in, num_out], with rows of a checkpoint.
 
-        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out), and `bounds` are (start, stop) on each
-        axis of the stored W. Return the bounds of the rows and of the columns of Wᵀ to read, and a function (first row,
-        rows) that writes rows to `out`. The function counts rows from the first one to read. With `bounds` ((0, 8), (4,
-        6)), the result is [(4, 6), (0, 8)]: rows 4 and 5 of Wᵀ, columns 0 … 7. The function is then called with (0,
-        both rows), or with (0, row 4) and (1, row 5). Here W is stored as it is, so `matrix` is not used.
+        `bounds` has (start, stop) for each axis of the stored array, and `matrix` is (num_in, num_out). A checkpoint
+        stores Wᵀ [num_out, num_in]. Return the bounds of the rows and of the columns of Wᵀ to read, and a function
+        (first row, rows) that writes rows to `out`, counted from the first row to read. For `bounds` ((0, 8), (4, 6))
+        the result is [(4, 6), (0, 8)], rows 4 and 5 of Wᵀ; the function is called with (0, both rows), or with
+        (0, row 4) and (1, row 5). Here W is stored as it is, so `matrix` is not used.
         """
+        # Rows of Wᵀ are columns of W, so both the bounds and `out` are transposed.
         return list(bounds)[::-1], partial(write_rows, out.T)
 
     def store(self, matrix: Float[Array, "I O"]) -> Array:
@@ -64,10 +65,7 @@ class LayerOps:
         return weight[:, ids].T
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
-        """Return x ÷ √(mean(x²) + eps) × weight: normalised in float32, then multiplied in x's dtype.
-
-        The mean is over the last axis, D; x may have any number of leading axes.
-        """
+        """Return x ÷ √(mean(x²) + eps) × weight for each row: normalised in float32, then multiplied in x's dtype."""
         x_f32 = x.astype(jnp.float32)
         mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
         normed = (x_f32 * lax.rsqrt(mean_square + eps)).astype(x.dtype)
@@ -76,11 +74,10 @@ class LayerOps:
     def layer_norm(
         self, x: Float[Array, "*T D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
     ) -> Float[Array, "*T D"]:
-        """Return (x − mean(x)) ÷ √(variance(x) + eps) × weight + bias, computed in float32, in x's dtype.
+        """Return (x − mean(x)) ÷ √(mean((x − mean(x))²) + eps) × weight + bias for each row of D numbers of x.
 
-        Mean and variance are over the last axis, D; x may have any number of leading axes.
-
-        Source: Ba et al. 2016, arXiv:1607.06450.
+        All is computed in float32, and only the result is rounded to x's dtype. Source: Ba et al. 2016,
+        arXiv:1607.06450.
         """
         centered = x.astype(jnp.float32)
         centered = centered - jnp.mean(centered, axis=-1, keepdims=True)
@@ -102,5 +99,5 @@ def _along_rows(vector: Float[Array, " D"], x: Float[Array, "*T D"]) -> Float[Ar
 
 
 def write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
-    """Write `rows` to the rows of `target` from `first` on, in the target's dtype."""
+    """Write `rows` to `target[first : first + len(rows)]`, in the target's dtype."""
     target[first : first + len(rows)] = rows.astype(target.dtype, copy=False)

@@ -50,7 +50,11 @@ def has_amx_unit() -> bool:
 
 
 def cpu_features() -> str:
-    """Return the processor features that native code uses, for the log: "AVX-512, AVX512-BF16, AMX"."""
+    """Return the processor features that native code uses, as text for the log: "AVX-512, AVX512-BF16, AMX".
+
+    A processor without AVX-512 has "vectors of 8 float32" in its place. If there is a matrix unit (AMX) but the system
+    does not let this process use it, the text says so. Features that the processor lacks are not named.
+    """
     parts = ["AVX-512" if host_has_avx512() else "vectors of 8 float32"]
     if host_has("avx512bf16"):
         parts.append("AVX512-BF16")
@@ -85,9 +89,10 @@ class MatrixUnit:
     def configure(self, first_rows: ir.Value | int = TILE, other_rows: ir.Value | int = TILE) -> None:
         """Emit code that sets the number of rows of each of the eight tile registers: 4 of C, 2 of A, 2 of B.
 
-        `first_rows` (1 … 16) is the number of rows of the first tile of A, and of the two tiles of C that it is
-        multiplied into. `other_rows` is the same number for the second tile of A. Both tiles of B have 16 rows. Every
-        row has 64 bytes. The instruction reads these numbers from a structure of 64 bytes, which is cleared first.
+        `first_rows` (1 … 16) is the number of rows of the first tile of A, and of the two tiles of C that its products
+        are added to. `other_rows` is the same number for the second tile of A. Both tiles of B have 16 rows. Every row
+        has 64 bytes. The instruction LDTILECFG reads these numbers from a structure of 64 bytes, which is cleared
+        first, and sets all tile registers to zero.
         """
         code = self._code
         row_counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
@@ -98,6 +103,7 @@ class MatrixUnit:
         for sums, rows_tile, num_rows in zip(SUMS, ROWS, row_counts, strict=True):
             rows_of_tile |= dict.fromkeys((*sums, rows_tile), num_rows)
         for tile, num_rows in rows_of_tile.items():
+            # Offsets count elements: of 2 bytes for the bytes of a row, and of one byte for the number of rows.
             code.store(I16(TILE_BYTES), self._config, BYTES_OF // 2 + tile)
             code.store(code.build.trunc(num_rows, I8), self._config, ROWS_OF + tile)
         self._call("ldtilecfg", self._config)
@@ -123,9 +129,10 @@ class MatrixUnit:
     def multiply(self, a: Matrix, b: Matrix, num_tiles: int, begin: ir.Value | int, end: ir.Value | int) -> None:
         """Emit code that adds A · B to the tile registers of C, for `num_tiles` (1 or 2) tiles of 16 rows of A.
 
-        The product goes over the pairs `begin` … `end` − 1 of K, and `end` − `begin` is a multiple of 16. `a` has a
-        row per row of C, with 4 bytes per pair of K. `b` has a row per pair, with 4 bytes for each of 32 columns. Each
-        step of the loop multiplies 16 pairs: tile i of A by both tiles of B, 16 columns each, into C (i, 0) and (i, 1).
+        The product goes over the pairs of bfloat16 `begin` … `end` − 1 along K, and `end` − `begin` is a multiple of
+        16. `a` has a row per row of C, with 4 bytes per pair. `b` has a row per pair, with 4 bytes for each of 32
+        columns. Each step of the loop multiplies 16 pairs: tile i of A by both tiles of B, 16 columns each. The
+        products are added to the tile registers C (i, 0) and C (i, 1), in float32.
         """
         code = self._code
 
@@ -157,13 +164,13 @@ def tile_handler() -> str:
     """Compile the custom call x [R, K] · panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N] for AMX; return its name.
 
     x and the panels are bfloat16, and K is a multiple of 32. A unit of work, which one thread computes, is one panel of
-    32 columns. First, groups of 32 rows (two tiles) are multiplied by one block of K after the other, so that the
-    block stays in the level-1 cache. Then the rows that are left are multiplied by all of K, in two tiles or in one:
-    75 rows are 2 × 32 rows, then one tile of 11 rows.
+    32 columns. First, batches of 32 rows (two tiles) are multiplied by one block of K after the other, so that the
+    block stays in the level-1 cache. Then the rows that are left are multiplied by all of K, in two tiles if they are
+    more than 16, else in one: 75 rows are 2 × 32 rows and one tile of 11 rows.
     """
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
-        """Count the panels, which are the units; a product with a large weight is worth several threads."""
+        """Emit code that counts the panels, which are the units; a large weight is worth several threads."""
         x, panels = args
         build, num_panels, num_pairs = code.build, panels.size(0), panels.size(1)
         num_words = build.mul(build.mul(num_panels, I64(PANEL)), num_pairs)
@@ -174,13 +181,17 @@ def tile_handler() -> str:
         """Emit the product of all rows of x and panel `unit`, written to 32 columns of `out`."""
         x, panels, out, num_pairs, num_columns, num_rows = arguments
         build, mul = code.build, code.build.mul
+        # 128 bytes: a row of a panel, which is 32 pairs of bfloat16, and also 32 float32 of a row of `out`.
         matrix_unit, panel_row = MatrixUnit(code), I64(4 * PANEL)
         b = Matrix(build.gep(panels, [mul(mul(unit, num_pairs), panel_row)]), panel_row)
         all_a = Matrix(x, mul(num_pairs, I64(4)))
         all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(num_columns, I64(4)))
 
         def multiply_rows(first_row: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
-            """Add the products over pairs `begin` … `end` − 1 to `out`, for one or two tiles; pair 0 starts at zero."""
+            """Multiply pairs `begin` … `end` − 1 of K for one or two tiles of rows from `first_row` on.
+
+            The sums start at zero if `begin` is 0, else at the partial sums in `out`, and are stored to `out`.
+            """
             a, c = (Matrix(matrix.at(code, first_row), matrix.stride) for matrix in (all_a, all_c))
             with build.if_else(build.icmp_signed("==", begin, I64(0))) as (is_new, is_begun):
                 with is_new:

@@ -43,9 +43,11 @@ _FUNCTIONS = {"Error_Destroy": DESTROY_ERROR, "ThreadPool_Schedule": SCHEDULE, "
 def check_interface(header: str) -> tuple[int, int]:
     """Return the version (major, minor) of XLA's custom-call interface, read from the text of its C header.
 
-    Raises RuntimeError if the header states no version or a major version other than `MAJOR`, or if a field or a
-    function is not at the place from which native code reads it. `_EXPECTED` and `_FUNCTIONS` list those places.
+    Raises RuntimeError if the header states no version or a major version other than `MAJOR`. It also does so if a
+    structure does not begin with the fields in `_EXPECTED`, or if the table of functions, struct XLA_FFI_Api, does not
+    have the functions in `_FUNCTIONS` at those indices: native code reads both by fixed offsets.
     """
+    # Two macros: XLA_FFI_API_MAJOR, then XLA_FFI_API_MINOR.
     numbers = tuple(int(number) for number in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header))
     if len(numbers) != 2 or numbers[0] != MAJOR:
         raise _refusal(f"version {'.'.join(map(str, numbers)) or 'unknown'}", f"{MAJOR}.x")
@@ -53,9 +55,10 @@ def check_interface(header: str) -> tuple[int, int]:
         # Fields after the expected ones are not read: structures grow at their end.
         if (found := _fields(header, name)[: len(expected)]) != expected:
             raise _refusal(f"XLA_FFI_{name} with {', '.join(found) or 'no fields'}", ", ".join(expected))
-    # The first four fields of the structure are not functions.
+    # The first four fields of the table are not functions: its size, extensions, version and internal interface.
     functions = _fields(header, "Api")[4:]
     for name, index in _FUNCTIONS.items():
+        # A slice is empty, and so refused, if the table is shorter.
         if functions[index : index + 1] != (f"XLA_FFI_{name}",):
             raise _refusal(f"another function than XLA_FFI_{name} as number {index} of XLA_FFI_Api", "this one")
     return numbers[0], numbers[1]

@@ -24,7 +24,7 @@ class NativeOps(LayerOps):
 
     stores_tied_table_as_matrix = True
 
-    def stream_dtype(self, dtype: DTypeLike) -> Any:
+    def stream_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
         """Return float32: products and norms return it, and XLA:CPU computes bfloat16 by way of float32 anyway."""
         return jnp.dtype(jnp.float32)
 
@@ -34,12 +34,13 @@ class NativeOps(LayerOps):
     def matrix_rows(
         self, out: np.ndarray, bounds: Sequence[Bounds], matrix: tuple[int, int]
     ) -> tuple[list[Bounds], RowWriter]:
-        """Prepare to fill `out`, the panels of a whole matrix, with rows as a checkpoint has them.
+        """Prepare to fill `out`, the panels of a whole matrix W [num_in, num_out], with rows from a checkpoint.
 
-        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out). Return the rows and columns of Wᵀ to
-        read, which are all of them, and a function (first row, rows) that writes rows of Wᵀ from `first row` on.
+        A checkpoint stores Wᵀ [num_out, num_in]; `matrix` is (num_in, num_out). Write zeros to the padding of `out`.
+        Return the bounds (start, stop) of the rows and of the columns of Wᵀ to read, which are all of them, and a
+        function (first row, rows) that writes consecutive rows of Wᵀ into the panels, from `first row` on.
         """
-        # Panels are for a single device, so `bounds` covers the whole matrix.
+        # Panels are for a single device, so `bounds` always covers the whole array and is not read.
         num_in, num_out = matrix
         return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import jax
 import llvmlite
@@ -86,10 +85,11 @@ class Code:
         self.build.store(vector, address, align=SIZES[vector.type.element])
 
     def store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value, *, has_avx512_bf16: bool) -> None:
-        """Store a vector of float32 as bfloat16, rounded to nearest even, from element `offset` of bfloat16 on.
+        """Store a vector of float32 as bfloat16, rounded to nearest even, from the element of 2 bytes at `offset` on.
 
-        `has_avx512_bf16`: one instruction converts the vector, which must have 16 lanes then; else integer arithmetic
-        on the bits does. An infinity or NaN may become a different infinity or NaN.
+        With `has_avx512_bf16` one instruction (AVX512-BF16) converts the vector, which must have 16 lanes then. Without
+        it, integer arithmetic on the bits does: 0x3F808000, halfway between two bfloat16, becomes 0x3F80, and
+        0x3F818000 becomes 0x3F82. It does not know NaN, so a NaN may become another NaN, an infinity or a zero.
         """
         build, lanes = self.build, vector.type.count
         bits16_type = ir.VectorType(I16, lanes)
@@ -107,10 +107,11 @@ class Code:
         self.store_vector(rounded, base, offset)
 
     def prefetch(self, base: ir.Value, offset: ir.Value, element_type: ir.Type, count: int) -> None:
-        """Emit prefetches of `count` elements from `offset` on into the level-2 cache: the working set fills level 1.
+        """Emit prefetches of `count` elements from element `offset` of `base` on into the processor's level-2 cache.
 
-        One instruction is emitted per cache line. Prefetching an unmapped address does not fault, so a caller may
-        prefetch beyond the end of an array.
+        It is not the level-1 cache, because the data in use fills that. One instruction is emitted per cache line of 64
+        bytes: 32 elements of float32 take 2. Prefetching an unmapped address does not fault, so a caller may prefetch
+        beyond the end of an array.
         """
         start = self.build.bitcast(self.at(base, offset, element_type), POINTER)
         function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
@@ -136,10 +137,11 @@ class Code:
     ) -> list[ir.Value]:
         """Emit `for i in range(start, stop, step): carried = body(i, *carried)` and return the last carried values.
 
-        `body` is called once, to emit an iteration; i is an int64. It returns the next carried values, or None if
-        nothing is carried. If the range is empty, the initial values are returned. In SSA form each carried value is a
-        phi node: on the edge from the block before the loop it is the initial value, on the edge from the loop's end it
-        is the value that `body` returned. The stop test is emitted twice: before the loop and at its end.
+        `body` is called once, while the code is written, to emit an iteration; i is an int64. It returns the next
+        carried values, or None if nothing is carried. If the range is empty, the loop returns the initial values. Each
+        carried value is a phi node (SSA): coming from the block before the loop it is the initial value, and coming
+        from the loop's end it is the value that `body` returned. The stop test is emitted twice: before the loop and at
+        its end. New code goes after the loop.
         """
         build, entry_block = self.build, self.build.block
         start, stop = (I64(x) if isinstance(x, int) else x for x in (start, stop))
@@ -154,7 +156,7 @@ class Code:
         ):
             phi.add_incoming(initial, entry_block)
             phi.add_incoming(next_value, build.block)
-        last_block = build.block
+        last_block = build.block  # Not `loop_block` if `body` has emitted branches of its own.
         build.cbranch(build.icmp_signed("<", next_index, stop), loop_block, end_block)
         build.position_at_end(end_block)
         results = []
@@ -184,9 +186,10 @@ class Code:
     def add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value, *, has_avx512_bf16: bool) -> ir.Value:
         """Return the float32 vector total + factor × words, lane by lane.
 
-        A lane of `factor` and of `words` is a float32 or an int32, which holds a pair of bfloat16. Of a pair, both
-        products are added to the lane's total: by one instruction with `has_avx512_bf16`, which needs 16 lanes, or
-        the lower half before the upper half.
+        The three vectors have the same number of lanes. A lane of `factor` and of `words` is a float32, or an int32
+        that holds a pair of bfloat16. For pairs, both products are added to the lane's total: total + f₀ · w₀ + f₁ · w₁
+        with the lower halves f₀ and w₀. With `has_avx512_bf16`, which needs 16 lanes, one instruction (AVX512-BF16)
+        does so; else two fused multiply-adds in float32 do, the lower halves first.
         """
         build = self.build
         if words.type.element is F32:
@@ -213,9 +216,9 @@ class Code:
 
         A word is 32 bits: one float32, or a pair of bfloat16 whose two products are both added. A factor is a single
         word, and each of `words` is a vector of them. `totals` and the result are flat lists of float32 vectors, row
-        after row: with 3 factors and 2 vectors of words, totals[1, 0] is number 2 of 6. `has_avx512_bf16`: pairs are
-        multiplied by one instruction. Each factor is taken from the iterable, which may emit its load, just before it
-        is multiplied.
+        after row: with 3 factors and 2 vectors of words, totals[1, 0] is item 2 of the 6, counted from 0.
+        `has_avx512_bf16`: one instruction multiplies pairs, see `add_words`. Each factor is taken from the iterable
+        just before it is multiplied: a generator may emit its load there, so that few factors wait in registers.
         """
         sums: list[ir.Value] = []
         for factor in factors:
@@ -235,13 +238,13 @@ class Code:
         """Return eˣ for each lane of x, float32 and at most 0, within 2 units in the last place.
 
         An x below −87 counts as −87, so that the result is a normal number and never 0. With n = round(x × log₂ e) and
-        r = x − n × ln 2, eˣ is 2ⁿ × eʳ. A polynomial gives eʳ, and n is written into the exponent bits for 2ⁿ. n × ln 2
-        is subtracted in two parts (Cody-Waite), so that r keeps its low bits.
+        r = x − n × ln 2, eˣ is 2ⁿ × eʳ: for x = −1, n is −1 and r about −0.307. A polynomial gives eʳ, and n is written
+        into the exponent bits for 2ⁿ. n × ln 2 is subtracted in two parts (Cody-Waite), so that r keeps its low bits.
         """
         build, vector_type = self.build, x.type
         min_argument = constant(vector_type, EXP_LEAST)
         x = build.select(build.fcmp_ordered("<", x, min_argument), min_argument, x)
-        # Adding 1.5 · 2²³ rounds to an integer, which is left in the low bits of the mantissa.
+        # Adding 1.5 × 2²³ rounds to an integer, which is left in the low bits of the mantissa.
         rounder = constant(vector_type, ROUNDER)
         shifted = self.add_product(x, constant(vector_type, LOG2_E), rounder)
         exponent_float = build.fsub(shifted, rounder)
@@ -254,14 +257,29 @@ class Code:
         square, linear = build.fmul(remainder, remainder), build.fadd(remainder, constant(vector_type, 1.0))
         series = self.add_product(series, square, linear)
         bits_type = ir.VectorType(I32, vector_type.count)
+        # Float32 has its exponent from bit 23 on, with a bias of 127.
         exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
 
-    def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """Reduce the lanes of a vector to one value: `join` joins the two halves, such as by adding, until one is left.
+    def soft_capped(self, x: ir.Value, cap: float) -> ir.Value:
+        """Return cap × tanh(x ÷ cap) for each lane of x, float32: within ± `cap`, and about x where x is near 0.
 
-        The number of lanes must be a power of two. The lower half is the first argument of `join`: with 4 lanes, lanes
-        0 and 2 are joined, and lanes 1 and 3, then the two results.
+        With y = exp(−2 |x| ÷ cap), which cannot overflow, tanh(|x| ÷ cap) is (1 − y) ÷ (1 + y). The sign comes last.
+        """
+        build, vector_type = self.build, x.type
+        is_negative = build.fcmp_ordered("<", x, constant(vector_type, 0.0))
+        magnitude = build.select(is_negative, build.fneg(x), x)
+        exponential = self.exp(build.fmul(magnitude, constant(vector_type, -2.0 / cap)))
+        one = constant(vector_type, 1.0)
+        tanh = build.fdiv(build.fsub(one, exponential), build.fadd(one, exponential))
+        capped = build.fmul(constant(vector_type, cap), tanh)
+        return build.select(is_negative, build.fneg(capped), capped)
+
+    def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+        """Return the reduction of a vector's lanes to one value by `join`, such as the sum if `join` adds two vectors.
+
+        `join(lower half, upper half)` is applied to halves of the vector until one lane is left, so the number of lanes
+        must be a power of two. With 4 lanes and addition, the result is (lane 0 + lane 2) + (lane 1 + lane 3).
         """
         while (num_lanes := vector.type.count // 2) > 0:
             halves = (
@@ -312,7 +330,7 @@ def lanes_for(size: int) -> int:
 
 
 @cache
-def _features() -> Any:
+def _features() -> llvm.FeatureMap:
     """Register LLVM's code generator for this processor; return which of LLVM's feature names the processor has."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -330,27 +348,28 @@ def processor() -> str:
 
 
 _lock = Lock()
-_engines: dict[str, Any] = {}
+_engines: dict[str, llvm.ExecutionEngine] = {}
 """Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
 
 
 def register(module: ir.Module) -> str:
     """Compile a module and register its handler with XLA under the module's name; return that name.
 
-    A module of a name that is already registered is not compiled again. Several threads may trace steps at once: the
-    first one compiles while the others wait. Object code is stored in JAX's compilation cache, if one is configured,
-    and loaded from there by later processes.
+    The handler is the module's function of the same name. If a module of this name is already registered, nothing is
+    done: equal names mean equal code. Several threads may trace steps at once: the first one compiles while the others
+    wait. Object code is stored in JAX's compilation cache, if one is configured; later processes load it from there and
+    skip optimisation and code generation. The engine is kept, as it owns the code.
     """
     with _lock:
         if module.name in _engines:
             return module.name
-        source, features = str(module), _features().flatten()  # `_features` also registers LLVM's targets.
+        source, features = str(module), _features().flatten()  # `_features` also registers LLVM's code generator.
         target, cpu = llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
         machine = target.create_target_machine(cpu=cpu, features=features, opt=3)  # The engine below frees it.
         kept_code = _KeptCode(source)
         parsed = llvm.parse_assembly(source)
         parsed.verify()
-        if kept_code.code is None:
+        if kept_code.code is None:  # Else the engine takes the object code, and optimised text is not needed.
             passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
             passes.getModulePassManager().run(parsed, passes)
         engine = llvm.create_mcjit_compiler(parsed, machine)
@@ -366,9 +385,11 @@ class _KeptCode:
     """Object code of a module for this processor, in a file that begins with its checksum."""
 
     def __init__(self, text: str) -> None:
-        """Look for the object code of the module with this source `text` in JAX's compilation cache.
+        """Read the object code of the module with this source `text` from JAX's compilation cache, if it is there.
 
-        The file's name is a hash of everything that the code depends on: LLVM's version, the processor and the text.
+        The file's name is a hash of everything that the code depends on: LLVM's version (llvmlite's), the processor and
+        the text. The file holds a SHA-256 checksum of `CHECKSUM_BYTES` and then the code. `code` stays None if no cache
+        is configured, if the file cannot be read, or if the checksum does not match.
         """
         name = hashlib.sha256("\0".join((llvmlite.__version__, processor(), text)).encode()).hexdigest()
         directory = jax.config.values.get("jax_compilation_cache_dir")
@@ -383,7 +404,8 @@ class _KeptCode:
     def keep(self, code: bytes) -> None:
         """Write the object code for later processes, unless it was read from the cache or there is no cache.
 
-        The file appears whole or not at all: several processes may write it. Errors of the file system are ignored.
+        The file appears whole or not at all, since several processes may write it: each writes a file of its own, named
+        by its process id, and renames it. Errors of the file system are ignored: the next process compiles again.
         """
         if self._path is None or self.code is not None:
             return

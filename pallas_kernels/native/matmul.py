@@ -39,7 +39,8 @@ def panels_shape(depth: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
 
     Bfloat16 has the shape [panels, pairs, 32, 2]. A pair is two values of one column that follow each other along K,
     as a matrix unit (AMX) reads them; K is padded to a multiple of the `DEPTH` = 32 values that one AMX instruction
-    multiplies. Any other dtype, such as float32, has the shape [panels, K, 32]. N is padded to whole panels.
+    multiplies. Any other dtype, such as float32, has the shape [panels, K, 32]. N is padded to whole panels. W [100,
+    70] has the shape [3, 64, 32, 2] in bfloat16, and [3, 100, 32] in float32.
     """
     panels = -(-num_out // PANEL)
     if jnp.dtype(dtype) == jnp.bfloat16:
@@ -48,27 +49,29 @@ def panels_shape(depth: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
 
 
 def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
-    """Write zeros to `buffer` where `fill_panels` will write nothing, and return it.
+    """Write zeros to the padding of `buffer`, an uninitialised array for W [K, N] in panels, and return `buffer`.
 
-    `buffer` has the shape `panels_shape(depth, num_out, dtype)`. The padding is in its last panel and, for pairs of
-    bfloat16, in its last pairs; the last pair of an odd depth is cleared whole.
+    `depth` is K, `num_out` is N, and `buffer` has the shape `panels_shape(depth, num_out, dtype)`. `fill_panels` later
+    writes all elements of W but no padding. So zeros may also be written to elements of W here: the last panel is
+    cleared whole if it has padding columns, and the pair that holds the last value of an odd K is cleared whole.
     """
     if num_out % PANEL:
         buffer[-1] = 0
-    if buffer.ndim == 4:
+    if buffer.ndim == 4:  # [panels, pairs of K, 32, 2]: bfloat16, with K padded.
         buffer[:, depth // 2 :] = 0
     return buffer
 
 
 def fill_panels(panels: np.ndarray, first_column: int, columns: np.ndarray) -> None:
-    """Write W[:, first_column + i] = columns[i] into the panels of W [K, N], for rows of Wᵀ [n, K] from a checkpoint.
+    """Write W[:, first_column + i] = columns[i] into the panels of W [K, N]; `columns` are n rows of Wᵀ, [n, K].
 
-    All whole panels are written by one assignment. The columns before and after them, which fill a panel only in part,
-    take one assignment each. Column 70 of W is column 6 of panel 2. In bfloat16, its values 2p and 2p + 1 are pair p;
-    of an odd K, the last pair holds one value, and `empty_panels` has set the second to zero.
+    `panels` is [panels, K, 32], or [panels, pairs of K, 32, 2] in bfloat16. Column 70 of W is column 6 of panel 2; in
+    bfloat16 its values 2p and 2p + 1 are pair p. If K is odd, the last pair holds one value, and `empty_panels` has set
+    the second to zero. All whole panels are written by one assignment. The columns before and after them, which fill
+    a panel only in part, take one assignment each: columns 20 … 99 are written as 20 … 31, 32 … 95 and 96 … 99.
     """
     depth = columns.shape[1]
-    # A view with columns before K, in the order of `columns`: [panel, column, K] or [panel, column, pair, 2].
+    # A view with the axis of columns before that of K, as in `columns`: [panel, column, K] or [panel, column, pair, 2].
     panels_by_column = panels.transpose(0, 2, 1) if panels.ndim == 3 else panels.transpose(0, 2, 1, 3)
     num_written = 0
     while num_written < len(columns):
@@ -78,7 +81,7 @@ def fill_panels(panels: np.ndarray, first_column: int, columns: np.ndarray) -> N
             end = num_written + num_whole_panels * PANEL
             new_columns = columns[num_written:end].reshape(num_whole_panels, PANEL, depth)
             target = panels_by_column[panel : panel + num_whole_panels]
-        else:
+        else:  # Columns up to the panel's end, or fewer if fewer are left.
             new_columns = columns[None, num_written : num_written + PANEL - column]
             target = panels_by_column[panel : panel + 1, column : column + new_columns.shape[1]]
         if panels.ndim == 3:
@@ -91,7 +94,11 @@ def fill_panels(panels: np.ndarray, first_column: int, columns: np.ndarray) -> N
 
 
 def in_panels(matrix: Float[Array, "K N"]) -> Array:
-    """Return a weight W [K, N] in panels, padded with zeros: the array that `fill_panels` fills, computed by XLA."""
+    """Return a weight W [K, N] in panels of 32 columns, padded with zeros; XLA computes it, also when traced.
+
+    The result is [panels, K, 32], or [panels, pairs of K, 32, 2] in bfloat16, as `panels_shape` says: element (k, n) of
+    W is element (n // 32, k, n % 32), or (n // 32, k // 2, n % 32, k % 2).
+    """
     depth, num_out = matrix.shape
     shape = panels_shape(depth, num_out, matrix.dtype)
     padded_depth = 2 * shape[1] if len(shape) == 4 else depth
@@ -119,10 +126,12 @@ def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> 
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
-    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, num_out] is stored in panels.
+    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, N = `num_out`] is stored in panels.
 
-    x has at least one row. A row's bits do not depend on the other rows. Raises ValueError if x or W has another dtype,
-    or if `panels` does not have the shape of the panels of a [K, num_out] matrix.
+    `panels` is [panels, K, 32], or [panels, pairs of K, 32, 2] in bfloat16, with K and N padded. x has at least one
+    row, R ≥ 1. The bits of a result row do not depend on the other rows. Bfloat16 is multiplied by the matrix unit
+    (AMX) if there is one, everything else by vectors. Raises ValueError if x or W has another dtype, or if `panels`
+    does not have the shape of the panels of a [K, N] matrix.
     """
     # Native code checks neither dtype nor shape, and would read other memory.
     if x.dtype != panels.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -141,11 +150,12 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
     if is_bf16_packed and has_amx_unit():
         name = tile_handler()
     else:
-        # As few batches of rows as possible, of equal sizes or one row apart; the handler is compiled for the smaller.
+        # As few batches of rows as possible, of equal sizes or one row apart: 25 rows are 9 + 8 + 8 if at most 12 fit.
+        # A handler is compiled for each size of the smaller batches, here 8.
         num_batches = -(-num_rows // _max_rows_together(has_avx512))
         name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_avx512, num_rows // num_batches)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
-    return out[:, :num_out]
+    return out[:, :num_out]  # The last panel has padding columns unless N is a multiple of 32.
 
 
 def _max_rows_together(has_avx512: bool) -> int:
@@ -168,7 +178,11 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
     word_type = I32 if is_bf16_packed else F32
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
-        """Count panels, which are the units, and divide the rows into batches."""
+        """Emit code that counts the panels, which are the units, and divides the rows of x into batches.
+
+        25 rows with `rows_per_batch` 8 and at most 12 rows together are 3 batches, of which 25 − 3 × 8 = 1 is larger.
+        A large weight is worth several threads, as reading it bounds the product.
+        """
         x, panels = args
         build, num_rows, num_panels, depth = code.build, x.size(0), panels.size(0), panels.size(1)
         num_batches = build.sdiv(build.add(num_rows, I64(max_rows - 1)), I64(max_rows))
@@ -178,7 +192,11 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
         return Work(values, num_units=num_panels, is_large=build.icmp_signed(">", num_words, I64(MAX_SERIAL_WORDS)))
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        """Emit the product of all rows of x and panel `unit`, one block of K after the other; `out` holds the sums."""
+        """Emit the product of all rows of x and panel `unit`, one block of K after the other.
+
+        `out` holds the partial sums between blocks. Blocks are of about equal size, at most `MAX_WORDS_PER_BLOCK` = 768
+        words: 1000 words are 2 blocks of 500.
+        """
         x, panels, out, depth, num_columns, num_larger_batches, num_batches = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         panel_offset = mul(mul(unit, depth), I64(PANEL))
@@ -190,7 +208,9 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
         ) -> None:
             """Multiply words `begin` … `end` − 1 of K for a batch of rows and `VECTORS` vectors of the panel's columns.
 
-            The sums start at zero if `begin` is 0, else at the partial sums in `out`, and are written back to `out`.
+            `first_row` is the batch's first row of x [R, K], `first_column` the first column within the panel. The sums
+            stay in registers, one vector per row and v < `VECTORS`, while k goes over the words. They start at zero if
+            `begin` is 0, else at the partial sums in `out` [R, columns], and are written to `out`.
             """
             rows = [add(first_row, I64(i)) for i in range(num_rows_together)]
             starts = [mul(row, depth) for row in rows]
@@ -202,7 +222,10 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
             has_partial_sums = build.icmp_signed(">", begin, I64(0))
 
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-                """Return the sums plus the products of word k of each row and of the panel's columns."""
+                """Return the sums plus the products of word k of each row of x and of each column: an outer product.
+
+                The panel is also prefetched, 32 of its rows ahead; beyond its end this is harmless.
+                """
                 word_offset = add(add(panel_offset, mul(k, I64(PANEL))), I64(first_column))
                 offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
                 words = code.load_vectors(panels, offsets, word_type, lanes)
@@ -210,29 +233,37 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, rows
                 factors = (code.load(x, add(start, k), word_type) for start in starts)
                 return code.add_outer(factors, words, sums, has_avx512_bf16=has_avx512_bf16)
 
+            # To avoid a branch, `out` is always read: in the first block it holds nothing yet, and zeros are selected.
             stored = (code.load_vector(out, offset, F32, lanes) for offset in sum_offsets)
             old_sums = [build.select(has_partial_sums, vector, zeros) for vector in stored]
             new_sums = code.loop(begin, end, add_products, carried=old_sums)
             for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
                 code.store_vector(total, out, sum_offset)
 
-        def multiply_block(index: ir.Value) -> None:
-            """Multiply all rows, batch by batch, by block `index` of the panel."""
-            begin = mul(index, block_depth)
+        def multiply_block(block: ir.Value) -> None:
+            """Multiply all rows of x by one block of the panel, the larger batches of rows before the smaller ones.
+
+            Block `block` is words `block` × `block_depth` … of K; the last block may be shorter.
+            """
+            begin = mul(block, block_depth)
             end = code.min(add(begin, block_depth), depth)
 
             def multiply_batches(num_rows_together: int, rows_before: ir.Value) -> Callable[[ir.Value], None]:
-                """Return a loop body that multiplies batch `index` of this many rows, after `rows_before` rows."""
+                """Return a loop body that multiplies one batch, counted among those of `num_rows_together` rows.
 
-                def multiply_batch(index: ir.Value) -> None:
+                The first of these batches begins at row `rows_before`. A batch takes the panel's 32 columns in one or
+                more parts of `VECTORS` vectors each.
+                """
+
+                def multiply_batch(batch: ir.Value) -> None:
                     for first_column in range(0, PANEL, VECTORS * lanes):
-                        first_row = add(rows_before, mul(index, I64(num_rows_together)))
+                        first_row = add(rows_before, mul(batch, I64(num_rows_together)))
                         multiply_rows(first_row, num_rows_together, first_column, begin, end)
 
                 return multiply_batch
 
             rows_of_larger_batches = mul(num_larger_batches, I64(rows_per_batch + 1))
-            # If `rows_per_batch` is the most that fits, no batch is larger, and the code for it would spill registers.
+            # If `rows_per_batch` is the most that fits, no batch is larger, and code for one would spill registers.
             if rows_per_batch < max_rows:
                 code.loop(0, num_larger_batches, multiply_batches(rows_per_batch + 1, I64(0)))
             num_smaller_batches = build.sub(num_batches, num_larger_batches)

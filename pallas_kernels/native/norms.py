@@ -39,8 +39,9 @@ def layer_norm(
 
 
 def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
-    """Return the RMS norm of each row if `vectors` is one weight [D], or the layer norm if it is a weight and a bias.
+    """Return the RMS norm of each row of x [T, D] if `vectors` is one weight [D], else the layer norm.
 
+    For the layer norm, `vectors` are a weight [D] and a bias [D]. `eps` is added to the mean square before the root.
     Native code checks no arguments, so this raises ValueError unless all dtypes are float32 and each vector is as long
     as a row. `name` is the norm's name in the message.
     """
@@ -66,7 +67,10 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
     vector_type = ir.VectorType(F32, lanes)
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
-        """Count the units of rows, and decide whether they are worth several threads. `args` are x, weight and bias."""
+        """Emit code that counts the units of rows, and decides whether they are worth several threads.
+
+        `args` are x and the weight, and for the layer norm also the bias. 40 rows in units of 16 are 3 units.
+        """
         build, (x, *vectors) = code.build, args
         num_rows = x.size(0)
         num_units = build.sdiv(build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
@@ -74,16 +78,17 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
         return Work([x.data, rets[0].data, num_rows, *(vector.data for vector in vectors)], num_units, is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        """Emit the norms of the rows of unit `unit`; the last unit may have fewer rows."""
+        """Emit the norms of the `ROWS_OF_UNIT` rows of unit `unit`; the last unit may have fewer rows."""
         x, out, num_rows, weight, *bias = arguments
         build = code.build
         square_root = declare(build.module, "llvm.sqrt.f32", F32, F32)
 
         def mean_of_row(start: ir.Value, add_vector: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-            """Return the mean of a row's elements, or of their squares.
+            """Return the mean of a row's elements, or of their squares, as `add_vector` adds one or the other.
 
-            `start` is the offset of the row in x. `add_vector(vector, sum)` returns the sum with a vector of the row
-            added, or with its square.
+            `start` is the offset of the row in x. `add_vector(vector, sum)` returns `sum` plus a vector of the row, or
+            plus its square. The row is summed in `num_accumulators` independent vectors, since additions to a single
+            one would wait for each other. Their sum is then reduced across its lanes and divided by the row's `size`.
             """
 
             def add_vectors(element: ir.Value, *sums: ir.Value) -> list[ir.Value]:
@@ -98,7 +103,11 @@ def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
             return build.fdiv(code.reduce(sum_of_vectors, build.fadd), constant(F32, float(size)))
 
         def normalize_row(row: ir.Value) -> None:
-            """Read a row of x for its mean (layer norm), for its mean square, and once more to write the result."""
+            """Write row `row` of `out`: (x − center) ÷ √(mean((x − center)²) + eps) × weight, plus the bias if any.
+
+            `center` is the row's mean for the layer norm; the RMS norm subtracts nothing. The row is read once for each
+            mean and once to be scaled.
+            """
             start = build.mul(row, I64(size))
             center = code.broadcast(mean_of_row(start, build.fadd), lanes) if is_centered else None
 

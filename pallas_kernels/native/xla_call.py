@@ -71,7 +71,8 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     The frame has `num_args` arguments and `num_rets` results. `prepare` emits code that cuts the work into units, and
     `body` emits code for one unit. The thread that XLA calls (the caller) and helper threads of XLA's pool share the
     units by an atomic counter: each takes the next unit until none is left. The caller then spins until the helpers'
-    units are done. Helpers are scheduled only if `Work.is_large` and there is more than one unit.
+    units are done, and returns null, which means no error. Helpers are scheduled only if `Work.is_large` and there is
+    more than one unit.
     """
     module = ir.Module(name)
     module.triple = llvm.get_default_triple()
@@ -85,7 +86,7 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     values, num_units, is_large = prepare(code, arguments, results)
     # A helper may start after the caller has returned, so the job is on the heap, and its last holder frees it.
     work = _work(module, [value.type for value in values], body)
-    # The words TAKEN, DONE, HOLDERS (the caller) and NUM_UNITS, then the values.
+    # The words TAKEN and DONE, which are 0, HOLDERS (the caller alone so far) and NUM_UNITS, then the values.
     job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + len(values)))])
     for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
         code.store(value, job, offset)
@@ -108,8 +109,9 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
     """Emit code that answers and returns if XLA only asks for the interface version of a handler.
 
     XLA asks when the handler is registered. The call frame then has an extension of type 1 (metadata), whose
-    fields are filled in: major and minor version, and no traits. Offsets in `ffi` count words of 8 bytes, so the two
-    halves of word n are the 32-bit numbers 2n and 2n + 1.
+    fields are filled in: major and minor version, and 0 for no traits. In any other call, the code goes on behind this.
+    Offsets in `ffi` count words of 8 bytes, so the two halves of word n are the 32-bit numbers 2n and 2n + 1. Raises
+    RuntimeError, as this code is written, if the installed jaxlib has another interface.
     """
     build = code.build
     extension = code.load(frame, ffi.FRAME_EXTENSION, POINTER)
@@ -126,8 +128,10 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
 def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Function:
     """Return a new function work(job), which takes units of a job until none is left and computes each by `body`.
 
-    `value_types` are the types of the job's values. An atomic addition to the counter TAKEN returns a different unit to
-    every thread. The addition to DONE is a release, so that the caller, which waits for it, sees the unit's results.
+    Every thread that shares the job calls it. A job is words of 8 bytes: TAKEN, DONE, HOLDERS, NUM_UNITS and the
+    values, of types `value_types`. An atomic addition to TAKEN returns a different unit to every thread, and a number
+    that is not below NUM_UNITS ends the loop. The addition to DONE is a release, so that the caller, which waits for
+    it, sees the unit's results.
     """
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
     work.linkage = "internal"
@@ -176,7 +180,7 @@ def _schedule_helpers(code: Code, frame: ir.Value, work: ir.Function, job: ir.Va
     build.atomic_rmw("add", code.at(job, HOLDERS, I64), num_helpers, "monotonic")
 
     def schedule(_: ir.Value) -> None:
-        """Emit the scheduling of one helper; if it is refused, run it here, as it must release the job."""
+        """Emit code that schedules one helper; if XLA refuses, run it here, since each helper must release the job."""
         error = _call(code, api, ffi.SCHEDULE, context, build.bitcast(helper, POINTER), job)
         with build.if_then(_is_not_null(code, error)):
             _destroy(code, api, error)
@@ -186,10 +190,11 @@ def _schedule_helpers(code: Code, frame: ir.Value, work: ir.Function, job: ir.Va
 
 
 def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
-    """Emit a call of function number `index` of XLA's interface, and return the address of its error, or null.
+    """Emit a call of function number `index` of XLA's C interface; return the address of its error, null for none.
 
-    `api` is the address of the interface. The function takes the address of one structure: its size in bytes, null (no
-    extension), and then `args`, 8 bytes each.
+    `api` is the address of the interface, a table of functions. Each function takes the address of one structure of
+    words of 8 bytes: its size in bytes, null (no extension), and then `args`. With one argument, these are 24, null and
+    the argument.
     """
     structure = code.allocate(I64, 2 + len(args))
     for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
@@ -236,7 +241,11 @@ def _uninitialized(rank: int, item_size: int) -> str:
     """
 
     def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> Work:
-        """Emit the request, madvise(2), for the whole system pages of the result; return no work."""
+        """Emit the request to Linux, madvise(2), if the result is large; return no work.
+
+        madvise takes an address at the begin of a system page of 4096 bytes, so the result's begin is rounded up: a
+        result at address 5000 is requested from 8192 on. Other systems have no such request.
+        """
         build, num_bytes = code.build, I64(item_size)
         for dimension in range(rank):
             num_bytes = build.mul(num_bytes, rets[0].size(dimension))

@@ -56,10 +56,11 @@ def attend_tiles(
     each row attends to its other pages alone. A decode row in no shared tile is a tile of its own. Token r belongs to
     row r for r < `num_decode_rows`.
 
-    Each token attends to the keys of its row up to its own position, within the window if there is one. `tables` holds
-    page numbers within the layer. Entries up to the page of a row's last token must be valid, because native code does
-    not check them; later entries are not read. `sinks` are the logits of one attention sink per query head. Raises
-    ValueError if the arrays of `pages` do not fit the heads of `q`.
+    Each token attends to the keys of its row up to its own position, within the window if there is one. `pages` has
+    the keys and values of all layers, and `tables` holds page numbers within this layer. Entries up to the page of a
+    row's last token must be valid, because native code does not check them; later entries are not read. `sinks` are
+    the logits of one attention sink per query head, or None. Raises ValueError if the arrays of `pages` do not fit the
+    heads of `q`.
     """
     _, num_kv_heads, group_size, head_size = q.shape
     pages.check(num_kv_heads, head_size)
@@ -135,7 +136,11 @@ def _attend_handler(shape: Shape) -> str:
     num_kv_heads, group_size, page_size = shape.num_kv_heads, shape.group_size, shape.page_size
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
-        """Read the counts of tiles, clear the outputs of padding tokens, and return the units."""
+        """Emit code that reads the counts of tiles and clears the outputs of padding tokens; return the work.
+
+        There is one unit per tile and KV head. The work is worth several threads if its tokens attend to more than
+        `MAX_SERIAL_ELEMENTS` elements of keys, or if there is any query tile.
+        """
         build, out = code.build, rets[0]
         q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *shared_rows, sinks = args
         members, num_shared_pages = shared_rows
@@ -144,7 +149,8 @@ def _attend_handler(shape: Shape) -> str:
         _clear_padding(code, q, out, token_size, query_tiles, num_decode_rows, num_query_tiles)
         num_tiles = build.add(build.add(num_shared_tiles, num_decode_rows), num_query_tiles)
 
-        # A decode row attends to about as many keys as its position. One query tile is enough for several threads.
+        # A decode row attends to about as many keys as its position. A query tile counts as so many keys that one is
+        # enough for several threads.
         def add_position(row: ir.Value, num_keys: ir.Value) -> list[ir.Value]:
             return [build.add(num_keys, code.load_index(positions.data, row))]
 
@@ -173,7 +179,7 @@ def _attend_handler(shape: Shape) -> str:
         return Work(list(arguments), num_units=build.mul(num_tiles, I64(num_kv_heads)), is_large=is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        """Compute one tile and KV head: the tokens' joint pages, then, in a shared tile, each row's other pages."""
+        """Emit the attention of one tile and KV head: its joint pages, then in a shared tile each row's other pages."""
         given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
@@ -220,11 +226,15 @@ def _attend_handler(shape: Shape) -> str:
             return add(mul(page, I64(num_kv_heads)), head)
 
         def attend_pages(begin_token: ir.Value, end_token: ir.Value, begin: ir.Value, end: ir.Value) -> None:
-            """Let tokens begin_token … end_token − 1 attend to pages begin … end − 1 of the first token's row."""
+            """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to some pages, in their order.
+
+            These are entries `begin` … `end` − 1 of the page table of the first token's row, which the other tokens'
+            rows share; none if `end` ≤ `begin`.
+            """
             row = queries.row(begin_token)
 
             def attend_one_page(table_index: ir.Value) -> None:
-                # The page after the last one is the last one again: its prefetch is harmless.
+                # The last page has no next one, so it is prefetched once more, which is harmless.
                 next_page = page_of(row, code.min(add(table_index, I64(1)), sub(end, I64(1))))
                 page, page_start = page_of(row, table_index), mul(table_index, I64(page_size))
                 queries.attend_page(begin_token, end_token, page, next_page, page_start)
@@ -261,12 +271,14 @@ def _clear_padding(
 ) -> None:
     """Emit code that writes zeros for the outputs of padding tokens, which no tile computes.
 
-    A step is padded to `q.size(0)` tokens. Padding tokens follow the last token of the last query tile, or the decode
-    rows if there are no query tiles: token r is that of decode row r.
-    `query_tiles` [3, tiles] holds each tile's row, first token and number of tokens. `token_size` is K × G × H, the
-    elements of one token's output.
+    A step is padded to T = `q.size(0)` tokens, and `out` is [T, K, G, H]; `token_size` is K × G × H, the elements of
+    one token's output. A step's tokens are those of the decode rows, one each, and then those of the query tiles. So
+    padding begins after the last query tile, or at token `num_decode_rows` if there is none. `query_tiles` [3, tiles]
+    holds each tile's row, first token and number of tokens. With 5 decode rows and one query tile (5, 5, 3), tokens
+    8 … T − 1 are padding.
     """
     build, num_tokens, data = code.build, q.size(0), out.data
+    # Without any query tile, tile 0 is read, and its fields are not used.
     last_tile = code.max(build.sub(num_query_tiles, I64(1)), I64(0))
     first_token, num_queries = (
         code.load_index(query_tiles.data, build.add(build.mul(I64(field), query_tiles.size(1)), last_tile))

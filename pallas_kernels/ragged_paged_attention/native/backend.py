@@ -70,8 +70,9 @@ class NativeBackend(TiledBackend):
         """Return the backend for one CPU device. Raise BackendUnavailableError if native code cannot run.
 
         It needs a single device, a little-endian processor of 64 bits, the version of XLA's custom-call interface that
-        the code was written for, and an LLVM that knows the processor. `shape`, `deterministic` and `tuned` do not
-        matter: native code takes every shape, is deterministic, and has no tuned sizes.
+        the code was written for, and an LLVM that knows the processor; the error says what is missing. `shape`,
+        `deterministic` and `tuned` are not read: native code takes every shape, its results are the same bits in any
+        batch, and it has no tuned sizes.
         """
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
@@ -79,7 +80,7 @@ class NativeBackend(TiledBackend):
             raise BackendUnavailableError("it needs a little-endian processor of 64 bits")
         try:
             check_interface(interface_header())
-            cpu_features()
+            cpu_features()  # Asks LLVM for the processor's features, which raises if LLVM cannot tell them.
         except Exception as error:  # LLVM raises many types of errors.
             raise BackendUnavailableError(str(error)) from error
         return cls()
@@ -109,8 +110,10 @@ class NativeBackend(TiledBackend):
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """Write k and v into the layer's pages, attend, and return the outputs in q's dtype and the new pages.
 
-        One custom call writes k and v, unless they are None; a second one computes attention for all tiles of the plan.
-        `inputs.kv_scales` is not read: `layout` refuses the dtypes that need scales.
+        T tokens have N = K × G query heads, K KV heads and head size H; head n belongs to KV head n // G. One custom
+        call writes k and v, unless they are None; a second one computes attention for all tiles of the plan. `pages`
+        and the returned pages are the keys and values of all layers. `inputs.kv_scales` is not read: `layout` refuses
+        the dtypes that need scales.
         """
         q, sinks, step = inputs.q, inputs.sinks, inputs.step
         keys, values = pages
@@ -131,6 +134,7 @@ class NativeBackend(TiledBackend):
             step.positions,
             plan,
             step.num_decode_rows,
+            # A tile has up to `tile_q` tokens of one row, or one token of up to `shared_rows` rows.
             max_tokens=max(self.tile_q, min(self.shared_rows, num_rows)),
             sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(heads),
         )

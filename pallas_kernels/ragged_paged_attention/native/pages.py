@@ -49,8 +49,10 @@ class NativePages(LayerPages):
     def check(self, num_kv_heads: int, head_size: int) -> None:
         """Raise ValueError unless keys and values have the shapes and dtypes of pages of these heads.
 
-        Native code checks neither, and would read or write other memory. The number of pages, the page size and whether
-        bfloat16 is packed are taken from the array of keys; the shapes of keys and values must agree with them.
+        Native code checks neither, and would read or write other memory. The array of keys gives the number of pages,
+        the page size and, by its dtype, whether bfloat16 is packed in pairs. Both arrays must have the shapes that
+        follow from these: with pages of 16 slots and 2 heads of size 64, float32 keys are [pages, 2, 64, 16] and values
+        [pages, 2, 16, 64].
         """
         sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
         dtype = PACKED_BF16 if self.is_bf16_packed else jnp.float32
@@ -88,8 +90,10 @@ def write_pages(
 ) -> tuple[Array, Array]:
     """Write k and v into `slots` of the layer by native code; return the new keys and values of all layers.
 
-    A slot is page × page size + offset, and pages are counted within the layer. The results reuse the memory of
-    `pages.keys` and `pages.values`, so that nothing is copied. Raises ValueError if these do not fit the heads of `k`.
+    Token t's key and value for all K heads go to slot `slots[t]`. A slot is page × page size + offset, and pages are
+    counted within the layer; slots are not checked. k and v are first converted to the dtype of the pages. The results
+    reuse the memory of `pages.keys` and `pages.values`, so that no page is copied unless these are used later. Raises
+    ValueError if these arrays do not fit the heads of `k`.
     """
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
@@ -115,7 +119,11 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
-        """Cut the tokens into units. `args` are keys, values, k, v, slots, first page; `rets` are keys, values."""
+        """Emit code that cuts the tokens into units; return the work.
+
+        `args` are keys, values, k, v, slots and first page; `rets` are keys and values, in the same memory as the
+        first two arguments. Steps of few tokens get small units. 10 tokens in units of 4 are 3 units.
+        """
         build, num_tokens = code.build, args[4].size(0)
         has_small_units = build.icmp_signed("<=", num_tokens, I64(MAX_TOKENS_OF_SMALL_UNITS))
         tokens_per_unit = build.select(has_small_units, I64(FEW_TOKENS), I64(MANY_TOKENS))
@@ -125,25 +133,33 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         return Work([*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], num_units, is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
-        """Write the tokens of unit `unit`, head by head; the last unit may have fewer."""
+        """Emit code that writes the tokens of unit `unit`, head by head; the last unit may have fewer tokens."""
         keys, values, k, v, slots, first_page, num_tokens, tokens_per_unit = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         begin = mul(unit, tokens_per_unit)
 
         def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
-            """Load word `word` of the key whose first number is element `source` of k; pairs of bfloat16 are joined."""
+            """Load word `word` of the key whose first number is element `source` of k.
+
+            It is one float32, or the pair of bfloat16 numbers 2 × `word` (lower half) and 2 × `word` + 1 (upper half).
+            """
             if not is_bf16_packed:
                 return code.load(k, add(source, word), F32)
             element = add(source, mul(word, I64(2)))
             low_half = build.zext(code.load(k, element, I16), I32)
-            # With an odd head size the last word holds one number; its upper half is zero.
+            # With an odd head size the last word holds one number, and its upper half is zero. To avoid a branch, the
+            # first number is then loaded a second time, and is not used.
             has_second = build.icmp_signed("<", mul(word, I64(2)), I64(head_size - 1))
             second = code.load(k, build.select(has_second, add(element, I64(1)), element), I16)
             high_half = build.select(has_second, build.zext(second, I32), I32(0))
             return build.or_(low_half, build.shl(high_half, I32(16)))
 
         def write(token: ir.Value) -> None:
-            """Write a token's key and value into its slot, for every KV head."""
+            """Write a token's key and value into its slot, for every KV head.
+
+            A page of one head is key words [head words, slots] and values [slots, lanes]. In packed bfloat16 the values
+            are 16-bit elements [slots ÷ 2, lanes, 2]: that of slot 5 and lane 3 is element (2, 3, 1).
+            """
             slot = code.load_index(slots, token)
             page, slot_in_page = build.sdiv(slot, I64(page_size)), build.srem(slot, I64(page_size))
             token_offset = mul(token, I64(token_values))
@@ -153,6 +169,7 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
                 key_target = add(mul(page_head_index, I64(key_words * page_size)), slot_in_page)
                 value_target = mul(page_head_index, I64(value_words * head_size))
 
+                # The defaults bind this head's offsets.
                 def write_key(word: ir.Value, source: ir.Value = source, target: ir.Value = key_target) -> None:
                     code.store(key_word(source, word), keys, add(target, mul(word, I64(page_size))))
 

@@ -79,8 +79,9 @@ class Queries:
         """Emit the allocation of a tile's queries, scores, weights, sums and softmax state on the thread's stack.
 
         `keys` and `values` are the addresses of the keys and values of all layers. A query is one head of one token.
-        As many queries are multiplied together as have their sums in registers: those of `tokens_together` tokens, or
-        one of `head_chunks` if a token has more. A span is the slots, or lanes of a head, that one iteration takes.
+        Queries are multiplied together while all their sums stay in registers: at most 6 queries with AVX-512. So a
+        group of 2 heads takes 3 tokens at a time (`tokens_together`), and a group of 8 heads takes one token at a time,
+        heads 0 … 3 and then 4 … 7 (`head_chunks`). A span is the slots, or lanes of a head, that one iteration takes.
         """
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
@@ -104,6 +105,7 @@ class Queries:
             # The upper half of a query's last word of weights is never written, but is multiplied: it must be 0.
             code.loop(0, num_score_rows * shape.value_words, lambda word: code.store(I32(0), self.weights, word))
         self.running_max, self.weight_sums = (code.allocate(F32, shape.num_queries) for _ in range(2))
+        # Of each token of the tile, see `set_token`.
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
 
     def num_allocated_queries(self) -> tuple[int, int]:
@@ -155,10 +157,12 @@ class Queries:
         return build.mul(build.add(heads_before, head), I64(self.shape.group_size))
 
     def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
-        """Emit code that copies token i's queries of KV head `head` into the tile, and starts their softmax state.
+        """Emit code that copies the G queries of token i and KV head `head` into the tile, and starts their softmax.
 
-        `q` holds all queries, [T, K, G, words], and `sinks` the sinks' logits, [K, G]. A sink counts as a first key
-        with value zero: the maximum starts at its logit, and the sum of weights at 1.
+        `q` holds all queries of the step, [T, K, G, words], a word being one float32 or two bfloat16. Value sums start
+        at 0, the running maximum at a finite minimum and the weight sum at 0. With attention sinks, whose logits
+        `sinks` [K, G] holds, a sink counts as a first key with value zero: its logit is the first maximum, and the
+        weight sum starts at 1.
         """
         code, build, shape = self.code, self.code.build, self.shape
         first_query = build.mul(i, I64(shape.group_size))
@@ -173,36 +177,36 @@ class Queries:
         code.loop(0, shape.group_size, start_query)
         source, target = (build.mul(x, I64(shape.key_words)) for x in (self.first_query_of_token(i, head), first_query))
 
-        def copy_word(element: ir.Value) -> None:
-            code.store(code.load(q, build.add(source, element), self.word), self.queries, build.add(target, element))
+        def copy_word(word: ir.Value) -> None:
+            code.store(code.load(q, build.add(source, word), self.word), self.queries, build.add(target, word))
 
         code.loop(0, shape.group_size * shape.key_words, copy_word)
         zeros = constant(ir.VectorType(F32, self.head_lanes), 0.0)
         first_sum = build.mul(first_query, I64(shape.head_size))
 
-        def clear_sums(element: ir.Value) -> None:
-            code.store_vector(zeros, self.value_sums, build.add(first_sum, element))
+        def clear_sums(lane: ir.Value) -> None:
+            code.store_vector(zeros, self.value_sums, build.add(first_sum, lane))
 
         code.loop(0, shape.group_size * shape.head_size, clear_sums, step=self.head_lanes)
 
     def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
-        """Emit the outputs of token i's G queries of KV head `head`: value sums ÷ weight sums.
+        """Emit the outputs of the tile's token i for the G queries of KV head `head`: value sums ÷ weight sums.
 
-        They are written to `out` [T, K, G, H]; zeros for a query that attended to no key.
+        Each output has H lanes and is written to `out` [T, K, G, H]; it is zeros for a query that attended to no key.
         """
         code, build, group_size, head_size = self.code, self.code.build, self.shape.group_size, self.shape.head_size
         first_query, out_query = build.mul(i, I64(group_size)), self.first_query_of_token(i, head)
 
         def finish_query(query_head: ir.Value) -> None:
-            """Write the output of one of the token's G queries; a sum of 0 is divided by as 1."""
+            """Write the output of one of the G queries. Without any key both sums are 0, so 0 is divided by 1."""
             weight_sum = code.load(self.weight_sums, build.add(first_query, query_head), F32)
             is_empty = build.fcmp_ordered("==", weight_sum, constant(F32, 0.0))
             weight_sum = code.broadcast(build.select(is_empty, constant(F32, 1.0), weight_sum), self.head_lanes)
 
             def divide_lanes(lane: ir.Value) -> None:
                 source, target = (
-                    build.add(build.mul(build.add(query, query_head), I64(head_size)), lane)
-                    for query in (first_query, out_query)
+                    build.add(build.mul(build.add(base_query, query_head), I64(head_size)), lane)
+                    for base_query in (first_query, out_query)
                 )
                 values = code.load_vector(self.value_sums, source, F32, self.head_lanes)
                 code.store_vector(build.fdiv(values, weight_sum), out, target)
@@ -214,12 +218,12 @@ class Queries:
     def attend_page(
         self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, page_start: ir.Value
     ) -> None:
-        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of their KV head.
+        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of one KV head.
 
         `page` and `next_page` are indices among the pages of all layers and KV heads; `page_start` is the position
-        of the page's slot 0. As many tokens are computed together as have their sums in registers, the remaining ones
-        one by one: if 2 of 5 fit, tokens 0 to 3 in pairs and token 4 alone. Only the code for single tokens prefetches
-        `next_page`, since a decode row is bound by memory.
+        of the page's slot 0. Tokens are computed together while their sums fit into registers, and those that are left
+        one by one: if 2 tokens fit, tokens 0 to 3 of 5 are computed in pairs and token 4 alone. Only the code for
+        single tokens prefetches `next_page`, since a decode row is bound by memory.
         """
         code, build = self.code, self.code.build
         num_together, single_token = self.tokens_together, begin_token
@@ -235,10 +239,12 @@ class Queries:
     def _attend_tokens(
         self, i: ir.Value, num_tokens: int, page: ir.Value, next_page: ir.Value | None, page_start: ir.Value
     ) -> None:
-        """Emit the attention of `num_tokens` tokens from i on to a page, one step of the online softmax.
+        """Emit one step of the online softmax for tokens i … i + `num_tokens` − 1 of the tile and one page.
 
-        If `next_page` is not None, this page's values are prefetched while scores are computed, and the next page's
-        keys while weighted values are added. Nothing is done if none of the tokens attends to a slot of the page.
+        For each query of these tokens: scores = q · K, then weights = exp(scores − maximum), then value sums +=
+        weights · V. Nothing is done if none of the tokens attends to a slot of the page. If `next_page` is not None,
+        this page's values are prefetched while scores are computed, and the next page's keys while values are added.
+        Both are indices among the pages of all layers and KV heads; `page_start` is the position of the page's slot 0.
         """
         code, build, shape = self.code, self.code.build, self.shape
         tokens = [build.add(i, I64(j)) for j in range(num_tokens)]
@@ -248,7 +254,8 @@ class Queries:
         for token_begin, token_end in zip(begins[1:], ends[1:], strict=True):
             begin, end = code.min(begin, token_begin), code.max(end, token_end)
         first_query = build.mul(i, I64(shape.group_size))
-        # Queries that are multiplied together, counted from `first_query`: head h of token t is query t × G + h.
+        # Queries that are multiplied together, counted from `first_query`: head h of token t is query t × G + h. There
+        # are several chunks only for a single token. The first one reads the page from memory and prefetches.
         query_chunks = [
             [token * shape.group_size + head for token in range(num_tokens) for head in heads]
             for heads in self.head_chunks
@@ -270,39 +277,39 @@ class Queries:
     ) -> None:
         """Emit scores[query, z] = q · k[:, z] for all slots z of a page: a matrix product with its sums in registers.
 
-        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16. `queries` are offsets
-        from `first_query`, and the rows of `self.scores` that are written. One iteration takes `slot_span` slots for
-        all queries; its inner loop goes over the words and carries the sums. `prefetches_values` adds prefetches of the
-        page's values.
+        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16. A number j in
+        `queries` is query `first_query` + j of the tile, whose scores go to row j of `self.scores` [queries, slots].
+        One iteration takes `slot_span` slots for all queries; its inner loop goes over the words and carries the sums.
+        With `prefetches_values` it also prefetches the page's values, which are multiplied next.
         """
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words
         page_keys = mul(page, I64(key_words * page_size))
         page_values = mul(page, I64(shape.value_words * shape.head_size))
         zeros = constant(ir.VectorType(F32, self.slot_lanes), 0.0)
-        query_words = [mul(add(first_query, I64(query)), I64(key_words)) for query in queries]
+        first_words = [mul(add(first_query, I64(query)), I64(key_words)) for query in queries]
         vectors = range(0, self.slot_span, self.slot_lanes)
 
-        def some_slots(slot: ir.Value) -> None:
+        def score_slots(slot: ir.Value) -> None:
             """Compute and store the scores of all queries for `slot_span` slots from `slot` on."""
 
-            def word_of_head(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
+            def add_products(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
                 """Return the scores plus the products of one word of each query and of each slot's key."""
                 offset = add(mul(word, I64(page_size)), slot)
-                address = add(page_keys, offset)
-                addresses = (add(address, I64(vector)) for vector in vectors)
-                k = code.load_vectors(self.keys, addresses, self.word, self.slot_lanes)
-                if prefetches_values:
+                first_key = add(page_keys, offset)
+                key_offsets = (add(first_key, I64(vector)) for vector in vectors)
+                k = code.load_vectors(self.keys, key_offsets, self.word, self.slot_lanes)
+                if prefetches_values:  # A page's values are as many words as its keys, so the same offsets cover them.
                     code.prefetch(self.values, add(page_values, offset), self.word, self.slot_span)
-                factors = (code.load(self.queries, add(first_word, word), self.word) for first_word in query_words)
+                factors = (code.load(self.queries, add(first_word, word), self.word) for first_word in first_words)
                 return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
 
-            scores = code.loop(0, key_words, word_of_head, carried=[zeros] * (len(queries) * len(vectors)))
+            scores = code.loop(0, key_words, add_products, carried=[zeros] * (len(queries) * len(vectors)))
             targets = [query * page_size + vector for query in queries for vector in vectors]
             for target, score in zip(targets, scores, strict=True):
                 code.store_vector(score, self.scores, add(I64(target), slot))
 
-        code.loop(0, page_size, some_slots, step=self.slot_span)
+        code.loop(0, page_size, score_slots, step=self.slot_span)
 
     def _fills_avx512(self, lanes: int) -> bool:
         """Return whether the processor has instructions for pairs of bfloat16, and vectors of `lanes` fit them."""
@@ -311,15 +318,17 @@ class Queries:
     def update_softmax(self, query: ir.Value, score_row: ir.Value, page_start: ir.Value, end_slot: ir.Value) -> None:
         """Emit one step of the online softmax for one query: turn a page's scores into weights, and update its state.
 
-        `query` is the query's index in the tile, `score_row` its row of scores and of weights. Slots 0 … `end_slot` − 1
-        are read; those that the query must not attend to get weight 0. `page_start` is the position of slot 0.
-        Weights are relative to the new running maximum. If it has grown, the weight sum and value sums are rescaled.
+        `query` is the query's index in the tile, `score_row` its row of scores and of weights, [rows, slots]. Scores
+        are capped first if the layer has a soft cap. weight[z] = exp(score[z] − new maximum) for slots z < `end_slot`,
+        and 0 for a slot that the query must not attend to; `page_start` is the position of slot 0. If the maximum has
+        grown, weight sum and value sums are multiplied by exp(old − new maximum). Then the weights are added to the
+        weight sum. The page's values are added by the caller.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         slot_lanes, head_lanes = self.slot_lanes, self.head_lanes
         begin, visible_end = self.visible_slots(build.sdiv(query, I64(shape.group_size)), page_start)
         row_scores = mul(score_row, I64(shape.page_size))
-        # Offset of the row of weights. Those of bfloat16 are counted one by one, two to a word.
+        # Offset of the row of weights, in elements: a word of bfloat16 weights holds two.
         row_weights = mul(score_row, I64(2 * shape.value_words)) if shape.is_bf16_packed else row_scores
         zeros = constant(ir.VectorType(F32, slot_lanes), 0.0)
         lane_indices = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
@@ -335,7 +344,7 @@ class Queries:
         def update_max(slot: ir.Value, largest: ir.Value) -> list[ir.Value]:
             score, masked = load_scores(slot), constant(zeros.type, INITIAL_MAX)
             if shape.soft_cap is not None:
-                score = _capped(code, score, shape.soft_cap)
+                score = code.soft_capped(score, shape.soft_cap)
                 code.store_vector(score, self.scores, add(row_scores, slot))
             return [code.maximum(build.select(is_visible(slot), score, masked), largest)]
 
@@ -355,7 +364,7 @@ class Queries:
             return [build.fadd(page_sum, weight)]
 
         page_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
-        # If the maximum has not changed, the earlier sums need no rescaling. A NaN counts as a change.
+        # An unchanged maximum needs no rescaling of earlier sums; a NaN counts as a change. Lanes of `decay` are equal.
         has_changed = build.fcmp_unordered("!=", old_max, new_max)
         with build.if_then(has_changed):
             decay = code.exp(code.broadcast(build.fsub(old_max, new_max), head_lanes))
@@ -377,10 +386,11 @@ class Queries:
     ) -> None:
         """Emit the matrix product that adds Σ_z weights[query, z] · v[z], over the page's `slots`, to the value sums.
 
-        `queries` are offsets from `first_query`, and the rows of the weights. One iteration computes `head_span` lanes
-        (numbers of a head) of all queries, with their sums in registers. In bfloat16, word w holds slots 2w and 2w + 1.
-        If `slots.end` is odd, only the lower half of the last word is used: slot `end` may be unwritten and hold NaN.
-        The slot before an odd `slots.begin` is written, and has weight 0. `next_page`: prefetch its keys, unless None.
+        A number j in `queries` is query `first_query` + j of the tile, and row j of the weights. One iteration computes
+        `head_span` lanes (numbers of a head) of all queries, with their sums in registers. In bfloat16, word w holds
+        slots 2w and 2w + 1: slots 3 … 6 are the words 1 and 2 and the lower half of word 3, since slot 7 may be
+        unwritten and hold NaN. Slot 2, before an odd begin, is written and has weight 0. Unless `next_page` is None,
+        its keys are prefetched.
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         (begin_slot, end_slot), head_size = slots, shape.head_size
@@ -390,33 +400,33 @@ class Queries:
 
         def add_lanes(lane: ir.Value) -> None:
             """Add the page's values to `head_span` lanes of all queries' sums."""
-            sum_addresses = [
+            sum_offsets = [
                 add(mul(add(first_query, I64(query)), I64(head_size)), add(lane, I64(vector)))
                 for query in queries
                 for vector in vectors
             ]
 
             def sum_words(first_word: ir.Value, end_word: ir.Value, *, is_half_word: bool = False) -> None:
-                """Add the values of some words of slots; with `is_half_word`, only those in the lower halves."""
+                """Add the values of words `first_word` … `end_word` − 1; with `is_half_word`, of their lower halves."""
 
-                def word_of_page(word: ir.Value, *partial_sums: ir.Value) -> list[ir.Value]:
+                def add_products(word: ir.Value, *partial_sums: ir.Value) -> list[ir.Value]:
                     """Return the sums plus the products of one word of each query's weights and of the values."""
                     offset = add(mul(word, I64(head_size)), lane)
-                    row = add(page_values, offset)
-                    addresses = (add(row, I64(vector)) for vector in vectors)
-                    v = code.load_vectors(self.values, addresses, self.word, self.head_lanes)
-                    if is_half_word:
+                    first_value = add(page_values, offset)
+                    value_offsets = (add(first_value, I64(vector)) for vector in vectors)
+                    v = code.load_vectors(self.values, value_offsets, self.word, self.head_lanes)
+                    if is_half_word:  # The lower half of a word is the slot with the even number.
                         v = [build.and_(vector, constant(vector.type, 0xFFFF)) for vector in v]
                     if next_keys is not None:
                         code.prefetch(self.keys, add(next_keys, offset), self.word, self.head_span)
-                    addresses = (add(I64(query * shape.value_words), word) for query in queries)
-                    factors = (code.load(self.weights, address, self.word) for address in addresses)
+                    weight_offsets = (add(I64(query * shape.value_words), word) for query in queries)
+                    factors = (code.load(self.weights, weight_offset, self.word) for weight_offset in weight_offsets)
                     return code.add_outer(factors, v, partial_sums, has_avx512_bf16=self._fills_avx512(self.head_lanes))
 
-                old_sums = code.load_vectors(self.value_sums, sum_addresses, F32, self.head_lanes)
-                new_sums = code.loop(first_word, end_word, word_of_page, carried=old_sums)
-                for address, new_sum in zip(sum_addresses, new_sums, strict=True):
-                    code.store_vector(new_sum, self.value_sums, address)
+                old_sums = code.load_vectors(self.value_sums, sum_offsets, F32, self.head_lanes)
+                new_sums = code.loop(first_word, end_word, add_products, carried=old_sums)
+                for sum_offset, new_sum in zip(sum_offsets, new_sums, strict=True):
+                    code.store_vector(new_sum, self.value_sums, sum_offset)
 
             if not shape.is_bf16_packed:
                 sum_words(begin_slot, end_slot)
@@ -436,15 +446,3 @@ def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
     """
     lanes = lanes_for(size)
     return lanes, lanes * max(count for count in range(1, vectors_at_once + 1) if size // lanes % count == 0)
-
-
-def _capped(code: Code, score: ir.Value, cap: float) -> ir.Value:
-    """Return cap × tanh(score ÷ cap): tanh |x| is (1 − y) ÷ (1 + y) with y = exp(−2 |x|), which cannot overflow."""
-    build, vector_type = code.build, score.type
-    is_negative = build.fcmp_ordered("<", score, constant(vector_type, 0.0))
-    magnitude = build.select(is_negative, build.fneg(score), score)
-    exponential = code.exp(build.fmul(magnitude, constant(vector_type, -2.0 / cap)))
-    one = constant(vector_type, 1.0)
-    tanh = build.fdiv(build.fsub(one, exponential), build.fadd(one, exponential))
-    capped = build.fmul(constant(vector_type, cap), tanh)
-    return build.select(is_negative, build.fneg(capped), capped)

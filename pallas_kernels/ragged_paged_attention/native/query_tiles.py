@@ -26,10 +26,12 @@ class TiledQueries(Queries):
     def takes(shape: Shape) -> bool:
         """Return whether the matrix unit can compute this shape.
 
-        There must be a unit and bfloat16 pages, head size and page size must be multiples of `PANEL`, and a tile's
-        queries, sums, scores and weights must fit the stack.
+        The processor must have a matrix unit and the pages must be bfloat16. Head size and page size must be multiples
+        of the 32 columns that are multiplied together (`PANEL`). A tile's queries, sums, scores and weights must fit
+        1 MiB of the stack (`MAX_STACK_BYTES`).
         """
-        # Words of 4 bytes for each query: its own, its value sums, its scores, its weights. A tile is added as padding.
+        # Words of 4 bytes for each query: its own, its value sums, its scores, its weights. The unit also computes rows
+        # beyond the last query, fewer than `TILE` = 16, which need memory too.
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
         is_small = 4 * words * (shape.num_queries + TILE) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
@@ -56,11 +58,11 @@ class TiledQueries(Queries):
     ) -> None:
         """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of their KV head.
 
-        All of these tokens' queries, [queries, H], go through the matrix unit: scores = Q · K, one online-softmax step
-        for each query, sums += weights · V. Values are multiplied in blocks of 32 slots. The last block may hold slots
-        from `end_slot` on, which no query attends to and whose values may be NaN. So it is copied to `self.edge`, with
-        zeros in these slots. With `end_slot` 70, slots 0 … 63 are multiplied in place, and slots 64 … 69 from the copy
-        (`edge_slot` is 64).
+        All of these tokens' queries Q [queries, H] go through the matrix unit: scores [queries, Z] = Q · K, then one
+        online-softmax step for each query, then value sums [queries, H] += weights · V. Slots are multiplied in blocks
+        of 32. If the last block holds slots from `end_slot` on, no query attends to these, and their values may be NaN.
+        So the values of this block are copied to `self.edge`, with zeros in these slots. With `end_slot` 70, slots
+        0 … 63 are multiplied in place and slots 64 … 69 from the copy (`edge_slot` is 64).
 
         `page` is an index among the pages of all layers and KV heads, and `page_start` is the position of its slot 0.
         `next_page` is not used: nothing is prefetched here.
@@ -72,6 +74,7 @@ class TiledQueries(Queries):
         _, end_slot = self.visible_slots(build.sub(end_token, I64(1)), page_start)
         first_query = mul(begin_token, I64(shape.group_size))
         num_queries = mul(build.sub(end_token, begin_token), I64(shape.group_size))
+        # The first block may begin before `begin_slot`: its earlier slots are written, and have weight 0.
         begin_block = mul(build.sdiv(begin_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
         edge_slot = mul(build.sdiv(end_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
         has_edge = build.icmp_signed("<", edge_slot, end_slot)
@@ -80,30 +83,32 @@ class TiledQueries(Queries):
         values = self._matrix(self.values, mul(page, I64(shape.value_words * shape.head_size)), shape.head_size)
 
         def score_rows(row: ir.Value, num_tiles: int) -> None:
-            """Compute the scores of one or two tiles of queries, 32 slots at a time."""
+            """Compute the scores of `num_tiles` (1 or 2) tiles of 16 queries from `row` on, 32 slots at a time."""
             query = build.add(first_query, row)
             a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words)
             scores = self._matrix(self.scores, mul(query, I64(shape.page_size)), shape.page_size)
 
-            def add_keys(slot: ir.Value) -> None:
+            def score_slots(slot: ir.Value) -> None:
+                # A slot is a column of both matrices: a float32 score, or one pair of bfloat16 of a key.
                 byte_offset = mul(slot, I64(4))
                 c, b = (Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (scores, keys))
                 self.matrix_unit.clear_sums(num_tiles)
                 self.matrix_unit.multiply(a, b, num_tiles, 0, shape.key_words)
                 self.matrix_unit.store_sums(c, num_tiles)
 
-            code.loop(begin_block, end_block, add_keys, step=PANEL)
+            code.loop(begin_block, end_block, score_slots, step=PANEL)
 
         def sum_values(row: ir.Value, num_tiles: int) -> None:
-            """Add weights · V to the value sums of one or two tiles of queries."""
+            """Add weights · V to the value sums of `num_tiles` (1 or 2) tiles of 16 queries from `row` on."""
             query = build.add(first_query, row)
             weights = self._matrix(self.weights, mul(query, I64(shape.value_words)), shape.value_words)
             sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
+            # The weights of the copied block: columns from `edge_slot` on, 2 bytes per weight.
             edge_weights = Matrix(weights.at(code, 0, mul(edge_slot, I64(2))), weights.stride)
             edge_values = self._matrix(self.edge, I64(0), shape.head_size)
 
             def add_lanes(lane: ir.Value) -> None:
-                """Add the whole blocks of slots, then the copied block, to 32 lanes of the sums."""
+                """Add the whole blocks of slots, then the copied block if there is one, to 32 lanes of the sums."""
                 byte_offset = mul(lane, I64(4))
                 c, b, edge_b = (
                     Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (sums, values, edge_values)
@@ -129,11 +134,11 @@ class TiledQueries(Queries):
         self._by_tiles(num_queries, sum_values)
 
     def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
-        """Emit `body(first row, number of tiles)` for all rows: two tiles of 16 rows at a time, or one for the last.
+        """Emit `body(first row, number of tiles)` for the rows of a matrix: two tiles of 16 rows at a time.
 
-        Rows are those of a matrix, and the last tile may reach beyond `num_rows`. If 1 to 16 rows are left, `body` gets
-        one tile: 50 rows are two tiles at row 0 and two at row 32; 40 rows are
-        two tiles at row 0 and one at row 32.
+        If only 1 to 16 rows are left at the end, `body` gets one tile. So 40 rows are two tiles at row 0 and one at row
+        32, and 50 rows are two tiles at row 0 and two at row 32. The last tile may reach beyond `num_rows`: its memory
+        has room for whole tiles.
         """
         build = self.code.build
         single_tile_row = build.mul(build.sdiv(build.add(num_rows, I64(TILE - 1)), I64(2 * TILE)), I64(2 * TILE))
@@ -152,8 +157,8 @@ class TiledQueries(Queries):
         first_pair, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
 
         def copy_pair(pair: ir.Value) -> None:
-            """Copy one row of words, two slots, under a mask."""
-            # Before `end` are both slots of this pair, or the first one (the lower half of a word), or neither.
+            """Copy one row of words, which holds two slots, and clear the slots that are not before `end`."""
+            # Slots of this pair before `end`: both, only the first one (the lower half of a word), or neither.
             num_valid = build.sub(num_slots, build.mul(pair, I64(2)))
             has_both, has_first = (build.icmp_signed(order, num_valid, I64(1)) for order in (">", "=="))
             mask = build.select(has_both, I32(-1), build.select(has_first, I32(0xFFFF), I32(0)))
