@@ -41,7 +41,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 }
 IS_SCORED = (False, True)
 """A further dimension of covering arrays: whether every request asks for logprobs, which are read token by token."""
-FEW: dict[str, tuple[Any, ...]] = {"num_requests": (1, 7, 32), "block_size": (8, 32)}
+FEW: dict[str, tuple[Any, ...]] = {"num_requests": (1, 7, 32), "block_size": (8,)}
 """Dimensions that have fewer values in the fast suite."""
 
 

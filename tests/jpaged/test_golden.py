@@ -64,7 +64,11 @@ def check_cached(outputs: list[RequestOutput], block_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(**SIZES) as engine:
+    """Give an engine with few buckets: XLA takes some five seconds for each program of this model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_sizes, "make_buckets", fewest_buckets)
+        engine = Engine(**SIZES)
+    with engine:
         yield engine
 
 
