@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run(*arguments: str) -> str:
     """Run Python in the folder of the examples, and return what it prints."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
     command = [sys.executable, *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=EXAMPLES, env=environment, timeout=600, check=False
