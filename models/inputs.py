@@ -32,6 +32,10 @@ class ModelInputs:
     """What `cache.attend` takes as its `step`; `attention.positions` are the positions of the tokens."""
 
 
+CALL_WANTED = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"
+"""How a model is called, for errors about modules that expect the arguments of an earlier version."""
+
+
 def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> ModelInputs:
     """Return the inputs of tokens at these positions, for a cache without pages.
 
@@ -60,5 +64,4 @@ def call_fault(model: Any) -> str | None:
             return None
     parameters = signature.parameters.values()
     got = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
-    wanted = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"
-    return f"{type(model).__name__}.__call__ takes ({got}), wanted {wanted}"
+    return f"{type(model).__name__}.__call__ takes ({got}), wanted {CALL_WANTED}"

@@ -21,6 +21,7 @@ from ..checks import one_line, shown
 from ..errors import ConfigError, ModelLoadError
 from ..models.checked_cache import num_attention_calls
 from ..models.config.decoder import DecoderConfig
+from ..models.inputs import CALL_WANTED, ModelInputs
 from ..models.own_model import OwnModel
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
@@ -176,6 +177,8 @@ class AbstractEngine:
                 return trace(*arguments)
         except Exception as error:  # A caller's code may raise anything.
             reason = f"{type(error).__name__}: {one_line(error)}"
+            if ModelInputs.__name__ in reason:  # The module took its inputs for something else, such as token ids.
+                reason += f"; its __call__ gets {CALL_WANTED}"
             raise ModelLoadError(f"model: {name} cannot be traced: {reason}") from error
 
     def _shape_on_chip(self, kv_dtype: str) -> AttentionShape:

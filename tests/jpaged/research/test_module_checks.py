@@ -218,6 +218,15 @@ def test_an_old_signature_that_binds_two_arguments_is_a_fault():
     assert "takes (token_ids, cache, step=None), wanted (inputs, cache)" in call_fault(module)
 
 
+def test_an_old_call_by_other_names_is_told_what_it_gets_when_it_fails():
+    """Its third argument has a default, as an option may have, so the signature fits a call with two."""
+    module = type("Old", (Small,), {"__call__": lambda self, ids, kv, meta=None: (self.tokens(ids), kv)})()
+    with pytest.raises(
+        ModelLoadError, match=r"'ModelInputs'.*; its __call__ gets \(inputs, cache\): inputs\.token_ids"
+    ):
+        Engine(module, **SIZES)
+
+
 def test_the_dense_forward_refuses_the_old_signature_in_the_same_words():
     with pytest.raises(ValueError, match=OLD_SIGNATURE):
         dense_logprobs(Old(), jnp.array([IDS[:4]]))
