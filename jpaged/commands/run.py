@@ -283,9 +283,9 @@ class Printer:
     def _print(self, result: dict[str, Any] | Callable[[], bytes]) -> None:
         """Print one result, as JSON or as one labelled text per sample, such as "[3.0] text" (job 3, sample 0).
 
-        The label is "3" if each job has one sample, "0" if there is a single job with several samples, and empty for a
-        single job with one. A streamed text is printed already, so only its line end is. An error prints nothing as
-        text; stderr has it.
+        The label is "3" if each job has one sample, and "0" if there is a single job with several samples; a single job
+        with one sample has none. A streamed text is printed already, so only its line end is. An error prints nothing
+        as text; stderr has it.
         """
         record: dict[str, Any] = json.loads(result()) if callable(result) else result
         if self.is_json:
@@ -297,7 +297,7 @@ class Printer:
                 # A label has the job's id if there are several jobs, and the sample's index if it has several samples.
                 labels = [(record["id"], self._has_many), (output["index"], len(record["outputs"]) > 1)]
                 label = ".".join(str(name) for name, is_needed in labels if is_needed)
-                print(f"[{label}] {output['text']}", flush=True)
+                print(f"[{label}] {output['text']}" if label else output["text"], flush=True)
 
 
 def _drained(jobs: deque[Job]) -> Iterator[Job]:

@@ -141,6 +141,9 @@ def test_a_seeded_prompt_gives_the_same_samples_alone_in_company_and_as_a_stream
         for prompt, ones in enumerate(those)
         for index, sample in enumerate(ones)
     )
+    beam = ["-m", tiny, *SIZE_FLAGS, "-n", 12, "--ignore-eos", "--beam-width", 1, "hello"]
+    (found,) = json.loads(generate(*beam, "--json").stdout)["outputs"]
+    assert generate(*beam).stdout == found["text"] + "\n", "the only beam has no label"
 
 
 def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: str, tmp_path: Path) -> None:
