@@ -18,6 +18,7 @@ from .checks import refusal, shown
 from .config.engine_config import EngineConfig
 from .core.batch import BatchRunner
 from .core.engine_loop import EngineLoop, StreamSink
+from .errors import ConfigError
 from .intake.offline import as_conversations, as_prompts, one_for_each
 from .intake.request_builder import RequestBuilder, check_new_id
 from .messages import NewRequest, Params, ResultForm
@@ -37,12 +38,14 @@ class Engine:
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
     serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
-    tokens, and `sleep` gives the device's memory away. It is a context manager; `shutdown` gives the device's memory
-    back. Threads may share an engine: a call during a step of another thread waits for the end of that step. While
-    one of them is in `generate` or its like, requests of others are refused.
+    tokens, and `sleep` gives the device's memory away, as `shutdown` does at the end of a `with`. Threads may share an
+    engine: a call during a step of another thread waits for its end. While one is in `generate` or its like, requests
+    of others are refused.
     """
 
-    def __init__(self, model: str | nnx.Module | None = None, **options: Any):
+    def __init__(
+        self, model: str | nnx.Module | None = None, *, call: str = "__call__", logits: str = "logits", **options: Any
+    ):
         """Load a model and get ready to serve it: `Engine("smollm2-135m", max_num_seqs=8)`.
 
         `model` is the name of a built-in model, a repository of the Hugging Face hub, a directory or a GGUF file; None
@@ -50,14 +53,17 @@ class Engine:
         arrays, only the config and the tokenizer come from `model`, and the weights are copies of the arrays. Raise
         ConfigError or ModelLoadError, before anything large is allocated, if an option or the model is wrong.
 
-        `model` may also be an nnx module of your own whose `spec` is a `ModelSpec` (docs/research.md). The weights are
-        then copies of the module's arrays, or of `params`, a tree under the paths of the module's state. Without
-        `compilation_cache_dir`, JAX's configuration is then unchanged and executables are not kept for later runs.
+        `model` may also be an nnx module of your own whose `spec` is a `ModelSpec` (docs/research.md), whose methods
+        `call` and `logits` take (inputs, cache) and hidden states. The weights are then copies of the module's arrays,
+        or of `params`, a tree under the paths of the module's state. Without `compilation_cache_dir`, JAX's
+        configuration is then unchanged and executables are not kept for later runs.
         """
         if isinstance(model, nnx.Module):
             config = EngineConfig(model=type(model).__name__, **options)
-            self._start(build_engine(config, open_module(config, model)))
+            self._start(build_engine(config, open_module(config, model, call=call, head=logits)))
             return
+        if (call, logits) != ("__call__", "logits"):
+            raise refusal("call, logits", f"{call!r}, {logits!r}", "nothing without a module", error=ConfigError)
         config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
         self._start(build_engine(config, open_model(config)))
 
@@ -271,10 +277,9 @@ class Engine:
     def prepare_request(
         self, request_id: str, encoded: EncodedPrompt, params: CheckedParams, *, number: int
     ) -> Request:
-        """Return a request that is not queued, for `run_requests`.
+        """Return a request that is not queued, for `run_requests`, of arguments that the model's `PromptEncoder` gave.
 
-        `encoded` and `params` were checked against this engine's model by its `PromptEncoder`. `number` is part of the
-        seed if the parameters have none. Raise InvalidRequestError if the request does not fit into this engine.
+        `number` is part of the seed if `params` have none. Raise InvalidRequestError if it does not fit in this engine.
         """
         return self._loop.make(self._builder.build_encoded(request_id, encoded, params, number=number))
 
@@ -345,10 +350,7 @@ class Engine:
         self._loop.call("reset_prefix_cache", self.blocks.prefixes.reset)
 
     def stats(self) -> dict[str, float | int]:
-        """Return counters since the start (steps, tokens, hits, preemptions, compilations) and present sizes.
-
-        Names with `blocks` count pages; `*_bytes` are bytes and `*_seconds` seconds.
-        """
+        """Return counters since the start and present sizes; `blocks` count pages, `*_bytes` are bytes."""
         return {**self._loop.stats(), "end_tokens": len(self.handle.eos_token_ids)}
 
     def shutdown(self) -> None:
@@ -440,8 +442,7 @@ class Engine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
 
-        Only `update_params` can refill weights that were dropped and are not a checkpoint's: `wake_up()` then raises
-        ConfigError, and `wake_up(["weights"])` changes nothing.
+        Where only `update_params` can refill the weights, it raises ConfigError; `wake_up(["weights"])` does nothing.
         """
         self._loop.call("wake_up", lambda: self._trainer.wake_up(tags))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
@@ -31,10 +31,12 @@ class CheckedCache:
     layers: tuple[AttentionLayer, ...] = field(metadata={"static": True})
     num_attended: int = field(default=0, metadata={"static": True})
     """Layers whose keys and values are in the cache; the next call is that of the layer with this number."""
+    num_scanned: Int[Array, ""] | np.int32 = field(default_factory=lambda: np.int32(0))
+    """Calls with a traced layer, as in a scan over layers, whose carry may not change in what is static."""
 
     def attend(
         self,
-        layer: int,
+        layer: int | Int[Array, ""],
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"] | None,
         v: Float[Array, "T K H"] | None,
@@ -46,31 +48,43 @@ class CheckedCache:
     ) -> tuple[Float[Array, "T N H"], CheckedCache]:
         """Check the call against the spec and attend; return the output and the cache for the next layer.
 
-        `layer` is the layer's number in the spec, from 0. `options` are the other options of `PagedCache.attend`, which
-        are passed on unchecked. A layer that reads the keys and values of an earlier layer passes None for both; as
-        `layer` it may give its own number or the earlier layer's. Raises ValueError for a call that differs from the
-        spec: another layer than the next one, or another window, soft cap or shape.
+        `layer` is the layer's number in the spec, from 0. In a scan over layers, which must then all be equal, it is
+        traced and not compared; `num_attention_calls` counts such calls. `options` are the other options of
+        `PagedCache.attend`, which are passed on unchecked. A layer that reads the keys and values of an earlier layer
+        passes None for both; as `layer` it may give its own number or the earlier layer's. Raises ValueError for a call
+        that differs from the spec: another layer than the next one, or another window, soft cap or shape.
         """
+        options |= {"window": window, "soft_cap": soft_cap}
+        if isinstance(layer, jax.Array):
+            self._check_scan()
+            self._check_options(0, window, soft_cap)
+            self._check_heads(0, q, k, v, step)
+            out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
+            return out, replace(self, cache=cache, num_scanned=self.num_scanned + np.int32(1))
         # If such a layer gives the earlier layer's number, its own number takes its place, and the checks use that.
         if k is None and v is None and isinstance(layer, int | np.integer) and self.num_attended < len(self.layers):
             layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
         self._check_layer(layer)
         self._check_options(layer, window, soft_cap)
         self._check_heads(layer, q, k, v, step)
-        options |= {"window": window, "soft_cap": soft_cap}
         out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
         return out, replace(self, cache=cache, num_attended=self.num_attended + 1)
+
+    def _check_scan(self) -> None:
+        """Raise ValueError unless all layers of the spec are equal and have keys of their own: a scan needs that."""
+        if len(set(self.layers)) > 1 or self.layers[0].pages_of is not None:
+            wanted = "an integer of Python, since the layers of the spec differ"
+            raise ValueError(f"attend: got a traced number for the layer, wanted {wanted}")
 
     def _check_layer(self, layer: Any) -> None:
         """Raise ValueError unless `layer` is the number of the layer that attends next, as a Python or numpy integer.
 
         Layers must attend in the order of the spec, each exactly once: a cache in which `num_attended` layers have
-        attended wants the layer with that number. A traced number is refused, since the check happens while JAX traces.
+        attended wants the layer with that number.
         """
         count = len(self.layers)
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
-            got = "a traced number" if isinstance(layer, jax.core.Tracer) else repr(layer)
-            raise ValueError(f"attend: got {got} for the layer, wanted an integer of Python, as the spec counts layers")
+            raise ValueError(f"attend: got {layer!r} for the layer, wanted an integer, as the spec counts layers")
         if not 0 <= layer < count:
             raise ValueError(f"attend: got layer {layer}, wanted one of the spec's {count}, from 0 on")
         if layer < self.num_attended:
@@ -134,7 +148,8 @@ def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
 def num_attention_calls(jaxpr: Any) -> int:
     """Return how many `attend` calls are in the jaxpr of a step that was traced with a CheckedCache.
 
-    Nested jaxprs are searched too. Of the branches of a `cond`, only the one with the most calls counts. CheckedCache
+    Nested jaxprs are searched too, and those of a scan count once for each of its steps. Of the branches of a `cond`,
+    only the one with the most calls counts. CheckedCache
     itself does not see a call whose returned cache is dropped, because the next call starts from the older cache.
     """
     num_calls = 0
@@ -147,7 +162,8 @@ def num_attention_calls(jaxpr: Any) -> int:
         values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
         inner = (getattr(part, "jaxpr", part) for parts in values for part in parts)
         counts = [num_attention_calls(part) for part in inner if hasattr(part, "eqns")]
-        num_calls += max(counts, default=0) if equation.primitive.name == "cond" else sum(counts)
+        count = max(counts, default=0) if equation.primitive.name == "cond" else sum(counts)
+        num_calls += count * equation.params["length"] if equation.primitive.name == "scan" else count
     return num_calls
 
 
@@ -155,8 +171,10 @@ def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) ->
     """Raise ValueError unless `cache` is a CheckedCache in which every one of `layers` has attended.
 
     `cache` is what a module's `__call__` returned, and `layers` are those of its spec. Layers attend in order, so their
-    number tells which of them have.
+    number tells which of them have. After a scan over layers there is no such number: `num_attention_calls` has it.
     """
+    if isinstance(cache, CheckedCache) and not cache.num_attended and not isinstance(cache.num_scanned, np.int32):
+        return  # It has passed through a transform of JAX, which has made an array of the count.
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
     if cache.num_attended < len(layers):

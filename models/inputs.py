@@ -46,15 +46,15 @@ def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> 
     return ModelInputs(token_ids=token_ids, attention=AttentionMetadata(**{**empty, "positions": positions}))
 
 
-def call_fault(model: Any) -> str | None:
-    """Return what is wrong with the signature of a model's `__call__`; None if it can be called with (inputs, cache).
+def call_fault(model: Any, method: str = "__call__") -> str | None:
+    """Return what is wrong with the signature of a model's `method`; None if it can be called with (inputs, cache).
 
     Older modules took `token_ids` and `step` in place of `inputs`, so every message says where these values are now.
     It shows the signature without annotations, which would make it long. A signature that Python cannot inspect counts
     as right.
     """
     try:
-        signature = inspect.signature(model.__call__)
+        signature = inspect.signature(getattr(model, method))
     except ValueError:  # A callable that is written in C may have no signature.
         return None
     with suppress(TypeError):  # `bind` raises it if two arguments do not fit.
@@ -64,4 +64,4 @@ def call_fault(model: Any) -> str | None:
             return None
     parameters = signature.parameters.values()
     got = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
-    return f"{type(model).__name__}.__call__ takes ({got}), wanted {CALL_WANTED}"
+    return f"{type(model).__name__}.{method} takes ({got}), wanted {CALL_WANTED}"

@@ -25,9 +25,9 @@ from .errors import ModelLoadError
 from .formats.checkpoint import DTYPES
 from .inputs import call_fault
 from .recipe import Path
+from .served import ModuleGraph, split_module
 from .weights.loading import Weights, with_value
 
-METHODS = ("__call__", "logits")
 AXES_KEYS = ("logical_axes", "out_sharding", "sharding_names")
 """Metadata of a variable that may name its logical axes, as flax does in one version or another."""
 
@@ -39,8 +39,9 @@ class OwnModel:
 
     name: str
     spec: ModelSpec
-    graph: Any
+    graph: ModuleGraph
     state: Any
+    """The weights, as abstract shapes."""
     longrope: None = None
 
     def shares(self, num_shards: int) -> Shares:
@@ -102,9 +103,12 @@ class OwnModel:
         return Weights(self.graph, state, None, top_modules)
 
 
-def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
+def open_own_model(
+    module: nnx.Module, *, call: str = "__call__", head: str = "logits"
+) -> tuple[OwnModel, Mapping[str, Any]]:
     """Return a caller's module as a model, and its arrays by their dotted paths, such as "layers.0.mlp.weight".
 
+    `call` and `head` are the names of its methods that take (inputs, cache) and hidden states.
     Weights of the module that are abstract shapes have no array there; they are given later. A spec without an
     `activation_width` gets 16 × the hidden size. Raises ModelLoadError for a module without a valid spec or without a
     method, for a `__call__` that does not take (inputs, cache), and for a state that holds anything but arrays of
@@ -115,15 +119,14 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
         raise ModelLoadError(f"model: {name}.spec is a {type(spec).__name__}, wanted a jpaged.ModelSpec")
     if fault := _spec_fault(spec):
         raise ModelLoadError(f"model: {name}.spec: {fault}")
-    if missing := [method for method in METHODS if not callable(getattr(module, method, None))]:
-        raise ModelLoadError(
-            f"model: {name} has no {missing[0]}, wanted {' and '.join(METHODS)}, as models.decoder has"
-        )
-    if fault := call_fault(module):
+    for option, method in (("call", call), ("logits", head)):
+        if not isinstance(method, str) or not callable(getattr(module, method, None)):
+            raise ModelLoadError(f"model: {name} has no method {method!r}, wanted the name of one for {option}")
+    if fault := call_fault(module, call):
         raise ModelLoadError(f"model: {fault}")
     if not spec.activation_width:
         spec = replace(spec, activation_width=16 * spec.hidden_size)
-    graph, state = nnx.split(module)
+    graph, state = split_module(module, call, head)
     arrays: dict[str, Any] = {}
     abstract: dict[Any, Any] = {}
     for path, leaf in nnx.to_flat_state(state):
@@ -131,9 +134,7 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
         if not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
             raise ModelLoadError(f"model: {name}.{key} is a {type(value).__name__}, wanted an array")
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            fault = f"holds {value.dtype}, wanted floats"
-            way_out = "build it without random streams and counters, and make constants inside of its calls"
-            raise ModelLoadError(f"model: {name}.{key} {fault}: {way_out}")
+            raise ModelLoadError(f"model: {name}.{key} is a parameter of {value.dtype}, wanted floats")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
         # JAX has no 64-bit floats unless x64 is on, so the engine's weight is float32.

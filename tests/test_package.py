@@ -55,6 +55,7 @@ LAYERS = {
     "models": (
         ("opening",),
         ("own_model",),
+        ("served",),
         ("weights",),
         ("families",),
         ("decoder", "dense"),

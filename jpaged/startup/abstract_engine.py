@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 from ..checks import one_line, shown
@@ -23,6 +22,7 @@ from ..models.checked_cache import num_attention_calls
 from ..models.config.decoder import DecoderConfig
 from ..models.inputs import CALL_WANTED, ModelInputs
 from ..models.own_model import OwnModel
+from ..models.served import draws_random_numbers
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -33,7 +33,7 @@ from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
 from ..step.compile_plan import Key, without_x64
 from ..step.programs import ProgramOptions, Programs, cache_arrays
-from ..step.step import trial
+from ..step.step import merged_model, trial
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention.choice import attention_shape, block_size_of
@@ -153,18 +153,29 @@ class AbstractEngine:
             step = partial(trial, weights.graph, layout, spec.layers)
             arguments = weights.state, paged, tables, packed
             traced, hidden = self._traced("a step of it", jax.make_jaxpr(step, return_shape=True), *arguments)
-            if (num_calls := num_attention_calls(traced.jaxpr)) > len(spec.layers):
+            if (num_calls := num_attention_calls(traced.jaxpr)) != len(spec.layers):
                 wanted = f"{len(spec.layers)}, each layer once, with the cache that the last call returned"
                 raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
+            self._refuse_draws(traced.jaxpr)
             _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             dtypes.add(jnp.dtype(hidden.dtype))
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
         for num_rows in sorted({*buckets.num_samples, *(layout.num_rows for layout in layouts)}):
             hidden = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), stream_dtype)
-            trace_logits = partial(jax.eval_shape, partial(_logits, weights.graph))
-            logits = self._traced("its `logits`", trace_logits, weights.state, hidden)
+            trace_logits = jax.make_jaxpr(partial(_logits, weights.graph), return_shape=True)
+            traced, logits = self._traced("its `logits`", trace_logits, weights.state, hidden)
+            self._refuse_draws(traced.jaxpr)
             _check_floats("logits", logits, (num_rows, spec.vocab_size))
         return stream_dtype
+
+    def _refuse_draws(self, jaxpr: Any) -> None:
+        """Raise ModelLoadError if a caller's own model draws from one of its random streams in `jaxpr`, a trace of it.
+
+        The same tokens would have other logits in each step.
+        """
+        if (streams := self.model.graph.random_streams) and draws_random_numbers(jaxpr):
+            fault = f"draws random numbers in evaluation mode too, from one of {', '.join(streams)}"
+            raise ModelLoadError(f"model: {self.model.name} {fault}, wanted a call that gives the same each time")
 
     def _traced(self, name: str, trace: Callable[..., Any], *arguments: Any) -> Any:
         """Return `trace(*arguments)`, which traces a function of a caller's own model on this engine's mesh.
@@ -202,7 +213,7 @@ class AbstractEngine:
 
 
 def _logits(graph: Any, weights: Any, hidden: Any) -> Any:
-    return nnx.merge(graph, weights).logits(hidden)
+    return merged_model(graph, weights).logits(hidden)
 
 
 def _check_floats(name: str, found: Any, shape: tuple[int, ...]) -> None:

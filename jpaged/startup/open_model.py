@@ -135,10 +135,11 @@ def open_model(config: EngineConfig) -> ModelHandle:
     return ModelHandle(source, model_config, checkpoint, None, tokenizer, defaults, end_ids)
 
 
-def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
+def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: str) -> ModelHandle:
     """Return a model that is the caller's own `module` rather than files.
 
-    The weights are `config.params`, or the module's own arrays if `params` is None. The tokenizer is the one that
+    `call` and `head` are the names of its methods that compute hidden states and logits. The weights are
+    `config.params`, or the module's own arrays if `params` is None. The tokenizer is the one that
     `config` names, if any. There are no sampling defaults. Raises ModelLoadError if the module or the tokenizer cannot
     serve, and ConfigError if one of FILE_OPTIONS differs from its default.
     """
@@ -147,7 +148,7 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
         if (got := getattr(config, name)) != getattr(defaults, name):
             allowed = "nothing beside a model of your own, which has no files"
             raise refusal(name, shown(got), allowed, "leave it out", error=ConfigError)
-    model, arrays = open_own_model(module)
+    model, arrays = open_own_model(module, call=call, head=head)
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.spec.vocab_size, config.tokenizer)

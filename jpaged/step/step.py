@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..models.checked_cache import CheckedCache, check_all_layers_attended
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs
+from ..models.served import ModelGraph, ModuleGraph
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
@@ -95,11 +96,11 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 
 
 def forward(
-    graph: nnx.GraphDef[Any], weights: nnx.State, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
+    graph: ModelGraph, weights: nnx.State, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
     """Run the model on the T tokens of a step, padding included; return the new device state and the samples' fields.
 
-    `graph` and `weights` are the two halves of the model (`nnx.merge`); `packed` is a step's int32 buffer, which
+    `graph` and `weights` are the two halves of the model (`merged_model`); `packed` is a step's int32 buffer, which
     `layout` cuts into named sections. The section "changes" updates the page tables first. A token id −(s + 1) stands
     for the last token of state slot s: −4 for that of slot 3. `state` is donated: its pages take the new keys and
     values, and its `hidden`, which has room for the largest step, takes the T new hidden states in its first rows.
@@ -111,7 +112,7 @@ def forward(
     packed_ids = view["token_ids"]
     # Slot 0 belongs to no sequence, so s ≥ 1 and these ids are ≤ −2. Other tokens read slot 0, which is not used.
     from_slot = state.last_tokens[jnp.where(packed_ids <= -2, -packed_ids - 1, 0)]
-    model = _merged(graph, weights)
+    model = merged_model(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
     inputs = ModelInputs(token_ids=jnp.where(packed_ids <= -2, from_slot, packed_ids), attention=step)
     hidden_TD, cache = model(inputs, state.cache)
@@ -120,7 +121,7 @@ def forward(
 
 
 def trial(
-    graph: nnx.GraphDef[Any],
+    graph: ModelGraph,
     layout: StepLayout,
     layers: tuple[AttentionLayer, ...],
     weights: nnx.State,
@@ -130,14 +131,14 @@ def trial(
 ) -> Float[Array, "T D"]:
     """Return the hidden states of one step. Callers only trace this function, to check a model without running it.
 
-    `graph` and `weights` are the two halves of the model (`nnx.merge`). `packed` is a step's int32 buffer, which
+    `graph` and `weights` are the two halves of the model (`merged_model`). `packed` is a step's int32 buffer, which
     `layout` cuts into named sections. `tables` are the page tables of all state slots, and `layers` are the attention
     layers that the model's config announces. `CheckedCache` compares each `attend` of the model with them.
 
     Raises ValueError if the model does not attend exactly as `layers` say, or if it returns something other than the
     cache that its last `attend` returned.
     """
-    view, model = layout.view(packed), _merged(graph, weights)
+    view, model = layout.view(packed), merged_model(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
     inputs = ModelInputs(token_ids=view["token_ids"], attention=step)
     hidden_TD, cache_after = model(inputs, CheckedCache(cache, layers))
@@ -145,14 +146,15 @@ def trial(
     return hidden_TD
 
 
-def _merged(graph: nnx.GraphDef[Any], weights: nnx.State) -> Model:
+def merged_model(graph: ModelGraph, weights: nnx.State) -> Model:
     """Return the model that `graph` and `weights` are the two halves of.
 
     `jax.tree.map` rebuilds the state, so that the model's nnx variables are new and belong to the present JAX trace.
     `nnx.merge` alone would keep the state's variables. Another trace may have made these, and nnx's transforms would
     refuse them.
     """
-    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf, weights))
+    weights = jax.tree.map(lambda leaf: leaf, weights)
+    return graph.merge(weights) if isinstance(graph, ModuleGraph) else nnx.merge(graph, weights)
 
 
 def _metadata(view: Sections, tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
@@ -182,7 +184,7 @@ def _counts(view: Sections) -> dict[str, Int[Array, ""]]:
 
 
 def sample_rows(
-    graph: nnx.GraphDef[Any],
+    graph: ModelGraph,
     weights: nnx.State,
     state: SamplingState,
     hidden_TD: Float[Array, "T D"],
@@ -193,14 +195,14 @@ def sample_rows(
 ) -> tuple[SamplingState, SampledRows]:
     """Sample one token for each of R rows, padding included; return the new sampling state and the sampled rows.
 
-    `graph` and `weights` are the two halves of the model (`nnx.merge`); only the weights that logits need are used.
+    `graph` and `weights` are the two halves of the model (`merged_model`); only the weights that logits need are used.
     `state` is the last token of each state slot, and the logit rules, None if the mode reads none. `columns` are the
     SAMPLE_FIELDS of the rows; the field "token" says which hidden state a row is sampled from. The row's token is
     written to its state slot (padding and rows that only score a prompt token write slot 0), and is counted in the
     logit rules of that slot if there are rules. `mesh` is None on a single device.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
-    logits_RV = _whole_logits(_merged(graph, weights), hidden_TD[columns[TOKEN]], mesh)
+    logits_RV = _whole_logits(merged_model(graph, weights), hidden_TD[columns[TOKEN]], mesh)
     last_tokens, rules = state
     sampled = sample_logits(logits_RV, rows, mode, settings, rules)
     if rules is not None:
@@ -241,7 +243,7 @@ class DecodeSampling:
 
 
 def decode(
-    graph: nnx.GraphDef[Any],
+    graph: ModelGraph,
     weights: nnx.State,
     state: DeviceState,
     rules: LogitRulesState | None,
@@ -252,7 +254,7 @@ def decode(
     """Decode up to K = `sampling.num_steps` tokens of every row, one after another.
 
     Return the new state and rules, and the sampled rows of each iteration, [K, R]. `graph` and `weights` are the two
-    halves of the model (`nnx.merge`), `rules` the logit rules of all state slots (None if the mode reads none).
+    halves of the model (`merged_model`), `rules` the logit rules of all state slots (None if the mode reads none).
     `packed` is a step's int32 buffer, which `layout` cuts into named sections; every row has one token. A row is live
     until it has drawn as many tokens as the section "decode_lens" says, at most K, or one that ends its sequence; it is
     not live at all if its last token has ended its sequence, or if it is padding. The loop runs until no row is live;
@@ -319,7 +321,7 @@ class _DecodeLoop:
     rows and R samples, padding included; their orders may differ.
     """
 
-    graph: nnx.GraphDef[Any]
+    graph: ModelGraph
     weights: nnx.State
     sampling: DecodeSampling
     hidden_dtype: jnp.dtype[Any]
@@ -351,7 +353,7 @@ class _DecodeLoop:
         hidden = jax.ShapeDtypeStruct((len(self.slot_of_row), state.hidden.shape[1]), self.hidden_dtype)
 
         def draw(hidden_RD: Float[Array, "R D"]) -> SampledRows:
-            model = _merged(self.graph, self.weights)
+            model = merged_model(self.graph, self.weights)
             return self._sample(_whole_logits(model, hidden_RD, self.sampling.mesh), self.params, rules)
 
         drawn = jax.eval_shape(draw, hidden)  # Shapes of one iteration's results; nothing is computed.
@@ -379,7 +381,7 @@ class _DecodeLoop:
         step = self._advanced_step(carry.num_ahead)
         # The model is merged inside the loop's body, because nnx's transforms, which a caller's own module may use,
         # refuse variables that were made in another trace. A loop's body has a trace of its own.
-        model = _merged(self.graph, self.weights)
+        model = merged_model(self.graph, self.weights)
         hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=step), carry.cache)
         sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
         logits_RV = _whole_logits(model, sampled_hidden_RD, self.sampling.mesh)

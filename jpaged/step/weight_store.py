@@ -55,6 +55,11 @@ class WeightStore:
         assert self.leaves, "the weights were dropped"
         return replace(self._without_state, state=jax.tree.unflatten(self._tree, self.leaves))
 
+    @property
+    def by_path(self) -> dict[Path, jax.Array]:
+        """Return the weights by their paths; none while there are none."""
+        return dict(zip(self._paths, self.leaves, strict=False))
+
     def put(self, weights: Weights) -> None:
         """Store weights of the same shapes as the first ones; the store must be empty."""
         # On a CPU, weights may lie in the memory that files were read into, which `update` must not overwrite.

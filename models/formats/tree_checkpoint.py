@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,13 @@ class TreeCheckpoint:
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Return the leaves of a nested tree by name. A name is the keys and indices on the path, joined by dots.
 
-    {"layers": [{"bias": b}]} gives {"layers.0.bias": b}. An nnx variable counts as the array that it holds. Raises
-    ModelLoadError for two leaves of the same name, for more than MAX_DEPTH levels, and if `tree` is no mapping.
+    {"layers": [{"bias": b}]} gives {"layers.0.bias": b}, and so does {"layers/0/bias": b}. Levels are mappings, lists,
+    tuples, named tuples and dataclasses, such as Flax's `TrainState`, under the names of their fields. An nnx variable
+    counts as the array that it holds. Raises ModelLoadError for two leaves of the same name, for more than MAX_DEPTH
+    levels, and if `tree` is no level.
     """
-    if not isinstance(tree, Mapping):
-        raise ModelLoadError(f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested mapping of names to arrays")
+    if _children(tree) is None:
+        raise ModelLoadError(f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested tree of names and arrays")
     found: dict[str, Any] = {}
     for name, leaf in _flat_leaves(tree):
         if name in found:
@@ -93,19 +96,32 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
+def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return (key, child) of each child of a level of a tree; None for a leaf."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | nnx.Variable):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
 def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each leaf of a nested tree, depth first.
 
-    Mappings, lists and tuples are nested levels, and all else is a leaf. A key that is a tuple is joined by dots, too.
-    `prefix` is put before each name. Raises ModelLoadError for a tree that is nested deeper than MAX_DEPTH.
+    A key that is a tuple is joined by dots, too, and slashes in keys become dots. `prefix` is put before each name.
+    Raises ModelLoadError for a tree that is nested deeper than MAX_DEPTH.
     """
     if depth > MAX_DEPTH:
         fault = f"{prefix[:60]}… is nested deeper than {MAX_DEPTH} levels"
         raise ModelLoadError(f"{PARAMS}: {fault}: give a tree of arrays")
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    for key, value in items:
-        name = f"{prefix}{'.'.join(map(str, key)) if isinstance(key, tuple) else key}"
-        if isinstance(value, Mapping | list | tuple):
+    for key, value in _children(tree) or ():
+        text = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        name = prefix + text.replace("/", ".")
+        if _children(value) is not None:
             yield from _flat_leaves(value, f"{name}.", depth + 1)
         else:
             yield name, value.get_value() if isinstance(value, nnx.Variable) else value

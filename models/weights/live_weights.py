@@ -8,10 +8,11 @@ a model share programs, so there are few, and all are known before the first upd
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -103,13 +104,17 @@ class LiveWeights:
         recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
-    def check(self, tree: Any) -> CheckedWeights:
+    def check(self, tree: Any, held: Mapping[Path, Any] = MappingProxyType({})) -> CheckedWeights:
         """Return the arrays of `tree` that become the weights, and where each weight is among them.
 
         `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. It is checked against
-        the layout that has the most names in common with it. Raises ModelLoadError, which lists every fault.
+        the layout that has the most names in common with it. A caller's own module may have running statistics: where
+        the tree has none, those of `held`, the present weights by path, stay. Raises ModelLoadError, which lists every
+        fault.
         """
         arrays = self._own_part(named_leaves(tree))
+        stats = [path for path, leaf in self._leaves.items() if isinstance(leaf, nnx.BatchStat) and path in held]
+        arrays = {".".join(map(str, path)): held[path] for path in stats} | arrays
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
         # the tree fits no layout.
         origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
@@ -143,6 +148,10 @@ class LiveWeights:
         if len(prefixes) > 1:
             raise ModelLoadError(f"params: {ambiguity_message(prefixes)}")
         prefix = prefixes[0] if prefixes else ""
+        if config is None and not own_prefixes and (lacking := _lacking_prefix(arrays, own_names)):
+            example = next(name for name in sorted(own_names) if name.startswith(lacking))
+            fault = f"its names lack the prefix {lacking!r} of the module's, such as {example}"
+            raise ModelLoadError(f"params: {fault}; nothing was changed; nest the tree under it")
         return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
 
     def make(
@@ -255,10 +264,13 @@ class LiveWeights:
         return isinstance(array, jax.Array) and array.sharding.is_equivalent_to(self._whole, array.ndim)
 
     def _unread(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of tensors that checkpoints may hold and that are no weights, such as rotary frequencies."""
+        """Return the names of leaves that a tree may hold and that are no weights, such as rotary frequencies.
+
+        All `names` may be in the tree of a caller's own module: value heads, random streams.
+        """
         config = self.abstract.config
         if config is None:
-            return frozenset()
+            return frozenset(names)
         ignored = model_class(config.architecture).ignored_tensors
         return frozenset(name for name in names if ignored.search(name))
 
@@ -317,6 +329,16 @@ class LiveWeights:
             tensors[path] = _Origin(recipe, names)
             stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
+
+
+def _lacking_prefix(held: Collection[str], wanted: Collection[str]) -> str | None:
+    """Return the prefix that most of the `wanted` names have before a name that is `held`; None if there is none.
+
+    Example: "0.kernel" and "1.kernel" are held, and "blocks.0.kernel" and "blocks.1.kernel" wanted: "blocks.".
+    """
+    seen = (name[:start] for name in wanted for start in _starts_of_parts(name)[1:] if name[start:] in held)
+    prefix, num_names = next(iter(Counter(seen).most_common(1)), ("", 0))
+    return prefix if 2 * num_names > len(wanted) else None
 
 
 def _starts_of_parts(name: str) -> list[int]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .interface import AttendOptions, AttentionMetadata, Backend, KVLayout, LayerInputs, LayerPlace, Pages
 from .kv_scales import KVScales, is_quantized
@@ -45,7 +45,7 @@ class PagedCache:
 
     def attend(
         self,
-        layer: int,
+        layer: int | Int[Array, ""],
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"] | None,
         v: Float[Array, "T K H"] | None,
@@ -58,6 +58,7 @@ class PagedCache:
     ) -> tuple[Float[Array, "T N H"], PagedCache]:
         """Write this step's keys and values of `layer`, then attend from every query to its row's (sequence's) keys.
 
+        `layer` may be traced, as in a scan over layers, where all layers have the same page tables.
         Return outputs [T, N, H] and the written cache, which replaces `self`: that is donated. T tokens of the step,
         N query heads, K KV heads, head size H. A query at position p attends to positions max(0, p − window + 1) … p,
         without a window to 0 … p. Scores are scale × q·k, or with a soft cap soft_cap × tanh(scale × q·k ÷ soft_cap).
@@ -77,26 +78,41 @@ class PagedCache:
         self._refuse_scales()
         if self.mesh is not None:
             return self._attend_on_devices(layer, q, k, v, step, sinks, options)
-        place = self.layers[layer]
+        table_group, first_page = self._place(layer)
         inputs = LayerInputs(
             q=q,
             k=k,
             v=v,
             sinks=sinks,
             kv_scales=None if self.scales is None else self.scales.of_layer(layer),
-            # The arrays hold the pages of all layers of a page-table group, layer after layer.
-            first_page=jnp.int32(place.index * self.layout.num_pages),
-            slots=step.slot_mapping[place.table_group],
-            tables=step.page_tables[place.table_group],
+            first_page=first_page,
+            slots=step.slot_mapping[table_group],
+            tables=step.page_tables[table_group],
             step=step,
             options=options,
         )
         out, pages = _attend_layer(self.backend, self.layout, self.pages, inputs)
         return out, dataclasses.replace(self, pages=pages)
 
+    def _place(self, layer: int | Int[Array, ""]) -> tuple[int, Int[Array, ""]]:
+        """Return the index of a layer's page-table group, and the index of the layer's page 0 in the arrays of pages.
+
+        The arrays hold the pages of all layers of a group, layer after layer. Raises ValueError for a traced layer in a
+        cache of several groups, since a program reads one group's tables.
+        """
+        if not isinstance(layer, jax.Array):
+            place = self.layers[layer]
+            return place.table_group, jnp.int32(place.index * self.layout.num_pages)
+        table_group, *others = {place.table_group for place in self.layers}
+        if others:
+            got, way_out = "a traced number for the layer", "layers with different windows need their own numbers"
+            raise ValueError(f"attend: got {got}, wanted an integer of Python: {way_out}")
+        first_pages = jnp.array([place.index * self.layout.num_pages for place in self.layers], jnp.int32)
+        return table_group, first_pages[layer]
+
     def _attend_on_devices(
         self,
-        layer: int,
+        layer: int | Int[Array, ""],
         q: Array,
         k: Array | None,
         v: Array | None,
@@ -149,7 +165,7 @@ class PagedCache:
         )(self.pages, self.scales, q, k, v, step, sinks)
         return out, dataclasses.replace(self, pages=pages)
 
-    def _refuse_options(self, layer: int, options: AttendOptions) -> None:
+    def _refuse_options(self, layer: int | Int[Array, ""], options: AttendOptions) -> None:
         """Raise ValueError for a window below 1, a soft cap that is not positive, or a layer that the cache lacks.
 
         None stands for no window and for no soft cap. `layer` is an index among the cache's layers, from 0 on.
@@ -161,7 +177,7 @@ class PagedCache:
             )
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")
-        if not 0 <= layer < len(self.layers):
+        if not isinstance(layer, jax.Array) and not 0 <= layer < len(self.layers):
             raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
 
     def _refuse_misfits(self, q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> None:

@@ -160,13 +160,13 @@ def test_a_layer_without_keys_is_refused_where_its_spec_shares_none():
     assert drawn[0] == drawn[1]
 
 
-def test_a_layer_number_that_is_traced_is_refused():
+def test_a_layer_number_may_be_traced():
     class Traced(Small):
         def block(self, block, x, inputs, cache, layer, options):
             return jax.jit(block.__call__)(x, inputs, cache, layer)
 
-    with pytest.raises(ModelLoadError, match="attend: got a traced number for the layer, wanted an integer of Python"):
-        Engine(Traced(), **SIZES)
+    ours, theirs = both_logprobs(Traced())
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def in_decodes(inputs):

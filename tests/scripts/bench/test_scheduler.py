@@ -1,6 +1,7 @@
 """`scripts/bench/scheduler.py` runs the engine's own host core and reports each part of a step."""
 
 import json
+import math
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_the_bench_writes_its_measurements(bench, tmp_path, capsys):
     assert set(result["step_with_text"]) == {"deltas", "outputs"}
     for values in result["step_with_text"].values():
         assert 0 < values["p50"] <= values["p99"]
-        assert values["publish_us_per_row"] > 0
+        assert math.isfinite(values["publish_us_per_row"])  # A difference of two times: it may be below 0 here.
     assert set(result["us_per_request"]) == set(result["steps_with_newcomers"]) == {"3", "9"}
     assert result["growth"]["3"] == 1.0
     assert result["hash_and_look_up"]["us_per_page"] > 0
