@@ -46,7 +46,8 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
 def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
     """Return the array of one weight on its devices: constant if its metadata has a "fill", else random.
 
-    `leaf` has the shape, dtype and sharding. `name` is the weight's dotted path, which seeds the random numbers.
+    `leaf` has the shape, dtype and sharding. `name` is the weight's dotted path, which seeds the random numbers: the
+    seed is SEED, folded with the path's CRC-32, which is the same on every machine.
     """
     if "fill" in metadata:
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
@@ -58,16 +59,19 @@ def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
 
 
 @lru_cache(maxsize=64)
-def _maker(shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: Any) -> Any:
+def _maker(
+    shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
     """Return a jitted function from a random key to a weight; weights with equal arguments share one program."""
     return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops), out_shardings=sharding)
 
 
-def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> Any:
-    """Return random rows of the shape [out, in]; if `ops` are given, as these store the matrix W [in, out].
+def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> jax.Array:
+    """Return random rows of the `shape` [out, in], or the matrix W [in, out] with these columns as `ops` store it.
 
-    Values are odd integers from −255 to 255 times a power of two that is about 1 ÷ (STANDARD_DEVIATION × √in), so that
-    bfloat16 holds them exactly.
+    A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
+    is nearest to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their standard deviation is
+    about 1 ÷ √in.
     """
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255

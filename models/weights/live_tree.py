@@ -76,7 +76,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     to compare it.
     """
     twin, shapes = wanted.twin, dict(wanted.shapes)
-    if twin is not None:
+    if twin is not None:  # Both copies are checked, and the second one is left out of the result.
         shapes[twin.name] = shapes[twin.kept_name]
     faults = [
         *_listed("missing", shapes.keys() - arrays.keys()),
@@ -137,8 +137,9 @@ def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
     """Return whether two matrices of the same shape have equal values after conversion to `dtype`, the weight's.
 
     They are the two copies of a matrix that the model has only once, such as a tied head. Values that become equal by
-    rounding count as equal, and so do 0 and −0. A NaN equals nothing, unless both are the same object. JAX arrays with
-    the same sharding are compared on their devices, all others block by block on the host.
+    rounding count as equal, and so do 0 and −0. A NaN equals nothing, but an array counts as equal to itself without
+    a look at its values. JAX arrays with the same sharding are compared on their devices, all others block by block on
+    the host.
     """
     if first is second:
         return True
@@ -154,9 +155,10 @@ def _equal_on_device(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Arr
 
 
 def _not_finite(arrays: Mapping[str, np.ndarray | jax.Array]) -> Iterator[str]:
-    """Yield the names of arrays with a NaN or an infinity.
+    """Yield the names of arrays with a NaN or an infinity, in the order of `arrays`.
 
-    Checks of arrays on devices are all started before the first result is awaited, so they run at the same time.
+    Arrays that numpy cannot view are checked on their devices. These checks are all started before the first result is
+    awaited, so they run at the same time, and while other arrays are checked on the host.
     """
     on_device = {
         name: _all_finite(leaf) for name, leaf in arrays.items() if isinstance(leaf, jax.Array) and not is_on_host(leaf)
@@ -173,9 +175,12 @@ def _all_finite(array: jax.Array) -> jax.Array:
 
 
 def _all_finite_on_host(array: np.ndarray) -> bool:
-    """Return whether an array in host memory has no NaN and no infinity."""
-    # BLAS reads an array several times as fast as `isfinite`. A finite sum of squares has finite terms only. A sum that
-    # is not finite may come from large finite values, so `isfinite` decides then.
+    """Return whether an array in host memory has no NaN and no infinity.
+
+    A sum of squares that is finite has finite terms only, and BLAS computes it several times as fast as `isfinite`
+    reads the array. A sum that is not finite may come from large finite values, so `isfinite` decides then. It also
+    decides for other dtypes than float32, and for arrays that are not contiguous.
+    """
     if array.dtype == np.float32 and array.flags.c_contiguous:
         flat = array.reshape(-1)
         with np.errstate(all="ignore"):

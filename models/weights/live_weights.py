@@ -94,7 +94,8 @@ class LiveWeights:
         """Prepare the recipes of all weights for each layout of a tree.
 
         `abstract` has the shapes, dtypes and shardings of the weights on `mesh`. If it has no config, only trees under
-        the weights' own paths are accepted. Equal recipes get one number: programs are found by it.
+        the weights' own paths are accepted, since names of checkpoints are known by the model's family. Equal recipes
+        get one number, by which programs are found: layers that differ in nothing share a program.
         """
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
@@ -106,8 +107,10 @@ class LiveWeights:
     def check(self, tree: Any) -> CheckedWeights:
         """Return the arrays of `tree` that become the weights, and where each weight is among them.
 
-        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. It is checked against
-        the layout that has the most names in common with it. Raises ModelLoadError, which lists every fault.
+        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. There are three layouts:
+        a checkpoint's names with one array per layer, such names with one array for all layers, and the engine's own
+        paths. The tree is checked against the layout that has the most names in common with it. Raises ModelLoadError,
+        which lists every fault.
         """
         arrays = self._own_part(named_leaves(tree))
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
@@ -156,9 +159,10 @@ class LiveWeights:
         """Yield every weight, made of the tensors of a checked tree, without waiting for the devices.
 
         `program` returns the compiled program of a key of `programs`. `take(path)` returns the old array of a weight,
-        whose memory the new one may use and which must not be used again, or None. If `copy` is false, an array of the
-        tree that already has the weight's shape, dtype and sharding becomes the weight itself. Arrays [L, …] that do
-        not lie whole on each device of the mesh are moved one layer at a time, which takes less memory.
+        or None. The memory of an old array becomes that of the new one or is freed, so the caller must not use it
+        again. If `copy` is false, an array of the tree that already has the weight's shape, dtype and sharding becomes
+        the weight itself. Arrays [L, …] of L layers that do not lie whole on each device of the mesh are moved one
+        layer at a time, which takes less memory.
         """
         tree, origins = checked
         is_own = tree.layout is TreeLayout.OWN
@@ -169,7 +173,7 @@ class LiveWeights:
             first = sources[0]  # All tensors of one weight have the same dtype; `check` has seen to that.
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
                 if old is not None:
-                    old.delete()  # Its memory is not needed for this weight.
+                    old.delete()  # No program takes the old array's memory, so it is freed here.
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
             if layer is not None and not all(map(self._is_in_place, sources)):
@@ -190,9 +194,10 @@ class LiveWeights:
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
         """Return, by key, functions that lower the programs that make weights.
 
-        There are two programs for each recipe, each dtype of its tensors, and each way in which they lie in a tree: one
-        allocates the weight, and the other reuses the memory of the old weight. Nothing is compiled here; the caller
-        compiles what a function returns.
+        There are two programs for each recipe, each dtype of its tensors, and each layout of a tree: one allocates the
+        weight, and the other reuses the memory of the old weight. All layers with equal recipes have the same keys, so
+        a model of 32 equal layers has as many programs as a model of one. Nothing is lowered or compiled here: the
+        caller calls a function when the program is needed, and compiles what it returns.
         """
         lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
@@ -229,9 +234,10 @@ class LiveWeights:
     ) -> jax.stages.Lowered:
         """Lower the program that makes a weight of tensors with the given dtype and sharding.
 
-        The program takes the list of the tensors in `recipe`. With `num_stacked`, the L of tensors [L, …], it also
-        takes the layer's index, as the last argument; None for tensors of one layer. With `is_in_place` it also takes
-        the old weight, as the first argument, and returns the new one in its memory: (old, tensors, layer).
+        The program takes the list of the tensors in `recipe`. If `num_stacked` is not None, the tensors are arrays [L,
+        …] of that many layers, and the program also takes the layer's index, as the last argument. With `is_in_place`
+        it also takes the old weight, as the first argument, and returns the new one in its memory. So with both the
+        arguments are (old weight, tensors, layer).
         """
         stack_shape = () if num_stacked is None else (num_stacked,)
         shapes = [
@@ -265,7 +271,9 @@ class LiveWeights:
     def _twin(self, names: Collection[str]) -> Twin | None:
         """Return the head that a tree for a tied model holds beside the embedding, as its twin; None if it has none.
 
-        `names` are the names in the tree. Trees under the engine's own paths have no name for such a head.
+        `names` are the names in the tree. A tied model has one matrix for embedding and head, so a tree may hold it
+        under both names, and then both must be equal. The result is None for a model that is not tied, and for trees
+        under the engine's own paths, which have no name for such a head.
         """
         config = self.abstract.config
         if config is None or not config.tie_word_embeddings:
@@ -299,9 +307,9 @@ class LiveWeights:
     def _checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees under checkpoint names, for TENSORS and STACKED; {} without a config.
 
-        In TENSORS each name is one tensor of one layer. In STACKED a name is an array [L, …] of all layers, of which
-        the weight takes its layer. Both have the same recipe. Families have alternative names for some tensors: the
-        names that are in `held` are used.
+        In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
+        name without the layer's number is an array [L, …] of all layers, of which the weight takes its layer. Both have
+        the same recipe. Families have alternative names for some tensors: the names that are in `held` are used.
         """
         config = self.abstract.config
         if config is None:
@@ -397,8 +405,9 @@ class _Block(NamedTuple):
 def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any]) -> jax.Array:
     """Return an array of this shape with the blocks at their targets, and zeros elsewhere. Blocks do not overlap.
 
-    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps.
-    Otherwise they are written into an array of zeros one by one. A scalar weight (shape ()) is its only block.
+    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps: for
+    6 rows with blocks at rows 0 to 1 and 4 to 5, the parts are a block, zeros for rows 2 to 3, and the other block.
+    Otherwise blocks are written into an array of zeros one by one. A scalar weight (shape ()) is its only block.
     """
     if not shape:
         return blocks[0].values

@@ -75,7 +75,8 @@ def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
     """Return the content of config.json for saved weights: the source's, updated to what is saved.
 
     Keys of quantization are left out, since the weights are saved unquantized. `dtypes` are the names of the saved
-    dtypes; if there are several, the first in the alphabet is named.
+    dtypes. config.json names one dtype only: if there are several, it is the first in the alphabet, so bfloat16 rather
+    than float32. `torch_dtype` is the name that transformers 4 had for the key `dtype`, so it is left out.
     """
     dropped = (*CONFIG_KEYS, "torch_dtype")
     kept = {key: value for key, value in config.source.items() if key not in dropped}
@@ -93,7 +94,8 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
     is made.
 
     One weight may be saved as several tensors, such as the fused queries, keys and values, and one tensor may be put
-    together from several pieces. A tensor has the dtype of the weight that its first piece is in.
+    together from several pieces. So recipes, which say which blocks of tensors make a weight, are read backwards here.
+    A tensor has the dtype of the weight that its first piece is in.
     """
     recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
     leaves = dict(nnx.to_flat_state(weights.state))
@@ -126,7 +128,7 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
         num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // 4 // width))
         for weight_row in range(weight_start, weight_stop, num_rows):
             # Every chunk has `num_rows` rows, so that JAX compiles one shape. The last one begins earlier and copies
-            # some rows again.
+            # some rows again: 10 rows in chunks of 4 are the rows 0 to 3, 4 to 7 and 6 to 9.
             weight_row = min(weight_row, weight_stop - num_rows)
             rows = np.arange(weight_row, weight_row + num_rows, dtype=np.int32)
             values = np.asarray(_rows_of(leaf, rows))
