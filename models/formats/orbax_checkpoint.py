@@ -50,7 +50,7 @@ class _Array:
         of a larger matrix several times.
         """
         row_bytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
-        band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)
+        band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)  # A scalar has no chunk shape and one value.
         return CACHE_OVERHEAD_BYTES + (max(CACHE_BYTES, band_bytes) if by_columns else band_bytes)
 
 
@@ -113,6 +113,7 @@ class OrbaxCheckpoint:
             values: np.ndarray = self._store(name, by_columns=by_columns)[axes].read().result()
         except STORE_ERRORS as error:
             raise self._fault(name, error) from error
+        # The block holds the last value if it ends where the tensor ends, on each axis that is cut.
         if all(axis.stop == size for axis, size in zip(axes, shape, strict=False)):
             self._thread.store = self._thread.key = None
         return values
@@ -156,6 +157,7 @@ class OrbaxCheckpoint:
                 store = future.result()
             except STORE_ERRORS as error:
                 raise self._fault(name, error) from error
+            # tensorstore has no chunk shape for a scalar, and None for an axis whose chunk size it does not know.
             shape, chunk = tuple(store.shape), tuple(size or 0 for size in store.chunk_layout.read_chunk.shape or ())
             if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
                 fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
@@ -177,10 +179,11 @@ class OrbaxCheckpoint:
         return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": self._omits_zeros}
 
     def _store(self, name: str, *, by_columns: bool) -> Any:
-        """Return the opened array of this thread, with a cache of decoded chunks that no other thread shares.
+        """Return the array `name`, opened by tensorstore for this thread, with a cache of decoded chunks of its own.
 
-        A thread has one array open. It is closed, and its cache freed, when the thread reads another array, or changes
-        between reading rows and columns.
+        A thread has one array open, which the next call for the same array returns again. The array is closed, and its
+        cache freed, when the thread asks for another array, or for another `by_columns`, which says whether the thread
+        reads columns of the array or whole rows.
         """
         import tensorstore
 
@@ -188,6 +191,7 @@ class OrbaxCheckpoint:
             self._thread.store = self._thread.key = None
             limit = self._arrays[name].cache_bytes(by_columns=by_columns)
             context = tensorstore.Context({"cache_pool": {"total_bytes_limit": limit}})
+            # Files do not change while they are read, so what is cached is not compared with them again.
             options = {"recheck_cached_data": False, "recheck_cached_metadata": False}
             spec = {**self._spec(name), **options}
             self._thread.store = tensorstore.open(spec, context=context, open=True, read=True).result()
@@ -225,16 +229,17 @@ def _array_names(fields: Fields) -> list[str]:
 
 
 def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
-    """Write a flat tree {name: array} in orbax's layout without OCDBT, one tensor after the other.
+    """Write a flat tree {name: array} in orbax's layout without OCDBT (one folder per array), one tensor at a time.
 
-    Each tensor is a folder of chunks of whole rows, about CHUNK_BYTES each before compression, so that a reader decodes
-    little more than it needs. The file that lists the tree is written last. Files may not be on the disk yet when this
-    returns.
+    Tensors have one axis or more. Each is a folder of chunks of whole rows, about CHUNK_BYTES each before compression,
+    so that a reader decodes little more than it needs. The file that lists the tree is written last. Files may not be
+    on the disk yet when this returns.
     """
     import tensorstore
 
     for name, tensor in tensors.items():
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        # At least one row, and no more than there are; the inner `max` is for rows without values.
         num_rows = min(tensor.shape[0], max(1, CHUNK_BYTES // max(1, row_bytes)))
         spec = {
             "driver": "zarr",

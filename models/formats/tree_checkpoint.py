@@ -96,8 +96,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each leaf of a nested tree, depth first.
 
-    Mappings, lists and tuples are nested levels, and all else is a leaf. A key that is a tuple is joined by dots, too.
-    `prefix` is put before each name. Raises ModelLoadError for a tree that is nested deeper than MAX_DEPTH.
+    Mappings, lists and tuples are nested levels, and all else is a leaf; an empty level has none. A key that is a tuple
+    is joined by dots, too: {("layers", 0): {"bias": b}} gives "layers.0.bias". An nnx variable counts as the array that
+    it holds. `prefix` is put before each name, and `depth` is the number of levels above `tree`. Raises ModelLoadError
+    for a tree that is nested deeper than MAX_DEPTH, such as one that contains itself.
     """
     if depth > MAX_DEPTH:
         fault = f"{prefix[:60]}… is nested deeper than {MAX_DEPTH} levels"
