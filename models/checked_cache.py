@@ -51,7 +51,8 @@ class CheckedCache:
         `layer` it may give its own number or the earlier layer's. Raises ValueError for a call that differs from the
         spec: another layer than the next one, or another window, soft cap or shape.
         """
-        # If such a layer gives the earlier layer's number, its own number takes its place, and the checks use that.
+        # A layer without keys and values of its own may give the earlier layer's number. Then its own number, which is
+        # that of the next layer, takes its place, and the checks use that.
         if k is None and v is None and isinstance(layer, int | np.integer) and self.num_attended < len(self.layers):
             layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
         self._check_layer(layer)
@@ -65,9 +66,11 @@ class CheckedCache:
         """Raise ValueError unless `layer` is the number of the layer that attends next, as a Python or numpy integer.
 
         Layers must attend in the order of the spec, each exactly once: a cache in which `num_attended` layers have
-        attended wants the layer with that number. A traced number is refused, since the check happens while JAX traces.
+        attended wants the layer with that number. With 2 layers, the numbers 0 and 1 pass, one after the other, and any
+        third call raises. A traced number is refused, since the check happens while JAX traces.
         """
         count = len(self.layers)
+        # bool is a subclass of int, and True is no layer's number.
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             got = "a traced number" if isinstance(layer, jax.core.Tracer) else repr(layer)
             raise ValueError(f"attend: got {got} for the layer, wanted an integer of Python, as the spec counts layers")
@@ -92,11 +95,11 @@ class CheckedCache:
         JAX traces.
         """
         spec = self.layers[layer]
-        for name, got, wanted, kind in (
+        for name, got, wanted, number_type in (
             ("window", window, spec.window, Integral),
             ("soft_cap", soft_cap, spec.soft_cap, Real),
         ):
-            if isinstance(got, jax.core.Tracer) or (got is not None and not isinstance(got, kind)):
+            if isinstance(got, jax.core.Tracer) or (got is not None and not isinstance(got, number_type)):
                 raise ValueError(f"attend: got {got!r} for the {name} of layer {layer}, wanted {wanted}, a constant")
             if got != wanted:
                 way_out = f"pass {name}={wanted}, or correct the spec"
@@ -134,8 +137,9 @@ def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
 def num_attention_calls(jaxpr: Any) -> int:
     """Return how many `attend` calls are in the jaxpr of a step that was traced with a CheckedCache.
 
-    Nested jaxprs are searched too. Of the branches of a `cond`, only the one with the most calls counts. CheckedCache
-    itself does not see a call whose returned cache is dropped, because the next call starts from the older cache.
+    Nested jaxprs are searched too; the body of a loop counts once. Of the branches of a `cond`, only the one with the
+    most calls counts. The caller compares the number with that of the layers, because CheckedCache itself does not see
+    a call whose returned cache is dropped: the next call starts from the older cache.
     """
     num_calls = 0
     for equation in jaxpr.eqns:

@@ -79,10 +79,10 @@ class OwnModel:
     def weights(self, mesh: Mesh) -> Weights:
         """Return the abstract weights with their shardings on `mesh`.
 
-        A variable is spread by the logical axes that its metadata name, such as ("embed", "heads"), or lies whole on
-        every device if there are none. So does a leaf that is a plain array. On a mesh of several devices, raises
-        ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks. The result has no config, since none describes the
-        module.
+        A variable is spread by the logical axes that its metadata name, such as ("embed", "heads"). A variable whose
+        metadata name none, and a leaf that is a plain array, lie whole on every device. On a mesh of several devices,
+        raises ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks. The result has no config, since none describes
+        the module.
         """
 
         def placed(path: Path, leaf: Any) -> Any:
@@ -121,7 +121,7 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
         )
     if fault := call_fault(module):
         raise ModelLoadError(f"model: {fault}")
-    if not spec.activation_width:
+    if not spec.activation_width:  # The field's 0 stands for this estimate of values per token.
         spec = replace(spec, activation_width=16 * spec.hidden_size)
     graph, state = nnx.split(module)
     arrays: dict[str, Any] = {}
@@ -136,7 +136,8 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
             raise ModelLoadError(f"model: {name}.{key} {fault}: {way_out}")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
-        # JAX has no 64-bit floats unless x64 is on, so the engine's weight is float32.
+        # JAX has no 64-bit floats unless x64 is on, so the engine's weight is float32. The array is
+        # converted when the weight is made of it.
         dtype = jnp.float32 if value.dtype == np.float64 else value.dtype
         abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
@@ -165,7 +166,9 @@ def _spec_fault(spec: ModelSpec) -> str | None:
     """Return the first thing that is wrong with a caller's spec, as a clause for an error; None if nothing is.
 
     A spec is a dataclass whose fields may hold any value, so types are checked before they are used: the sizes first,
-    then the layers one by one, then the dtype and the token ids. Example: "hidden_size is 0, wanted an integer ≥ 1".
+    heads and head sizes of all layers among them, then each layer's window, soft cap and `pages_of`, then that query
+    heads are a multiple of KV heads, then the dtype and the token ids. An object in `layers` that is no AttentionLayer
+    lacks the sizes, so it is reported first. Example: "hidden_size is 0, wanted an integer ≥ 1".
     """
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_context_len")}
     for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):

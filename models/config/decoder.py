@@ -76,7 +76,10 @@ class DecoderConfig:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Return the factor of the attention scores of each layer."""
+        """Return the factor of the attention scores of each layer.
+
+        With a head size of 64 it is 1/8 for all layers, and 1/8, 1/16, 1/24, … with `divides_scale_by_layer`.
+        """
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
@@ -98,7 +101,8 @@ class DecoderConfig:
     def _activation_width(self, intermediate_size: int, num_heads: int) -> int:
         """Return an estimate of how many values per token a forward program holds at once on one device.
 
-        `intermediate_size` and `num_heads` are the device's MLP columns and query heads.
+        `intermediate_size` and `num_heads` are the device's MLP columns and query heads. The factors 4, 3 and 2
+        estimate how many arrays of each width, of the model, the MLP and all query heads, are alive at the same time.
         """
         return 4 * self.hidden_size + 3 * intermediate_size + 2 * num_heads * self.head_size
 

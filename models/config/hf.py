@@ -72,8 +72,9 @@ def read_kv_heads(fields: Fields, num_heads: int) -> int:
 def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
     """Return the number of lanes of a head; without the key `head_dim` it is `hidden_size` ÷ `num_heads`.
 
-    Raises ModelLoadError if the size is odd, since rotary embedding works on pairs of lanes, or if the key is absent
-    and the heads do not divide the hidden size.
+    `hidden_size` is the model's width, and `num_heads` counts query heads. Raises ModelLoadError if the head size is
+    odd, since rotary embedding works on pairs of lanes, or if the key is absent and the heads do not divide the hidden
+    size. If the key is there, the heads need not divide it.
     """
     key = "head_dim"
     if not fields.has(key) and hidden_size % num_heads:
@@ -118,9 +119,10 @@ def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
 
 
 def windows_by_type(fields: Fields, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer: `window` for SLIDING, None for FULL.
+    """Return the window of each layer, in positions: `window` for SLIDING, None for FULL.
 
-    Raises ModelLoadError if a layer is SLIDING and `window` is None.
+    `layer_types` has one type per layer. If none is SLIDING, `window` is not used. Raises ModelLoadError if a layer is
+    SLIDING and `window` is None.
     """
     if SLIDING in layer_types and window is None:
         raise fields.wrong("layer_types", f"{FULL} only, as this model has no sliding window in use")

@@ -55,8 +55,9 @@ class RopeConfig:
     def for_context(self, max_model_len: int) -> RopeConfig:
         """Return the embedding for an engine whose sequences have at most `max_model_len` tokens.
 
-        Only longrope depends on the length: it has short and long factors. One set serves all sequences of an engine,
-        short ones included, since all keys in the cache must be rotated by the same frequencies.
+        Only longrope depends on the length: it has short factors, for up to `original_max_position` tokens, and long
+        ones for more. One set serves all sequences of an engine, short ones included, since all keys in the cache must
+        be rotated by the same frequencies. For every other kind this returns the embedding itself.
         """
         if self.kind != "longrope":
             return self
@@ -156,8 +157,9 @@ def context_len(rope: RopeConfig, max_position: int) -> int:
     """Return the longest context, in positions, that a model with this rotary embedding is made for.
 
     `max_position` is `max_position_embeddings` of the file. For `linear` it is the context before stretching, so it is
-    multiplied by the factor. For `yarn` files differ in this, so the larger of it and the stretched original context
-    counts. For all other kinds it is the result.
+    multiplied by the factor: 4096 with the factor 4 gives 16,384. For `yarn`, some files have the context before
+    stretching there and some the one after it, so the result is the larger of `max_position` and the original context
+    times the factor. For all other kinds, `max_position` is the result.
     """
     if rope.kind == "linear":
         return int(max_position * rope.factor)
@@ -179,7 +181,9 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
     """Return the embedding of this `kind` with its scaling; the caller sets theta and the number of rotated lanes.
 
     `kind` is one of ROPE_KINDS. `max_position` is the model's longest context in tokens, and `size` the number of
-    rotated lanes. Raises ModelLoadError for a parameter that is missing, out of range or contradicts another.
+    rotated lanes. The original context, before stretching, is `max_position` if the file does not name it. A factor is
+    required for linear and llama3; for yarn its default is `max_position` ÷ original context. Raises ModelLoadError for
+    a parameter that is missing, out of range or contradicts another.
     """
     if kind == "default":
         return RopeConfig()
@@ -232,8 +236,8 @@ def _factors(rope: Fields, key: str, size: int) -> tuple[float, ...]:
 def checked_factors(values: Sequence[float], size: int, name: str) -> tuple[float, ...]:
     """Return `values`, one divisor for each of the `size` ÷ 2 inverse frequencies, as floats.
 
-    Raises ModelLoadError, which begins with `name`, for another number of values, and for one that is not a number
-    above 0 and up to MAX_FACTOR.
+    `size` is the number of rotated lanes; each pair of lanes has one frequency. Raises ModelLoadError, which begins
+    with `name`, for another number of values, and for one that is not a number above 0 and up to MAX_FACTOR.
     """
     if len(values) != size // 2:
         raise ModelLoadError(f"{name} holds {len(values)} values, wanted {size // 2}")

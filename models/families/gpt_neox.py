@@ -117,6 +117,7 @@ class GPTNeoX(Decoder):
         then those of the next head. For 2 heads of size 4 the queries are rows 0 to 3 and 12 to 15.
         """
         size, tensor = config.head_size, "gpt_neox.layers.{i}.attention.query_key_value"
+        # First rows of each head's queries, keys and values (parts 0, 1 and 2); a head has 3 × `size` rows.
         starts = [range(part * size, 3 * size * config.num_heads, 3 * size) for part in range(3)]
         return super().sources(config) | {
             f"layers.{{i}}.attention.{part}_proj": Source(

@@ -66,7 +66,8 @@ class Phi3(Decoder):
 def _read_rope(fields: Fields) -> RopeConfig:
     """Return the rotary embedding; "su" and "yarn" are read as longrope, as transformers' class does.
 
-    The original context is the top-level key, which the class's defaults always provide.
+    The original context is the top-level key `original_max_position_embeddings`, which the class's defaults always
+    provide. Only a part of each head may be rotated, the share `partial_rotary_factor` of its lanes.
     """
     parameters = rope_fields(fields)
     key = "rope_type" if parameters.has("rope_type") else "type"

@@ -210,6 +210,8 @@ class _Metadata:
 
         Scores are divided by √query_pre_attn_scalar.
         """
+        # A file does not say by what scores are divided: the 27B models differ from the others, and are known by their
+        # number of layers.
         is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[self.architecture]
         per_head = config["hidden_size"] // config["num_attention_heads"]
         return {
@@ -258,7 +260,7 @@ class _Metadata:
         if kind == "none":
             return {**theta, "rope_type": "default"}
         if kind == "linear":
-            return {**theta, "rope_type": "linear", "factor": max(factor, 1.0)}
+            return {**theta, "rope_type": "linear", "factor": max(factor, 1.0)}  # A factor of 0 means no scaling.
         return {**theta, "rope_type": "yarn", **self._yarn()}
 
     def _llama3(self, theta: float, head_size: int) -> dict[str, Any]:
@@ -270,7 +272,8 @@ class _Metadata:
         """
         factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().astype(np.float64)
         checked = checked_factors(factors.tolist(), head_size, f"{self.file.path}: rope_freqs.weight")
-        largest = round(max(checked), 3)
+        largest = round(max(checked), 3)  # Rounded, since the file holds float32: 7.9999995 stands for 8.
+        # 8192 is the original context, in tokens.
         published = RopeConfig(theta, "llama3", largest, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
         plain = inverse_frequencies(RopeConfig(theta), head_size)
         if not np.allclose(plain / inverse_frequencies(published, head_size), factors, rtol=1e-4):
@@ -303,7 +306,8 @@ class _Metadata:
             "beta_slow": fields.number(prefix + "yarn_beta_slow", 1.0, above=0),
         }
         if fields.has(prefix + "attn_factor"):
-            # llama.cpp multiplies YaRN's formula by attn_factor; attention_factor of transformers replaces the formula.
+            # llama.cpp multiplies YaRN's formula, 0.1 ln(factor) + 1, by attn_factor, and attention_factor of
+            # transformers replaces the formula. So the product of both is written there.
             scale = fields.number(prefix + "attn_factor", above=0)
             parameters["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
         return parameters

@@ -99,7 +99,8 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     """Return `data`, the values of a file, with `defaults` of its transformers class for absent keys.
 
     A default token id that is not below the file's vocabulary size is left out, also if the file repeats it: the model
-    cannot produce it, and the family's reader would refuse it.
+    cannot produce it, and the family's reader would refuse it. Example: with the default {"eos_token_id": 2} and a file
+    with a vocabulary of 2, `eos_token_id` is absent. Another id beyond the vocabulary stays, and the reader refuses it.
     """
     merged = {**defaults, **data}
     vocab_size = merged.get("vocab_size")
@@ -114,7 +115,8 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 def _family(fields: Fields) -> Family:
     """Return the family that `architectures` of config.json names or, if that is absent, `model_type`.
 
-    Raises ModelLoadError, which lists the known architectures, for another one, and for several.
+    `architectures` must be a list of one name. Raises ModelLoadError, which lists the known architectures, for a list
+    of several, for an unknown name, and if neither key names a family.
     """
     names = fields.data.get("architectures")
     if not names:
