@@ -112,7 +112,7 @@ class CheckedCache:
         values, where `step` gives the number of tokens. Keys and values must be None for a layer that reads those of
         another layer, `pages_of` in its spec.
         """
-        spec, num_tokens = self.layers[layer], step.positions.shape[0]
+        spec, num_tokens = self.layers[layer], step.positions.shape[0]  # A step has one position per token.
         arrays: list[tuple[str, Array | None, tuple[int, ...]]]
         arrays = [("queries", q, (num_tokens, spec.num_heads, spec.head_size))]
         if spec.pages_of is None:
@@ -158,8 +158,9 @@ def num_attention_calls(jaxpr: Any) -> int:
 def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:
     """Raise ValueError unless `cache` is a CheckedCache in which every one of `layers` has attended.
 
-    `cache` is what a module's `__call__` returned, and `layers` are those of its spec. Layers attend in order, so their
-    number tells which of them have.
+    `cache` is what a module's `__call__` returned, and `layers` are those of its spec. `attend` lets layers attend only
+    in order, so the number of those that have attended tells which they are. That number is 0 in a cache to which
+    nothing was written, which a module may return by mistake.
     """
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")

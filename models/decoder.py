@@ -159,7 +159,9 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
         """Make the layer's norms, attention and MLP.
 
-        `index` is the layer's number from 0; it is unused here, for subclasses whose layers differ.
+        Each norm becomes an attribute under the name that `norms_in_front` or `norms_behind` gives it; `tensor_names`
+        of a family finds its tensor by that name. `index` is the layer's number from 0; it is unused here, for subclasses whose
+        layers differ.
         """
         for name in (*self.norms_in_front.values(), *self.norms_behind.values()):
             setattr(self, name, self.new_norm(config, make))
@@ -187,7 +189,9 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Return the residual stream after the layer: attention's output and the MLP's are added to `x_TD`.
 
-        `out_TNH` is what `cache.attend` returned. `inputs` are unused here, for subclasses that read more of a step.
+        `out_TNH`, [T, N heads, head size], is what `cache.attend` returned for the T tokens of the step. Each output is
+        normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` are unused here, for
+        subclasses that read more of a step.
         """
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         x_TD = self.add(x_TD, self._normed(self.norms_behind, "attention", attended_TD))

@@ -87,6 +87,7 @@ def dense_logits(
     if positions_BN is None:
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
     inputs = unpaged_inputs(ids_BN.reshape(-1), positions_BN.reshape(-1))
+    # T = B × N: a model takes tokens without an axis of sequences. `DenseAttention` knows where each one begins.
     cache, spec = DenseAttention(num_sequences, mask_BNN), getattr(model, "spec", None)
     if isinstance(spec, ModelSpec):
         hidden_TD, returned = model(inputs, CheckedCache(cache, spec.layers))

@@ -30,7 +30,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read as JSON")
-        raw = path.read_bytes()
+        raw = path.read_bytes()  # Its first 16 bytes are quoted if it is not JSON.
         data = json.loads(raw)
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error

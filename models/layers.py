@@ -188,7 +188,7 @@ def _rows(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T 
 
 
 def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """Return the rows `ids` of the table; rows of bfloat16 are looked up as 16-bit integers.
+    """Return the rows `ids` of the table, as `_rows` does; rows of bfloat16 are looked up as 16-bit integers.
 
     XLA on a CPU converts a whole bfloat16 table to float32 before it looks up a row, and does not convert integers.
     """

@@ -251,7 +251,7 @@ def read_rows(
 
 
 def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bounds, ...]) -> np.ndarray:
-    """Return the slice `bounds` of a weight, all rows of which lie in each of these pieces.
+    """Return the slice `bounds` of a weight, whose rows all lie in each of these `pieces`.
 
     `bounds` are (start, stop) of the rows and, for a matrix, of the columns of Wᵀ. Pieces may still cover only some of
     the columns, or there may be none. If one piece covers the whole slice, the result is what the checkpoint gives,

@@ -52,7 +52,7 @@ def attention_factor(rope: RopeConfig) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
+    if rope.mscale and rope.mscale_all_dim:  # One of them alone has no effect, as in transformers.
         return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
     return _yarn_mscale(rope.factor, 1.0)
 

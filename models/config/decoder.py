@@ -87,7 +87,8 @@ class DecoderConfig:
         """Return the model's spec as one of `num_shards` devices sees it.
 
         Heads and `activation_width` are those of one device: its share of the query heads, of the KV heads and of the
-        MLP columns, with their padding. All other values are those of `spec`.
+        MLP columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3 KV heads on
+        2 devices are padded to 12 and 4, so one device has 6 and 2.
         """
         shares = self.shares(num_shards)
         num_kv_heads = shares.stored_kv_heads // num_shards

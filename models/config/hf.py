@@ -42,8 +42,9 @@ def read_sizes(fields: Fields) -> dict[str, Any]:
 def read_tokens_and_dtype(fields: Fields, vocab_size: int) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig` that every family has: token ids and the checkpoint's dtype.
 
-    transformers 5 writes `dtype` and version 4 `torch_dtype`; `dtype` counts if a file has both. A token id must be
-    below `vocab_size`, or ModelLoadError is raised.
+    transformers 5 writes `dtype` and version 4 `torch_dtype`; `dtype` counts if a file has both, and float32 if it has
+    none. Token ids may be absent, and a file may name several end tokens. An id must be below `vocab_size`, or
+    ModelLoadError is raised.
     """
     has_bos = fields.has("bos_token_id")
     return {
@@ -61,7 +62,8 @@ def num_layers_of(fields: Fields) -> int:
 def read_kv_heads(fields: Fields, num_heads: int) -> int:
     """Return the number of KV heads, which must divide the number of query heads, `num_heads`.
 
-    Without the key, each query head has a KV head of its own.
+    Without the key, each query head has a KV head of its own. Raises ModelLoadError for a number that does not divide
+    them: 4 fits 32 query heads, and 5 does not.
     """
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:

@@ -79,6 +79,9 @@ def rope_fields(
     `original_max_position_embeddings` the top level wins. `theta` and `share`, the rotated share of a head, are the
     family's defaults; `theta_key` and `share_key` are their top-level keys in files of transformers 4. Raises
     ModelLoadError, also for an object per layer type.
+
+    Example: {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2}} gives {"rope_theta": 5e5,
+    "partial_rotary_factor": 1.0, "rope_type": "linear", "factor": 2}.
     """
     key = rope_key(fields)
     in_object = fields.mapping(key)
@@ -111,6 +114,7 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
     ModelLoadError for a kind or a value that is not supported, and for an odd number of rotated lanes.
     """
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
+    # All lanes by default. A share is rounded down to whole lanes: 0.25 of 80 lanes rotates the first 20.
     share = rope.number("partial_rotary_factor", 1.0, above=0, max=1)
     if share != 1.0 and not is_partial:
         raise rope.wrong("partial_rotary_factor", "1: this family rotates whole heads")
@@ -118,7 +122,7 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
     if size < 2 or size % 2:
         raise ModelLoadError(f"{fields.path}: {size} lanes of a head are rotated, wanted an even number above 0")
     scaled = _read_scaling(rope, kind, fields.integer("max_position_embeddings"), size)
-    theta = rope.number("rope_theta", above=1)
+    theta = rope.number("rope_theta", above=1)  # The caller has put the family's default into `rope`.
     return replace(scaled, theta=theta, rotary_size=None if size == head_size else size)
 
 
@@ -142,6 +146,7 @@ def read_ropes_by_type(
         raise fields.wrong("rope_scaling", "an object with rope_type")
     ropes = {}
     for layer_type, (key, default) in thetas.items():
+        # In the form of version 4, only layers of full attention have a scaling.
         older_form = scaling if layer_type == FULL else Fields({}, fields.path, fields.names)
         theta = default if key is None else fields.number(key, default, above=1)
         rope = by_type.mapping(layer_type) if by_type.has(layer_type) else older_form
@@ -212,8 +217,9 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
 def _read_longrope(rope: Fields, original: int, max_position: int, size: int) -> RopeConfig:
     """Return a longrope embedding with its short and long factors, and its factor of cosines and sines.
 
-    The latter is √(1 + ln(s) ÷ ln(original)) unless the file gives it, where s = max_position ÷ original stretches the
-    context; it is 1 for s ≤ 1. `original` and `max_position` are in tokens, `size` is the number of rotated lanes.
+    The latter is √(1 + ln(s) ÷ ln(original)) unless the file gives it as `attention_factor`, and 1 for s ≤ 1. Here s is
+    the factor by which the context is stretched: the file's `factor`, or else max_position ÷ original. `original` and
+    `max_position` are in tokens, and `size` is the number of rotated lanes. Each list of factors has `size` ÷ 2 values.
     Source: Ding et al. 2024, arXiv:2402.13753.
     """
     factor = rope.number("factor", max_position / original, above=0, max=MAX_FACTOR)

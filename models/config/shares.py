@@ -80,7 +80,7 @@ class Shares:
     def __str__(self) -> str:
         """Return how many devices there are, and each size that padding or copies make larger.
 
-        Example: "2 devices, which store 12 query heads for 9, 4 KV heads for 3".
+        Example: "2 devices, which store 12 query heads for 9, 4 KV heads for 3". Without padding: "2 devices".
         """
         stored = {
             "query heads": (self.num_heads, self.stored_heads),
@@ -120,6 +120,7 @@ class Shares:
         Example: 3 KV heads of 2 copies each, with `head_size` 1, are the runs (0, 0, 1), (1, 0, 2), (3, 1, 2) and
         (5, 2, 1): heads 0 0 1 1 2 2.
         """
+        # Copies of a head are neighbours. Stored heads beyond the model's are padding, and no run covers them.
         heads = ((kv_head, kv_head // self.kv_copies) for kv_head in range(self.stored_kv_heads))
         return _scaled([(kv_head, true, 1) for kv_head, true in heads if true < self.num_kv_heads], head_size)
 

@@ -52,6 +52,7 @@ class GPTNeoXLayer(DecoderLayer):
         """
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         if self.is_parallel:
+            # transformers adds both outputs first; another order would round differently.
             return x_TD + (self.mlp(self.mlp_norm(x_TD)) + attended_TD)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD))

@@ -50,7 +50,7 @@ def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
     if not path.is_file():
         return []
     present = {file.relative_to(directory).as_posix() for root in read for file in _files(directory / root)}
-    listed = _read(path)
+    listed = _read(path)  # Name → sum, for all files that the list names.
     roots = {PurePosixPath(path.as_posix()) for path in read}
     # Listed files to check: those in `read`, and those below a folder in `read`.
     wanted = {name for name in listed if not roots.isdisjoint((PurePosixPath(name), *PurePosixPath(name).parents))}

@@ -72,12 +72,13 @@ def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], fi
     `stored` are the bytes of the slice, and `first` is the row and the column of the matrix at which it begins. `scale`
     is two-dimensional and has one value for each `block` (rows, columns) of the whole matrix; the last block of a row
     or column may be cut off by the matrix's end. A product may be infinite or NaN, which raises nothing here. Example:
-    200 rows from row 100 on, with blocks of 128 rows, lie in three rows of blocks: 28, 128 and 44 of them.
+    200 rows from row 100 on, with blocks of 128 rows, lie in the rows of blocks 0, 1 and 2: 28, 128 and 44 of them are
+    multiplied by `scale[0]`, `scale[1]` and `scale[2]`.
     """
     values = _values()[stored]  # A table has the value of each of the 256 bytes.
     row, column = first
     with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
-        if scale.shape[1] == 1:  # All columns share a scale.
+        if scale.shape[1] == 1:  # All columns share a scale, so one product serves all rows.
             values *= _spread(scale[:, 0], block[0], row, len(values))[:, None]
             return values
         # `block_row` counts rows of blocks from the matrix's top, and `rows` are those of the slice that lie in it.
@@ -103,8 +104,9 @@ def _values() -> np.ndarray:
 def map_matrices(path: Path) -> dict[str, np.ndarray]:
     """Return the bytes of all float8_e4m3fn tensors of a safetensors file, by name, as uint8 views of a memory map.
 
-    The array of a tensor has the tensor's shape, with one byte for each value. The safetensors package must have opened
-    the file before: it has checked the offsets in the header, so they are not checked here.
+    The array of a tensor has the tensor's shape, with one byte for each value; tensors of other dtypes are left out.
+    The safetensors package must have opened the file before: it has checked the offsets in the header, so they are not
+    checked here.
     """
     # A file begins with the length of its header in 8 bytes, then the JSON header; offsets count from its end.
     data = np.memmap(path, np.uint8, "r")

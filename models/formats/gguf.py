@@ -66,8 +66,9 @@ class GGUFFile:
     def read_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """Return `rows` of a tensor as float32 [rows, last axis], de-quantized.
 
-        All axes but the last are counted as rows. A tensor of float32 is returned as a read-only view of the file if
-        `rows` is a slice. Raises NotImplementedError for a quantization that the gguf package cannot read.
+        `rows` is a slice or an array of row numbers. All axes but the last are counted as rows, and a vector is one
+        row. A tensor of float32 is returned as a read-only view of the file if `rows` is a slice. Raises
+        NotImplementedError for a quantization that the gguf package cannot read.
         """
         from gguf import GGMLQuantizationType, dequantize
 
@@ -127,15 +128,16 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         """Read `count` strings, each of which is a length in 8 bytes and then its bytes.
 
-        It is one tight loop, without a call for each string, since a vocabulary may have 100,000 strings. Bytes that
-        are not UTF-8 become lone surrogates. Raises ModelLoadError past the end of the file.
+        It does what `count` calls of `string` would, in one tight loop without those calls, since a vocabulary may have
+        100,000 strings. Bytes that are not UTF-8 become lone surrogates, from which the same bytes can be had again.
+        Raises ModelLoadError past the end of the file.
         """
         data, end, strings = self.data, len(self.data), []
         for _ in range(count):
             start = self.position + 8  # If this is past the end, the length cannot be read and counts as 0.
             self.position = start + (_LENGTH.unpack_from(data, self.position)[0] if start <= end else 0)
             if self.position > end:
-                self.advance(1)  # Raises, since the position is past the end.
+                self.advance(1)  # It raises the usual ModelLoadError, since the position is past the end.
             strings.append(data[start : self.position].decode("utf-8", errors="surrogateescape"))
         return strings
 
@@ -224,7 +226,7 @@ def _read_part(path: Path) -> GGUFFile:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelLoadError(f"{path}: general.alignment is {alignment!r}, wanted a positive integer")
-    data_start = -(-cursor.position // alignment) * alignment
+    data_start = -(-cursor.position // alignment) * alignment  # Rounded up to a multiple.
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in declared:
         tensor = _make_tensor(path, data, name, shape, kind, data_start + offset)
@@ -238,7 +240,11 @@ def _read_part(path: Path) -> GGUFFile:
 
 
 def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Read one tensor's declaration: its name, shape, type number, and offset in bytes from the tensor data's start."""
+    """Read one tensor's declaration: its name, shape, type number, and offset in bytes from the tensor data's start.
+
+    The shape has the slowest axis first, as in numpy. Raises ModelLoadError past the end of the file, and for a number
+    of dimensions that is not from 1 to MAX_DIMS.
+    """
     name, num_dims = cursor.string(), cursor.scalar("I")
     if not 1 <= num_dims <= MAX_DIMS:
         raise ModelLoadError(f"{cursor.path}: tensor {name!r} has {num_dims} dimensions, allowed are 1 to {MAX_DIMS}")

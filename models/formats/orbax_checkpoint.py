@@ -45,9 +45,10 @@ class _Array:
     def cache_bytes(self, *, by_columns: bool) -> int:
         """Return the bytes of cache with which each chunk is decoded only once while the array is read in order.
 
-        For reads of whole rows, that is one band: all chunks that hold the same rows. Reads by columns visit all bands
-        again for each range of columns, so they need the whole matrix; they get at least CACHE_BYTES, and decode chunks
-        of a larger matrix several times.
+        For reads of whole rows, that is one band: all chunks that hold the same rows. A float32 matrix [4096, 1024] in
+        chunks [512, 256] has bands of 512 rows, 2 MiB each. Reads by columns visit all bands again for each range of
+        columns, so they need the whole matrix; they get CACHE_BYTES or one band, whichever is more, and decode chunks
+        of a larger matrix several times. CACHE_OVERHEAD_BYTES are added for tensorstore's bookkeeping.
         """
         row_bytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
         band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)  # A scalar has no chunk shape and one value.
@@ -63,7 +64,10 @@ class OrbaxCheckpoint:
     """
 
     def __init__(self, directory: Path):
-        """Open the folder; raises ModelLoadError if it is unfinished or damaged, or holds anything but arrays."""
+        """Open the folder and read the shape, dtype and chunk shape of every array; no values are read.
+
+        Raises ModelLoadError if the folder is unfinished or damaged, or holds anything but arrays.
+        """
         self.path = directory
         self._check_finished()
         fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
@@ -159,6 +163,7 @@ class OrbaxCheckpoint:
                 raise self._fault(name, error) from error
             # tensorstore has no chunk shape for a scalar, and None for an axis whose chunk size it does not know.
             shape, chunk = tuple(store.shape), tuple(size or 0 for size in store.chunk_layout.read_chunk.shape or ())
+            # An axis of size 0 has chunks of 1, hence the `max`.
             if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
                 fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
                 raise ModelLoadError(f"{self.path}: tensor {name!r} {fault}, which are larger; save it anew")
@@ -231,9 +236,10 @@ def _array_names(fields: Fields) -> list[str]:
 def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
     """Write a flat tree {name: array} in orbax's layout without OCDBT (one folder per array), one tensor at a time.
 
-    Tensors have one axis or more. Each is a folder of chunks of whole rows, about CHUNK_BYTES each before compression,
-    so that a reader decodes little more than it needs. The file that lists the tree is written last. Files may not be
-    on the disk yet when this returns.
+    Tensors have one axis or more, and a dotted name is one key of the tree. Each tensor is a folder of chunks of whole
+    rows, about CHUNK_BYTES each before compression, so that a reader decodes little more than it needs. The file that
+    lists the tree is written last, so a folder without it is not finished. Files may not be on the disk yet when this
+    returns: the caller syncs them.
     """
     import tensorstore
 
@@ -251,7 +257,7 @@ def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
             },
             "dtype": tensor.dtype.name,
             "store_data_equal_to_fill_value": True,
-            "context": {"file_io_sync": False},  # The caller syncs all files to the disk at once.
+            "context": {"file_io_sync": False},  # The caller syncs all files at once, which is faster.
         }
         store, values = tensorstore.open(spec, create=True).result(), tensor.make()
         for start in range(0, len(values), num_rows):

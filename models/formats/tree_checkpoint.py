@@ -51,6 +51,7 @@ class TreeCheckpoint:
         array = self._array(name)
         axes = block_of(array.shape, rows, columns)
         if isinstance(array, jax.Array) and not is_on_host(array):
+            # Starts are arguments of a compiled program and not constants, so that blocks of one size share it.
             starts = tuple(np.int32(axis.start) for axis in axes)
             return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
         return np.asarray(array)[axes]

@@ -54,6 +54,7 @@ def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None)
     reader = _Metadata(file, fields, architecture)
     config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
     scalings = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
+    # An override of null turns scaling off, and one with a type names another scaling: then the divisors do not count.
     if reader.freq_factors is None or any(obj is None or {"rope_type", "type"} & obj.keys() for obj in scalings):
         return config
     changes: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
@@ -115,7 +116,7 @@ class _Metadata:
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "dtype": self._dtype(),
             "eos_token_id": end_token_ids(fields, vocab_size),
-            "bos_token_id": None,
+            "bos_token_id": None,  # Unless the file names one, below.
         }
         if fields.has(self.names["bos_token_id"]):
             config["bos_token_id"] = fields.integer(self.names["bos_token_id"], min=0)
@@ -131,8 +132,9 @@ class _Metadata:
     def _dtype(self) -> str:
         """Return the dtype of the matrices: their own if they share one, else float32; bfloat16 for quantized ones.
 
-        Quantized numbers have at most 8 bits, and the kernels for GPUs take bfloat16 alone. On a CPU the engine
-        computes in float32 whatever this is.
+        Matrices in both F16 and F32, for example, give float32. One quantized matrix is enough for bfloat16: quantized
+        numbers have at most 8 bits, and the kernels for GPUs take bfloat16 alone. On a CPU the engine computes in
+        float32 whatever this is. Vectors, such as gains of norms, do not count.
         """
         kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
         if not kinds <= {"F32", "F16", "BF16"}:
