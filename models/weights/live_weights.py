@@ -95,22 +95,23 @@ class LiveWeights:
 
         `abstract` has the shapes, dtypes and shardings of the weights on `mesh`. If it has no config, only trees under
         the weights' own paths are accepted, since names of checkpoints are known by the model's family. Equal recipes
-        get one number, by which programs are found: layers that differ in nothing share a program.
+        get one number, a part of the keys by which programs are found: layers that differ in nothing share a program.
         """
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
         own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
+        # Recipes do not depend on the names that a tree has, so the usual names serve here.
         self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own_origins}
         recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
     def check(self, tree: Any) -> CheckedWeights:
-        """Return the arrays of `tree` that become the weights, and where each weight is among them.
+        """Return the checked arrays of `tree` that become the weights, and the origin of each weight among them.
 
-        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. There are three layouts:
-        a checkpoint's names with one array per layer, such names with one array for all layers, and the engine's own
-        paths. The tree is checked against the layout that has the most names in common with it. Raises ModelLoadError,
-        which lists every fault.
+        `tree` is a nested or flat mapping of names to arrays, or a whole training state that holds one. There are three
+        layouts: a checkpoint's names with one array per layer, such names with one array [L, …] for all layers, and the
+        engine's own paths. The tree is checked against the layout that has the most names in common with it. An origin
+        has the weight's recipe and the names of its arrays. Raises ModelLoadError, which lists every fault.
         """
         arrays = self._own_part(named_leaves(tree))
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
@@ -127,8 +128,9 @@ class LiveWeights:
 
         For example "params.layers.0.weight" becomes "layers.0.weight", and "opt_state.count" is left out. Arrays are
         named by the engine's own paths or by the names of checkpoints. A prefix counts if more than half of the
-        engine's paths follow it. If there is none, `model_prefixes` looks for a prefix of checkpoint names. Raises
-        ModelLoadError if several prefixes fit. A tree without a prefix is returned as it is.
+        engine's paths follow it; of several, `likeliest_prefixes` leaves out those of an optimizer, such as "mu.". If
+        no prefix counts, `model_prefixes` looks for a prefix of checkpoint names. Raises ModelLoadError if several
+        prefixes remain. A tree without a prefix is returned as it is.
         """
         own_names = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
         prefixes_seen = (
@@ -158,11 +160,11 @@ class LiveWeights:
     ) -> Iterator[NewWeight]:
         """Yield every weight, made of the tensors of a checked tree, without waiting for the devices.
 
-        `program` returns the compiled program of a key of `programs`. `take(path)` returns the old array of a weight,
-        or None. The memory of an old array becomes that of the new one or is freed, so the caller must not use it
-        again. If `copy` is false, an array of the tree that already has the weight's shape, dtype and sharding becomes
-        the weight itself. Arrays [L, …] of L layers that do not lie whole on each device of the mesh are moved one
-        layer at a time, which takes less memory.
+        `program(key)` returns the compiled program for a key of `programs`. `take(path)` returns the old array of a
+        weight, or None. The memory of an old array becomes that of the new one or is freed, so the caller must not use
+        it again. If `copy` is false, an array of the tree that already has the weight's shape, dtype and sharding
+        becomes the weight itself and is marked as borrowed. Arrays [L, …] of L layers that do not lie whole on each
+        device of the mesh are moved one layer at a time, which takes less memory.
         """
         tree, origins = checked
         is_own = tree.layout is TreeLayout.OWN
@@ -178,6 +180,8 @@ class LiveWeights:
                 continue
             if layer is not None and not all(map(self._is_in_place, sources)):
                 sources, layer = [_layer_of(source, layer) for source in sources], None
+            # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
+            # arrays have the shape of their weight, and so its sharding.
             tensors = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
             key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
             # A program takes the old weight first, if it reuses its memory, and the layer last, if tensors are stacked.
@@ -192,14 +196,14 @@ class LiveWeights:
         return replace(self.abstract, state=nnx.from_flat_state(state))
 
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-        """Return, by key, functions that lower the programs that make weights.
+        """Return, for each key of a program that makes a weight, a function that lowers the program.
 
         There are two programs for each recipe, each dtype of its tensors, and each layout of a tree: one allocates the
         weight, and the other reuses the memory of the old weight. All layers with equal recipes have the same keys, so
         a model of 32 equal layers has as many programs as a model of one. Nothing is lowered or compiled here: the
         caller calls a function when the program is needed, and compiles what it returns.
         """
-        lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+        lower_by_key: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
             for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
@@ -207,10 +211,10 @@ class LiveWeights:
                 key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
                 tensor_sharding = recipe.sharding if is_own else self._whole
                 num_stacked = self._num_layers if is_stacked else None
-                lowered[key] = partial(
+                lower_by_key[key] = partial(
                     self._lower, recipe, dtype, tensor_sharding, num_stacked, is_in_place=is_in_place
                 )
-        return lowered
+        return lower_by_key
 
     def _key(self, recipe: WeightRecipe, dtype: str, is_own: bool, *, is_stacked: bool, is_in_place: bool) -> Key:
         """Return the key of a program. `is_own` is part of it since tensors under the engine's own paths are sharded
@@ -232,7 +236,7 @@ class LiveWeights:
         *,
         is_in_place: bool,
     ) -> jax.stages.Lowered:
-        """Lower the program that makes a weight of tensors with the given dtype and sharding.
+        """Return the lowered program, not compiled yet, that makes a weight of tensors with this dtype and sharding.
 
         The program takes the list of the tensors in `recipe`. If `num_stacked` is not None, the tensors are arrays [L,
         …] of that many layers, and the program also takes the layer's index, as the last argument. With `is_in_place`
@@ -314,7 +318,8 @@ class LiveWeights:
         config = self.abstract.config
         if config is None:
             return {}
-        recipes, tensors, stacked = recipes_for(self.abstract, config, held), {}, {}
+        recipes = recipes_for(self.abstract, config, held)
+        tensors, stacked = dict[Path, _Origin](), dict[Path, _Origin]()
         for path, pieces in recipes.pieces.items():
             names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
             # Recipes name tensors by index and not by name, so that the layers of a model have equal recipes.
@@ -378,8 +383,10 @@ def _fits(array: jax.Array, leaf: Any) -> bool:
 def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
     """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
 
-    With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put together as Wᵀ, in which
-    pieces are counted, and then stored as `recipe.ops` wants it. Parts that no piece covers are zero.
+    A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
+    `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
+    together as Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it. Parts that no piece covers
+    are zero.
     """
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
@@ -392,7 +399,8 @@ def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Arra
     weight = _assembled(shape, blocks, recipe.dtype)
     if recipe.ops is not None:
         weight = recipe.ops.store(weight.T)
-    return jnp.copy(weight)  # JAX would return an argument that nothing was done to, and its owner may donate it.
+    # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
+    return jnp.copy(weight)
 
 
 class _Block(NamedTuple):
@@ -407,21 +415,22 @@ def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any
 
     If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps: for
     6 rows with blocks at rows 0 to 1 and 4 to 5, the parts are a block, zeros for rows 2 to 3, and the other block.
-    Otherwise blocks are written into an array of zeros one by one. A scalar weight (shape ()) is its only block.
+    Otherwise blocks are written into an array of zeros one by one. A scalar weight (shape ()) is its only block. Each
+    block's target is the (start, stop) of every axis, and its values have `dtype` already.
     """
     if not shape:
         return blocks[0].values
     num_rows, *widths = shape
     all_columns = [(0, width) for width in widths]
     if all(list(block.target[1:]) == all_columns for block in blocks):
-        pieces, row = [], 0  # `row` is the first row that `pieces` do not fill yet.
+        parts, row = [], 0  # `row` is the first row that `parts` do not fill yet.
         for block in sorted(blocks, key=lambda block: block.target[0]):
             start, stop = block.target[0]
-            pieces += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
-            pieces.append(block.values)
+            parts += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
+            parts.append(block.values)
             row = stop
-        pieces += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+        parts += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     weight = jnp.zeros(shape, dtype)
     for block in blocks:
         weight = weight.at[tuple(slice(*bounds) for bounds in block.target)].set(block.values)

@@ -61,9 +61,10 @@ class Weights:
     def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """Return the leaves of `state` that logits need, and a function from such leaves to a whole state.
 
-        A program that samples takes only these leaves as arguments: those of the head, or of the embedding where they
-        are tied, as `logits_modules` says. In the state that the function returns, a scalar zero takes the place of
-        every other leaf, so that the structure is that of the whole model.
+        The leaves are arrays, or abstract shapes if `state` is abstract, of the modules in `logits_modules`: the head,
+        or the embedding where both are tied. A program that samples takes only these leaves as arguments. In the state
+        that the function returns, a scalar zero takes the place of every other leaf, so that the structure is that of
+        the whole model and `nnx.merge` accepts it.
         """
         flat = nnx.to_flat_state(self.state)  # It has the paths of the leaves, in the order of `leaves`.
         leaves, tree = jax.tree.flatten(self.state)
@@ -95,10 +96,11 @@ class Weights:
 def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS) -> Weights:
     """Return the shapes, dtypes and shardings of a model's weights on a mesh; nothing is allocated or traced.
 
-    `dtype` is the dtype of all weights, and `ops` says how matrices are stored. The results for the latest 4
-    sets of arguments are cached, since building a model of many layers takes time.
+    `dtype` is the dtype of all weights, and `ops` says how matrices are stored, and which dtype hidden states have. The
+    results for the latest 4 sets of arguments are cached, since building a model of many layers takes time.
     """
 
+    # The model's constructor calls this for each weight. `fill` is the value of its elements, which a shape has not.
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
@@ -110,8 +112,9 @@ def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOp
 def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
     """Check the names, shapes and dtypes of a checkpoint's tensors against the model, before anything is allocated.
 
-    Raises ModelLoadError, which names the checkpoint and a tensor that is missing, is unknown to the model, has another
-    shape, or is stored in a type that is not supported.
+    `abstract` has the shapes of the model's weights; the shapes that tensors must have follow from these. Raises
+    ModelLoadError, which names the checkpoint and the first tensor that is missing, is unknown to the model, has
+    another shape, or is stored in a type that is not supported. Values are not read.
     """
     shapes = recipes_for(abstract, config, checkpoint.names()).shapes
     _check_names(set(shapes), config, checkpoint)
@@ -132,9 +135,10 @@ def load_weights(
 ) -> Weights:
     """Return `abstract` with its arrays loaded in their dtypes and shardings. `check_tensors` must have passed.
 
-    JAX asks for the shard of each device, and only the rows and columns of that shard are read from the tensors.
-    `progress(done, total)` is called once per tensor, after the weight that it is a part of. Raises ModelLoadError,
-    which names the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
+    JAX asks for the shard of each device, and only the rows and columns of that shard are read from the tensors. So the
+    host holds the shards and a few chunks of rows. `progress(done, total)`, if given, is called once per tensor, after
+    the weight that it is a part of: three times for fused queries, keys and values. Raises ModelLoadError, which names
+    the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
     pieces, memory = recipes_for(abstract, config, checkpoint.names()).pieces, _WeightMemory()
     leaves = dict(nnx.to_flat_state(abstract.state))
@@ -233,7 +237,8 @@ def _read_weight(
 
     `bounds` are (start, stop) for each axis of the stored weight, and `metadata` is the weight's. Pieces are counted in
     rows and columns of Wᵀ. So for a matrix, the layer operations `ops` turn `bounds` into the rows and columns of Wᵀ
-    that the slice holds, and give the function that writes rows of Wᵀ to `out` in the stored layout. At most
+    that the slice holds, and give the function that writes rows of Wᵀ to `out` in the stored layout: for a W that is
+    stored as it is, rows 4 to 5 of Wᵀ go to columns 4 to 5 of W. A table or a vector is written as it is read. At most
     CHUNK_BYTES are read at once, counted as float32 of 4 bytes; a single row may be larger.
     """
     write = partial(write_rows, out)
@@ -258,7 +263,8 @@ class _WeightMemory:
 
         Arrays of up to a quarter of BLOCK_BYTES lie one after the other in shared blocks, each from a multiple of
         ALIGNMENT bytes on. A new block is begun only when the next such array does not fit, so a block has less than a
-        quarter of unused bytes. A larger array that does not fit either gets a block of its own size.
+        quarter of unused bytes. A larger array is put into the current block too if it fits, and otherwise gets a block
+        of its own size.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:

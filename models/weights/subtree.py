@@ -19,17 +19,18 @@ AVERAGES = frozenset({"ema", "avg", "swa", "polyak", "shadow"})
 def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
     """Return the prefixes under which a tree of arrays holds the tensors of this model; `names` are the tree's names.
 
-    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`: `mu` is an optimizer's.
-    The list is empty if the model's tensors have no prefix, even if another subtree has such names too, and if none are
-    there. It has several entries if `likeliest_prefixes` cannot decide between subtrees. A subtree is recognised by its
-    embedding or its last norm: a tied model may lack the embedding, and errors about a missing tensor come later.
+    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`: `mu` is an optimizer's. A
+    subtree is recognised by its embedding or by its last norm, since a tied model may lack the embedding; errors about
+    a missing tensor come later. The list is empty if the tree itself has one of these two names, without a prefix, even
+    if a subtree has it too. It is also empty if neither name is found. It has several entries if `likeliest_prefixes`
+    cannot decide between subtrees.
     """
     model = model_class(config.architecture)
     embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
     if any(model.naming(names)(anchor) in names for anchor in (embedding, norm)):
         return []
     # A base begins all names of a family but the head's, such as "model.". The embedding's name is looked for without
-    # a base too, as in a model that was saved without its head.
+    # a base too (the "" below), as in a model that was saved without its head.
     bases = *model.other_bases, model.base
     found = _prefixes_of(names, [base + embedding.removeprefix(model.base) for base in (*bases, "")])
     found |= _prefixes_of(names, [base + norm.removeprefix(model.base) for base in bases])
