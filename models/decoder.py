@@ -160,8 +160,8 @@ class DecoderLayer(nnx.Module):
         """Make the layer's norms, attention and MLP.
 
         Each norm becomes an attribute under the name that `norms_in_front` or `norms_behind` gives it; `tensor_names`
-        of a family finds its tensor by that name. `index` is the layer's number from 0; it is unused here, for subclasses whose
-        layers differ.
+        of a family finds its tensor by that name. `index` is the layer's number from 0; it is unused here, for
+        subclasses whose layers differ.
         """
         for name in (*self.norms_in_front.values(), *self.norms_behind.values()):
             setattr(self, name, self.new_norm(config, make))
