@@ -55,7 +55,8 @@ class OwnModel:
     def spec_on_chip(self, num_shards: int) -> ModelSpec:
         """Return the spec with the number of heads that one of `num_shards` devices has in each layer.
 
-        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`.
+        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`. Query
+        heads are a multiple of the KV heads, so they need no check.
         """
         counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.spec.vocab_size]}
         for what, numbers in counts.items():
@@ -146,8 +147,9 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
     """Return what is wrong with the window, soft cap or `pages_of` of the layer at `index`; None if nothing is.
 
-    The result is a clause for an error, such as "layers[2].window is 0, wanted an integer ≥ 1, …". `pages_of` may only
-    name an earlier layer that writes its own keys and values.
+    The result is a clause for an error, such as "layers[2].window is 0, wanted an integer ≥ 1, …". A window counts
+    positions, and None stands for full attention. `pages_of` is the index of the layer whose keys and values this layer
+    reads; it may only name an earlier layer that writes its own, so there are no chains.
     """
     layer, name = layers[index], f"layers[{index}]"
     window, soft_cap, owner = layer.window, layer.soft_cap, layer.pages_of

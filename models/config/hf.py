@@ -93,8 +93,8 @@ def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
 def read_equal_heads(fields: Fields) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig` for a family without grouped queries and without a head size key.
 
-    Each query head has its own KV head, and the head size is the hidden size ÷ the number of heads. Raises
-    ModelLoadError if the heads do not divide the hidden size.
+    Each query head has its own KV head, and the head size is the hidden size ÷ the number of heads: 768 and 12 heads
+    give heads of 64 lanes. Raises ModelLoadError if the heads do not divide the hidden size.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:

@@ -128,8 +128,9 @@ class Shares:
 def _scaled(runs: list[Run], size: int) -> tuple[Run, ...]:
     """Return runs of heads as runs of rows, with `size` rows per head. Empty runs are left out.
 
-    A run is (first stored, first of the model, count). It is merged with the run before it if it continues that run on
-    both sides: (0, 0, 2) and (2, 2, 1) become (0, 0, 3), and with `size` 64 (0, 0, 192).
+    A run is (first stored, first of the model, count), in heads and, in the result, in rows. It is merged with the run
+    before it if it continues that run on both sides: (0, 0, 2) and (2, 2, 1) become (0, 0, 3), and with `size` 64 (0,
+    0, 192).
     """
     merged: list[Run] = []
     for stored, true, count in runs:

@@ -71,6 +71,7 @@ def _read_rope(fields: Fields) -> RopeConfig:
     """
     parameters = rope_fields(fields)
     key = "rope_type" if parameters.has("rope_type") else "type"
+    # Other kinds, such as linear, are refused here, since Phi-3's class has none of them.
     kind = parameters.choice(key, ("default", *LONGROPE_NAMES), "default")
     rope = parameters.with_data({**parameters.data, "rope_type": "longrope" if kind in LONGROPE_NAMES else kind})
     head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))

@@ -151,7 +151,8 @@ class _Metadata:
         """Return the keys of config.json that Llama, Mistral and Qwen have beside those of `config`.
 
         Mistral's files name the architecture llama. They are told apart by a sliding window, which makes a llama file
-        one of Mistral. Raises ModelLoadError for a window of another architecture, or of some layers only.
+        one of Mistral; a window that is absent or 0 is none. Raises ModelLoadError for a window of another
+        architecture, or of some layers only, since the file does not say which layers have it.
         """
         family_keys = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
         key = self.names["sliding_window"]
