@@ -38,7 +38,7 @@ class QKV(NamedTuple):
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
+    def __init__(self, config: DecoderConfig, *, norm: Callable[..., nnx.Module], make: WeightMaker) -> None:
         """Make the projections and, if `config.qk_norm` is set, the norms of queries and keys, of the class `norm`.
 
         Sizes are totals over the `make.num_shards` devices, in rows: heads × head size. They include heads of zeros
@@ -257,7 +257,7 @@ class Decoder(nnx.Module):
         base = next((base for base in bases if any(name.startswith(base) for name in held)), default_base)
 
         def stored_name(name: str) -> str:
-            """Return a tensor's name in the checkpoint, before embedding and head share one."""
+            """Return the checkpoint's name of the tensor `name`, before embedding and head share one name."""
             if name.startswith(cls.base):
                 return base + name.removeprefix(cls.base)
             alternative = cls.other_names.get(name, name)

@@ -94,6 +94,7 @@ def make_recipes(
         # are. `widths` holds the number of columns, and is empty for a vector, which has rows only.
         metadata = leaf.get_metadata()
         num_rows, *widths = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+        # A weight without runs has no padding, so one run covers all columns or rows.
         column_runs = metadata.get("columns") or [(0, 0, width) for width in widths]
         tensor_widths = [_true_size(column_runs)] if widths else []
         # Parts of a fused weight lie one after the other within each device's shard of the weight.
@@ -107,8 +108,8 @@ def make_recipes(
             # A tree that holds all layers in one array has no layer number in the array's name.
             stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{path[-1]}")
             stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
-            blocks = source.blocks or ((0, _true_size(row_runs)),)
-            is_transposed = source.is_transposed and bool(widths)
+            blocks = source.blocks or ((0, _true_size(row_runs)),)  # Without blocks the part is a whole tensor.
+            is_transposed = source.is_transposed and bool(widths)  # The bias of such a module is a vector.
             # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
             min_rows = max(stop for _, stop in blocks)
             known_rows = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]

@@ -135,6 +135,10 @@ def read_ropes_by_type(
     the top level, and a `rope_scaling` that applies to layers of full attention only. `thetas` maps a layer type to
     (its top-level key, None if it has none; the default theta). A layer type without an object of its own is read in
     the form of version 4. Raises ModelLoadError, also for a file that mixes both forms.
+
+    Example: with the `thetas` {FULL: ("rope_theta", 1e6), SLIDING: (None, 1e4)}, a file with only {"rope_scaling":
+    {"rope_type": "linear", "factor": 8}} gives theta 1e6 and factor 8 on layers of full attention, and theta 1e4
+    without scaling on all others.
     """
     by_type = fields.mapping("rope_parameters")
     scaling = fields.mapping("rope_scaling")
@@ -205,7 +209,7 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
         if high <= low:
             raise rope.wrong("high_freq_factor", f"a number above low_freq_factor, {low:g}")
         return replace(base, low_freq_factor=low, high_freq_factor=high)
-    # The remaining kind is yarn.
+    # The remaining kind is yarn. 32 and 1 rotations within the original context are the defaults of its paper.
     beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0), rope.number("beta_slow", 1.0, above=0)
     if beta_fast < beta_slow:
         raise rope.wrong("beta_fast", f"a number from beta_slow, {beta_slow:g}")

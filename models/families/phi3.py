@@ -29,7 +29,11 @@ class Phi3(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read Phi-3's config: Llama's keys, one window for all layers, and a rotary embedding that may be LongRoPE."""
+        """Read Phi-3's config: Llama's keys, one window for all layers, and a rotary embedding that may be LongRoPE.
+
+        If `sliding_window` is absent or null, no layer has a window. Raises ModelLoadError, which names the key, for a
+        value that is missing or not supported.
+        """
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
         return read_llama(
             fields,
