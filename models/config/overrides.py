@@ -51,12 +51,13 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     parameters = dict(data[file_key])
     # Layer types that have an object of their own within the file's object, if any.
     layer_types = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-    for outer, (inner, layer_type) in INSIDE.items():
-        if outer in overrides:  # The readers would prefer the file's value inside of the object to this override.
+    for top_key, (inner_key, layer_type) in INSIDE.items():
+        if top_key in overrides:  # The readers would prefer the file's value inside of the object to this override.
             if layer_type in layer_types:
-                parameters[layer_type] = {key: value for key, value in parameters[layer_type].items() if key != inner}
-            if layer_type == FULL:
-                parameters.pop(inner, None)
+                inner = parameters[layer_type].items()
+                parameters[layer_type] = {key: value for key, value in inner if key != inner_key}
+            if layer_type == FULL:  # An object for all layers has the keys of full attention.
+                parameters.pop(inner_key, None)
     for key in ROPE_OBJECTS:
         # An override under the other name; an object for all layers is not merged into objects per layer type.
         if key in overrides and key != file_key and not layer_types:

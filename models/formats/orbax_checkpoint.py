@@ -163,7 +163,7 @@ class OrbaxCheckpoint:
                 raise self._fault(name, error) from error
             # tensorstore has no chunk shape for a scalar, and None for an axis whose chunk size it does not know.
             shape, chunk = tuple(store.shape), tuple(size or 0 for size in store.chunk_layout.read_chunk.shape or ())
-            # An axis of size 0 has chunks of 1, hence the `max`.
+            # A chunk has at least one element on each axis, also where the array has none: hence the `max`.
             if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
                 fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
                 raise ModelLoadError(f"{self.path}: tensor {name!r} {fault}, which are larger; save it anew")

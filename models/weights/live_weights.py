@@ -118,8 +118,8 @@ class LiveWeights:
         # the tree fits no layout.
         origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread, twin = self._unread(arrays), self._twin(arrays)
-        trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
-        wanted = max(trees, key=lambda tree: sum(name in arrays for name in tree.shapes))
+        wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
+        wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
         origins = origins_of[wanted.layout]
         return check_tree(arrays, wanted, [origin.names for origin in origins.values()]), origins
 
