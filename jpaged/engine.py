@@ -38,9 +38,8 @@ class Engine:
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
     serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
-    tokens, and `sleep` gives the device's memory away, as `shutdown` does at the end of a `with`. Threads may share an
-    engine: a call during a step of another thread waits for its end. While one is in `generate` or its like, requests
-    of others are refused.
+    tokens, and `sleep` gives the device's memory away, as `shutdown` does at the end of a `with`. Threads may share it:
+    calls wait for the end of another thread's step, and requests are refused while one is in `generate` or its like.
     """
 
     def __init__(

@@ -80,9 +80,11 @@ class CheckedCache:
         """Raise ValueError unless `layer` is the number of the layer that attends next, as a Python or numpy integer.
 
         Layers must attend in the order of the spec, each exactly once: a cache in which `num_attended` layers have
-        attended wants the layer with that number.
+        attended wants the layer with that number. With 2 layers, the numbers 0 and 1 pass, one after the other, and any
+        third call raises.
         """
         count = len(self.layers)
+        # bool is a subclass of int, and True is no layer's number.
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             raise ValueError(f"attend: got {layer!r} for the layer, wanted an integer, as the spec counts layers")
         if not 0 <= layer < count:
@@ -106,11 +108,11 @@ class CheckedCache:
         JAX traces.
         """
         spec = self.layers[layer]
-        for name, got, wanted, kind in (
+        for name, got, wanted, number_type in (
             ("window", window, spec.window, Integral),
             ("soft_cap", soft_cap, spec.soft_cap, Real),
         ):
-            if isinstance(got, jax.core.Tracer) or (got is not None and not isinstance(got, kind)):
+            if isinstance(got, jax.core.Tracer) or (got is not None and not isinstance(got, number_type)):
                 raise ValueError(f"attend: got {got!r} for the {name} of layer {layer}, wanted {wanted}, a constant")
             if got != wanted:
                 way_out = f"pass {name}={wanted}, or correct the spec"
@@ -123,7 +125,7 @@ class CheckedCache:
         values, where `step` gives the number of tokens. Keys and values must be None for a layer that reads those of
         another layer, `pages_of` in its spec.
         """
-        spec, num_tokens = self.layers[layer], step.positions.shape[0]
+        spec, num_tokens = self.layers[layer], step.positions.shape[0]  # A step has one position per token.
         arrays: list[tuple[str, Array | None, tuple[int, ...]]]
         arrays = [("queries", q, (num_tokens, spec.num_heads, spec.head_size))]
         if spec.pages_of is None:
@@ -148,9 +150,10 @@ def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
 def num_attention_calls(jaxpr: Any) -> int:
     """Return how many `attend` calls are in the jaxpr of a step that was traced with a CheckedCache.
 
-    Nested jaxprs are searched too, and those of a scan count once for each of its steps. Of the branches of a `cond`,
-    only the one with the most calls counts. CheckedCache
-    itself does not see a call whose returned cache is dropped, because the next call starts from the older cache.
+    Nested jaxprs are searched too; the body of a scan counts once for each of its steps, that of another loop once. Of
+    the branches of a `cond`, only the one with the most calls counts. The caller compares the number with that of the
+    layers, because CheckedCache itself does not see a call whose returned cache is dropped: the next call starts from
+    the older cache.
     """
     num_calls = 0
     for equation in jaxpr.eqns:
@@ -170,8 +173,10 @@ def num_attention_calls(jaxpr: Any) -> int:
 def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:
     """Raise ValueError unless `cache` is a CheckedCache in which every one of `layers` has attended.
 
-    `cache` is what a module's `__call__` returned, and `layers` are those of its spec. Layers attend in order, so their
-    number tells which of them have. After a scan over layers there is no such number: `num_attention_calls` has it.
+    `cache` is what a module's `__call__` returned, and `layers` are those of its spec. `attend` lets layers attend only
+    in order, so the number of those that have attended tells which they are. That number is 0 in a cache to which
+    nothing was written, which a module may return by mistake. After a scan over layers it is 0 as well, and only
+    `num_attention_calls` can count: this passes.
     """
     if isinstance(cache, CheckedCache) and not cache.num_attended and not isinstance(cache.num_scanned, np.int32):
         return  # It has passed through a transform of JAX, which has made an array of the count.

@@ -38,14 +38,16 @@ class QKV(NamedTuple):
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
+    def __init__(self, config: DecoderConfig, *, norm: Callable[..., nnx.Module], make: WeightMaker) -> None:
         """Make the projections and, if `config.qk_norm` is set, the norms of queries and keys, of the class `norm`.
 
-        Sizes are totals over the `make.num_shards` devices. They include heads of zeros that pad the number of heads,
-        and the copies of KV heads that lie on several devices. A run (first stored row, first row of the model, number
-        of rows) says where the model's own heads are stored; rows in no run are zeros. `qk_norm` "all" norms all heads
-        of a token together; any other value norms each head alone. `norm` is called as norm(size, eps=…, make=…,
-        axis=…), and for "all" also with `runs` and `num_values`.
+        Sizes are totals over the `make.num_shards` devices, in rows: heads × head size. They include heads of zeros
+        that pad the number of heads, and the copies of KV heads that lie on several devices. For example, 9 query heads
+        and 3 KV heads are stored as 12 and 4 on 2 devices. A run (first stored row, first row of the model, number of
+        rows) says where the model's own heads are stored; rows in no run are zeros.
+
+        `qk_norm` "all" norms all heads of a token together, and "head" each head alone. `norm` is called as norm(size,
+        eps=…, make=…, axis=…), and for "all" also with `runs` and `num_values`.
         """
         hidden, head, shares = config.hidden_size, config.head_size, config.shares(make.num_shards)
         queries, keys = shares.stored_heads * head, shares.stored_kv_heads * head
@@ -65,18 +67,19 @@ class Attention(nnx.Module):
                 # Padded heads are zero and do not count in the mean of squares. Each KV head of the model is stored
                 # `kv_copies` times, and all copies count, which leaves the mean as it is.
                 query_values, key_values = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
-                of_queries: dict[str, Any] = {"size": queries, "axis": "heads", "runs": query_runs}
-                of_keys: dict[str, Any] = {"size": keys, "axis": "kv_heads", "runs": kv_runs}
-                self.q_norm = norm(**of_queries, num_values=query_values, eps=config.norm_eps, make=make)
-                self.k_norm = norm(**of_keys, num_values=key_values, eps=config.norm_eps, make=make)
-            else:
+                q_layout: dict[str, Any] = {"size": queries, "axis": "heads", "runs": query_runs}
+                k_layout: dict[str, Any] = {"size": keys, "axis": "kv_heads", "runs": kv_runs}
+                self.q_norm = norm(**q_layout, num_values=query_values, eps=config.norm_eps, make=make)
+                self.k_norm = norm(**k_layout, num_values=key_values, eps=config.norm_eps, make=make)
+            else:  # One gain [head size] serves all heads of a device, so every device has the whole of it.
                 self.q_norm, self.k_norm = (norm(head, eps=config.norm_eps, make=make, axis=None) for _ in range(2))
 
     def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
         """Return queries, keys and values by head, for the layer's input `x_TD`.
 
-        T are the tokens of the step, and D is the model's width. Queries and keys are normed if the model has such
-        norms, and then rotated unless `rotation` is None; values are neither normed nor rotated.
+        T are the tokens of the step, and D is the model's width. The results are [T, heads, head size], with N heads of
+        queries and K of keys and values. Queries and keys are normed if the model has such norms, and then rotated
+        unless `rotation` is None; values are neither normed nor rotated.
         """
         queries, keys, values = self.qkv_proj(x_TD)
         q_TNH, k_TKH = self._by_head(queries, self.q_norm), self._by_head(keys, self.k_norm)
@@ -86,7 +89,7 @@ class Attention(nnx.Module):
         return QKV(rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH)
 
     def _by_head(self, x: Float[Array, "T NH"], norm: Any) -> Float[Array, "T N H"]:
-        """Return queries or keys `x` by head, normed by `norm`; None leaves them as they are.
+        """Return queries or keys `x` [T, heads × head size] as [T, heads, head size], normed unless `norm` is None.
 
         A norm over all heads is applied before the split into heads, and a norm of each head after it.
         """
@@ -102,13 +105,14 @@ class GatedMLP(nnx.Module):
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         """Make the fused projection of gate and up, and the down projection.
 
-        The inner width is padded with zeros to a multiple of the devices. `run`, (first stored column, first column of
-        the model, number of columns), says that the model's own columns come first and the padding last.
+        The inner width, `config.intermediate_size`, is padded with zeros to a multiple of the devices. `run`, (first
+        stored column, first column of the model, number of columns), says that the model's own columns come first and
+        the padding last. The padding adds 0 to every output, since the rows of the down projection are 0 there, too.
         """
         hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
         parts, run = (("gate_proj", inner), ("up_proj", inner)), ((0, 0, config.intermediate_size),)
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
-        runs: dict[str | None, Any] = {"gate_proj": run, "up_proj": run}
+        runs = {"gate_proj": run, "up_proj": run}
         self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), runs=runs, **options)
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), in_runs=run, **options)
         self.activation = config.activation
@@ -122,7 +126,10 @@ class MLP(nnx.Module):
     """down(act(up(x)))."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        """Make both projections. The inner width is padded to a multiple of the devices, with the padding last."""
+        """Make both projections. The inner width is padded to a multiple of the devices, with the padding last.
+
+        The down projection has zeros for padded columns, so these add nothing, whatever the activation makes of 0.
+        """
         hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
         run, options = ((0, 0, config.intermediate_size),), dict[str, Any](bias=config.mlp_bias, make=make)
         self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), out_runs=run, **options)
@@ -152,7 +159,9 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
         """Make the layer's norms, attention and MLP.
 
-        `index` is the layer's number from 0; it is unused here, for subclasses whose layers differ.
+        Each norm becomes an attribute under the name that `norms_in_front` or `norms_behind` gives it; `tensor_names`
+        of a family finds its tensor by that name. `index` is the layer's number from 0; it is unused here, for
+        subclasses whose layers differ.
         """
         for name in (*self.norms_in_front.values(), *self.norms_behind.values()):
             setattr(self, name, self.new_norm(config, make))
@@ -180,7 +189,9 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Return the residual stream after the layer: attention's output and the MLP's are added to `x_TD`.
 
-        `out_TNH` is what `cache.attend` returned. `inputs` are unused here, for subclasses that read more of a step.
+        `out_TNH`, [T, N heads, head size], is what `cache.attend` returned for the T tokens of the step. Each output is
+        normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` are unused here, for
+        subclasses that read more of a step.
         """
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         x_TD = self.add(x_TD, self._normed(self.norms_behind, "attention", attended_TD))
@@ -246,14 +257,14 @@ class Decoder(nnx.Module):
         base = next((base for base in bases if any(name.startswith(base) for name in held)), default_base)
 
         def stored_name(name: str) -> str:
-            """Return a tensor's name in the checkpoint, before embedding and head share one."""
+            """Return the checkpoint's name of the tensor `name`, before embedding and head share one name."""
             if name.startswith(cls.base):
                 return base + name.removeprefix(cls.base)
             alternative = cls.other_names.get(name, name)
             return alternative if name not in held and alternative in held else name
 
         embedding, head = cls.embedding_and_head(stored_name)
-        # Both or none of the two are held: then neither name stands for the other.
+        # If both or none of the two are held, neither name stands for the other.
         if not is_tied or (embedding in held) is (head in held):
             return stored_name
         held_matrix, missing_matrix = (head, embedding) if head in held else (embedding, head)
@@ -296,8 +307,10 @@ class Decoder(nnx.Module):
     def __call__(self, inputs: ModelInputs, cache: AttentionCache) -> tuple[Float[Array, "T D"], Any]:
         """Return hidden states [T, D] after the last norm, and the cache with this step's keys and values.
 
-        T are the tokens of the step, those of all sequences one after the other, and D is the model's width. Layers
-        with equal rotary embeddings share one computation of cosines and sines; None stands for a layer without one.
+        T are the tokens of the step, those of all sequences one after the other, and D is the model's width. Each layer
+        makes queries, keys and values of the residual stream (`before`); `cache.attend` writes keys and values and
+        attends; then the layer adds its outputs to the stream (`after`). Layers with equal rotary embeddings share one
+        computation of cosines and sines; None stands for a layer without one.
         """
         x_TD = self.embedded(inputs)
         rotations = {rope: self._rotation(rope, inputs) for rope in dict.fromkeys(self.ropes)}
@@ -320,10 +333,11 @@ class Decoder(nnx.Module):
         return rotation_at(inputs.attention.positions, frequencies, attention_factor(rope))
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Return scores over the vocabulary in float32, for chosen rows of the hidden states.
+        """Return scores [R, V] over the vocabulary in float32, for R chosen rows of the hidden states.
 
-        They are divided by `logits_divisor`, then bounded by `logits_soft_cap` with a hyperbolic tangent. On several
-        devices the vocabulary may be padded; the last columns then belong to no token.
+        A tied model takes the embedding in place of the head. Scores are divided by `logits_divisor`, then limited to
+        ±`logits_soft_cap` by a hyperbolic tangent, unless that is None. On several devices the vocabulary may be
+        padded; the last columns then belong to no token.
         """
         logits_RV = self.embed.logits(x_RD) if self.head is None else self.head.product(x_RD)
         if self.logits_divisor != 1.0:
@@ -334,11 +348,15 @@ class Decoder(nnx.Module):
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
-    """Return x × factor in the dtype of x, multiplied in float32. A factor of 1 returns x itself."""
+    """Return x × factor in the dtype of x, multiplied in float32. A factor of 1 returns x itself.
+
+    The product is rounded to float32 before anything is added to it, so a token's result does not depend on the number
+    of tokens in its step.
+    """
     if factor == 1.0:
         return x
     # XLA on a CPU may fuse this product with the sum that follows it. Fused, the result is rounded once, and otherwise
-    # twice; which of the two happens depends on the number of tokens. The clip changes no value and prevents this
-    # fusion. Infinities and NaN bypass it.
+    # twice; which of the two happens depends on the number of tokens. The clip changes no finite value and prevents
+    # this fusion. Infinities and NaN bypass it.
     product, largest = x.astype(jnp.float32) * factor, jnp.finfo(jnp.float32).max
     return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(x.dtype)

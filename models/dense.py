@@ -45,22 +45,22 @@ class DenseAttention:
         latest `window` tokens, its own included; None for all. `layer` and `step` are not used. Scores and weights are
         computed in float32. Raises ValueError for sinks, and for a layer without keys and values of its own.
         """
-        # In the names of these arrays, N is the number of tokens of each of the B sequences.
         if k is None or v is None or sinks is not None:
             raise ValueError("attend: got sinks, or no keys and values, wanted those of the layer's own alone")
-        q_BNKGH = q.reshape(self.num_sequences, -1, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-        k_BNKH, v_BNKH = (x.reshape(self.num_sequences, -1, *x.shape[1:]) for x in (k, v))
-        scores = jnp.einsum("bqkgh,bskh->bkgqs", q_BNKGH, k_BNKH, preferred_element_type=jnp.float32) * scale
+        # T = B × S: the tokens lie sequence by sequence, and S is the number of tokens of each of the B sequences.
+        q_BSKGH = q.reshape(self.num_sequences, -1, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+        k_BSKH, v_BSKH = (x.reshape(self.num_sequences, -1, *x.shape[1:]) for x in (k, v))
+        scores = jnp.einsum("bqkgh,bskh->bkgqs", q_BSKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        positions = jnp.arange(k_BNKH.shape[1])
+        positions = jnp.arange(k_BSKH.shape[1])
         distance = positions[:, None] - positions[None]
         is_seen = (distance >= 0) & (distance < (len(positions) if window is None else window))
-        is_seen = is_seen[None] if self.mask is None else is_seen & self.mask
+        is_seen = is_seen[None] if self.mask is None else is_seen & self.mask  # [1 or B, queries, keys]
         # All scores of a token that sees nothing, such as padding before a sequence, are equal and finite: its output
         # is the mean of all values, and no NaN.
         weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
-        out = jnp.einsum("bkgqs,bskh->bqkgh", weights, v_BNKH.astype(jnp.float32))
+        out = jnp.einsum("bkgqs,bskh->bqkgh", weights, v_BSKH.astype(jnp.float32))
         return out.reshape(q.shape).astype(q.dtype), self
 
 
@@ -87,6 +87,7 @@ def dense_logits(
     if positions_BN is None:
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
     inputs = unpaged_inputs(ids_BN.reshape(-1), positions_BN.reshape(-1))
+    # T = B × N: a model takes tokens without an axis of sequences. `DenseAttention` knows where each one begins.
     cache, spec = DenseAttention(num_sequences, mask_BNN), getattr(model, "spec", None)
     if isinstance(spec, ModelSpec):
         hidden_TD, returned = model(inputs, CheckedCache(cache, spec.layers))
@@ -100,7 +101,8 @@ def dense_logprobs(model: Any, ids_BN: Int[Array, "B N"], temperature: float = 1
     """Return the logprob of each token but the first of B sequences, [B, N − 1], as `Engine.logprobs` defines it.
 
     Entry [b, n] is the logprob of token n + 1 of sequence b, given the tokens before it, after the logits were divided
-    by `temperature`. `ids_BN` and `model` are as `dense_logits` takes them; sequences start at position 0.
+    by `temperature`. `ids_BN` and `model` are as `dense_logits` takes them; sequences start at position 0. The first
+    token has no logprob, since nothing comes before it, and the logits behind the last one are not used.
     """
     logits = dense_logits(model, ids_BN)[:, :-1].astype(jnp.float32) / temperature
     drawn = jnp.take_along_axis(logits, ids_BN[:, 1:, None], axis=2)[..., 0]

@@ -30,7 +30,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read as JSON")
-        raw = path.read_bytes()
+        raw = path.read_bytes()  # Its first 16 bytes are quoted if it is not JSON.
         data = json.loads(raw)
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -84,8 +84,9 @@ class Fields:
     ) -> float:
         """Return a finite number `> above`, `>= min` and `<= max` as a float.
 
-        `default` is the value of an absent key, and is checked too; without it the key is required. Raises
-        ModelLoadError.
+        `default` is the value of an absent key, and is checked too; without it the key is required. An integer of the
+        file counts as a number, and true and false do not. Raises ModelLoadError, which names the key and the bounds,
+        such as "wanted a number above 0 up to 1".
         """
 
         def is_right(value: Any) -> bool:
@@ -133,9 +134,11 @@ class Fields:
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
         """Return the token ids under `key`, which may be absent, null, one id or a list; repeated ids are left out.
 
-        An absent key and null give no ids. Raises ModelLoadError for an id that is not from 0 to `vocab_size` − 1.
+        An absent key and null give no ids; 2 gives (2,), and [2, 7, 2] gives (2, 7). Raises ModelLoadError for an id
+        that is not an integer from 0 to `vocab_size` − 1.
         """
         value = self.data[key] if self.has(key) else None
+        # A single value becomes a list of one, and None an empty list.
         ids = value if isinstance(value, list) else [value] * (value is not None)
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise self.wrong(key, f"null, a token id from 0 to {vocab_size - 1}, or a list of them")

@@ -39,7 +39,8 @@ CALL_WANTED = "(inputs, cache): inputs.token_ids and inputs.attention are what t
 def unpaged_inputs(token_ids: Int[Array, " T"], positions: Int[Array, " T"]) -> ModelInputs:
     """Return the inputs of tokens at these positions, for a cache without pages.
 
-    All other arrays of `AttentionMetadata` are empty; such a cache does not read them.
+    All other arrays of `AttentionMetadata` are empty, since they say where pages and rows lie, which such a cache does
+    not read. Its static fields keep their defaults.
     """
     names = (field.name for field in fields(AttentionMetadata) if not field.metadata.get("static"))
     empty: dict[str, Any] = dict.fromkeys(names, jnp.zeros(0, jnp.int32))

@@ -55,12 +55,15 @@ class Linear(nnx.Module):
         in_runs: tuple[Run, ...] | None = None,
         out_runs: tuple[Run, ...] | None = None,
     ) -> None:
-        """Make the weight W [num_in, num_out] and, with `bias`, b [num_out]. `axes` are the logical axes of both sizes.
+        """Make the weight W [num_in, num_out] and, with `bias`, the bias [num_out]; without it `self.bias` is None.
 
-        `num_in` and `num_out` include padding. `in_runs` and `out_runs` say where the model's own inputs and outputs
-        lie: each run is (first stored, first of the model, number), and all others are zero padding. None means that
-        nothing is padded. The metadata count rows and columns of Wᵀ [out, in], as checkpoints store it, and map a part
-        of a fused weight to its runs; None is the key for a weight that is no fusion of parts.
+        `axes` are the logical axes of both sizes, by which the weight is sharded. `num_in` and `num_out` include
+        padding. A run (first stored, first of the model, number) says where the model's own inputs (`in_runs`) or
+        outputs (`out_runs`) lie; all others are zero, and None means that nothing is padded. Example: with `num_out` 8
+        and `out_runs` ((0, 0, 3), (4, 3, 3)), the model's 6 outputs are stored at 0 to 2 and at 4 to 6.
+
+        Loaders read the runs from the weight's metadata. There inputs are `columns` and outputs are `rows`, because
+        checkpoints store Wᵀ [out, in]. Rows are listed by the part of a fused weight; this weight has one part, None.
         """
         self.weight = make.matrix(num_in, num_out, axes, columns=in_runs, rows=((None, out_runs),))
         self.bias = make.vector(num_out, axes[1], fill=0.0, rows=((None, out_runs),)) if bias else nnx.data(None)
@@ -94,16 +97,17 @@ class FusedLinear(nnx.Module):
         axes: tuple[str, str],
         bias: bool,
         make: WeightMaker,
-        runs: Mapping[str | None, tuple[Run, ...]] | None = None,
+        runs: Mapping[str, tuple[Run, ...]] | None = None,
     ) -> None:
-        """Make the fused weight [num_in, outputs of all parts] and, with `bias`, the fused bias.
+        """Make the fused weight W [num_in, outputs of all parts] and, with `bias`, the fused bias.
 
         `parts` are (name, number of outputs, padding included) of each projection. Each number must be a multiple of
-        the number of devices, `make.num_shards`, because every device holds an equal share of every part: its columns
-        are its share of the first part, then of the second, and so on. `runs` map a part's name to its runs, (first
-        stored output, first output of the model, number), counted within the part; outputs in no run are zero padding.
-        A part without runs is not padded. The metadata call outputs rows, since checkpoints store Wᵀ [out, in]. `axes`
-        are the logical axes of inputs and outputs.
+        the number of devices, `make.num_shards`, because every device holds an equal share of every part. Example:
+        parts k and v of 4 outputs each, on 2 devices, give the columns k0 k1 v0 v1 | k2 k3 v2 v3.
+
+        `runs` map a part's name to its runs, (first stored output, first output of the model, number), counted within
+        the part; outputs in no run are zero padding, and a part without runs is not padded. `axes` are the logical axes
+        of inputs and outputs. The metadata, which loaders read, call outputs `rows`: checkpoints store Wᵀ [out, in].
         """
         num_out = sum(size for _, size in parts)
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "rows": tuple((runs or {}).items())}
@@ -115,11 +119,15 @@ class FusedLinear(nnx.Module):
         self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
-        """Return the outputs of each part, [T, outputs], as separate projections would give them, in x's dtype."""
+        """Return the outputs of each part, [T, outputs], as separate projections would give them, in x's dtype.
+
+        With parts k and v of 4 outputs each on 2 devices, the product is k0 k1 v0 v1 | k2 k3 v2 v3 for each token, and
+        the result is [k0 k1 k2 k3, v0 v1 v2 v3].
+        """
         out = _product(x, self.weight, self.bias).astype(x.dtype)
         if self.num_shards == 1:
             return jnp.split(out, self.ends, axis=-1)
-        # Each device's block has a share of every part. Blocks are cut at `ends`, and the shares of a part are joined.
+        # Blocks [T, devices, outputs of a device] are cut at `ends`, and the devices' shares of a part are joined.
         blocks = out.reshape(x.shape[0], self.num_shards, -1)
         return [part.reshape(x.shape[0], -1) for part in jnp.split(blocks, self.ends, axis=-1)]
 
@@ -142,8 +150,9 @@ class Embedding(nnx.Module):
     ) -> None:
         """Make the weight. `axis` is the logical axis of the vocabulary; None keeps the table whole on every device.
 
-        `is_tied` says whether the table also makes the logits; the layer operations `make.ops` may then store it as the
-        matrix of that product. `runs`, (first stored row, first row of the model, number of rows), say which of the
+        `is_tied` says whether the table also makes the logits. If so, and if the layer operations `make.ops` store such
+        a table as the matrix of that product, the weight is W [hidden_size, vocab_size]; else it is a table
+        [vocab_size, hidden_size]. `runs`, (first stored row, first row of the model, number of rows), say which of the
         `vocab_size` rows the model has; the others are zero padding. None means that nothing is padded.
         """
         axes = (axis, "embed")
@@ -179,7 +188,7 @@ def _rows(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T 
 
 
 def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """Return the rows `ids` of the table; rows of bfloat16 are looked up as 16-bit integers.
+    """Return the rows `ids` of the table, as `_rows` does; rows of bfloat16 are looked up as 16-bit integers.
 
     XLA on a CPU converts a whole bfloat16 table to float32 before it looks up a row, and does not convert integers.
     """
@@ -210,12 +219,14 @@ class RMSNorm(nnx.Module):
         """Make the weight [size]. `axis` is its logical axis; None keeps it whole on every device.
 
         `runs`, (first stored value, first value of the model, number), say where the model's own values lie; the others
-        are zero padding, and None means that there is none. `num_values` is the divisor of the mean of squares, for an
-        input with padding or with copies; None for `size`.
+        are zero padding, and None means that there is none. `num_values` is the divisor of the mean of squares; None
+        for `size`. For example, an input of 12 heads of 64 values, of which 3 heads are zero padding, has a `size` of
+        768 and a `num_values` of 576.
         """
         self.weight = make.vector(size, axis, fill=self.fill, ops=make.ops, rows=((None, runs),))
-        # `rms_norm` divides the sum of squares by `size`. The true mean is larger by 1 ÷ share, so eps is scaled here
-        # and the gain in `normed`: x ÷ √(mean ÷ share + eps) = x × √share ÷ √(mean + eps × share).
+        # `rms_norm` divides the sum of squares by `size`. The mean of squares over `num_values` is that ÷ share. So eps
+        # is scaled here, and the gain in `normed`: x ÷ √(sum ÷ size ÷ share + eps), which is the norm that is wanted,
+        # equals √share × x ÷ √(sum ÷ size + eps × share).
         self.share = 1.0 if num_values is None else num_values / size
         self.eps = eps * self.share
 
@@ -223,7 +234,7 @@ class RMSNorm(nnx.Module):
         return self.normed(x, self.weight[...])
 
     def normed(self, x: Float[Array, "*T D"], gain: Float[Array, " D"]) -> Float[Array, "*T D"]:
-        """Return the rows of x normalised, times `gain`."""
+        """Return the rows of x normalised, times `gain`; `__init__` says why the gain is scaled by √share."""
         if self.share != 1.0:
             gain = gain * jnp.asarray(self.share**0.5, gain.dtype)
         return self.weight.ops.rms_norm(x, gain, self.eps)

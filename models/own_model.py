@@ -56,7 +56,8 @@ class OwnModel:
     def spec_on_chip(self, num_shards: int) -> ModelSpec:
         """Return the spec with the number of heads that one of `num_shards` devices has in each layer.
 
-        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`.
+        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`. Query
+        heads are a multiple of the KV heads, so they need no check.
         """
         counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.spec.vocab_size]}
         for what, numbers in counts.items():
@@ -80,10 +81,10 @@ class OwnModel:
     def weights(self, mesh: Mesh) -> Weights:
         """Return the abstract weights with their shardings on `mesh`.
 
-        A variable is spread by the logical axes that its metadata name, such as ("embed", "heads"), or lies whole on
-        every device if there are none. So does a leaf that is a plain array. On a mesh of several devices, raises
-        ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks. The result has no config, since none describes the
-        module.
+        A variable is spread by the logical axes that its metadata name, such as ("embed", "heads"). A variable whose
+        metadata name none, and a leaf that is a plain array, lie whole on every device. On a mesh of several devices,
+        raises ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks. The result has no config, since none describes
+        the module.
         """
 
         def placed(path: Path, leaf: Any) -> Any:
@@ -124,7 +125,7 @@ def open_own_model(
             raise ModelLoadError(f"model: {name} has no method {method!r}, wanted the name of one for {option}")
     if fault := call_fault(module, call):
         raise ModelLoadError(f"model: {fault}")
-    if not spec.activation_width:
+    if not spec.activation_width:  # The field's 0 stands for this estimate of values per token.
         spec = replace(spec, activation_width=16 * spec.hidden_size)
     graph, state = split_module(module, call, head)
     arrays: dict[str, Any] = {}
@@ -137,7 +138,8 @@ def open_own_model(
             raise ModelLoadError(f"model: {name}.{key} is a parameter of {value.dtype}, wanted floats")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
-        # JAX has no 64-bit floats unless x64 is on, so the engine's weight is float32.
+        # JAX has no 64-bit floats unless x64 is on, so the engine's weight is float32. The array is
+        # converted when the weight is made of it.
         dtype = jnp.float32 if value.dtype == np.float64 else value.dtype
         abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
@@ -146,8 +148,9 @@ def open_own_model(
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
     """Return what is wrong with the window, soft cap or `pages_of` of the layer at `index`; None if nothing is.
 
-    The result is a clause for an error, such as "layers[2].window is 0, wanted an integer ≥ 1, …". `pages_of` may only
-    name an earlier layer that writes its own keys and values.
+    The result is a clause for an error, such as "layers[2].window is 0, wanted an integer ≥ 1, …". A window counts
+    positions, and None stands for full attention. `pages_of` is the index of the layer whose keys and values this layer
+    reads; it may only name an earlier layer that writes its own, so there are no chains.
     """
     layer, name = layers[index], f"layers[{index}]"
     window, soft_cap, owner = layer.window, layer.soft_cap, layer.pages_of
@@ -166,7 +169,9 @@ def _spec_fault(spec: ModelSpec) -> str | None:
     """Return the first thing that is wrong with a caller's spec, as a clause for an error; None if nothing is.
 
     A spec is a dataclass whose fields may hold any value, so types are checked before they are used: the sizes first,
-    then the layers one by one, then the dtype and the token ids. Example: "hidden_size is 0, wanted an integer ≥ 1".
+    heads and head sizes of all layers among them, then each layer's window, soft cap and `pages_of`, then that query
+    heads are a multiple of KV heads, then the dtype and the token ids. An object in `layers` that is no AttentionLayer
+    lacks the sizes, so it is reported first. Example: "hidden_size is 0, wanted an integer ≥ 1".
     """
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_context_len")}
     for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):

@@ -90,9 +90,11 @@ def make_recipes(
     shapes: dict[str, tuple[int, ...]] = {}
     stacked: dict[str, StackedName] = {}
     for path, leaf in nnx.to_flat_state(state):
-        # `widths` holds the number of columns of Wᵀ; it is empty for a vector, which has rows only.
+        # A matrix W [in, out] is counted as Wᵀ, so its (in, out) is reversed; tables and vectors are counted as they
+        # are. `widths` holds the number of columns, and is empty for a vector, which has rows only.
         metadata = leaf.get_metadata()
         num_rows, *widths = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+        # A weight without runs has no padding, so one run covers all columns or rows.
         column_runs = metadata.get("columns") or [(0, 0, width) for width in widths]
         tensor_widths = [_true_size(column_runs)] if widths else []
         # Parts of a fused weight lie one after the other within each device's shard of the weight.
@@ -106,8 +108,8 @@ def make_recipes(
             # A tree that holds all layers in one array has no layer number in the array's name.
             stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{path[-1]}")
             stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
-            blocks = source.blocks or ((0, _true_size(row_runs)),)
-            is_transposed = source.is_transposed and bool(widths)
+            blocks = source.blocks or ((0, _true_size(row_runs)),)  # Without blocks the part is a whole tensor.
+            is_transposed = source.is_transposed and bool(widths)  # The bias of such a module is a vector.
             # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
             min_rows = max(stop for _, stop in blocks)
             known_rows = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
@@ -138,12 +140,13 @@ def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, dict[s
 def numbers_in(template: str, module: Path) -> dict[str, int] | None:
     """Return the layer and the expert in a module's path under the keys "i" and "e"; None if the template differs.
 
-    A template without {i} and {e} that matches gives an empty dictionary.
+    A name of the template must equal the path's part, and {i} and {e} stand for any integer. A template without {i} and
+    {e} that matches gives an empty dictionary.
 
     Example: "layers.{i}.experts.{e}.up_proj" and ("layers", 3, "experts", 7, "up_proj") give {"i": 3, "e": 7}.
     """
     names, numbers = template.split("."), dict[str, int]()
-    for name, part in zip(names, module, strict=False):
+    for name, part in zip(names, module, strict=False):  # Different lengths are found below.
         if isinstance(part, int) and name in ("{i}", "{e}"):
             numbers[name[1:-1]] = part
         elif name != part:
@@ -234,12 +237,13 @@ def read_rows(
     `pieces` are the weight's recipe. `bounds` are (start, stop) of the rows and, for a matrix, of the columns of Wᵀ.
     Each block has at most `max_values` values, but at least one row; `row` is its first row in the weight. Rows and
     columns that no piece covers are zeros. Values are in the tensor's dtype, or float32 where several pieces or zeros
-    make up the block. Raises ModelLoadError for a NaN or an infinity.
+    make up the block. Raises ModelLoadError for a NaN or an infinity. Example: rows 0 to 5 of width 2, pieces for rows
+    0 to 3 and 4 to 5, and `max_values` 6 give blocks of the rows 0 to 2, 3, and 4 to 5.
     """
     (first_row, end_row), *column_bounds = bounds
-    width = column_bounds[0][1] - column_bounds[0][0] if column_bounds else 1
-    num_rows = max(1, max_values // max(1, width))
-    # Pieces begin and end at edges only, so all rows between two edges are covered by the same pieces.
+    width = column_bounds[0][1] - column_bounds[0][0] if column_bounds else 1  # A vector has one value per row.
+    num_rows = max(1, max_values // max(1, width))  # The inner `max` is for a slice without columns.
+    # Edges are the rows at which a piece begins or ends. Between two of them, all rows are covered by the same pieces.
     edges = {edge for piece in pieces for edge in piece.target[0] if first_row < edge < end_row}
     for start, stop in pairwise(sorted({first_row, end_row, *edges})):
         covering = [piece for piece in pieces if piece.target[0][0] <= start and stop <= piece.target[0][1]]
@@ -248,7 +252,7 @@ def read_rows(
 
 
 def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bounds, ...]) -> np.ndarray:
-    """Return the slice `bounds` of a weight, all rows of which lie in each of these pieces.
+    """Return the slice `bounds` of a weight, whose rows all lie in each of these `pieces`.
 
     `bounds` are (start, stop) of the rows and, for a matrix, of the columns of Wᵀ. Pieces may still cover only some of
     the columns, or there may be none. If one piece covers the whole slice, the result is what the checkpoint gives,
@@ -279,15 +283,16 @@ def _overlap(piece: Piece, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...] | N
 def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]) -> np.ndarray:
     """Return the values of a piece at the rows and columns `bounds` of the weight, which the piece must cover.
 
-    The result is [rows, columns] of Wᵀ, also for a tensor that is stored transposed. Raises ModelLoadError, which names
-    the tensor, for a NaN or an infinity.
+    The result is [rows, columns] of Wᵀ, also for a tensor that is stored transposed. Example: a piece that takes rows
+    10 to 14 of its tensor to rows 0 to 4 of the weight reads the tensor's rows 12 and 13 for the weight's rows 2 and 3.
+    Raises ModelLoadError, which names the tensor and the rows as it is stored, for a NaN or an infinity.
     """
-    # From a row or column of the weight to the same one of the tensor, both counted in Wᵀ.
+    # Added to a row or column of the weight, a shift gives that of the tensor, both counted in Wᵀ.
     shifts = [source[0] - target[0] for source, target in zip(piece.source, piece.target, strict=True)]
     axes = [slice(start + shift, stop + shift) for (start, stop), shift in zip(bounds, shifts, strict=True)]
     values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_transposed else axes))
     if not np.isfinite(values).all():
-        rows = axes[-1 if piece.is_transposed else 0]
+        rows = axes[-1 if piece.is_transposed else 0]  # The rows of W are the columns of Wᵀ.
         where = f"rows {rows.start} to {rows.stop - 1}"
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {piece.tensor} holds a NaN or an infinity in {where}; fetch it again"

@@ -20,7 +20,7 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     Without scaling they are theta^(−2i / size) for i < F, where `size` lanes of a head of `head_size` are rotated.
     `freq_factors`, if set, take the place of the scaling that `kind` names. linear divides all frequencies by `factor`;
     longrope and `freq_factors` divide each by its own factor; llama3 and yarn divide the slow ones, keep the fast ones,
-    and blend in between. Computed in float64.
+    and blend in between. Computed in float64. Example: a head of 4 lanes and a theta of 10,000 give [1, 0.01].
     Sources: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al.
     2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release.
     """
@@ -52,7 +52,7 @@ def attention_factor(rope: RopeConfig) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
+    if rope.mscale and rope.mscale_all_dim:  # One of them alone has no effect, as in transformers.
         return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
     return _yarn_mscale(rope.factor, 1.0)
 
@@ -71,7 +71,7 @@ class Rotation:
         It is computed in float32 and returned in the dtype of `x_TNH`.
         """
         rotated_size = 2 * self.cos.shape[-1]
-        if rotated_size < x_TNH.shape[-1]:
+        if rotated_size < x_TNH.shape[-1]:  # The call below gets only lanes that are rotated.
             rotated, rest = jnp.split(x_TNH, [rotated_size], axis=-1)
             return jnp.concatenate([self.apply(rotated), rest], axis=-1)
         rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._rotate_on_cpu, default=self._rotate)
@@ -109,8 +109,10 @@ def _original_max(rope: RopeConfig) -> int:
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     """Return frequencies with llama3's scaling, by how often each rotates within the original context.
 
-    A frequency that makes at most `low_freq_factor` rotations there is divided by `factor`. One that makes at least
-    `high_freq_factor` is kept. In between, both results are blended linearly in the number of rotations.
+    A frequency (radians per position) that makes at most `low_freq_factor` rotations there is divided by `factor`. One
+    that makes at least `high_freq_factor` is kept. In between, both results are blended linearly in the number of
+    rotations: with the factors 1 and 4, one that makes 2.5 becomes the mean of both. `high_freq_factor` is larger than
+    `low_freq_factor`; the config reader has checked it.
     """
     num_rotations = _original_max(rope) * frequencies / (2 * math.pi)
     blend = np.clip((num_rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
@@ -126,13 +128,17 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, rotary_size: int) -> np.nda
     arXiv:2309.00071.
     """
 
-    def lane_with_rotations(num_rotations: float) -> float:
-        """Return the index (fractional) of the frequency that rotates so often within the original context."""
+    def index_with_rotations(num_rotations: float) -> float:
+        """Return the index i, a fraction, of the frequency that makes `num_rotations` within the original context.
+
+        Frequency i is theta^(−2i / rotary_size) radians per position, which is solved for i.
+        """
         return rotary_size * math.log(_original_max(rope) / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = lane_with_rotations(rope.beta_fast), lane_with_rotations(rope.beta_slow)
+    low, high = index_with_rotations(rope.beta_fast), index_with_rotations(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # Like transformers, this limits `high` by the number of lanes, although there are only half as many frequencies.
     low, high = max(low, 0), min(high, rotary_size - 1)
     # The least length keeps the division defined where both ends are the same index.
     ramp = np.clip((np.arange(rotary_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)

@@ -33,12 +33,13 @@ def select_devices(kind: str) -> list[jax.Device]:
             f"device: got {kind}, which JAX {jax.__version__} does not have here ({error or type(error).__name__}); "
             f"{f'install {EXTRAS[kind]}, or ' if kind in EXTRAS else ''}check JAX_PLATFORMS, or give --device auto"
         ) from error
-    if kind == "auto" and devices[0].platform == "cpu":
-        for visible in visible_accelerators():  # The error names the first one only.
-            raise RuntimeError(
-                f"device: auto found a {visible.upper()} on this machine that JAX {jax.__version__} cannot use; "
-                f"install {EXTRAS[visible]}, or give --device cpu"
-            )
+    chose_cpu = kind == "auto" and devices[0].platform == "cpu"
+    if chose_cpu and (accelerators := visible_accelerators()):
+        unusable = accelerators[0]  # The error names the first one only.
+        raise RuntimeError(
+            f"device: auto found a {unusable.upper()} on this machine that JAX {jax.__version__} cannot use; "
+            f"install {EXTRAS[unusable]}, or give --device cpu"
+        )
     return devices
 
 
@@ -52,7 +53,8 @@ def devices_of_a_chip(devices: Sequence[jax.Device]) -> int:
 def visible_accelerators() -> list[str]:
     """Return the kinds of accelerator, "gpu" and "tpu", whose device files exist, even if JAX cannot use them.
 
-    Newer TPUs have files of vfio, a driver for any device. There a PCI device made by Google must exist too.
+    Newer TPUs have files of vfio, a driver that may be bound to any PCI device. Such files count as a TPU only if the
+    machine also has a PCI device made by Google. The list is empty on a machine with CPUs alone.
     """
     kinds = [kind for kind, pattern in ACCELERATOR_FILES.items() if glob.glob(pattern)]
     if "tpu" not in kinds and glob.glob(VFIO_FILES):

@@ -31,8 +31,9 @@ def device_mesh(devices: Sequence[jax.Device]) -> Mesh:
 def sharding_of(mesh: Mesh, logical_axes: Sequence[str | None]) -> NamedSharding:
     """Return the sharding of an array whose axes have these logical names, such as ("embed", "heads").
 
-    None stands for an axis without a name, of which every device has the whole. Raises KeyError for an unknown name,
-    and ValueError if two axes of the array would be split over the same axis of the mesh.
+    None stands for an axis without a name, of which every device has the whole. ("embed", "heads") on 4 devices gives
+    each the whole first axis and a quarter of the second. Raises KeyError for an unknown name, and ValueError if two
+    axes of the array would be split over the same axis of the mesh, which JAX cannot do.
     """
     mesh_axes = [None if axis is None else LOGICAL_TO_MESH[axis] for axis in logical_axes]
     repeated = [axis for axis, count in Counter(mesh_axes).items() if axis is not None and count > 1]

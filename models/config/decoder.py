@@ -76,7 +76,10 @@ class DecoderConfig:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Return the factor of the attention scores of each layer."""
+        """Return the factor of the attention scores of each layer.
+
+        With a head size of 64 it is 1/8 for all layers, and 1/8, 1/16, 1/24, … with `divides_scale_by_layer`.
+        """
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
@@ -84,7 +87,8 @@ class DecoderConfig:
         """Return the model's spec as one of `num_shards` devices sees it.
 
         Heads and `activation_width` are those of one device: its share of the query heads, of the KV heads and of the
-        MLP columns, with their padding. All other values are those of `spec`.
+        MLP columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3 KV heads on
+        2 devices are padded to 12 and 4, so one device has 6 and 2.
         """
         shares = self.shares(num_shards)
         num_kv_heads = shares.stored_kv_heads // num_shards
@@ -98,7 +102,8 @@ class DecoderConfig:
     def _activation_width(self, intermediate_size: int, num_heads: int) -> int:
         """Return an estimate of how many values per token a forward program holds at once on one device.
 
-        `intermediate_size` and `num_heads` are the device's MLP columns and query heads.
+        `intermediate_size` and `num_heads` are the device's MLP columns and query heads. The factors 4, 3 and 2
+        estimate how many arrays of each width, of the model, the MLP and all query heads, are alive at the same time.
         """
         return 4 * self.hidden_size + 3 * intermediate_size + 2 * num_heads * self.head_size
 

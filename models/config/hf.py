@@ -42,8 +42,9 @@ def read_sizes(fields: Fields) -> dict[str, Any]:
 def read_tokens_and_dtype(fields: Fields, vocab_size: int) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig` that every family has: token ids and the checkpoint's dtype.
 
-    transformers 5 writes `dtype` and version 4 `torch_dtype`; `dtype` counts if a file has both. A token id must be
-    below `vocab_size`, or ModelLoadError is raised.
+    transformers 5 writes `dtype` and version 4 `torch_dtype`; `dtype` counts if a file has both, and float32 if it has
+    none. Token ids may be absent, and a file may name several end tokens. An id must be below `vocab_size`, or
+    ModelLoadError is raised.
     """
     has_bos = fields.has("bos_token_id")
     return {
@@ -61,7 +62,8 @@ def num_layers_of(fields: Fields) -> int:
 def read_kv_heads(fields: Fields, num_heads: int) -> int:
     """Return the number of KV heads, which must divide the number of query heads, `num_heads`.
 
-    Without the key, each query head has a KV head of its own.
+    Without the key, each query head has a KV head of its own. Raises ModelLoadError for a number that does not divide
+    them: 4 fits 32 query heads, and 5 does not.
     """
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -72,8 +74,9 @@ def read_kv_heads(fields: Fields, num_heads: int) -> int:
 def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
     """Return the number of lanes of a head; without the key `head_dim` it is `hidden_size` ÷ `num_heads`.
 
-    Raises ModelLoadError if the size is odd, since rotary embedding works on pairs of lanes, or if the key is absent
-    and the heads do not divide the hidden size.
+    `hidden_size` is the model's width, and `num_heads` counts query heads. Raises ModelLoadError if the head size is
+    odd, since rotary embedding works on pairs of lanes, or if the key is absent and the heads do not divide the hidden
+    size. If the key is there, the heads need not divide it.
     """
     key = "head_dim"
     if not fields.has(key) and hidden_size % num_heads:
@@ -90,8 +93,8 @@ def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
 def read_equal_heads(fields: Fields) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig` for a family without grouped queries and without a head size key.
 
-    Each query head has its own KV head, and the head size is the hidden size ÷ the number of heads. Raises
-    ModelLoadError if the heads do not divide the hidden size.
+    Each query head has its own KV head, and the head size is the hidden size ÷ the number of heads: 768 and 12 heads
+    give heads of 64 lanes. Raises ModelLoadError if the heads do not divide the hidden size.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
@@ -118,9 +121,10 @@ def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
 
 
 def windows_by_type(fields: Fields, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer: `window` for SLIDING, None for FULL.
+    """Return the window of each layer, in positions: `window` for SLIDING, None for FULL.
 
-    Raises ModelLoadError if a layer is SLIDING and `window` is None.
+    `layer_types` has one type per layer. If none is SLIDING, `window` is not used. Raises ModelLoadError if a layer is
+    SLIDING and `window` is None.
     """
     if SLIDING in layer_types and window is None:
         raise fields.wrong("layer_types", f"{FULL} only, as this model has no sliding window in use")

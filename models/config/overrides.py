@@ -31,6 +31,9 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     to the override are removed. For example, a top-level `rope_theta` removes the `rope_theta` in the file's
     `rope_parameters`. Null under the file's own name removes its object, with a theta in it; null under the other name
     removes only the scaling. Raises ModelLoadError for a rotary embedding that is neither an object nor null.
+
+    Example: a file with {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} and the override
+    {"rope_theta": 1e6} give {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6}.
     """
     # The name under which the file has its object; "" if it has none, or an empty one.
     file_key = next((key for key in ROPE_OBJECTS if data.get(key)), "")
@@ -48,12 +51,13 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     parameters = dict(data[file_key])
     # Layer types that have an object of their own within the file's object, if any.
     layer_types = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-    for outer, (inner, layer_type) in INSIDE.items():
-        if outer in overrides:  # The readers would prefer the file's value inside of the object to this override.
+    for top_key, (inner_key, layer_type) in INSIDE.items():
+        if top_key in overrides:  # The readers would prefer the file's value inside of the object to this override.
             if layer_type in layer_types:
-                parameters[layer_type] = {k: v for k, v in parameters[layer_type].items() if k != inner}
-            if layer_type == FULL:
-                parameters.pop(inner, None)
+                inner = parameters[layer_type].items()
+                parameters[layer_type] = {key: value for key, value in inner if key != inner_key}
+            if layer_type == FULL:  # An object for all layers has the keys of full attention.
+                parameters.pop(inner_key, None)
     for key in ROPE_OBJECTS:
         # An override under the other name; an object for all layers is not merged into objects per layer type.
         if key in overrides and key != file_key and not layer_types:
@@ -73,11 +77,11 @@ def check_overrides(
     """Raise ModelLoadError for a key of `overrides` that has no meaning for the model; it names the nearest known key.
 
     `asked` are the keys that the family's reader has looked up, nested ones as "rope_parameters.factor".
-    `without_effect` are top-level keys that the model class has but that change nothing here. `architecture` is the
-    name of the class, for the error. A key of the rotary embedding is known under either name of its object.
+    `without_effect` are top-level keys that the model class has but that change nothing here; they are accepted.
+    `architecture` is the name of the class, for the error. A key of the rotary embedding is known under either name of
+    its object: "rope_scaling.factor" passes if the reader has looked up "rope_parameters.factor".
     """
     for key in paths(overrides):
-        # "rope_scaling.factor" is looked for as "rope_parameters.factor" too.
         first, dot, rest = key.partition(".")
         spellings = [f"{name}{dot}{rest}" for name in ROPE_OBJECTS] if first in ROPE_OBJECTS else [key]
         if first not in without_effect and not any(spelling in asked for spelling in spellings):

@@ -55,8 +55,9 @@ class RopeConfig:
     def for_context(self, max_model_len: int) -> RopeConfig:
         """Return the embedding for an engine whose sequences have at most `max_model_len` tokens.
 
-        Only longrope depends on the length: it has short and long factors. One set serves all sequences of an engine,
-        short ones included, since all keys in the cache must be rotated by the same frequencies.
+        Only longrope depends on the length: it has short factors, for up to `original_max_position` tokens, and long
+        ones for more. One set serves all sequences of an engine, short ones included, since all keys in the cache must
+        be rotated by the same frequencies. For every other kind this returns the embedding itself.
         """
         if self.kind != "longrope":
             return self
@@ -78,6 +79,9 @@ def rope_fields(
     `original_max_position_embeddings` the top level wins. `theta` and `share`, the rotated share of a head, are the
     family's defaults; `theta_key` and `share_key` are their top-level keys in files of transformers 4. Raises
     ModelLoadError, also for an object per layer type.
+
+    Example: {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2}} gives {"rope_theta": 5e5,
+    "partial_rotary_factor": 1.0, "rope_type": "linear", "factor": 2}.
     """
     key = rope_key(fields)
     in_object = fields.mapping(key)
@@ -110,6 +114,7 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
     ModelLoadError for a kind or a value that is not supported, and for an odd number of rotated lanes.
     """
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
+    # All lanes by default. A share is rounded down to whole lanes: 0.25 of 80 lanes rotates the first 20.
     share = rope.number("partial_rotary_factor", 1.0, above=0, max=1)
     if share != 1.0 and not is_partial:
         raise rope.wrong("partial_rotary_factor", "1: this family rotates whole heads")
@@ -117,7 +122,7 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
     if size < 2 or size % 2:
         raise ModelLoadError(f"{fields.path}: {size} lanes of a head are rotated, wanted an even number above 0")
     scaled = _read_scaling(rope, kind, fields.integer("max_position_embeddings"), size)
-    theta = rope.number("rope_theta", above=1)
+    theta = rope.number("rope_theta", above=1)  # The caller has put the family's default into `rope`.
     return replace(scaled, theta=theta, rotary_size=None if size == head_size else size)
 
 
@@ -130,6 +135,10 @@ def read_ropes_by_type(
     the top level, and a `rope_scaling` that applies to layers of full attention only. `thetas` maps a layer type to
     (its top-level key, None if it has none; the default theta). A layer type without an object of its own is read in
     the form of version 4. Raises ModelLoadError, also for a file that mixes both forms.
+
+    Example: with the `thetas` {FULL: ("rope_theta", 1e6), SLIDING: (None, 1e4)}, a file with only {"rope_scaling":
+    {"rope_type": "linear", "factor": 8}} gives theta 1e6 and factor 8 on layers of full attention, and theta 1e4
+    without scaling on all others.
     """
     by_type = fields.mapping("rope_parameters")
     scaling = fields.mapping("rope_scaling")
@@ -141,6 +150,7 @@ def read_ropes_by_type(
         raise fields.wrong("rope_scaling", "an object with rope_type")
     ropes = {}
     for layer_type, (key, default) in thetas.items():
+        # In the form of version 4, only layers of full attention have a scaling.
         older_form = scaling if layer_type == FULL else Fields({}, fields.path, fields.names)
         theta = default if key is None else fields.number(key, default, above=1)
         rope = by_type.mapping(layer_type) if by_type.has(layer_type) else older_form
@@ -156,8 +166,9 @@ def context_len(rope: RopeConfig, max_position: int) -> int:
     """Return the longest context, in positions, that a model with this rotary embedding is made for.
 
     `max_position` is `max_position_embeddings` of the file. For `linear` it is the context before stretching, so it is
-    multiplied by the factor. For `yarn` files differ in this, so the larger of it and the stretched original context
-    counts. For all other kinds it is the result.
+    multiplied by the factor: 4096 with the factor 4 gives 16,384. For `yarn`, some files have the context before
+    stretching there and some the one after it, so the result is the larger of `max_position` and the original context
+    times the factor. For all other kinds, `max_position` is the result.
     """
     if rope.kind == "linear":
         return int(max_position * rope.factor)
@@ -179,7 +190,9 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
     """Return the embedding of this `kind` with its scaling; the caller sets theta and the number of rotated lanes.
 
     `kind` is one of ROPE_KINDS. `max_position` is the model's longest context in tokens, and `size` the number of
-    rotated lanes. Raises ModelLoadError for a parameter that is missing, out of range or contradicts another.
+    rotated lanes. The original context, before stretching, is `max_position` if the file does not name it. A factor is
+    required for linear and llama3; for yarn its default is `max_position` ÷ original context. Raises ModelLoadError for
+    a parameter that is missing, out of range or contradicts another.
     """
     if kind == "default":
         return RopeConfig()
@@ -196,7 +209,7 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
         if high <= low:
             raise rope.wrong("high_freq_factor", f"a number above low_freq_factor, {low:g}")
         return replace(base, low_freq_factor=low, high_freq_factor=high)
-    # The remaining kind is yarn.
+    # The remaining kind is yarn. 32 and 1 rotations within the original context are the defaults of its paper.
     beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0), rope.number("beta_slow", 1.0, above=0)
     if beta_fast < beta_slow:
         raise rope.wrong("beta_fast", f"a number from beta_slow, {beta_slow:g}")
@@ -208,8 +221,9 @@ def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> Rope
 def _read_longrope(rope: Fields, original: int, max_position: int, size: int) -> RopeConfig:
     """Return a longrope embedding with its short and long factors, and its factor of cosines and sines.
 
-    The latter is √(1 + ln(s) ÷ ln(original)) unless the file gives it, where s = max_position ÷ original stretches the
-    context; it is 1 for s ≤ 1. `original` and `max_position` are in tokens, `size` is the number of rotated lanes.
+    The latter is √(1 + ln(s) ÷ ln(original)) unless the file gives it as `attention_factor`, and 1 for s ≤ 1. Here s is
+    the factor by which the context is stretched: the file's `factor`, or else max_position ÷ original. `original` and
+    `max_position` are in tokens, and `size` is the number of rotated lanes. Each list of factors has `size` ÷ 2 values.
     Source: Ding et al. 2024, arXiv:2402.13753.
     """
     factor = rope.number("factor", max_position / original, above=0, max=MAX_FACTOR)
@@ -232,8 +246,8 @@ def _factors(rope: Fields, key: str, size: int) -> tuple[float, ...]:
 def checked_factors(values: Sequence[float], size: int, name: str) -> tuple[float, ...]:
     """Return `values`, one divisor for each of the `size` ÷ 2 inverse frequencies, as floats.
 
-    Raises ModelLoadError, which begins with `name`, for another number of values, and for one that is not a number
-    above 0 and up to MAX_FACTOR.
+    `size` is the number of rotated lanes; each pair of lanes has one frequency. Raises ModelLoadError, which begins
+    with `name`, for another number of values, and for one that is not a number above 0 and up to MAX_FACTOR.
     """
     if len(values) != size // 2:
         raise ModelLoadError(f"{name} holds {len(values)} values, wanted {size // 2}")

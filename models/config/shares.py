@@ -34,7 +34,9 @@ class Shares:
     def _distinct_kv_heads(self) -> int:
         """Return the number of KV heads with padding and without copies.
 
-        It is the least number, from the model's KV heads on, that divides the devices or is a multiple of them.
+        It is the least number, from the model's KV heads on, that divides the devices or is a multiple of them. The
+        model's 3 KV heads become 4 on 2, 4 or 8 devices, and stay 3 on 1, 3 or 6. The search ends at the number of
+        devices or at a multiple of it.
         """
         number = self.num_kv_heads
         while self.num_shards % number and number % self.num_shards:
@@ -78,7 +80,7 @@ class Shares:
     def __str__(self) -> str:
         """Return how many devices there are, and each size that padding or copies make larger.
 
-        Example: "2 devices, which store 12 query heads for 9, 4 KV heads for 3".
+        Example: "2 devices, which store 12 query heads for 9, 4 KV heads for 3". Without padding: "2 devices".
         """
         stored = {
             "query heads": (self.num_heads, self.stored_heads),
@@ -103,6 +105,7 @@ class Shares:
         for kv_head in range(self.stored_kv_heads):
             true_kv_head, copy = divmod(kv_head, self.kv_copies)
             if true_kv_head < self.num_kv_heads:
+                # This copy takes the heads of the model's group from number `first` on; none may be left.
                 first = copy * self.group_size
                 count = max(0, min(self.group_size, self._true_group - first))
                 runs.append((kv_head * self.group_size, true_kv_head * self._true_group + first, count))
@@ -117,6 +120,7 @@ class Shares:
         Example: 3 KV heads of 2 copies each, with `head_size` 1, are the runs (0, 0, 1), (1, 0, 2), (3, 1, 2) and
         (5, 2, 1): heads 0 0 1 1 2 2.
         """
+        # Copies of a head are neighbours. Stored heads beyond the model's are padding, and no run covers them.
         heads = ((kv_head, kv_head // self.kv_copies) for kv_head in range(self.stored_kv_heads))
         return _scaled([(kv_head, true, 1) for kv_head, true in heads if true < self.num_kv_heads], head_size)
 
@@ -124,13 +128,15 @@ class Shares:
 def _scaled(runs: list[Run], size: int) -> tuple[Run, ...]:
     """Return runs of heads as runs of rows, with `size` rows per head. Empty runs are left out.
 
-    A run is (first stored, first of the model, count). It is merged with the run before it if it continues that run on
-    both sides: (0, 0, 2) and (2, 2, 1) become (0, 0, 3).
+    A run is (first stored, first of the model, count), in heads and, in the result, in rows. It is merged with the run
+    before it if it continues that run on both sides: (0, 0, 2) and (2, 2, 1) become (0, 0, 3), and with `size` 64 (0,
+    0, 192).
     """
     merged: list[Run] = []
     for stored, true, count in runs:
-        if merged and (stored - merged[-1][0], true - merged[-1][1]) == (merged[-1][2],) * 2:
-            merged[-1] = (*merged[-1][:2], merged[-1][2] + count)
+        last_stored, last_true, last_count = merged[-1] if merged else (0, 0, 0)
+        if merged and (stored, true) == (last_stored + last_count, last_true + last_count):
+            merged[-1] = (last_stored, last_true, last_count + count)
         elif count:
             merged.append((stored, true, count))
     return tuple((stored * size, true * size, count * size) for stored, true, count in merged)

@@ -91,8 +91,10 @@ class Gemma3(Gemma2):
         different rotary embeddings, with the default thetas 10,000 and 1,000,000.
         """
         pattern = fields.integer("sliding_window_pattern", 6)
+        # Layers count from 0, so the last of each `pattern` layers has full attention.
         default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers_of(fields))]
         layer_types, common = read_layer_types(fields, default), _read_common(fields)
+        # Layer type → (key of its theta at the top level of older files, default theta).
         thetas = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
         return DecoderConfig(
             **common,

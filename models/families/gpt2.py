@@ -90,6 +90,7 @@ class GPT2(Decoder):
             qkv_bias=True,
             out_bias=True,
             mlp_bias=True,
+            # None stands for the usual 1 ÷ √(head size).
             attention_scale=None if fields.boolean("scale_attn_weights", True) else 1.0,
             divides_scale_by_layer=fields.boolean("scale_attn_by_inverse_layer_idx", False),
             **read_tokens_and_dtype(fields, vocab_size),
@@ -120,7 +121,8 @@ class GPT2(Decoder):
 def _renamed(fields: Fields) -> Fields:
     """Return the fields with GPT-2's own keys also under the usual keys, if those are absent or null.
 
-    Errors name the key that the file has. GPT-2's keys are noted as asked for, so that they may be overridden.
+    Example: `n_embd` 768 without `hidden_size` is also found as `hidden_size`. Errors name the key that the file has.
+    GPT-2's keys are noted in `asked`, the keys that were asked for, so that `hf_overrides` may hold them.
     """
     values, names = dict(fields.data), dict(fields.names)
     for old, new in OLD_KEYS.items():

@@ -52,6 +52,7 @@ class GPTNeoXLayer(DecoderLayer):
         """
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         if self.is_parallel:
+            # transformers adds both outputs first; another order would round differently.
             return x_TD + (self.mlp(self.mlp_norm(x_TD)) + attended_TD)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD))
@@ -117,6 +118,7 @@ class GPTNeoX(Decoder):
         then those of the next head. For 2 heads of size 4 the queries are rows 0 to 3 and 12 to 15.
         """
         size, tensor = config.head_size, "gpt_neox.layers.{i}.attention.query_key_value"
+        # First rows of each head's queries, keys and values (parts 0, 1 and 2); a head has 3 × `size` rows.
         starts = [range(part * size, 3 * size * config.num_heads, 3 * size) for part in range(3)]
         return super().sources(config) | {
             f"layers.{{i}}.attention.{part}_proj": Source(

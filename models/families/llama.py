@@ -33,8 +33,10 @@ TENSOR_NAMES = {
 def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: Any) -> DecoderConfig:
     """Read the config of a family with Llama's keys: one rotary embedding for all layers, and no window.
 
-    `overrides` replace or add fields of `DecoderConfig` for the family. `rope` is the rotary embedding of a family that
-    reads it in its own way; it also decides the longest context. Raises ModelLoadError.
+    `overrides` replace or add fields of `DecoderConfig` for the family, such as `windows` with one entry per layer.
+    `rope` is the rotary embedding of a family that reads it in its own way; None reads Llama's. The rotary embedding
+    also decides the longest context, since scaling may stretch `max_position_embeddings`. Raises ModelLoadError, which
+    names the key, for a value that is missing or not supported.
     """
     sizes, num_layers = read_sizes(fields), num_layers_of(fields)
     rope = rope or read_rope(fields, rope_fields(fields), head_size=sizes["head_size"])
@@ -52,7 +54,8 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: A
 def read_biases(fields: Fields, *, has_mlp_key: bool = False) -> dict[str, Any]:
     """Return keyword arguments of `DecoderConfig`: which projections have biases; none without the keys.
 
-    `attention_bias` is for all projections of attention. With `has_mlp_key` the family has a key `mlp_bias`, too.
+    The key `attention_bias` is for all projections of attention: of queries, keys and values, and of the output. With
+    `has_mlp_key` the family has a key `mlp_bias`, too; without it the MLP has no biases, whatever the file says.
     """
     has_bias = fields.boolean("attention_bias", False)
     mlp_bias = has_mlp_key and fields.boolean("mlp_bias", False)

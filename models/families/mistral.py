@@ -26,7 +26,8 @@ class Mistral(Decoder):
     def read_config(cls, fields: Fields) -> DecoderConfig:
         """Read Mistral's config: Llama's keys, and one window for all layers, or none.
 
-        `layer_types` must agree with that, if the file has them.
+        There is a window if `sliding_window` is not null. If the file has `layer_types`, they must agree with that, or
+        ModelLoadError is raised: a list that mixes both types is not supported.
         """
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
         layer_types = [FULL if window is None else SLIDING] * num_layers_of(fields)

@@ -55,6 +55,7 @@ class Olmo3(Olmo2):
         default = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(num_layers_of(fields))]
         layer_types = read_layer_types(fields, default)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+        # (Key of the theta at the top level, default theta): layers with a window have no such key.
         thetas = {FULL: ("rope_theta", 500_000.0), SLIDING: (None, 500_000.0)}
         ropes = read_ropes_by_type(fields, layer_types, head_size=head_size, thetas=thetas)
         return read_llama(

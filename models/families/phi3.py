@@ -29,7 +29,11 @@ class Phi3(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        """Read Phi-3's config: Llama's keys, one window for all layers, and a rotary embedding that may be LongRoPE."""
+        """Read Phi-3's config: Llama's keys, one window for all layers, and a rotary embedding that may be LongRoPE.
+
+        If `sliding_window` is absent or null, no layer has a window. Raises ModelLoadError, which names the key, for a
+        value that is missing or not supported.
+        """
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
         return read_llama(
             fields,
@@ -66,10 +70,12 @@ class Phi3(Decoder):
 def _read_rope(fields: Fields) -> RopeConfig:
     """Return the rotary embedding; "su" and "yarn" are read as longrope, as transformers' class does.
 
-    The original context is the top-level key, which the class's defaults always provide.
+    The original context is the top-level key `original_max_position_embeddings`, which the class's defaults always
+    provide. Only a part of each head may be rotated, the share `partial_rotary_factor` of its lanes.
     """
     parameters = rope_fields(fields)
     key = "rope_type" if parameters.has("rope_type") else "type"
+    # Other kinds, such as linear, are refused here, since Phi-3's class has none of them.
     kind = parameters.choice(key, ("default", *LONGROPE_NAMES), "default")
     rope = parameters.with_data({**parameters.data, "rope_type": "longrope" if kind in LONGROPE_NAMES else kind})
     head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))

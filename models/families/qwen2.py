@@ -13,9 +13,10 @@ from .llama import TENSOR_NAMES, read_llama
 def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer, or None for full attention.
 
-    There are windows only if `use_sliding_window` is true, on layers from number `max_window_layers` on, counted from
-    0, unless the file lists the types of its layers. Raises ModelLoadError if that list has a sliding layer while no
-    window is in use.
+    There are windows only if `use_sliding_window` is true and `sliding_window` is not null. They are on layers from
+    number `max_window_layers` on, counted from 0, which is 28 by default, unless the file lists the types of its
+    layers. Example: 4 layers, a window of 512 and `max_window_layers` 3 give (None, None, None, 512). Raises
+    ModelLoadError if that list has a sliding layer while no window is in use.
     """
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     if not fields.boolean("use_sliding_window", False):

@@ -27,8 +27,10 @@ class SmolLM3(Decoder):
     def read_config(cls, fields: Fields) -> DecoderConfig:
         """Read SmolLM3's config: Llama's keys, and which layers have no rotary embedding.
 
-        By default that is every fourth layer. If windows are in use, they are on these layers, unless the file lists
-        the types of its layers. A list `no_rope_layers` may be longer than the model, but not shorter.
+        By default those are the layers 3, 7, 11, …, the last of every four; `no_rope_layer_interval` may give another
+        period, and a list `no_rope_layers` says it layer by layer. That list may be longer than the model, and the rest
+        is not used, but not shorter. If windows are in use, they are on the layers without a rotary embedding, unless
+        the file lists the types of its layers.
         """
         num_layers = num_layers_of(fields)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))

@@ -90,13 +90,14 @@ def are_equal(
     second: str,
     comparable: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> bool:
-    """Return whether two matrices of a checkpoint, which must have the same shape, are equal.
+    """Return whether the matrices `first` and `second` of a checkpoint, which must have the same shape, are equal.
 
-    They are read and compared in blocks of rows of about COMPARED_VALUES values. `comparable` turns a block of the
-    first and the same block of the second into the two arrays that are compared, for example after a conversion.
+    They are read and compared in blocks of rows of about COMPARED_VALUES values, and the first block that differs ends
+    it. `comparable` turns a block of the first and the same block of the second into the two arrays that are compared,
+    for example after a conversion. A NaN in these arrays equals nothing. Matrices without values are equal.
     """
     num_rows, width = checkpoint.shape(first)
-    rows_per_block = max(1, COMPARED_VALUES // max(1, width))
+    rows_per_block = max(1, COMPARED_VALUES // max(1, width))  # At least one row, however wide.
     # Each thread reads only one of the matrices, because OrbaxCheckpoint caches one decoded tensor per thread.
     with ThreadPoolExecutor(1) as first_reader, ThreadPoolExecutor(1) as second_reader:
         for row in range(0, num_rows, rows_per_block):
@@ -111,7 +112,8 @@ def are_equal(
 def bounds_of(part: slice, size: int) -> tuple[int, int]:
     """Return the start and the stop of a slice of an axis of `size` elements; ValueError for a step.
 
-    Both are clipped to the axis, and an empty slice gives two equal bounds.
+    Both are clipped to the axis, and an empty slice gives two equal bounds. With `size` 5, the slice 2: gives (2, 5),
+    -2:9 gives (3, 5), and 4:1 gives (4, 4).
     """
     start, stop, step = part.indices(size)
     if step != 1:

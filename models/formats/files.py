@@ -50,7 +50,7 @@ def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
     if not path.is_file():
         return []
     present = {file.relative_to(directory).as_posix() for root in read for file in _files(directory / root)}
-    listed = _read(path)
+    listed = _read(path)  # Name → sum, for all files that the list names.
     roots = {PurePosixPath(path.as_posix()) for path in read}
     # Listed files to check: those in `read`, and those below a folder in `read`.
     wanted = {name for name in listed if not roots.isdisjoint((PurePosixPath(name), *PurePosixPath(name).parents))}
@@ -71,8 +71,8 @@ def _files(path: Path) -> list[Path]:
 def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:
     """Yield (name, SHA-256 sum) of each file in the directory, in the order of `names`.
 
-    Names are relative to the directory. NUM_READERS threads compute sums, of several files at once. Raises
-    ModelLoadError for a file that cannot be read.
+    Names are relative to the directory. NUM_READERS threads compute sums, of several files at once: reading and
+    hashing release Python's lock. Raises ModelLoadError for a file that cannot be read, once it is its turn.
     """
 
     def sum_of(name: str) -> str:
@@ -104,8 +104,8 @@ def _read(path: Path) -> dict[str, str]:
         raise ModelLoadError(f"{path}: cannot be read ({error}); write it with sha256sum") from error
     listed = {}
     for number, line in enumerate(lines, 1):
-        match = _LINE.fullmatch(line)
-        parts = PurePosixPath(match[2] if match else "/").parts
+        match = _LINE.fullmatch(line)  # Its groups are the sum and the name.
+        parts = PurePosixPath(match[2] if match else "/").parts  # Absolute names, and ".." in a name, are refused.
         if match is None or not parts or parts[0] == "/" or ".." in parts:
             wanted = "a SHA-256 sum, two spaces and the name of a file in the directory"
             raise ModelLoadError(f"{path}: line {number} is {line[:60]!r}, wanted {wanted}: write it with sha256sum")

@@ -41,14 +41,17 @@ def shared_block(
 ) -> tuple[int, int]:
     """Return how many rows and columns of a matrix share one value of its scale.
 
-    `matrix` and `scale` are the shapes of both tensors. Example: a matrix (512, 256) with blocks of (128, 128) has a
-    scale (4, 2). Raises the error that `fault` makes of a clause, for shapes that do not fit each other or the scheme.
+    `matrix` and `scale` are the shapes of both tensors, and the shape of the scale says which case it is. A matrix
+    (512, 256) has a scale () or (1,) for the whole of it, (512, 1) for each row, or (4, 2) for blocks of (128, 128);
+    the results are (512, 256), (1, 256) and (128, 128). Which of these are allowed depends on the scheme. Raises the
+    error that `fault` makes of a clause, for shapes that do not fit each other or the scheme.
     """
     if len(matrix) != 2:
         raise fault(f"has the shape {matrix} and 8-bit floats, wanted a matrix")
     # Allowed shape of the scale → rows and columns that share a value.
     blocks: dict[tuple[int, ...], tuple[int, ...]] = {(): matrix, (1,): matrix}
     if scheme.block is not None:
+        # The last block of a row or column may be cut off by the matrix's end, so numbers of blocks are rounded up.
         by_block: dict[tuple[int, ...], tuple[int, ...]] = {
             tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block
         }
@@ -68,17 +71,20 @@ def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], fi
 
     `stored` are the bytes of the slice, and `first` is the row and the column of the matrix at which it begins. `scale`
     is two-dimensional and has one value for each `block` (rows, columns) of the whole matrix; the last block of a row
-    or column may be cut off by the matrix's end. A product may be infinite or NaN, which raises nothing here.
+    or column may be cut off by the matrix's end. A product may be infinite or NaN, which raises nothing here. Example:
+    200 rows from row 100 on, with blocks of 128 rows, lie in the rows of blocks 0, 1 and 2: 28, 128 and 44 of them are
+    multiplied by `scale[0]`, `scale[1]` and `scale[2]`.
     """
-    values, (row, column) = _values()[stored], first
+    values = _values()[stored]  # A table has the value of each of the 256 bytes.
+    row, column = first
     with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
-        if scale.shape[1] == 1:  # All columns share a scale.
+        if scale.shape[1] == 1:  # All columns share a scale, so one product serves all rows.
             values *= _spread(scale[:, 0], block[0], row, len(values))[:, None]
             return values
-        # Each turn computes the rows of the slice that lie in one row of blocks, number `index` from the matrix's top.
-        for index in range(row // block[0], -(-(row + len(values)) // block[0])):
-            rows = slice(max(0, index * block[0] - row), (index + 1) * block[0] - row)
-            values[rows] *= _spread(scale[index], block[1], column, values.shape[1])
+        # `block_row` counts rows of blocks from the matrix's top, and `rows` are those of the slice that lie in it.
+        for block_row in range(row // block[0], -(-(row + len(values)) // block[0])):
+            rows = slice(max(0, block_row * block[0] - row), (block_row + 1) * block[0] - row)
+            values[rows] *= _spread(scale[block_row], block[1], column, values.shape[1])
     return values
 
 
@@ -98,6 +104,7 @@ def _values() -> np.ndarray:
 def map_matrices(path: Path) -> dict[str, np.ndarray]:
     """Return the bytes of all float8_e4m3fn tensors of a safetensors file, by name, as uint8 views of a memory map.
 
+    The array of a tensor has the tensor's shape, with one byte for each value; tensors of other dtypes are left out.
     The safetensors package must have opened the file before: it has checked the offsets in the header, so they are not
     checked here.
     """

@@ -66,8 +66,9 @@ class GGUFFile:
     def read_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """Return `rows` of a tensor as float32 [rows, last axis], de-quantized.
 
-        All axes but the last are counted as rows. A tensor of float32 is returned as a read-only view of the file if
-        `rows` is a slice. Raises NotImplementedError for a quantization that the gguf package cannot read.
+        `rows` is a slice or an array of row numbers. All axes but the last are counted as rows, and a vector is one
+        row. A tensor of float32 is returned as a read-only view of the file if `rows` is a slice. Raises
+        NotImplementedError for a quantization that the gguf package cannot read.
         """
         from gguf import GGMLQuantizationType, dequantize
 
@@ -81,7 +82,8 @@ class GGUFFile:
             return stored.view(np.float16).astype(np.float32)
         row_len = tensor.shape[-1]
         values = np.empty((len(stored), row_len), np.float32)
-        # gguf works in groups of 16 rows, with a high cost per group. So each chunk is passed as one long row.
+        # The gguf package works in groups of 16 rows, with a high cost per group. So each chunk is passed as one long
+        # row. Quantization blocks lie within rows, so the long row has the same blocks.
         chunk_rows = max(1, DEQUANTIZE_CHUNK_LEN // row_len)
         for start in range(0, len(stored), chunk_rows):
             chunk = stored[start : start + chunk_rows]
@@ -100,7 +102,11 @@ class _Cursor:
         self.position = 0  # In bytes from the start of the file.
 
     def advance(self, num_bytes: int) -> int:
-        """Move forward by `num_bytes` and return the old position. Raises ModelLoadError past the end of the file."""
+        """Move forward by `num_bytes` and return the old position, both in bytes from the start of the file.
+
+        To move exactly to the end of the file is allowed. Raises ModelLoadError past it, and for a negative number,
+        which a corrupt length may give.
+        """
         start, end = self.position, self.position + num_bytes
         if num_bytes < 0 or end > len(self.data):
             fault = f"the header needs {num_bytes} bytes at offset {start}, the file has {len(self.data)}"
@@ -122,22 +128,24 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         """Read `count` strings, each of which is a length in 8 bytes and then its bytes.
 
-        It is one tight loop, without a call for each string, since a vocabulary may have 100,000 strings. Bytes that
-        are not UTF-8 become lone surrogates. Raises ModelLoadError past the end of the file.
+        It does what `count` calls of `string` would, in one tight loop without those calls, since a vocabulary may have
+        100,000 strings. Bytes that are not UTF-8 become lone surrogates, from which the same bytes can be had again.
+        Raises ModelLoadError past the end of the file.
         """
         data, end, strings = self.data, len(self.data), []
         for _ in range(count):
             start = self.position + 8  # If this is past the end, the length cannot be read and counts as 0.
             self.position = start + (_LENGTH.unpack_from(data, self.position)[0] if start <= end else 0)
             if self.position > end:
-                self.advance(1)  # Raises, since the position is past the end.
+                self.advance(1)  # It raises the usual ModelLoadError, since the position is past the end.
             strings.append(data[start : self.position].decode("utf-8", errors="surrogateescape"))
         return strings
 
     def value(self, kind: int) -> Any:
         """Read one metadata value of GGUF's type number `kind`: a number, a bool, a string, or a list of these.
 
-        Raises ModelLoadError for an unknown type, for an array of arrays, and past the end of the file.
+        The caller has read the type number, which stands in front of the value in the file. Raises ModelLoadError for
+        an unknown type, for an array of arrays, and past the end of the file.
         """
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
@@ -159,9 +167,10 @@ class _Cursor:
 def read_gguf(path: Path) -> GGUFFile:
     """Parse the header of the GGUF file `path` and check that every tensor lies inside the file.
 
-    If the file is the first part of a split model, the other parts are expected in the same directory and read too.
-    Raises ModelLoadError, which names the file, for anything but a complete little-endian file of GGUF version 2 or 3,
-    and for another part than the first.
+    If the file is the first part of a split model, such as "m-00001-of-00003.gguf", the other parts are expected in the
+    same directory, as "m-00002-of-00003.gguf" and "m-00003-of-00003.gguf". They are read too, and the result has the
+    metadata of the first part and the tensors of all. Raises ModelLoadError, which names the file, for anything but a
+    complete little-endian file of GGUF version 2 or 3, and for another part than the first.
     """
     file = _read_part(path)
     fields = Fields(file.metadata, path)
@@ -173,7 +182,8 @@ def read_gguf(path: Path) -> GGUFFile:
     if fields.integer("split.no", 0, min=0) != 0 or not path.name.endswith(first):
         way_out = f"give the first one, whose name ends with {first}, or join them with llama-gguf-split --merge"
         raise ModelLoadError(f"{path}: is one of {num_parts} parts of a file: {way_out}")
-    paths = [path.with_name(path.name.removesuffix(first) + ending.format(i)) for i in range(1, num_parts + 1)]
+    stem = path.name.removesuffix(first)
+    paths = [path.with_name(stem + ending.format(part)) for part in range(1, num_parts + 1)]
     tensors = dict(file.tensors)
     for part in paths[1:]:
         for name, tensor in _read_part(part).tensors.items():
@@ -216,7 +226,7 @@ def _read_part(path: Path) -> GGUFFile:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelLoadError(f"{path}: general.alignment is {alignment!r}, wanted a positive integer")
-    data_start = -(-cursor.position // alignment) * alignment
+    data_start = -(-cursor.position // alignment) * alignment  # Rounded up to a multiple.
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in declared:
         tensor = _make_tensor(path, data, name, shape, kind, data_start + offset)
@@ -230,7 +240,11 @@ def _read_part(path: Path) -> GGUFFile:
 
 
 def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Read one tensor's declaration: its name, shape, type number, and offset in bytes from the tensor data's start."""
+    """Read one tensor's declaration: its name, shape, type number, and offset in bytes from the tensor data's start.
+
+    The shape has the slowest axis first, as in numpy. Raises ModelLoadError past the end of the file, and for a number
+    of dimensions that is not from 1 to MAX_DIMS.
+    """
     name, num_dims = cursor.string(), cursor.scalar("I")
     if not 1 <= num_dims <= MAX_DIMS:
         raise ModelLoadError(f"{cursor.path}: tensor {name!r} has {num_dims} dimensions, allowed are 1 to {MAX_DIMS}")
@@ -242,8 +256,9 @@ def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _make_tensor(path: Path, data: mmap.mmap, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
     """Return a tensor of the file `path`, with the bytes of its rows computed from its type number `kind`.
 
-    `offset` is the tensor's first byte in `data`, the file's memory map. Raises ModelLoadError if the type is unknown,
-    or if a row is not a multiple of the type's quantization block.
+    `offset` is the tensor's first byte in `data`, the file's memory map. Types are stored in quantization blocks, such
+    as Q8_0's 32 values in 34 bytes, so a row of 4096 values in Q8_0 has 128 × 34 = 4352 bytes. Raises ModelLoadError if
+    the type is unknown, or if a row is not a multiple of the type's block.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 

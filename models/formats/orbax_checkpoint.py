@@ -45,12 +45,13 @@ class _Array:
     def cache_bytes(self, *, by_columns: bool) -> int:
         """Return the bytes of cache with which each chunk is decoded only once while the array is read in order.
 
-        For reads of whole rows, that is one band: all chunks that hold the same rows. Reads by columns visit all bands
-        again for each range of columns, so they need the whole matrix; they get at least CACHE_BYTES, and decode chunks
-        of a larger matrix several times.
+        For reads of whole rows, that is one band: all chunks that hold the same rows. A float32 matrix [4096, 1024] in
+        chunks [512, 256] has bands of 512 rows, 2 MiB each. Reads by columns visit all bands again for each range of
+        columns, so they need the whole matrix; they get CACHE_BYTES or one band, whichever is more, and decode chunks
+        of a larger matrix several times. CACHE_OVERHEAD_BYTES are added for tensorstore's bookkeeping.
         """
         row_bytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
-        band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)
+        band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)  # A scalar has no chunk shape and one value.
         return CACHE_OVERHEAD_BYTES + (max(CACHE_BYTES, band_bytes) if by_columns else band_bytes)
 
 
@@ -63,7 +64,10 @@ class OrbaxCheckpoint:
     """
 
     def __init__(self, directory: Path):
-        """Open the folder; raises ModelLoadError if it is unfinished or damaged, or holds anything but arrays."""
+        """Open the folder and read the shape, dtype and chunk shape of every array; no values are read.
+
+        Raises ModelLoadError if the folder is unfinished or damaged, or holds anything but arrays.
+        """
         self.path = directory
         self._check_finished()
         fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
@@ -113,6 +117,7 @@ class OrbaxCheckpoint:
             values: np.ndarray = self._store(name, by_columns=by_columns)[axes].read().result()
         except STORE_ERRORS as error:
             raise self._fault(name, error) from error
+        # The block holds the last value if it ends where the tensor ends, on each axis that is cut.
         if all(axis.stop == size for axis, size in zip(axes, shape, strict=False)):
             self._thread.store = self._thread.key = None
         return values
@@ -156,7 +161,9 @@ class OrbaxCheckpoint:
                 store = future.result()
             except STORE_ERRORS as error:
                 raise self._fault(name, error) from error
+            # tensorstore has no chunk shape for a scalar, and None for an axis whose chunk size it does not know.
             shape, chunk = tuple(store.shape), tuple(size or 0 for size in store.chunk_layout.read_chunk.shape or ())
+            # A chunk has at least one element on each axis, also where the array has none: hence the `max`.
             if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
                 fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
                 raise ModelLoadError(f"{self.path}: tensor {name!r} {fault}, which are larger; save it anew")
@@ -177,10 +184,11 @@ class OrbaxCheckpoint:
         return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": self._omits_zeros}
 
     def _store(self, name: str, *, by_columns: bool) -> Any:
-        """Return the opened array of this thread, with a cache of decoded chunks that no other thread shares.
+        """Return the array `name`, opened by tensorstore for this thread, with a cache of decoded chunks of its own.
 
-        A thread has one array open. It is closed, and its cache freed, when the thread reads another array, or changes
-        between reading rows and columns.
+        A thread has one array open, which the next call for the same array returns again. The array is closed, and its
+        cache freed, when the thread asks for another array, or for another `by_columns`, which says whether the thread
+        reads columns of the array or whole rows.
         """
         import tensorstore
 
@@ -188,6 +196,7 @@ class OrbaxCheckpoint:
             self._thread.store = self._thread.key = None
             limit = self._arrays[name].cache_bytes(by_columns=by_columns)
             context = tensorstore.Context({"cache_pool": {"total_bytes_limit": limit}})
+            # Files do not change while they are read, so what is cached is not compared with them again.
             options = {"recheck_cached_data": False, "recheck_cached_metadata": False}
             spec = {**self._spec(name), **options}
             self._thread.store = tensorstore.open(spec, context=context, open=True, read=True).result()
@@ -225,16 +234,18 @@ def _array_names(fields: Fields) -> list[str]:
 
 
 def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
-    """Write a flat tree {name: array} in orbax's layout without OCDBT, one tensor after the other.
+    """Write a flat tree {name: array} in orbax's layout without OCDBT (one folder per array), one tensor at a time.
 
-    Each tensor is a folder of chunks of whole rows, about CHUNK_BYTES each before compression, so that a reader decodes
-    little more than it needs. The file that lists the tree is written last. Files may not be on the disk yet when this
-    returns.
+    Tensors have one axis or more, and a dotted name is one key of the tree. Each tensor is a folder of chunks of whole
+    rows, about CHUNK_BYTES each before compression, so that a reader decodes little more than it needs. The file that
+    lists the tree is written last, so a folder without it is not finished. Files may not be on the disk yet when this
+    returns: the caller syncs them.
     """
     import tensorstore
 
     for name, tensor in tensors.items():
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        # At least one row, and no more than there are; the inner `max` is for rows without values.
         num_rows = min(tensor.shape[0], max(1, CHUNK_BYTES // max(1, row_bytes)))
         spec = {
             "driver": "zarr",
@@ -246,7 +257,7 @@ def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
             },
             "dtype": tensor.dtype.name,
             "store_data_equal_to_fill_value": True,
-            "context": {"file_io_sync": False},  # The caller syncs all files to the disk at once.
+            "context": {"file_io_sync": False},  # The caller syncs all files at once, which is faster.
         }
         store, values = tensorstore.open(spec, create=True).result(), tensor.make()
         for start in range(0, len(values), num_rows):

@@ -26,8 +26,9 @@ class Float8Scheme:
 def read_quantization(fields: Fields) -> Float8Scheme | None:
     """Return how the matrices of a checkpoint are quantized; None for a config without quantization.
 
-    `fields` are those of config.json. Raises ModelLoadError, which names the method and what to do, unless matrices are
-    quantized to float8_e4m3fn with scales per matrix, row or block.
+    `fields` are those of config.json. Their object `quantization_config` names the method, whose own keys say the rest;
+    "modelopt" has one scale per matrix, and "fbgemm_fp8" one per row. Raises ModelLoadError, which names the method and
+    what to do, unless matrices are quantized to float8_e4m3fn with scales per matrix, row or block.
     """
     present = [key for key in CONFIG_KEYS if fields.has(key)]
     if not present:
@@ -97,6 +98,7 @@ def _check_only(fields: Fields, key: str, allowed: Collection[Any], method: str,
 
     `method` is the quantization method, for the error.
     """
+    # Without `is_required` an absent key is right, since its default is a value that is supported.
     if (fields.has(key) and fields.data[key] not in allowed) or (is_required and not fields.has(key)):
         wanted = f"{' or '.join(map(str, allowed))}, since nothing else of {method} is read"
         raise fields.wrong(key, f"{wanted}: {WAY_OUT}")

@@ -50,6 +50,7 @@ class SafetensorsCheckpoint:
         """Tensor → the open file that holds it."""
         self._file_names: dict[str, str] = {}
         """Tensor → the name of its file."""
+        # The index maps each tensor to its file. A single file has none, so there is nothing to compare below.
         index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
         for file_name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
             self._add(file_name)
@@ -107,7 +108,8 @@ class SafetensorsCheckpoint:
         """Return the slice `axes` (rows and columns, with start and stop) of a matrix in 8-bit floats as float32.
 
         The values are multiplied by their scales, one for each block of rows and columns of the whole matrix. The scale
-        tensor, which may be a scalar or a vector, is read whole and reshaped to [row blocks, column blocks].
+        tensor, which may be a scalar or a vector, is read whole and reshaped to [row blocks, column blocks]: a matrix
+        (512, 256) with blocks of (128, 128) has scales [4, 2], and one scale for all of it becomes [1, 1].
         """
         stored, (scale_name, block) = self._matrices[name], self._scales[name]
         num_scales = [-(-size // step) for size, step in zip(stored.shape, block, strict=True)]
@@ -126,9 +128,10 @@ class SafetensorsCheckpoint:
     def _find_scales(self, scheme: Float8Scheme) -> None:
         """Find the bytes and the scale of each matrix in 8-bit floats, and fill `_matrices` and `_scales`.
 
-        A scale is a tensor of its own, whose name is that of the matrix with another end, such as "q_proj.weight_scale"
-        for "q_proj.weight". Raises ModelLoadError for such a matrix without a scale, for a scale of a tensor in another
-        dtype, and for a scale whose shape does not fit the scheme.
+        `_matrices` maps a name to the matrix's bytes, and `_scales` to the name of its scale and to how many rows and
+        columns share one value of it. A scale is a tensor of its own, whose name is that of the matrix with another
+        end, such as "q_proj.weight_scale" for "q_proj.weight". Raises ModelLoadError for such a matrix without a scale,
+        for a scale of a tensor in another dtype, and for a scale whose shape does not fit the scheme.
         """
         for file_name in sorted(set(self._file_names.values())):
             self._matrices |= map_matrices(self.path / file_name)
@@ -169,13 +172,16 @@ class SafetensorsCheckpoint:
 def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
     """Write `model.safetensors` to the directory, making one tensor after the other.
 
-    The safetensors package would need all tensors in memory at once. Tensors must be float32, bfloat16 or float16.
-    Source: https://github.com/huggingface/safetensors#format
+    The file has the length of the header in 8 bytes, the header, which is a JSON object with each tensor's dtype, shape
+    and place, and then the tensors' bytes one after the other. It is written here because the safetensors package would
+    need all tensors in memory at once. Tensors must be float32, bfloat16 or float16. Source:
+    https://github.com/huggingface/safetensors#format
     """
     codes = {dtype: code for code, dtype in _DTYPES.items()}
     # transformers reads no file without the entry "format".
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Offsets follow from shapes and dtypes, so the header is complete before the first tensor is made.
+    # Offsets, which count from the end of the header, follow from shapes and dtypes. So the header is complete before
+    # the first tensor is made.
     offset = 0
     for name, tensor in tensors.items():
         start, offset = offset, offset + math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -52,6 +52,7 @@ class TreeCheckpoint:
         array = self._array(name)
         axes = block_of(array.shape, rows, columns)
         if isinstance(array, jax.Array) and not is_on_host(array):
+            # Starts are arguments of a compiled program and not constants, so that blocks of one size share it.
             starts = tuple(np.int32(axis.start) for axis in axes)
             return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
         return np.asarray(array)[axes]
@@ -112,8 +113,10 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
 def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each leaf of a nested tree, depth first.
 
-    A key that is a tuple is joined by dots, too, and slashes in keys become dots. `prefix` is put before each name.
-    Raises ModelLoadError for a tree that is nested deeper than MAX_DEPTH.
+    An empty level has no leaves. A key that is a tuple is joined by dots, too, and slashes in keys become dots:
+    {("layers", 0): {"bias": b}} gives "layers.0.bias". `prefix` is put before each name, and `depth` is the number of
+    levels above `tree`. Raises ModelLoadError for a tree that is nested deeper than MAX_DEPTH, such as one that
+    contains itself.
     """
     if depth > MAX_DEPTH:
         fault = f"{prefix[:60]}… is nested deeper than {MAX_DEPTH} levels"

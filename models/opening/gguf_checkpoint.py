@@ -94,7 +94,9 @@ class GGUFCheckpoint:
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis and `columns` of the second, as float32 and in Hugging Face's order.
 
-        `columns` are ignored for a vector. Raises ModelLoadError for a quantization that the gguf package cannot read.
+        `columns` are ignored for a vector. In formats that interleave the halves of query and key heads, rows are put
+        back in order, and in formats that store gains of norms as 1 + w, 1 is subtracted. Raises ModelLoadError for a
+        quantization that the gguf package cannot read.
         """
         stored, shape = self._stored[name], self.shape(name)
         start, stop = bounds_of(rows, shape[0])
@@ -104,7 +106,7 @@ class GGUFCheckpoint:
         try:
             if len(shape) > 1:
                 return self.file.read_rows(stored, stored_rows)[:, columns]
-            # The file holds a vector as one row.
+            # The file holds a vector as one row, which is read whole; its values are picked then.
             values = self.file.read_rows(stored, WHOLE)[0][stored_rows]
         except NotImplementedError as error:
             fault = f"is stored as {self.file.tensors[stored].type_name}, which the gguf package does not de-quantize"

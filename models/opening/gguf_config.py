@@ -54,6 +54,7 @@ def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None)
     reader = _Metadata(file, fields, architecture)
     config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
     scalings = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
+    # An override of null turns scaling off, and one with a type names another scaling: then the divisors do not count.
     if reader.freq_factors is None or any(obj is None or {"rope_type", "type"} & obj.keys() for obj in scalings):
         return config
     changes: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
@@ -115,7 +116,7 @@ class _Metadata:
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "dtype": self._dtype(),
             "eos_token_id": end_token_ids(fields, vocab_size),
-            "bos_token_id": None,
+            "bos_token_id": None,  # Unless the file names one, below.
         }
         if fields.has(self.names["bos_token_id"]):
             config["bos_token_id"] = fields.integer(self.names["bos_token_id"], min=0)
@@ -131,8 +132,9 @@ class _Metadata:
     def _dtype(self) -> str:
         """Return the dtype of the matrices: their own if they share one, else float32; bfloat16 for quantized ones.
 
-        Quantized numbers have at most 8 bits, and the kernels for GPUs take bfloat16 alone. On a CPU the engine
-        computes in float32 whatever this is.
+        Matrices in both F16 and F32, for example, give float32. One quantized matrix is enough for bfloat16: quantized
+        numbers have at most 8 bits, and the kernels for GPUs take bfloat16 alone. On a CPU the engine computes in
+        float32 whatever this is. Vectors, such as gains of norms, do not count.
         """
         kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
         if not kinds <= {"F32", "F16", "BF16"}:
@@ -149,7 +151,8 @@ class _Metadata:
         """Return the keys of config.json that Llama, Mistral and Qwen have beside those of `config`.
 
         Mistral's files name the architecture llama. They are told apart by a sliding window, which makes a llama file
-        one of Mistral. Raises ModelLoadError for a window of another architecture, or of some layers only.
+        one of Mistral; a window that is absent or 0 is none. Raises ModelLoadError for a window of another
+        architecture, or of some layers only, since the file does not say which layers have it.
         """
         family_keys = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
         key = self.names["sliding_window"]
@@ -210,6 +213,8 @@ class _Metadata:
 
         Scores are divided by √query_pre_attn_scalar.
         """
+        # A file does not say by what scores are divided: the 27B models differ from the others, and are known by their
+        # number of layers.
         is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[self.architecture]
         per_head = config["hidden_size"] // config["num_attention_heads"]
         return {
@@ -258,7 +263,7 @@ class _Metadata:
         if kind == "none":
             return {**theta, "rope_type": "default"}
         if kind == "linear":
-            return {**theta, "rope_type": "linear", "factor": max(factor, 1.0)}
+            return {**theta, "rope_type": "linear", "factor": max(factor, 1.0)}  # A factor of 0 means no scaling.
         return {**theta, "rope_type": "yarn", **self._yarn()}
 
     def _llama3(self, theta: float, head_size: int) -> dict[str, Any]:
@@ -270,7 +275,8 @@ class _Metadata:
         """
         factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().astype(np.float64)
         checked = checked_factors(factors.tolist(), head_size, f"{self.file.path}: rope_freqs.weight")
-        largest = round(max(checked), 3)
+        largest = round(max(checked), 3)  # Rounded, since the file holds float32: 7.9999995 stands for 8.
+        # 8192 is the original context, in tokens.
         published = RopeConfig(theta, "llama3", largest, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
         plain = inverse_frequencies(RopeConfig(theta), head_size)
         if not np.allclose(plain / inverse_frequencies(published, head_size), factors, rtol=1e-4):
@@ -303,7 +309,8 @@ class _Metadata:
             "beta_slow": fields.number(prefix + "yarn_beta_slow", 1.0, above=0),
         }
         if fields.has(prefix + "attn_factor"):
-            # llama.cpp multiplies YaRN's formula by attn_factor; attention_factor of transformers replaces the formula.
+            # llama.cpp multiplies YaRN's formula, 0.1 ln(factor) + 1, by attn_factor, and attention_factor of
+            # transformers replaces the formula. So the product of both is written there.
             scale = fields.number(prefix + "attn_factor", above=0)
             parameters["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
         return parameters

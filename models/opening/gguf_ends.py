@@ -43,7 +43,7 @@ def end_token_ids(fields: Fields, vocab_size: int) -> list[int]:
     kinds = fields.items(KEY + "token_type", int, []) or [CONTROL] * len(tokens)
     ids = {
         token: index
-        for index, (token, kind) in enumerate(zip(tokens[:vocab_size], kinds, strict=False))
+        for index, (token, kind) in enumerate(zip(tokens[:vocab_size], kinds, strict=False))  # The index is the id.
         if kind in _end_kinds(token)
     }
     # In these vocabularies `<|end|>` ends one message of a reply, and the model continues with the next message.

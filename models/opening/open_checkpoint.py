@@ -38,9 +38,10 @@ def open_checkpoint(
     a subtree, such as `params` of a whole training state. The config is still that of `path`. `overrides` replace
     values of config.json. Only headers are read, except where tied matrices are compared.
 
-    As in transformers, the embedding's dtype counts if config.json names none. An output matrix that config.json ties
-    to the embedding is not tied if both are stored and differ; either of the two may be stored alone. Raises
-    ModelLoadError.
+    A GGUF file with `params` gives only the config, and the tree the weights. As in transformers, the embedding's dtype
+    counts if config.json names none. An output matrix that config.json ties to the embedding is not tied if both are
+    stored and differ; either of the two may be stored alone. Raises ModelLoadError for files that are missing, damaged
+    or not supported; names and shapes of tensors are checked later, by `check_tensors`.
     """
     checkpoint: Checkpoint
     if not path.is_dir() and params is None:
@@ -81,8 +82,9 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
 def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:
     """Return the subtree of a checkpoint that holds the model's tensors.
 
-    Returns the checkpoint itself if its tensors have no prefix, or if no subtree or several fit; `check_tensors` then
-    reports the fault.
+    A training state may hold them under a prefix, such as "params.", and the result has names without it. Returns the
+    checkpoint itself if its tensors have no prefix. It also does so if no subtree or several fit; `check_tensors`
+    reports that later.
     """
     prefixes = model_prefixes(checkpoint.names(), config)
     return Subtree(checkpoint, prefixes[0]) if len(prefixes) == 1 else checkpoint
@@ -105,7 +107,8 @@ def _have_equal_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
 def _bits(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the bits of two arrays as unsigned integers; both become float32 first if their dtypes differ.
 
-    numpy compares 16-bit integers faster than 16-bit floats, and equal bits also make NaN equal to itself.
+    numpy compares 16-bit integers faster than 16-bit floats. Compared by bits, a NaN equals the same NaN, and 0 differs
+    from −0. Example: bfloat16 arrays are viewed as uint16, and float32 arrays as uint32.
     """
     if first.dtype != second.dtype:
         first, second = first.astype(np.float32), second.astype(np.float32)

@@ -52,7 +52,8 @@ def config_from_hf(
         text_overrides = Fields(overrides, Path("hf_overrides")).mapping(TEXT_CONFIG).data
         overrides = {key: value for key, value in overrides.items() if key != TEXT_CONFIG} | dict(text_overrides)
     data = override(data, overrides)
-    # An error about a value that an override replaced says where the value came from.
+    # An error about a value that an override replaced says where the value came from. Names of nested values are the
+    # last parts of their dotted paths.
     overridden = {key.rpartition(".")[2] for key in paths(overrides)}
     names = {**(names or {}), **{key: f"{key} of hf_overrides" for key in overridden}}
     family = _family(Fields(data, path, names))
@@ -78,15 +79,16 @@ def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
 def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the config of the language model within a model with images, and the file's names of its keys.
 
-    `model_type` is the only language model that this kind of model is known to have. The config is the object
-    `text_config`, with its class name added. Token ids, dtype, tying and quantization at the top level win over those
-    inside. Raises ModelLoadError if `text_config` is missing or has another model type.
+    `model_type` is the only language model that this kind of model is known to have; it counts if `text_config` names
+    none. The config is the object `text_config`, with the class name of its family added. Token ids, dtype, tying and
+    quantization at the top level win over those inside; a key is then named "dtype" in errors and not
+    "text_config.dtype". Raises ModelLoadError if `text_config` is missing or has another model type.
     """
     if not fields.has(TEXT_CONFIG):
         raise fields.wrong(TEXT_CONFIG, "the config of the language model")
     text_config = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
     names = {key: f"{TEXT_CONFIG}.{key}" for key in text_config}
-    if fields.has("dtype") or fields.has("torch_dtype"):
+    if fields.has("dtype") or fields.has("torch_dtype"):  # The key inside may have the other one of the two names.
         text_config = {key: value for key, value in text_config.items() if key not in ("dtype", "torch_dtype")}
     for key in SHARED_KEYS:
         if fields.has(key):
@@ -99,7 +101,8 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     """Return `data`, the values of a file, with `defaults` of its transformers class for absent keys.
 
     A default token id that is not below the file's vocabulary size is left out, also if the file repeats it: the model
-    cannot produce it, and the family's reader would refuse it.
+    cannot produce it, and the family's reader would refuse it. Example: with the default {"eos_token_id": 2} and a file
+    with a vocabulary of 2, `eos_token_id` is absent. Another id beyond the vocabulary stays, and the reader refuses it.
     """
     merged = {**defaults, **data}
     vocab_size = merged.get("vocab_size")
@@ -114,7 +117,8 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 def _family(fields: Fields) -> Family:
     """Return the family that `architectures` of config.json names or, if that is absent, `model_type`.
 
-    Raises ModelLoadError, which lists the known architectures, for another one, and for several.
+    `architectures` must be a list of one name. Raises ModelLoadError, which lists the known architectures, for a list
+    of several, for an unknown name, and if neither key names a family.
     """
     names = fields.data.get("architectures")
     if not names:

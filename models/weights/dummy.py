@@ -28,9 +28,10 @@ STANDARD_DEVIATION = 147.8
 def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | None = None) -> Weights:
     """Return `abstract` with random arrays in its dtypes and shardings, made one after the other on their devices.
 
-    The values of a matrix have a standard deviation of about 1 ÷ √(inputs); gains of norms change nothing, and biases
-    are 0. A weight's values depend on its path in the model and on its shape in a checkpoint, and not on how its
-    backend stores it. `progress(done, total)` is called after each array.
+    The values of a matrix W [in, out] have the mean 0 and a standard deviation of about 1 ÷ √in. Weights with a "fill"
+    in their metadata are constant: gains of norms have the value that changes nothing, and biases are 0. A weight's
+    values depend on its path in the model and on its shape in a checkpoint, and not on how its backend stores it.
+    `progress(done, total)`, if given, is called after each array with the numbers of arrays.
     """
     leaves = nnx.to_flat_state(abstract.state)
     made: dict[tuple[Any, ...], Any] = {}
@@ -43,31 +44,38 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
     return replace(abstract, state=nnx.from_flat_state(made))
 
 
-def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
+def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.Array:
     """Return the array of one weight on its devices: constant if its metadata has a "fill", else random.
 
-    `leaf` has the shape, dtype and sharding. `name` is the weight's dotted path, which seeds the random numbers.
+    `leaf` is an nnx variable with the weight's shape, dtype and sharding and no values yet. `name` is the weight's
+    dotted path, such as "layers.3.mlp.down_proj.weight". It seeds the random numbers: the seed is SEED, folded with
+    the path's CRC-32, which is the same on every machine.
     """
     if "fill" in metadata:
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
         return jax.jit(make, out_shardings=leaf.sharding)()
-    # Numbers are drawn in the shape that a checkpoint has: a matrix W [in, out] as Wᵀ, a table [V, D] as it is.
+    # Numbers are drawn in the shape that a checkpoint has, so that they do not depend on how a backend stores a matrix:
+    # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table [V, D] as it is.
     shape = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
     return _maker(shape, leaf.dtype, metadata["ops"] if "matrix" in metadata else None, leaf.sharding)(key)
 
 
 @lru_cache(maxsize=64)
-def _maker(shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: Any) -> Any:
+def _maker(
+    shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
     """Return a jitted function from a random key to a weight; weights with equal arguments share one program."""
     return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops), out_shardings=sharding)
 
 
-def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> Any:
-    """Return random rows of the shape [out, in]; if `ops` are given, as these store the matrix W [in, out].
+def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> jax.Array:
+    """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
 
-    Values are odd integers from −255 to 255 times a power of two that is about 1 ÷ (STANDARD_DEVIATION × √in), so that
-    bfloat16 holds them exactly.
+    A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
+    is nearest, in its exponent, to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their
+    standard deviation is about 1 ÷ √in. Example: for 1024 inputs the factor is 2⁻¹², so values lie between ±0.0623 and
+    have a standard deviation of 0.036, where 1 ÷ √1024 is 0.031.
     """
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255

@@ -69,14 +69,15 @@ class CheckedTree:
 def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
     """Return the arrays of a tree that the model needs, by name; those of `may_have` and a twin are left out.
 
-    `arrays` are the tree's leaves by name, and `wanted` says which of them the model needs. A twin is a second copy of
-    a matrix that the model has once. Raises ModelLoadError, which lists all faults: missing and unknown names, wrong
-    types and shapes, NaN and infinity, and a twin that differs. Each tuple in `parts` has the names of arrays that make
-    one weight together, which must have the same dtype. Every value is read once to look for NaN, and a twin once more
-    to compare it.
+    `arrays` are the tree's leaves by name. `wanted` has the names and shapes that the model needs, further names that
+    are allowed and not read (`may_have`), and the twin: the second name of a matrix that the model has once, such as a
+    tied head. Each tuple in `parts` has the names of arrays that make one weight together, such as queries, keys and
+    values; these must have the same dtype. Raises ModelLoadError, which lists all faults: missing and unknown names,
+    wrong types and shapes, mixed dtypes, NaN and infinity, and a twin that differs. Every value is read once to look
+    for NaN, and a twin once more to compare it.
     """
     twin, shapes = wanted.twin, dict(wanted.shapes)
-    if twin is not None:
+    if twin is not None:  # Both copies are checked, and the second one is left out of the result.
         shapes[twin.name] = shapes[twin.kept_name]
     faults = [
         *_listed("missing", shapes.keys() - arrays.keys()),
@@ -92,6 +93,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     mixed_names = {name for names in mixed_parts for name in names}
     faults += _listed("of another dtype than other parts of one weight", mixed_names)
     faults += _listed("holding a NaN or an infinity", set(_not_finite(fitting)))
+    # A twin is compared only if both copies are there and fit. If not, that is a fault already, which is raised below.
     if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in needed:
         if not _are_equal_as_weights(needed[twin.name], needed[twin.kept_name], twin.dtype):
             faults.append(
@@ -108,7 +110,8 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
 def _listed(fault: str, names: set[str]) -> list[str]:
     """Return one message with a fault and the sorted names that have it; an empty list without names.
 
-    At most MAX_NAMED names are listed, and the rest are counted: "missing: a, b and 3 more".
+    At most MAX_NAMED names are listed, and the rest are counted: with a limit of 2, the names a to e that are missing
+    give ["missing: a, b and 3 more"].
     """
     if not names:
         return []
@@ -119,7 +122,8 @@ def _listed(fault: str, names: set[str]) -> list[str]:
 def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
     """Return what is wrong with a leaf's type, dtype, memory or shape; None if nothing is. Values are not read.
 
-    `shape` is the wanted shape, and `dtypes` are the names of the allowed dtypes. The result follows the leaf's name in
+    `leaf` is what a caller's tree has at one name, so it may be of any type. `shape` is the wanted shape, and `dtypes`
+    are the names of the allowed dtypes, in the machine's byte order (`isnative`). The result follows the leaf's name in
     an error, such as "has shape (2, 3), wanted (3, 2)". Only the first fault is returned.
     """
     if not isinstance(leaf, np.ndarray | jax.Array):
@@ -133,19 +137,20 @@ def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str |
     return None if tuple(leaf.shape) == shape else f"has shape {tuple(leaf.shape)}, wanted {shape}"
 
 
-def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
-    """Return whether two matrices of the same shape have equal values after conversion to `dtype`, the weight's.
+def _are_equal_as_weights(first: np.ndarray | jax.Array, second: np.ndarray | jax.Array, dtype: Any) -> bool:
+    """Return whether two matrices of the same shape have equal values after both are converted to `dtype`.
 
-    They are the two copies of a matrix that the model has only once, such as a tied head. Values that become equal by
-    rounding count as equal, and so do 0 and −0. A NaN equals nothing, unless both are the same object. JAX arrays with
-    the same sharding are compared on their devices, all others block by block on the host.
+    They are the two copies [V, D] of a matrix that the model has only once, such as a tied head, and `dtype` is that of
+    the model's weight. Values that become equal by rounding count as equal, and so do 0 and −0. A NaN equals nothing,
+    but an array counts as equal to itself without a look at its values. JAX arrays with the same sharding are compared
+    on their devices, and all others on the host, a block of rows at a time.
     """
     if first is second:
         return True
     if isinstance(first, jax.Array) and isinstance(second, jax.Array) and first.sharding == second.sharding:
         return bool(_equal_on_device(first, second, jnp.dtype(dtype)))
-    tree = TreeCheckpoint({"first": first, "second": second})
-    return are_equal(tree, "first", "second", lambda *blocks: (blocks[0].astype(dtype), blocks[1].astype(dtype)))
+    tree = TreeCheckpoint({"first": first, "second": second})  # `are_equal` reads tensors by name.
+    return are_equal(tree, "first", "second", lambda block, other: (block.astype(dtype), other.astype(dtype)))
 
 
 @partial(jax.jit, static_argnums=2)
@@ -154,9 +159,10 @@ def _equal_on_device(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Arr
 
 
 def _not_finite(arrays: Mapping[str, np.ndarray | jax.Array]) -> Iterator[str]:
-    """Yield the names of arrays with a NaN or an infinity.
+    """Yield the names of arrays with a NaN or an infinity, in the order of `arrays`.
 
-    Checks of arrays on devices are all started before the first result is awaited, so they run at the same time.
+    Arrays that numpy cannot view are checked on their devices. These checks are all started before the first result is
+    awaited, so they run at the same time, and while other arrays are checked on the host.
     """
     on_device = {
         name: _all_finite(leaf) for name, leaf in arrays.items() if isinstance(leaf, jax.Array) and not is_on_host(leaf)
@@ -173,12 +179,15 @@ def _all_finite(array: jax.Array) -> jax.Array:
 
 
 def _all_finite_on_host(array: np.ndarray) -> bool:
-    """Return whether an array in host memory has no NaN and no infinity."""
-    # BLAS reads an array several times as fast as `isfinite`. A finite sum of squares has finite terms only. A sum that
-    # is not finite may come from large finite values, so `isfinite` decides then.
+    """Return whether an array in host memory has no NaN and no infinity; an empty array has none.
+
+    A sum of squares that is finite has finite terms only, and BLAS computes it (`np.dot`) several times as fast as
+    `isfinite` reads the array. A sum that is not finite may come from large finite values, so `isfinite` decides then.
+    It also decides for other dtypes than float32, and for arrays that are not contiguous.
+    """
     if array.dtype == np.float32 and array.flags.c_contiguous:
         flat = array.reshape(-1)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # The sum may overflow, which is no error.
             if np.isfinite(np.dot(flat, flat)):
                 return True
     return bool(np.isfinite(array).all())

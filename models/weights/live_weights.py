@@ -31,7 +31,7 @@ from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Bounds, Path, Piece
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, recipes_for, with_value
-from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes
+from .subtree import ambiguity_message, lacking_prefix, likeliest_prefixes, model_prefixes, starts_of_parts
 
 Key = Hashable
 
@@ -95,22 +95,25 @@ class LiveWeights:
         """Prepare the recipes of all weights for each layout of a tree.
 
         `abstract` has the shapes, dtypes and shardings of the weights on `mesh`. If it has no config, only trees under
-        the weights' own paths are accepted. Equal recipes get one number: programs are found by it.
+        the weights' own paths are accepted, since names of checkpoints are known by the model's family. Equal recipes
+        get one number, a part of the keys by which programs are found: layers that differ in nothing share a program.
         """
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
         own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
+        # Recipes do not depend on the names that a tree has, so the usual names serve here.
         self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own_origins}
         recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
     def check(self, tree: Any, held: Mapping[Path, Any] = MappingProxyType({})) -> CheckedWeights:
-        """Return the arrays of `tree` that become the weights, and where each weight is among them.
+        """Return the checked arrays of `tree` that become the weights, and the origin of each weight among them.
 
-        `tree` is a nested or flat mapping of arrays, or a whole training state that holds one. It is checked against
-        the layout that has the most names in common with it. A caller's own module may have running statistics: where
-        the tree has none, those of `held`, the present weights by path, stay. Raises ModelLoadError, which lists every
-        fault.
+        `tree` is a nested or flat mapping of names to arrays, or a whole training state that holds one. There are three
+        layouts: a checkpoint's names with one array per layer, such names with one array [L, …] for all layers, and the
+        engine's own paths. The tree is checked against the layout that has the most names in common with it. An origin
+        has the weight's recipe and the names of its arrays. Running statistics of a caller's own module that the tree
+        lacks stay as in `held`, the present weights by path. Raises ModelLoadError, which lists every fault.
         """
         arrays = self._own_part(named_leaves(tree))
         stats = [path for path, leaf in self._leaves.items() if isinstance(leaf, nnx.BatchStat) and path in held]
@@ -119,8 +122,8 @@ class LiveWeights:
         # the tree fits no layout.
         origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread, twin = self._unread(arrays), self._twin(arrays)
-        trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
-        wanted = max(trees, key=lambda tree: sum(name in arrays for name in tree.shapes))
+        wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
+        wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
         origins = origins_of[wanted.layout]
         return check_tree(arrays, wanted, [origin.names for origin in origins.values()]), origins
 
@@ -129,12 +132,13 @@ class LiveWeights:
 
         For example "params.layers.0.weight" becomes "layers.0.weight", and "opt_state.count" is left out. Arrays are
         named by the engine's own paths or by the names of checkpoints. A prefix counts if more than half of the
-        engine's paths follow it. If there is none, `model_prefixes` looks for a prefix of checkpoint names. Raises
-        ModelLoadError if several prefixes fit. A tree without a prefix is returned as it is.
+        engine's paths follow it; of several, `likeliest_prefixes` leaves out those of an optimizer, such as "mu.". If
+        no prefix counts, `model_prefixes` looks for a prefix of checkpoint names. Raises ModelLoadError if several
+        prefixes remain. A tree without a prefix is returned as it is.
         """
         own_names = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
         prefixes_seen = (
-            name[:start] for name in arrays for start in _starts_of_parts(name) if name[start:] in own_names
+            name[:start] for name in arrays for start in starts_of_parts(name) if name[start:] in own_names
         )
         own_prefixes = [
             prefix for prefix, num_names in Counter(prefixes_seen).items() if 2 * num_names > len(own_names)
@@ -148,7 +152,7 @@ class LiveWeights:
         if len(prefixes) > 1:
             raise ModelLoadError(f"params: {ambiguity_message(prefixes)}")
         prefix = prefixes[0] if prefixes else ""
-        if config is None and not own_prefixes and (lacking := _lacking_prefix(arrays, own_names)):
+        if config is None and not own_prefixes and (lacking := lacking_prefix(arrays, own_names)):
             example = next(name for name in sorted(own_names) if name.startswith(lacking))
             fault = f"its names lack the prefix {lacking!r} of the module's, such as {example}"
             raise ModelLoadError(f"params: {fault}; nothing was changed; nest the tree under it")
@@ -164,10 +168,11 @@ class LiveWeights:
     ) -> Iterator[NewWeight]:
         """Yield every weight, made of the tensors of a checked tree, without waiting for the devices.
 
-        `program` returns the compiled program of a key of `programs`. `take(path)` returns the old array of a weight,
-        whose memory the new one may use and which must not be used again, or None. If `copy` is false, an array of the
-        tree that already has the weight's shape, dtype and sharding becomes the weight itself. Arrays [L, …] that do
-        not lie whole on each device of the mesh are moved one layer at a time, which takes less memory.
+        `program(key)` returns the compiled program for a key of `programs`. `take(path)` returns the old array of a
+        weight, or None. The memory of an old array becomes that of the new one or is freed, so the caller must not use
+        it again. If `copy` is false, an array of the tree that already has the weight's shape, dtype and sharding
+        becomes the weight itself and is marked as borrowed. Arrays [L, …] of L layers that do not lie whole on each
+        device of the mesh are moved one layer at a time, which takes less memory.
         """
         tree, origins = checked
         is_own = tree.layout is TreeLayout.OWN
@@ -178,11 +183,13 @@ class LiveWeights:
             first = sources[0]  # All tensors of one weight have the same dtype; `check` has seen to that.
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
                 if old is not None:
-                    old.delete()  # Its memory is not needed for this weight.
+                    old.delete()  # No program takes the old array's memory, so it is freed here.
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
             if layer is not None and not all(map(self._is_in_place, sources)):
                 sources, layer = [_layer_of(source, layer) for source in sources], None
+            # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
+            # arrays have the shape of their weight, and so its sharding.
             tensors = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
             key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
             # A program takes the old weight first, if it reuses its memory, and the layer last, if tensors are stacked.
@@ -197,13 +204,14 @@ class LiveWeights:
         return replace(self.abstract, state=nnx.from_flat_state(state))
 
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-        """Return, by key, functions that lower the programs that make weights.
+        """Return, for each key of a program that makes a weight, a function that lowers the program.
 
-        There are two programs for each recipe, each dtype of its tensors, and each way in which they lie in a tree: one
-        allocates the weight, and the other reuses the memory of the old weight. Nothing is compiled here; the caller
-        compiles what a function returns.
+        There are two programs for each recipe, each dtype of its tensors, and each layout of a tree: one allocates the
+        weight, and the other reuses the memory of the old weight. All layers with equal recipes have the same keys, so
+        a model of 32 equal layers has as many programs as a model of one. Nothing is lowered or compiled here: the
+        caller calls a function when the program is needed, and compiles what it returns.
         """
-        lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+        lower_by_key: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
             for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
@@ -211,10 +219,10 @@ class LiveWeights:
                 key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
                 tensor_sharding = recipe.sharding if is_own else self._whole
                 num_stacked = self._num_layers if is_stacked else None
-                lowered[key] = partial(
+                lower_by_key[key] = partial(
                     self._lower, recipe, dtype, tensor_sharding, num_stacked, is_in_place=is_in_place
                 )
-        return lowered
+        return lower_by_key
 
     def _key(self, recipe: WeightRecipe, dtype: str, is_own: bool, *, is_stacked: bool, is_in_place: bool) -> Key:
         """Return the key of a program. `is_own` is part of it since tensors under the engine's own paths are sharded
@@ -236,11 +244,12 @@ class LiveWeights:
         *,
         is_in_place: bool,
     ) -> jax.stages.Lowered:
-        """Lower the program that makes a weight of tensors with the given dtype and sharding.
+        """Return the lowered program, not compiled yet, that makes a weight of tensors with this dtype and sharding.
 
-        The program takes the list of the tensors in `recipe`. With `num_stacked`, the L of tensors [L, …], it also
-        takes the layer's index, as the last argument; None for tensors of one layer. With `is_in_place` it also takes
-        the old weight, as the first argument, and returns the new one in its memory: (old, tensors, layer).
+        The program takes the list of the tensors in `recipe`. If `num_stacked` is not None, the tensors are arrays [L,
+        …] of that many layers, and the program also takes the layer's index, as the last argument. With `is_in_place`
+        it also takes the old weight, as the first argument, and returns the new one in its memory. So with both the
+        arguments are (old weight, tensors, layer).
         """
         stack_shape = () if num_stacked is None else (num_stacked,)
         shapes = [
@@ -277,7 +286,9 @@ class LiveWeights:
     def _twin(self, names: Collection[str]) -> Twin | None:
         """Return the head that a tree for a tied model holds beside the embedding, as its twin; None if it has none.
 
-        `names` are the names in the tree. Trees under the engine's own paths have no name for such a head.
+        `names` are the names in the tree. A tied model has one matrix for embedding and head, so a tree may hold it
+        under both names, and then both must be equal. The result is None for a model that is not tied, and for trees
+        under the engine's own paths, which have no name for such a head.
         """
         config = self.abstract.config
         if config is None or not config.tie_word_embeddings:
@@ -311,14 +322,15 @@ class LiveWeights:
     def _checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees under checkpoint names, for TENSORS and STACKED; {} without a config.
 
-        In TENSORS each name is one tensor of one layer. In STACKED a name is an array [L, …] of all layers, of which
-        the weight takes its layer. Both have the same recipe. Families have alternative names for some tensors: the
-        names that are in `held` are used.
+        In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
+        name without the layer's number is an array [L, …] of all layers, of which the weight takes its layer. Both have
+        the same recipe. Families have alternative names for some tensors: the names that are in `held` are used.
         """
         config = self.abstract.config
         if config is None:
             return {}
-        recipes, tensors, stacked = recipes_for(self.abstract, config, held), {}, {}
+        recipes = recipes_for(self.abstract, config, held)
+        tensors, stacked = dict[Path, _Origin](), dict[Path, _Origin]()
         for path, pieces in recipes.pieces.items():
             names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
             # Recipes name tensors by index and not by name, so that the layers of a model have equal recipes.
@@ -329,21 +341,6 @@ class LiveWeights:
             tensors[path] = _Origin(recipe, names)
             stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
-
-
-def _lacking_prefix(held: Collection[str], wanted: Collection[str]) -> str | None:
-    """Return the prefix that most of the `wanted` names have before a name that is `held`; None if there is none.
-
-    Example: "0.kernel" and "1.kernel" are held, and "blocks.0.kernel" and "blocks.1.kernel" wanted: "blocks.".
-    """
-    seen = (name[:start] for name in wanted for start in _starts_of_parts(name)[1:] if name[start:] in held)
-    prefix, num_names = next(iter(Counter(seen).most_common(1)), ("", 0))
-    return prefix if 2 * num_names > len(wanted) else None
-
-
-def _starts_of_parts(name: str) -> list[int]:
-    """Return where each part of a dotted name begins."""
-    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
 
 
 def _recipe(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
@@ -392,8 +389,10 @@ def _fits(array: jax.Array, leaf: Any) -> bool:
 def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
     """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
 
-    With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put together as Wᵀ, in which
-    pieces are counted, and then stored as `recipe.ops` wants it. Parts that no piece covers are zero.
+    A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
+    `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
+    together as Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it. Parts that no piece covers
+    are zero.
     """
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
@@ -406,7 +405,8 @@ def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Arra
     weight = _assembled(shape, blocks, recipe.dtype)
     if recipe.ops is not None:
         weight = recipe.ops.store(weight.T)
-    return jnp.copy(weight)  # JAX would return an argument that nothing was done to, and its owner may donate it.
+    # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
+    return jnp.copy(weight)
 
 
 class _Block(NamedTuple):
@@ -419,22 +419,24 @@ class _Block(NamedTuple):
 def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any]) -> jax.Array:
     """Return an array of this shape with the blocks at their targets, and zeros elsewhere. Blocks do not overlap.
 
-    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps.
-    Otherwise they are written into an array of zeros one by one. A scalar weight (shape ()) is its only block.
+    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps: for
+    6 rows with blocks at rows 0 to 1 and 4 to 5, the parts are a block, zeros for rows 2 to 3, and the other block.
+    Otherwise blocks are written into an array of zeros one by one. A scalar weight (shape ()) is its only block. Each
+    block's target is the (start, stop) of every axis, and its values have `dtype` already.
     """
     if not shape:
         return blocks[0].values
     num_rows, *widths = shape
     all_columns = [(0, width) for width in widths]
     if all(list(block.target[1:]) == all_columns for block in blocks):
-        pieces, row = [], 0  # `row` is the first row that `pieces` do not fill yet.
+        parts, row = [], 0  # `row` is the first row that `parts` do not fill yet.
         for block in sorted(blocks, key=lambda block: block.target[0]):
             start, stop = block.target[0]
-            pieces += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
-            pieces.append(block.values)
+            parts += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
+            parts.append(block.values)
             row = stop
-        pieces += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+        parts += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     weight = jnp.zeros(shape, dtype)
     for block in blocks:
         weight = weight.at[tuple(slice(*bounds) for bounds in block.target)].set(block.values)

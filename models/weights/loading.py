@@ -61,8 +61,10 @@ class Weights:
     def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """Return the leaves of `state` that logits need, and a function from such leaves to a whole state.
 
-        A program that samples takes only these leaves as arguments. In the state that the function returns, a scalar
-        zero takes the place of every other leaf.
+        The leaves are arrays, or abstract shapes if `state` is abstract, of the modules in `logits_modules`: the head,
+        or the embedding where both are tied. A program that samples takes only these leaves as arguments. In the state
+        that the function returns, a scalar zero takes the place of every other leaf, so that the structure is that of
+        the whole model and `nnx.merge` accepts it.
         """
         flat = nnx.to_flat_state(self.state)  # It has the paths of the leaves, in the order of `leaves`.
         leaves, tree = jax.tree.flatten(self.state)
@@ -94,9 +96,11 @@ class Weights:
 def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS) -> Weights:
     """Return the shapes, dtypes and shardings of a model's weights on a mesh; nothing is allocated or traced.
 
-    `dtype` is the dtype of all weights, and `ops` says how matrices are stored. The result is cached.
+    `dtype` is the dtype of all weights, and `ops` says how matrices are stored, and which dtype hidden states have. The
+    results for the latest 4 sets of arguments are cached, since building a model of many layers takes time.
     """
 
+    # The model's constructor calls this for each weight. `fill` is the value of its elements, which a shape has not.
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
@@ -108,8 +112,9 @@ def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOp
 def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
     """Check the names, shapes and dtypes of a checkpoint's tensors against the model, before anything is allocated.
 
-    Raises ModelLoadError, which names the checkpoint and a tensor that is missing, is unknown to the model, has another
-    shape, or is stored in a type that is not supported.
+    `abstract` has the shapes of the model's weights; the shapes that tensors must have follow from these. Raises
+    ModelLoadError, which names the checkpoint and the first tensor that is missing, is unknown to the model, has
+    another shape, or is stored in a type that is not supported. Values are not read.
     """
     shapes = recipes_for(abstract, config, checkpoint.names()).shapes
     _check_names(set(shapes), config, checkpoint)
@@ -118,7 +123,7 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
             fault = f"tensor {name} has shape {checkpoint.shape(name)}, the config asks for {shape}"
             reason = "config and weights belong to different models"
             raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: take both of one model")
-        checkpoint.read(name, slice(0, 0))  # It reads no values, and raises for a stored type that is not supported.
+        checkpoint.read(name, slice(0, 0))  # No row is read, but a stored type that is not supported raises here.
 
 
 def load_weights(
@@ -130,9 +135,10 @@ def load_weights(
 ) -> Weights:
     """Return `abstract` with its arrays loaded in their dtypes and shardings. `check_tensors` must have passed.
 
-    JAX asks for the shard of each device, and only the rows and columns of that shard are read from the tensors.
-    `progress(done, total)` is called once per tensor, after the weight that it is a part of. Raises ModelLoadError,
-    which names the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
+    JAX asks for the shard of each device, and only the rows and columns of that shard are read from the tensors. So the
+    host holds the shards and a few chunks of rows. `progress(done, total)`, if given, is called once per tensor, after
+    the weight that it is a part of: three times for fused queries, keys and values. Raises ModelLoadError, which names
+    the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
     pieces, memory = recipes_for(abstract, config, checkpoint.names()).pieces, _WeightMemory()
     leaves = dict(nnx.to_flat_state(abstract.state))
@@ -174,8 +180,9 @@ def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> 
     """Yield the path and the array of each weight: large ones first and one by one, then the others in NUM_READERS
     threads.
 
-    A weight is large if it has more than 1 / LARGE_SHARE of all bytes: a format that decodes whole tensors then never
-    holds two large ones at once.
+    `load` returns the weight at a path. A weight is large if it has more than 1 / LARGE_SHARE of all bytes: a format
+    that decodes whole tensors then never holds two large ones at once. Within both groups weights come in the order of
+    `leaves`. An error of `load` is raised here when its weight is due.
     """
     num_bytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
     max_small_bytes = sum(num_bytes.values()) // LARGE_SHARE
@@ -229,9 +236,10 @@ def _read_weight(
     """Fill `out` with the slice `bounds` of one weight, from the pieces that the weight is made of.
 
     `bounds` are (start, stop) for each axis of the stored weight, and `metadata` is the weight's. Pieces are counted in
-    rows and columns of Wᵀ. So for a matrix, `ops` turns `bounds` into the rows and columns of Wᵀ that the slice holds,
-    and gives the function that writes rows of Wᵀ to `out` in the stored layout. At most CHUNK_BYTES as float32 are read
-    at once.
+    rows and columns of Wᵀ. So for a matrix, the layer operations `ops` turn `bounds` into the rows and columns of Wᵀ
+    that the slice holds, and give the function that writes rows of Wᵀ to `out` in the stored layout: for a W that is
+    stored as it is, rows 4 to 5 of Wᵀ go to columns 4 to 5 of W. A table or a vector is written as it is read. At most
+    CHUNK_BYTES are read at once, counted as float32 of 4 bytes; a single row may be larger.
     """
     write = partial(write_rows, out)
     if "matrix" in metadata:
@@ -253,24 +261,27 @@ class _WeightMemory:
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an uninitialized array, aligned so that JAX can alias it. The array keeps its block alive.
 
-        Arrays of up to a quarter of BLOCK_BYTES lie one after the other in shared blocks.
+        Arrays of up to a quarter of BLOCK_BYTES lie one after the other in shared blocks, each from a multiple of
+        ALIGNMENT bytes on. A new block is begun only when the next such array does not fit, so a block has less than a
+        quarter of unused bytes. A larger array is put into the current block too if it fits, and otherwise gets a block
+        of its own size.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block, start = self._block, self._num_used
             if start + num_bytes > len(block):
-                # The current block is too full. A large array gets a block of its own, and the current block stays
-                # current; for a smaller array a new block becomes the current one.
                 block, start = _allocate_block(num_bytes if num_bytes > BLOCK_BYTES // 4 else BLOCK_BYTES), 0
+            # A block of its own does not become the current one, so that the rest of the current block stays in use.
             if block is self._block or len(block) == BLOCK_BYTES:
                 self._block, self._num_used = block, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return block[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _allocate_block(num_bytes: int) -> np.ndarray:
-    """Return `num_bytes` of new memory as bytes, for which the system is asked to use large pages.
+    """Return new memory as an array of `num_bytes` bytes, for which the system is asked to use large pages.
 
-    The array keeps the mapping alive; the memory is freed with the last array that views it.
+    For 0 bytes the array has one byte, because an empty mapping is an error. The array keeps the mapping alive; the
+    memory is freed with the last array that views it.
     """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -75,7 +75,9 @@ def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
     """Return the content of config.json for saved weights: the source's, updated to what is saved.
 
     Keys of quantization are left out, since the weights are saved unquantized. `dtypes` are the names of the saved
-    dtypes; if there are several, the first in the alphabet is named.
+    dtypes, at least one. config.json names one dtype only: if there are several, it is the first in the alphabet, so
+    bfloat16 rather than float32. `torch_dtype` is the name that transformers 4 had for the key `dtype`, so it is left
+    out. The class, the model type and tied embeddings are those of `config`, which overrides may have changed.
     """
     dropped = (*CONFIG_KEYS, "torch_dtype")
     kept = {key: value for key, value in config.source.items() if key not in dropped}
@@ -89,15 +91,15 @@ def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
 
 
 def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor]:
-    """Return the tensors to save, by their Hugging Face names. Their values are read from the weights when each one
-    is made.
+    """Return the tensors to save, by their Hugging Face names; each is read from the weights only when it is made.
 
     One weight may be saved as several tensors, such as the fused queries, keys and values, and one tensor may be put
-    together from several pieces. A tensor has the dtype of the weight that its first piece is in.
+    together from several pieces. So recipes, which say which blocks of tensors make a weight, are read backwards here.
+    A tensor has the dtype of the weight that its first piece is in.
     """
     recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
     leaves = dict(nnx.to_flat_state(weights.state))
-    parts: defaultdict[str, list[tuple[Any, Piece]]] = defaultdict(list)
+    parts: defaultdict[str, list[tuple[nnx.Variable[Any], Piece]]] = defaultdict(list)  # Tensor → what is in it.
     for path, pieces in recipes.pieces.items():
         for piece in pieces:
             parts[piece.tensor].append((leaves[path], piece))
@@ -108,25 +110,27 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
     return tensors
 
 
-def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any, Piece]]) -> np.ndarray:
-    """Return a tensor, copied from the weights that its values are in, in chunks of rows.
+def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[nnx.Variable[Any], Piece]]) -> np.ndarray:
+    """Return a tensor in host memory, copied from the weights that its values are in, in chunks of rows.
 
     `parts` are (weight, piece): the values at the piece's `target` in the weight become those at its `source` in the
-    tensor. Both are counted in rows and columns of Wᵀ for a matrix W; a piece that `is_transposed` goes to a tensor
-    that is stored as W.
+    tensor. Both are (start, stop) of the rows and, for a matrix W, of the columns of Wᵀ; a vector has rows only. A
+    piece that `is_transposed` goes to a tensor that is stored as W. Example: a piece with `target` rows (4, 6) and
+    `source` rows (2, 4) copies rows 4 and 5 of the weight to rows 2 and 3 of the tensor.
     """
     tensor = np.zeros(shape, dtype)
     for leaf, piece in parts:
-        matrix = tensor.T if piece.is_transposed else tensor
+        matrix = tensor.T if piece.is_transposed else tensor  # A view: what is written to it is in `tensor`.
         (tensor_start, _), (weight_start, weight_stop) = piece.source[0], piece.target[0]
         tensor_columns = tuple(slice(*bounds) for bounds in piece.source[1:])
         weight_columns = tuple(slice(*bounds) for bounds in piece.target[1:])
         width = piece.target[1][1] if weight_columns else 1
-        # A chunk takes CHUNK_BYTES as float32, but has at least one row.
+        # A chunk has whole rows of the weight, of which the piece's columns are kept; `width` is where these end. It
+        # takes about CHUNK_BYTES as float32, but has at least one row.
         num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // 4 // width))
         for weight_row in range(weight_start, weight_stop, num_rows):
             # Every chunk has `num_rows` rows, so that JAX compiles one shape. The last one begins earlier and copies
-            # some rows again.
+            # some rows again: 10 rows in chunks of 4 are the rows 0 to 3, 4 to 7 and 6 to 9.
             weight_row = min(weight_row, weight_stop - num_rows)
             rows = np.arange(weight_row, weight_row + num_rows, dtype=np.int32)
             values = np.asarray(_rows_of(leaf, rows))
@@ -135,7 +139,7 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
     return tensor
 
 
-def _rows_of(leaf: Any, rows: np.ndarray) -> jax.Array:
+def _rows_of(leaf: nnx.Variable[Any], rows: np.ndarray) -> jax.Array:
     """Return the given rows of a weight: of Wᵀ for a matrix W, of a table, or of a vector."""
     metadata = leaf.get_metadata()
     if "matrix" not in metadata:

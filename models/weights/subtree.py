@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from ..config.decoder import DecoderConfig
@@ -19,16 +20,18 @@ AVERAGES = frozenset({"ema", "avg", "swa", "polyak", "shadow"})
 def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
     """Return the prefixes under which a tree of arrays holds the tensors of this model; `names` are the tree's names.
 
-    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`: `mu` is an optimizer's.
-    The list is empty if the tensors have no prefix, or are not there. It has several entries if `likeliest_prefixes`
-    cannot decide between subtrees. A subtree is recognised by its embedding or its last norm: a tied model may lack the
-    embedding, and errors about a tensor that is missing come later.
+    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`: `mu` is an optimizer's. A
+    subtree is recognised by its embedding or by its last norm, since a tied model may lack the embedding; errors about
+    a missing tensor come later. The list is empty if the tree itself has one of these two names, without a prefix, even
+    if a subtree has it too. It is also empty if neither name is found. It has several entries if `likeliest_prefixes`
+    cannot decide between subtrees.
     """
     model = model_class(config.architecture)
     embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
     if any(model.naming(names)(anchor) in names for anchor in (embedding, norm)):
         return []
-    # The embedding's name is looked for without a base too, as in a model that was saved without its head.
+    # A base begins all names of a family but the head's, such as "model.". The embedding's name is looked for without
+    # a base too (the "" below), as in a model that was saved without its head.
     bases = *model.other_bases, model.base
     found = _prefixes_of(names, [base + embedding.removeprefix(model.base) for base in (*bases, "")])
     found |= _prefixes_of(names, [base + norm.removeprefix(model.base) for base in bases])
@@ -40,7 +43,8 @@ def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]
     """Return the distinct prefixes of names that end with a dot and one of `ends`, in the order of the names.
 
     Each prefix ends with its dot, and is the part before the first of `ends` that fits. The result is a dictionary that
-    serves as an ordered set.
+    serves as an ordered set. Example: "params.model.norm.weight" with the ends "model.norm.weight" and "norm.weight"
+    gives "params.".
     """
     prefixes: dict[str, None] = {}
     for name in names:
@@ -50,11 +54,12 @@ def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]
 
 
 def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
-    """Return the prefixes, sorted, that may be the model's weights, of subtrees that hold tensors of the same names.
+    """Return, sorted, those of `prefixes` whose subtree may be the model's weights.
 
-    A subtree is judged by the words of its prefix. Subtrees of an optimizer, such as `mu.`, are left out, even if there
-    are no others. Averaged weights, such as `ema.`, are left out if there are others. Example: `params.`,
-    `ema_params.` and `opt_state.mu.` give `["params."]`.
+    Each prefix is that of a subtree with the names of the model's tensors, and it is judged by its words. Subtrees of
+    an optimizer, such as `mu.`, are left out, even if there are no others. Averaged weights, such as `ema.`, are left
+    out if other weights remain. Example: `params.`, `ema_params.` and `opt_state.mu.` give `["params."]`, and
+    `ema_params.` alone gives `["ema_params."]`.
     """
     words = {prefix: set(re.split(r"[._]", prefix.lower())) for prefix in prefixes}
     weights = [prefix for prefix in prefixes if OPTIMIZER_TREES.isdisjoint(words[prefix])]
@@ -65,3 +70,18 @@ def ambiguity_message(prefixes: Collection[str]) -> str:
     """Return in words that several subtrees fit, and the way out."""
     subtrees = ", ".join(prefix.removesuffix(".") for prefix in prefixes)
     return f"{len(prefixes)} subtrees hold tensors of the model: {subtrees}; give one of them alone"
+
+
+def lacking_prefix(held: Collection[str], wanted: Collection[str]) -> str | None:
+    """Return the prefix that most of the `wanted` names have before a name that is `held`; None if there is none.
+
+    Example: "0.kernel" and "1.kernel" are held, and "blocks.0.kernel" and "blocks.1.kernel" wanted: "blocks.".
+    """
+    seen = (name[:start] for name in wanted for start in starts_of_parts(name)[1:] if name[start:] in held)
+    prefix, num_names = next(iter(Counter(seen).most_common(1)), ("", 0))
+    return prefix if 2 * num_names > len(wanted) else None
+
+
+def starts_of_parts(name: str) -> list[int]:
+    """Return where each part of a dotted name begins."""
+    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
