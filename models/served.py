@@ -119,7 +119,7 @@ def _is_weight(leaf: Any) -> bool:
 def _constant(path: Path, leaf: Any, name: str) -> Constant:
     """Return a leaf of the module `name` as a constant. Raises ModelLoadError if it needs a value and has none."""
     value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if isinstance(value, jax.ShapeDtypeStruct):
         if not isinstance(leaf, nnx.RngState):
             fault = f"{name}.{'.'.join(map(str, path))} is abstract, wanted a value: only weights are given later"

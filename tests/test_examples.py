@@ -29,6 +29,11 @@ def test_a_module_of_ones_own_is_served_and_updated():
     assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 80
 
 
+def test_a_model_of_linen_is_served_and_updated():
+    printed = run("linen_model.py").splitlines()
+    assert float(printed[-1].split(":")[1]) < 1e-5
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reward_rises(seed):
     history = json.loads(run("-c", f"import grpo, json; print(json.dumps(grpo.main({seed})))").splitlines()[-1])

@@ -173,6 +173,7 @@ class AbstractEngine:
 
         The same tokens would have other logits in each step.
         """
+        assert isinstance(self.model, OwnModel)
         if (streams := self.model.graph.random_streams) and draws_random_numbers(jaxpr):
             fault = f"draws random numbers in evaluation mode too, from one of {', '.join(streams)}"
             raise ModelLoadError(f"model: {self.model.name} {fault}, wanted a call that gives the same each time")

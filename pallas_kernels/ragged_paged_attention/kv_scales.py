@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 
@@ -24,7 +24,7 @@ class KVScales:
     k: Float[Array, "L K"]
     v: Float[Array, "L K"]
 
-    def of_layer(self, layer: int) -> LayerScales:
+    def of_layer(self, layer: int | Int[Array, ""]) -> LayerScales:
         """Return the scales of the keys and of the values of one layer, [K] each."""
         return self.k[layer], self.v[layer]
 
