@@ -232,15 +232,17 @@ def _steps(text: str) -> int | str:
 def _limits(text: str) -> dict[str, int]:
     """Return the numbers of a text such as "waiting_requests=1000,waiting_tokens=200000" by their names.
 
-    Raises argparse.ArgumentTypeError if the text has another form or a name twice; EngineConfig checks the names.
+    They are limits of the engine, whose names EngineConfig checks. Spaces around names and numbers do not count. Raises
+    argparse.ArgumentTypeError if the text has another form or a name twice.
     """
-    pairs = [pair.partition("=") for pair in text.split(",")]
+    parts = (pair.partition("=") for pair in text.split(","))
+    pairs = [(name.strip(), equals, number) for name, equals, number in parts]
     if not all(name and equals for name, equals, _ in pairs):
         example = "waiting_requests=1000,waiting_tokens=200000"
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: pairs such as {example}")
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: each name once")
-    return {name.strip(): _integer(number) for name, _, number in pairs}
+    return {name: _integer(number) for name, _, number in pairs}
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -132,7 +132,8 @@ class OrbaxCheckpoint:
     def _check_finished(self) -> None:
         """Raise ModelLoadError for a folder that orbax has not finished writing.
 
-        While orbax writes, the folder has another name, or its metadata have no time of commit.
+        While orbax writes, the folder has another name, or the time of commit in its metadata is null. Older versions
+        of orbax have no such metadata, or no such key: then the name decides.
         """
         path = self.path / STEP_FILE
         is_finished = UNFINISHED_ORBAX not in self.path.name

@@ -99,6 +99,13 @@ BAD = {
 }
 
 
+def test_spaces_in_limits_do_not_hide_a_name_given_twice():
+    with pytest.raises(
+        ConfigError, match="^--limits: got 'waiting_tokens=1, waiting_tokens=2', allowed: each name once"
+    ):
+        parse_generate(["--limits", "waiting_tokens=1, waiting_tokens=2"])
+
+
 @pytest.mark.parametrize("argv", BAD)
 def test_a_wrong_flag_is_refused_in_one_line_that_begins_with_it(argv):
     with pytest.raises(ConfigError) as caught:
