@@ -94,6 +94,7 @@ def integer(min: int, max: int | None = None) -> Rule:
     """
 
     def rule(value: Any) -> int:
+        value = scalar(value)
         if not is_integer(value) or value < min or (max is not None and value > max):
             # A message need not name the bound of int64, which no caller reaches by a sensible value.
             is_unbounded = max is None or (min >= 0 and max == INT64[1])
@@ -112,6 +113,7 @@ def number(min: float, max: float = float_info.max, *, open_min: bool = False, o
 
     def rule(value: Any) -> float:
         """Return `value` as a float; raise Unfit if it is no number in the interval. −0.0 becomes 0.0."""
+        value = scalar(value)
         try:
             real = float(value) if is_number(value) else math.nan
         except OverflowError:  # An integer of hundreds of digits.
@@ -222,6 +224,19 @@ def one_line(error: object, max_chars: int = 300) -> str:
     """Return the text of `error` on one line of at most `max_chars` characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def scalar(value: Any) -> Any:
+    """Return the Python number in an array without axes, of numpy or JAX, and any other value as it is.
+
+    A scalar that JAX traces has no number yet, and is returned as it is too.
+    """
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except TypeError:  # JAX's error for a traced value.
+        return value
 
 
 def is_number(value: Any) -> bool:

@@ -150,9 +150,9 @@ class Engine:
         """Complete one prompt or a list of prompts; return one output per prompt, in the order of the prompts.
 
         A prompt is a text, a list or an array of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and
-        `messages`, and optionally `cache_salt` and `priority`. `sampling_params` is one value for all prompts or a list
-        with one for each; None is `default_sampling_params`. `priority`, likewise one or a list, overrides that of a
-        mapping; a lower value is served sooner. `use_tqdm` shows a progress bar on a terminal.
+        `messages`, and optionally `cache_salt` and `priority`. One mapping may hold padded `prompt_token_ids` [B, P]
+        and a `mask` or `lengths`. `sampling_params` is one value, or a list with one for each prompt; None is
+        `default_sampling_params`. `priority`, likewise, overrides a mapping's: lower is sooner. `use_tqdm` shows a bar.
 
         With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn
         and without text; parameters that ask for more logprobs, for stop strings or for beams are refused.

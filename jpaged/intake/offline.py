@@ -17,9 +17,12 @@ def as_prompts(prompts: Any) -> list[Any]:
 
     A text, a mapping, a list of token ids and a one-dimensional array of them are each one prompt. A two-dimensional
     array is one prompt per row, and an empty list is no prompt. Examples: "Hi" gives ["Hi"], [5, 7] gives [[5, 7]], and
-    ["Hi", [5, 7]] is returned as a list of two prompts. The prompts themselves are not checked. Raise
-    InvalidRequestError for a value that is neither a prompt nor a list.
+    ["Hi", [5, 7]] is returned as a list of two prompts. A mapping whose `prompt_token_ids` are an array [B, P] holds B
+    padded prompts; see `unpadded`. The prompts themselves are not checked. Raise InvalidRequestError for a value that
+    is neither a prompt nor a list, and for a mask or lengths that do not fit.
     """
+    if isinstance(prompts, Mapping) and _is_array(ids := prompts.get("prompt_token_ids")) and ids.ndim == 2:
+        return unpadded(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if _is_array(prompts):
@@ -30,6 +33,41 @@ def as_prompts(prompts: Any) -> list[Any]:
         return []
     # A list of integers is one prompt of token ids; any other list has prompts as its elements.
     return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
+
+
+def unpadded(prompts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return B prompts without their padding, made of one mapping with `prompt_token_ids` [B, P].
+
+    `mask` [B, P] says where there is a token: one run in each row, so that rows may be padded in front or at their
+    ends. `lengths` [B] are the tokens of rows that are padded at their ends. Without either, each row is a prompt of P
+    tokens. What else the mapping holds, such as `cache_salt`, goes to every prompt. Raise InvalidRequestError for both
+    at once, for another shape, for a row without a token, and for a mask with holes.
+    """
+    ids, way_out = np.asarray(prompts["prompt_token_ids"]), "give lengths, or a mask with one run of tokens in each row"
+    mask, lengths = prompts.get("mask"), prompts.get("lengths")
+    if mask is not None and lengths is not None:
+        raise refusal("prompts", "a mask and lengths", "one of them")
+    if lengths is not None:
+        counts = np.asarray(lengths)
+        if counts.shape != ids.shape[:1] or not np.issubdtype(counts.dtype, np.integer):
+            raise refusal("lengths", f"{counts.dtype} {list(counts.shape)}", f"integers [{len(ids)}], one a row")
+        if outside := [int(count) for count in counts if not 1 <= count <= ids.shape[1]]:
+            raise refusal("lengths", outside[0], f"1 to {ids.shape[1]}, the columns of prompt_token_ids")
+        mask = np.arange(ids.shape[1]) < counts[:, None]
+    is_token = np.ones(ids.shape, bool) if mask is None else np.asarray(mask)
+    if is_token.shape != ids.shape:
+        raise refusal("mask", f"the shape {list(is_token.shape)}", f"{list(ids.shape)}, that of prompt_token_ids")
+    if not np.isin(is_token, (0, 1)).all():
+        raise refusal("mask", "other numbers than 0 and 1", "booleans", way_out)
+    is_token = is_token.astype(bool)
+    others = {name: value for name, value in prompts.items() if name not in ("prompt_token_ids", "mask", "lengths")}
+    rows = []
+    for index, (row, is_in_row) in enumerate(zip(ids, is_token, strict=True)):
+        places = np.flatnonzero(is_in_row)
+        if not len(places) or places[-1] - places[0] + 1 > len(places):
+            raise refusal("mask", f"row {index} {'with holes' if len(places) else 'without a token'}", "a run", way_out)
+        rows.append({**others, "prompt_token_ids": row[places]})
+    return rows
 
 
 def as_sequences(token_ids: Any) -> tuple[list[list[int]], bool]:

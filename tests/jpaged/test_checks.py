@@ -3,6 +3,7 @@
 import copy
 from dataclasses import FrozenInstanceError, dataclass, replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,14 +29,32 @@ from jpaged.sampling.sampling_params import FIELDS
 from jpaged.text.prompts import PROMPT_EXTRAS, PROMPT_KEYS
 
 HUGE = 10**5000
-NOT_INTEGERS = ["5", 5.0, 1e30, True, None, [5], {}, float("nan"), np.float32(5), np.bool_(True)]
+NOT_INTEGERS = [
+    "5",
+    5.0,
+    1e30,
+    True,
+    None,
+    [5],
+    {},
+    float("nan"),
+    np.float32(5),
+    np.bool_(True),
+    np.ones(1, int),
+    jnp.float32(5),
+    jnp.bool_(True),
+]
 NOT_NUMBERS = ["0.5", None, True, [0.5], {}, 1j, float("nan"), float("inf"), -float("inf"), HUGE, np.float64("nan")]
 RULES = {
-    "an integer ≥ 2": (integer(2), [2, HUGE, np.int64(7), np.uint8(7)], [1, -HUGE, *NOT_INTEGERS]),
+    "an integer ≥ 2": (
+        integer(2),
+        [2, HUGE, np.int64(7), np.uint8(7), np.array(7), jnp.int32(7)],
+        [1, -HUGE, *NOT_INTEGERS],
+    ),
     "an integer in [-1, 3]": (integer(-1, 3), [-1, 3], [-2, 4, HUGE]),
     "an integer ≥ 0": (integer(0, INT64[1]), [0, INT64[1]], [-1, INT64[1] + 1]),
     "a number in [-2, 2]": (
-        number(-2.0, 2.0), [-2, 2.0, 0, np.float32(0.5), np.int32(1)], [-2.0000001, 3, *NOT_NUMBERS],
+        number(-2.0, 2.0), [-2, 2.0, 0, np.float32(0.5), np.int32(1), jnp.float32(0.5)], [-2.0000001, 3, *NOT_NUMBERS],
     ),
     "a number in (0, 1]": (number(0.0, 1.0, open_min=True), [1e-300, 1], [0, -0.0, 1.0000001]),
     "a number in [0, 1)": (number(0.0, 1.0, open_max=True), [0, 0.999], [1, 1.0, -1e-9]),

@@ -100,9 +100,7 @@ BAD = {
 
 
 def test_spaces_in_limits_do_not_hide_a_name_given_twice():
-    with pytest.raises(
-        ConfigError, match="^--limits: got 'waiting_tokens=1, waiting_tokens=2', allowed: each name once"
-    ):
+    with pytest.raises(ConfigError, match=r"^--limits: got .*, allowed: each name once"):
         parse_generate(["--limits", "waiting_tokens=1, waiting_tokens=2"])
 
 
