@@ -171,7 +171,10 @@ class Embedding(nnx.Module):
         On a CPU, rows are looked up as integers, because XLA would convert a whole bfloat16 table to float32 first.
         """
         if self.is_matrix:
-            rows = self.weight.ops.columns(self.weight[...], token_ids, self.weight.matrix[0])
+            # The weight is W [D, V], perhaps in a layout that only its layer operations `ops` can read: column v is the
+            # vector of token v. `columns` returns them as rows [T, D]; `matrix` is (D, V), whatever that layout is.
+            hidden_size, _ = self.weight.matrix
+            rows = self.weight.ops.columns(self.weight[...], token_ids, hidden_size)
         else:
             rows = jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
         return rows.astype(self.stream_dtype)

@@ -49,22 +49,31 @@ class PageArithmetic:
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
     def window_pages(self, window: int, num_steps: int = 1, *, is_fork: bool = False) -> int:
-        """Return the most pages that a sequence has in a group with a sliding window of `window` tokens.
+        """Return an upper bound of the pages that a sequence has in a group with a sliding window of `window` tokens.
 
-        The limit holds for every length of the sequence. `num_steps` counts the steps that have not retired, including
-        the step that the pages are taken for, because pages are given back only when a step retires. Each step computes
-        at most `max_chunk` tokens of the sequence. A fork takes pages over from its parent (`BlockManager.share`), with
-        one token more than its window sees.
+        The bound holds for every length of the sequence, and is at most one page more than is ever needed. `num_steps`
+        counts the steps that have not retired, including the step that the pages are taken for, because pages are given
+        back only when a step retires. Each step computes at most `max_chunk` tokens of the sequence.
+
+        A fork (`is_fork`) takes over pages of its parent, by `BlockManager.share`: those of the last `window` tokens,
+        although its own first query attends to only `window` − 1 earlier ones. The one more is there because the fork
+        may be forked in turn: a fork computes the last shared token again, and that query attends to one token more.
 
         Example with pages of 4 tokens and `max_chunk` 1: a sequence has at most 2 + 1 = 3 pages for a window of 9
         tokens, and a fork at most 3 + 1 = 4.
         """
         num_tokens = num_steps * self.max_chunk
-        # The window - 1 tokens before the first query, then the tokens of the steps. In the worst case these begin at
-        # the last token of a page, so the block_size - 1 tokens before them in that page are counted too.
-        num_pages = self.pages_for(window - 1) + self.pages_for(self.block_size - 1 + num_tokens)
-        # That token has a page of its own where the fork begins at the first token of a page.
-        return max(num_pages, self.pages_for(window) + self.pages_for(num_tokens)) if is_fork else num_pages
+        # The pages before the page of the first query hold at most `window` − 1 tokens that it attends to, and are most
+        # if it begins its page. The pages from its own on are most if it ends its page: `block_size` − 1 tokens lie
+        # before it there. It cannot both begin and end its page, so the sum may be one page too high.
+        pages_before_first_query = self.pages_for(window - 1)
+        pages_from_first_query = self.pages_for(self.block_size - 1 + num_tokens)
+        num_pages = pages_before_first_query + pages_from_first_query
+        if not is_fork:
+            return num_pages
+        # The additional token of a fork makes a difference only if the fork's first query begins a page: then all
+        # `window` tokens lie in the pages before it.
+        return max(num_pages, self.pages_for(window) + self.pages_for(num_tokens))
 
     def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
         """Return the most pages that sequences of `total_lens` tokens take if they share their first `fork_len` tokens.

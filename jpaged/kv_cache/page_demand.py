@@ -23,7 +23,7 @@ class PageDemand:
 
     @property
     def available(self) -> str:
-        """Return the pages that one request could have, in words for an error message."""
+        """Return the words of an error message that say how many pages one request could have if it ran alone."""
         blocks, num_pinned = self.blocks, self.blocks.num_pinned
         pinned = f" beside {num_pinned} pinned ones, which unpin_prefix gives back" if num_pinned else ""
         arithmetic = self.arithmetic
@@ -48,18 +48,21 @@ class PageDemand:
             raise refusal("prompt", got, self.available, way_out)
 
     def check_fork(self, parent: SampleSequence, num_forks: int, max_num_seqs: int) -> None:
-        """Raise InvalidRequestError if the parent's request could not run alone with `num_forks` more samples.
+        """Raise InvalidRequestError if the parent's request could not run, even alone, with `num_forks` more samples.
 
-        It could not if its samples need more than `max_num_seqs` state slots, one each, or if at full length they take
-        more pages than one request can have.
+        Its samples are the live ones, which have not ended, and the forks. They need one state slot each, of which
+        there are `max_num_seqs`, and their pages at full length must fit into the pool. Pages of other requests do not
+        count, because those can be preempted; pinned pages cannot be taken.
         """
         request = parent.request
         num_samples = len(request.live) + num_forks
-        # The tokens that all samples will share. `common_len` is 0 if the parent is the only sample: the forks then
-        # share its tokens. A fork has only those of its parent's tokens that the host knows.
+        # The first tokens that all samples will share. `common_len` is 0 if the parent is the only sample: then the
+        # forks share all its tokens. A parent may have tokens that steps in flight are still drawing; the host does not
+        # know these, `token_ids` lacks them, and forks do not get them.
         shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
         num_pages = self._max_pages(request, shared_len, num_samples)
-        if num_samples > max_num_seqs or num_pages > self.blocks.num_available:
+        pool_pages = self.blocks.num_available  # All usable pages of the pool, those in use included, but pinned ones.
+        if num_samples > max_num_seqs or num_pages > pool_pages:
             slots = f"{num_samples} of {max_num_seqs} slots"
             got = f"{num_samples} samples of one request, which would take {slots} and up to {num_pages} pages"
             way_out = "fork fewer, or start the engine with a larger max_num_seqs or num_blocks"

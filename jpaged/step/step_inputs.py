@@ -298,11 +298,11 @@ class StepInputBuilder:
         return columns
 
     def _rows(self, work: SchedulerOutput) -> _RowVectors:
-        """Order the step's rows: those of one token first, then longer chunks, both by descending first position.
+        """Order the step's rows: decodes and chunks of one token, then longer chunks, both by descending position.
 
-        A chunk of one token runs as a decode row; unlike that of a decode, its token is known to the host. With
-        decodes at positions 3 and 9 and a chunk of 5 tokens, the decodes become rows 1 and 0 and the chunk row 2:
-        `row_of_work` is [1, 0, 2].
+        Rows of like context thus lie side by side: attention that computes rows together takes as long as the longest.
+        With decodes at positions 3 and 9 and a chunk of 5 tokens, the decodes become rows 1 and 0 and the chunk row 2:
+        `row_of_work` is [1, 0, 2]. Only a step without chunks has `decode_lens`, the tokens that each decode draws.
         """
         sequences = work.decodes + [chunk.sequence for chunk in work.chunks]
         slots = np.array([sequence.seq_slot for sequence in sequences], np.intp)

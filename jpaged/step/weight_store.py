@@ -35,7 +35,7 @@ class WeightStore:
         self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
         self._borrowed: set[Path] = set()
-        """Weights that are a caller's arrays."""
+        """Paths of the weights whose arrays belong to the caller, so that the store must not delete them."""
         self._is_on_cpu = all(
             device.platform == "cpu" for sharding in self._placement for device in sharding.device_set
         )
@@ -58,7 +58,8 @@ class WeightStore:
     @property
     def by_path(self) -> dict[Path, jax.Array]:
         """Return the weights by their paths; none while there are none."""
-        return dict(zip(self._paths, self.leaves, strict=False))
+        # The paths stay while the store is empty; otherwise there is one array for each.
+        return dict(zip(self._paths, self.leaves, strict=bool(self.leaves)))
 
     def put(self, weights: Weights) -> None:
         """Store weights of the same shapes as the first ones; the store must be empty."""
@@ -78,8 +79,7 @@ class WeightStore:
         made: beside the tree and the weights, memory holds at most MAX_PENDING weights that are being made. So a
         failure leaves neither the old weights nor the new ones: the store is then empty.
         """
-        # `old` holds the present arrays by path. After `drop` there are paths but no arrays, so that it is empty.
-        old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
+        old, borrowed = self.by_path, self._borrowed  # `old` is empty after `drop`.
         tree, _ = checked
         # Addresses of all memory that the tree's arrays lie in.
         is_reusable, tree_buffers = self._is_reusable, set().union(*map(_buffers, tree.arrays.values()))
@@ -139,12 +139,17 @@ class WeightStore:
         self.is_ready = memory_kind is None  # `_take` has set it to true.
 
     def drop(self) -> None:
-        """Empty the store, and delete its arrays but for those of a caller. Further calls do nothing."""
+        """Empty the store: free the device memory of its arrays, except those in `_borrowed`, which are the caller's.
+
+        An empty store stays empty. Its tree, paths and shardings are kept, so that `put` or `update` may fill it again.
+        """
         self.is_ready = False
-        for path, leaf in zip(self._paths, self.leaves, strict=bool(self.leaves)):
+        for path, leaf in self.by_path.items():
+            # `weights` and `by_path` hand these arrays out, so a caller may have deleted one.
             if path not in self._borrowed and not leaf.is_deleted():
                 leaf.delete()
         self._borrowed = set()
+        # `logits_leaves` are some of `leaves` again, so nothing is left to delete there.
         self.leaves = self.logits_leaves = ()
 
     def _take(self, leaves: Iterable[jax.Array]) -> None:

@@ -11,64 +11,82 @@ from ..errors import ModelLoadError
 from .hf import FULL, ROPE_OBJECTS, SLIDING
 from .rope import ORIGINAL
 
-INSIDE = {
+INNER_KEYS = {
     "rope_theta": ("rope_theta", FULL),
     "rotary_emb_base": ("rope_theta", FULL),
     "rope_local_base_freq": ("rope_theta", SLIDING),
     "partial_rotary_factor": ("partial_rotary_factor", FULL),
     "rotary_pct": ("partial_rotary_factor", FULL),
 }
-"""Key of transformers 4, at the top level of config.json → the key of transformers 5, inside of the rotary embedding's
-object, and the layer type whose object has it where each layer type has an object of its own."""
+"""Top-level key of config.json in the form of transformers 4 → (the key that replaces it inside `rope_parameters`, in
+the form of transformers 5; the type of the layers that it is for, FULL = "full_attention" or SLIDING =
+"sliding_attention")."""
 
 
 def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return `data`, the content of config.json, with the values of `overrides`; nested objects are merged by key.
 
-    An override of the rotary embedding takes effect whether it and the file have the form of transformers 4
-    (`rope_theta` beside an object `rope_scaling`) or of version 5 (all in `rope_parameters`). So an object under the
-    one name is merged into the file's object under the other name, and values of the file that the readers would prefer
-    to the override are removed. For example, a top-level `rope_theta` removes the `rope_theta` in the file's
-    `rope_parameters`. Null under the file's own name removes its object, with a theta in it; null under the other name
-    removes only the scaling. Raises ModelLoadError for a rotary embedding that is neither an object nor null.
+    Only the rotary embedding needs more than a merge, because config.json has two forms of it. transformers 4 has
+    `rope_theta` at the top level, beside an object `rope_scaling`; transformers 5 has all in an object
+    `rope_parameters`. Either form may override the other:
 
-    Example: a file with {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} and the override
-    {"rope_theta": 1e6} give {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6}.
+    - An object under the name that the file does not use is merged into the file's object.
+    - The readers (`rope_fields`) prefer a value in the object to the same value at the top level. Therefore a top-level
+      override removes the file's value from the object. Example: {"rope_parameters": {"factor": 2.0, "rope_theta":
+      1e4}} and the override {"rope_theta": 1e6} give {"rope_parameters": {"factor": 2.0}, "rope_theta": 1e6}.
+    - They prefer `original_max_position_embeddings` (ORIGINAL) at the top level, so an override of it in the object is
+      copied there. They prefer `rope_type` to its older name `type`, so an override of `type` removes `rope_type`.
+    - Null under the file's own name removes the whole object. Null under the other name only turns scaling off:
+      `rope_theta` and `partial_rotary_factor` stay.
+
+    The file's object may hold an object for each layer type: {"full_attention": {…}, "sliding_attention": {…}}. A
+    top-level override then changes the layer type that INNER_KEYS names, and an object under the other name is not
+    merged in. Raises ModelLoadError for an override of the object that is neither an object nor null.
     """
-    # The name under which the file has its object; "" if it has none, or an empty one.
-    file_key = next((key for key in ROPE_OBJECTS if data.get(key)), "")
     to_merge = dict(overrides)
     for key in ROPE_OBJECTS:
-        if (scaling := overrides.get(key)) is None:
+        if (rope_object := overrides.get(key)) is None:
             continue
-        if not isinstance(scaling, Mapping):
-            raise ModelLoadError(f"hf_overrides: {key} is {reprlib.repr(scaling)}, wanted an object {{…}} or null")
-        if ORIGINAL in scaling:
-            # The readers prefer a top-level value to the one in the object, and the file may have one at its top level.
-            to_merge.setdefault(ORIGINAL, scaling[ORIGINAL])
-    if not isinstance(data.get(file_key), Mapping):
+        if not isinstance(rope_object, Mapping):
+            raise ModelLoadError(f"hf_overrides: {key} is {reprlib.repr(rope_object)}, wanted an object {{…}} or null")
+        if ORIGINAL in rope_object:
+            to_merge.setdefault(ORIGINAL, rope_object[ORIGINAL])
+    # The name under which the file has its object; "" if it has none, or an empty one.
+    file_key = next((key for key in ROPE_OBJECTS if data.get(key)), "")
+    file_object = data.get(file_key)
+    if not isinstance(file_object, Mapping):
         return _merged(data, to_merge)
-    parameters = dict(data[file_key])
-    # Layer types that have an object of their own within the file's object, if any.
-    layer_types = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-    for top_key, (inner_key, layer_type) in INSIDE.items():
-        if top_key in overrides:  # The readers would prefer the file's value inside of the object to this override.
-            if layer_type in layer_types:
-                inner = parameters[layer_type].items()
-                parameters[layer_type] = {key: value for key, value in inner if key != inner_key}
-            if layer_type == FULL:  # An object for all layers has the keys of full attention.
-                parameters.pop(inner_key, None)
-    for key in ROPE_OBJECTS:
-        # An override under the other name; an object for all layers is not merged into objects per layer type.
-        if key in overrides and key != file_key and not layer_types:
-            scaling = to_merge.pop(key)
-            if scaling is None:  # Null turns the scaling off; the embedding itself stays.
-                parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
-            else:
-                to_merge = _merged(to_merge, {file_key: scaling})
-    if "type" in (to_merge.get(file_key) or {}):  # The older name of rope_type, which the readers prefer.
+    parameters = _without_overridden(file_object, overrides)
+    has_layer_types = any(isinstance(value, Mapping) for value in file_object.values())
+    for other_key in ROPE_OBJECTS:
+        # An object for all layers is not merged into objects per layer type.
+        if other_key == file_key or other_key not in overrides or has_layer_types:
+            continue
+        rope_object = to_merge.pop(other_key)
+        if rope_object is None:  # Null turns the scaling off; the embedding itself stays.
+            parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
+        else:
+            to_merge = _merged(to_merge, {file_key: rope_object})
+    if "type" in (to_merge.get(file_key) or {}):
         parameters.pop("rope_type", None)
     return _merged({**data, file_key: parameters}, to_merge)
+
+
+def _without_overridden(file_object: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the file's object of the rotary embedding without the values that `overrides` has at its top level.
+
+    Example: {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}} and an override of
+    `rope_local_base_freq` give {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}.
+    """
+    kept = dict(file_object)
+    for top_key, (inner_key, layer_type) in INNER_KEYS.items():
+        if top_key not in overrides:
+            continue
+        if isinstance(file_object.get(layer_type), Mapping):
+            kept[layer_type] = {key: value for key, value in kept[layer_type].items() if key != inner_key}
+        if layer_type == FULL:  # An object for all layers has the keys of full attention.
+            kept.pop(inner_key, None)
+    return kept
 
 
 def check_overrides(

@@ -72,10 +72,13 @@ class OrbaxCheckpoint:
         self._check_finished()
         fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
         self._driver = "zarr3" if fields.boolean("use_zarr3", False) else "zarr"
-        # Without a manifest there is no OCDBT database: each array has a folder, whatever the key says.
+        # All arrays are in one OCDBT database, whose root is the file manifest.ocdbt, or each has a folder of its own.
+        # Without that file there is no database, whatever the key says. If the key is absent, the file alone decides:
+        # hence the default True.
         self._is_ocdbt = fields.boolean("use_ocdbt", True) and (directory / "manifest.ocdbt").is_file()
-        # If `store_array_data_equal_to_fill_value` is true, all chunks are stored, so a missing chunk is an error. If
-        # the key is absent, as in older versions of orbax, or false, chunks whose values are all zero are not stored.
+        # Whether a chunk whose values are all zero is not stored, so that a missing chunk reads as zeros. That is so if
+        # `store_array_data_equal_to_fill_value` is false or absent, as in older versions of orbax. If it is true, all
+        # chunks are stored, and a missing one is an error.
         self._omits_zeros = not fields.boolean("store_array_data_equal_to_fill_value", False)
         # `_open_all` reads the three attributes above.
         self._arrays = self._open_all(_array_names(fields))

@@ -111,31 +111,34 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[nnx.Variable[Any], Piece]]) -> np.ndarray:
-    """Return a tensor in host memory, copied from the weights that its values are in, in chunks of rows.
+    """Return a tensor of a checkpoint in host memory, copied from the weights that hold its values.
 
-    `parts` are (weight, piece): the values at the piece's `target` in the weight become those at its `source` in the
-    tensor. Both are (start, stop) of the rows and, for a matrix W, of the columns of Wᵀ; a vector has rows only. A
-    piece that `is_transposed` goes to a tensor that is stored as W. Example: a piece with `target` rows (4, 6) and
+    `parts` are (weight, piece). A piece was made for loading, where `source` is a block of the tensor and `target` the
+    block of the weight that gets its values; here values go the other way. A block is (start, stop) of its rows and,
+    for a matrix, of its columns. Rows and columns of a matrix W [in, out] are those of Wᵀ [out, in], since checkpoints
+    usually store Wᵀ; if `is_transposed`, the checkpoint stores W. Example: a piece with `target` rows (4, 6) and
     `source` rows (2, 4) copies rows 4 and 5 of the weight to rows 2 and 3 of the tensor.
     """
     tensor = np.zeros(shape, dtype)
-    for leaf, piece in parts:
-        matrix = tensor.T if piece.is_transposed else tensor  # A view: what is written to it is in `tensor`.
-        (tensor_start, _), (weight_start, weight_stop) = piece.source[0], piece.target[0]
-        tensor_columns = tuple(slice(*bounds) for bounds in piece.source[1:])
-        weight_columns = tuple(slice(*bounds) for bounds in piece.target[1:])
-        width = piece.target[1][1] if weight_columns else 1
-        # A chunk has whole rows of the weight, of which the piece's columns are kept; `width` is where these end. It
-        # takes about CHUNK_BYTES as float32, but has at least one row.
-        num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // 4 // width))
-        for weight_row in range(weight_start, weight_stop, num_rows):
+    for weight, piece in parts:
+        tensor_by_rows = tensor.T if piece.is_transposed else tensor  # Writing to this view writes to `tensor`.
+        (tensor_start, _), *tensor_columns = piece.source
+        (weight_start, weight_stop), *weight_columns = piece.target
+        tensor_slices = [slice(*columns) for columns in tensor_columns]  # Empty for a vector, which has rows only.
+        weight_slices = [slice(*columns) for columns in weight_columns]
+        # Rows are read from the device whole, in chunks of about CHUNK_BYTES but at least one row, and the piece's
+        # columns are cut out of them here. Sizes are counted as float32, 4 bytes, and up to the piece's last column.
+        row_bytes = 4 * (weight_columns[0][1] if weight_columns else 1)
+        num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // row_bytes))
+        for chunk_start in range(weight_start, weight_stop, num_rows):
             # Every chunk has `num_rows` rows, so that JAX compiles one shape. The last one begins earlier and copies
             # some rows again: 10 rows in chunks of 4 are the rows 0 to 3, 4 to 7 and 6 to 9.
-            weight_row = min(weight_row, weight_stop - num_rows)
-            rows = np.arange(weight_row, weight_row + num_rows, dtype=np.int32)
-            values = np.asarray(_rows_of(leaf, rows))
-            tensor_row = tensor_start + weight_row - weight_start
-            matrix[(slice(tensor_row, tensor_row + num_rows), *tensor_columns)] = values[(slice(None), *weight_columns)]
+            chunk_start = min(chunk_start, weight_stop - num_rows)
+            rows = np.arange(chunk_start, chunk_start + num_rows, dtype=np.int32)
+            values = np.asarray(_rows_of(weight, rows))
+            tensor_row = tensor_start + chunk_start - weight_start
+            tensor_rows = slice(tensor_row, tensor_row + num_rows)
+            tensor_by_rows[(tensor_rows, *tensor_slices)] = values[(slice(None), *weight_slices)]
     return tensor
 
 

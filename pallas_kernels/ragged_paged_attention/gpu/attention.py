@@ -199,21 +199,24 @@ def _query_tile(scratch: AttentionScratch, launch: Launch, index: Scalar) -> tup
 
 
 def _fetch_queries(
-    inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Scalar, piece_row: PieceRow
+    inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, piece_index: Scalar, piece_row: PieceRow
 ) -> None:
-    """Start the copies of the query tile of piece `index`, for this thread block's KV head, to shared memory.
+    """Start the copies of the query tile of piece `piece_index` of the plan, for this thread block's KV head.
 
-    A piece is a query tile over a range of the keys of one sequence, here `piece_row`, which has `num_queries` ×
-    `group_size` query rows. The tile begins at query row `first_query_row` of its sequence and at `aligned_row` of
-    `inputs.queries` [K, A, H], where each sequence begins at a multiple of `ROW_ALIGN` = 8. `num_rows` counts the query
-    rows from the start of the tile to the end of the sequence: 10 queries × 4 heads − `first_query_row` 32 = 8. If it
-    exceeds the rows of the tile, `start_query_copies` copies as many as the tile has.
+    They go from global to shared memory. A query row is one query of one of the G = `group_size` query heads that share
+    the KV head; a sequence of n queries has n × G of them. A piece is a tile of one sequence's query rows over a range
+    of its keys, and `piece_row` has the lengths of that sequence. `inputs.queries` is [K, A, H]: for each of K KV heads
+    the A aligned query rows of the step, in which each sequence begins at a multiple of `ROW_ALIGN` = 8. The tile
+    begins at `first_query_row` of its sequence, which is `aligned_row` of the A.
+
+    Example: a sequence of 10 queries and G = 4 has 40 query rows, so a tile that begins at query row 32 has 8. If more
+    are left than the tile can hold, `start_query_copies` copies as many as it holds.
     """
-    piece = _read_piece(inputs, launch, index)
+    piece = _read_piece(inputs, launch, piece_index)
     aligned_row = pl.multiple_of(piece.aligned_row, ROW_ALIGN)
-    num_rows = piece_row.num_queries * launch.group_size - piece.first_query_row
-    q_tile, q_barrier = _query_tile(scratch, launch, index)
-    start_query_copies(inputs.queries, lax.axis_index("head"), aligned_row, num_rows, q_tile, q_barrier, launch.chip)
+    rows_left = piece_row.num_queries * launch.group_size - piece.first_query_row
+    q_tile, q_barrier = _query_tile(scratch, launch, piece_index)
+    start_query_copies(inputs.queries, lax.axis_index("head"), aligned_row, rows_left, q_tile, q_barrier, launch.chip)
 
 
 def _compute_piece(

@@ -149,18 +149,25 @@ def store_query_rows(
 def row_layout(head_size: int, chip: Chip) -> Any:
     """Return the register layout in which a thread block loads and stores a tile [rows, H], of 8 rows or a multiple.
 
-    A lane is one number of a row. Of 8 rows each of the four warps has two, 16 threads to a row; a thread has
-    `lanes_at_once` // 16 adjacent lanes of one row. The layout repeats every `lanes_at_once` lanes, the largest power
-    of two that divides the head size, but at most 128: head size 96 is three times 32 lanes, 2 to a thread. On Ampere
-    64 or 32 lanes lie in two blocks of shared memory, so there a warp has half of the lanes of four rows, 8 threads to
-    a row, which reads without bank conflicts.
+    The layout repeats every 8 rows and every `width` numbers of a row. `width` is the largest power of two that divides
+    H, at most 128: a row of 96 numbers is three times 32. Each of the four warps of a thread block has two of the 8
+    rows, 16 threads to a row, and a thread has `width` // 16 adjacent numbers: 2 at H = 96, 8 at H = 128.
+
+    On Ampere, `smem_tile` stores `width` = 64 or 32 bfloat16 numbers of a row in two swizzled blocks, half of them in
+    each. So that a warp reads from one block only, without bank conflicts, it has there half of the numbers of four
+    rows, 8 threads to a row.
     """
     # x & −x is the largest power of two that divides x.
-    lanes_at_once = min(head_size & -head_size, 128)
-    if lanes_at_once in (32, 64) and not chip.has_tma:
-        half_rows = plgpu.Tiling(((ROW_ALIGN, lanes_at_once), (4, lanes_at_once // 2), (lanes_at_once // 16,)))
+    width = min(head_size & -head_size, 128)
+    # Each tuple of a tiling cuts the last axes further and appends its sizes. The axes that follow from the last two
+    # tuples are named from the end: −1 is the numbers of one thread, −2 the threads of a row, −3 the rows of a warp.
+    # `lane_dims` are the axes over the 32 threads of a warp, `warp_dims` those over the four warps.
+    if width in (32, 64) and not chip.has_tma:
+        # [8, width] becomes [2, 2, 4, 8, width // 16]: two times four rows, and two halves of a row.
+        half_rows = plgpu.Tiling(((ROW_ALIGN, width), (4, width // 2), (width // 16,)))
         return plgpu.Layout.TILED(half_rows, warp_dims=(-5, -4), lane_dims=(-3, -2), vector_dim=-1)
-    tiling = plgpu.Tiling(((ROW_ALIGN, lanes_at_once), (2, lanes_at_once), (lanes_at_once // 16,)))
+    # [8, width] becomes [4, 1, 2, 16, width // 16]: four times two whole rows.
+    tiling = plgpu.Tiling(((ROW_ALIGN, width), (2, width), (width // 16,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 

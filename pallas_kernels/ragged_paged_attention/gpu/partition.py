@@ -82,26 +82,32 @@ class _EqualShares:
     def __init__(
         self, begin: np.ndarray, end: np.ndarray, cost: np.ndarray, ends: np.ndarray, num_shares: int, share: int
     ):
-        """Find the tile that each border lies in, the granule there, and the distance to the nearest end of a tile.
+        """Find, for each border between shares, where it would split a tile, and where it would move to instead.
 
-        Tile i has the granules `begin[i]` … `end[i]` − 1 of keys and the cost `cost[i]`; `ends` is the running sum of
-        `cost`. The tiles are laid end to end on an axis of cost: a tile's first `PIECE_COST` = 2 units stand for the
-        fixed cost of a piece, each further unit for one granule. Border i is at cost (i + 1) × `share`, or at the end
-        of all tiles if that is less. Example: three tiles of cost 4, 8 and 4 with 2 shares of 8 have a border at cost
-        8, in the middle of tile 1. Its granule is 8 − 4 − 2 = 2 of that tile, if `begin[1]` is 0. Its distance to the
-        nearest end of a tile, where tile 1 starts, is −4.
+        A border inside a tile either splits the tile's keys into two pieces of work (split-KV), or moves to the nearest
+        end of the tile, so that the tile stays whole; `split` decides which. Keys are split only at multiples of a
+        granule, 64 keys. Tile i has the granules `begin[i]` … `end[i]` − 1 and the cost `cost[i]`; `ends` is the
+        running sum of `cost`. The tiles are laid end to end on an axis of cost: a tile's first `PIECE_COST` = 2 units
+        stand for the fixed cost of a piece, each further unit for one granule. Border i is at cost (i + 1) × `share`,
+        or at the end of all tiles if that is less.
+
+        Example: three tiles of cost 4, 8 and 4 with 2 shares of 8 have one border, at cost 8, in the middle of tile 1.
+        With `begin[1]` = 0 it could split tile 1 at granule 8 − 4 − 2 = 2. Or it could move by `distance` = −4 to the
+        start of tile 1, so `nearest_tile` is 1; of two ends that are equally near, it is the first.
         """
         self.num_tiles, self.total = len(begin), ends[-1]
         self.borders = np.minimum(np.arange(1, num_shares) * share, self.total)
-        # A border at the end of all tiles counts as one in the last tile.
+        # `searchsorted` finds the tile that begins at a border or contains it; for a border at the end of all tiles
+        # that is no tile, and the last one is taken.
         self.tile = np.minimum(ends.searchsorted(self.borders, side="right"), self.num_tiles - 1)
         """Index of the tile that each border lies in."""
         tile_cost = cost[self.tile]
         cost_before_border = self.borders - ends[self.tile] + tile_cost
-        is_past_middle = 2 * cost_before_border > tile_cost
-        self.nearest_tile = self.tile + is_past_middle
-        """Index of the tile that begins where a border would move to."""
-        self.distance = is_past_middle * tile_cost - cost_before_border
+        cost_after_border = tile_cost - cost_before_border
+        moves_to_end = cost_after_border < cost_before_border
+        self.nearest_tile = np.where(moves_to_end, self.tile + 1, self.tile)
+        """Index of the tile that begins where a border would move to; the number of tiles for the end of them all."""
+        self.distance = np.where(moves_to_end, cost_after_border, -cost_before_border)
         """Cost from each border to the nearest end of a tile, negative if that end lies before the border."""
         # A border can split its tile only if at least one granule lies before it and one after it.
         self.granule = begin[self.tile] + cost_before_border - PIECE_COST

@@ -142,13 +142,13 @@ class DecodeKernel:
         return self.copies.span(tile_index, self._first_visible_position(row.context_len), row.context_len)
 
     def _begin_call(self) -> None:
-        """Prepare the scratch memory of the whole call, before the first block of rows.
+        """Prepare the call: zero `diagonal_q`, and start fetching the first full tiles (KV tiles before a row's last).
 
-        `diagonal_q` becomes zero; later only its diagonal blocks are written, so the others stay zero. If any row has
-        full tiles, the fetches of the first `num_buffers` − 1 of the step start, so that as many are under way whenever
-        a full tile is computed. Fetches after the last full tile do nothing.
+        `diagonal_q` holds queries in the blocks on its diagonal, which `_begin_row` writes; the rest stays zero. A row
+        with full tiles is long. All buffers but the last get a tile here; the last one's fetch starts just before the
+        first tile is computed. A fetch of (row, tile) = `next_fetch` does nothing if no full tile is left.
         """
-        scratch, first_long_row = self.scratch, self.scalars.next_long_row[0]
+        scratch, first_long_row = self.scratch, self.scalars.next_long_row[0]  # It is `num_rows` if no row is long.
         scratch.next_buffer[0] = 0
         scratch.next_fetch[0], scratch.next_fetch[1] = first_long_row, self._first_tile(first_long_row)
         scratch.diagonal_q[...] = jnp.zeros(scratch.diagonal_q.shape, scratch.diagonal_q.dtype)

@@ -64,10 +64,17 @@ def heads_from_rows(
 
     Four-byte numbers: row t · pitch + n holds head n of token t, so one head of all tokens is one strided load.
 
-    Two-byte numbers: row t · pitch + n holds head 2n (low halves) and head 2n + 1 (high halves) of token t. The result
-    needs two consecutive tokens of one head in an int32 row. Therefore the tokens `first_token` + 0, 2, 4 … and + 1, 3,
-    5 … are loaded separately, and exchanging halves gives both heads. If the number of heads is odd, the last row has
-    no second head, and nothing is yielded for it. `num_tokens` must be even; `first_token` may be odd.
+    Two-byte numbers: an int32 row holds two numbers per lane. Row t · pitch + n holds head 2n (low halves) and head
+    2n + 1 (high halves) of token t. A yielded array of one head packs two consecutive tokens instead, the earlier one
+    in the low halves. Example with 2 heads and 2 tokens, as (low, high):
+
+        loaded:   token 0 (h0, h1), token 1 (h0, h1)
+        packed:   head 0 (t0, t1),  head 1 (t0, t1)
+
+    So the tokens `first_token` + 0, 2, 4 … and + 1, 3, 5 … are two loads, and `_swap_halves` makes both heads of them.
+    If the number of heads is odd, the last row has no second head, and nothing is yielded for it. `num_tokens` must be
+    even, because tokens are packed in pairs. `first_token` may be odd, because the pairs are counted from it, and in
+    `rows` every token has rows of its own.
     """
     pitch = _pitch(num_heads, dtype)
     for row in range(_rows_per_token(num_heads, dtype)):
@@ -76,11 +83,11 @@ def heads_from_rows(
         if jnp.dtype(dtype).itemsize == 4:
             yield from_int32(rows[pl.ds(start, num_tokens, stride=pitch)], dtype)
             continue
-        even_tokens = rows[pl.ds(start, num_tokens // 2, stride=2 * pitch)]
-        odd_tokens = rows[pl.ds(start + pitch, num_tokens // 2, stride=2 * pitch)]
-        for head, bits in enumerate(_swap_halves(even_tokens, odd_tokens)):
-            if 2 * row + head < num_heads:
-                yield from_int32(bits, dtype)
+        earlier_tokens = rows[pl.ds(start, num_tokens // 2, stride=2 * pitch)]  # The first of each pair of tokens.
+        later_tokens = rows[pl.ds(start + pitch, num_tokens // 2, stride=2 * pitch)]
+        for head_of_pair, packed_tokens in enumerate(_swap_halves(earlier_tokens, later_tokens)):
+            if 2 * row + head_of_pair < num_heads:
+                yield from_int32(packed_tokens, dtype)
 
 
 def heads_to_tokens(load_head: Callable[[int], jax.Array], first_lane: int, rows: Ref, tokens: Ref) -> None:

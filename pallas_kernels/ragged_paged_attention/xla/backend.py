@@ -55,22 +55,30 @@ class Tiles:
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
         """Return how the pages of `num_rows` decode rows are cut into KV splits, which are computed in batches.
 
-        A decode row is a sequence with one query; `num_rows` counts padding rows, too. Each row has up to `kv_splits` ÷
-        `num_rows` splits, but at least one and at most a batch: with `kv_splits` 256, 4 rows have up to 64 splits each,
-        and 256 rows or more have one. One iteration computes a page of each split of a batch, so a batch has as many
-        splits as `decode_keys` and `decode_bytes` allow for these pages. A split has at least the pages of `split_keys`
-        keys if its row has them. If there are fewer rows than splits in a batch, this minimum shrinks in proportion, so
-        that more splits fill the batch: with `split_keys` 256, pages of 16 slots and batches of 32 splits, it is 16
-        pages for 32 rows and 4 pages for 8 rows. All of these numbers are at least 1.
+        A decode row is a sequence with one query; `num_rows` counts padding rows, too. A KV split is some of a row's
+        pages (flash decoding). One loop iteration computes one page of each split of a batch, so a batch has as many
+        splits as `decode_keys` and `decode_bytes` allow for that many pages, and at least one.
+
+        - Most splits of a row: `kv_splits` ÷ `num_rows`, but at least one and at most a batch. With `kv_splits` 256
+          and batches of 64 or more, 4 rows have up to 64 splits each, and 256 rows or more have one.
+        - Fewest pages of a split, if its row has them: those of `split_keys` keys. If there are fewer rows than splits
+          in a batch, it shrinks in proportion, so that more splits fill the batch. With `split_keys` 256, pages of 16
+          slots and batches of 32 splits, it is 16 pages for 32 rows or more and 4 pages for 8 rows; at least one.
         """
-        # The bytes of a page's keys; those of its values are as many, and `decode_bytes` does not count them.
-        page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
-        batch_size = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
+        # `decode_bytes` is a limit for the keys alone; the values of the same pages take as many bytes beside them.
+        key_page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
+        batch_size = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // key_page_bytes))
+        # A row with more splits than a batch would not have more of them computed at once, only more of them to merge.
+        max_splits = max(1, min(self.kv_splits // num_rows, batch_size))
+        full_min_pages = self.split_keys // pages.page_size
+        min_pages = max(1, full_min_pages * min(num_rows, batch_size) // batch_size)
+        # `has_few_loops` is set for GPUs, whose host waits in each iteration of a loop whose count is an array. With
+        # static counts only the loop over a batch's pages is such a loop, not those over batches and merges around it.
         return KVSplits(
             pages,
             batch_size=batch_size,
-            max_splits=max(1, min(self.kv_splits // num_rows, batch_size)),
-            min_pages=max(1, self.split_keys // pages.page_size * min(num_rows, batch_size) // batch_size),
+            max_splits=max_splits,
+            min_pages=min_pages,
             has_static_counts=self.has_few_loops,
         )
 
