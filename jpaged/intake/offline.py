@@ -21,7 +21,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     padded prompts; see `unpadded`. The prompts themselves are not checked. Raise InvalidRequestError for a value that
     is neither a prompt nor a list, and for a mask or lengths that do not fit.
     """
-    if isinstance(prompts, Mapping) and _is_array(ids := prompts.get("prompt_token_ids")) and ids.ndim == 2:
+    if isinstance(prompts, Mapping) and getattr(prompts.get("prompt_token_ids"), "ndim", 0) == 2:
         return unpadded(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
