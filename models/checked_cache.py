@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -34,6 +35,11 @@ class CheckedCache:
     num_scanned: Int[Array, ""] | np.int32 = field(default_factory=lambda: np.int32(0))
     """Calls with a traced layer, as in a scan over layers, whose carry may not change in what is static."""
 
+    @property
+    def num_layers_attended(self) -> Int[Array, ""]:
+        """Return the number of layers whose keys and values are in the cache."""
+        return jnp.int32(self.num_attended) + self.num_scanned
+
     def attend(
         self,
         layer: int | Int[Array, ""],
@@ -55,16 +61,19 @@ class CheckedCache:
         that differs from the spec: another layer than the next one, or another window, soft cap or shape.
         """
         options |= {"window": window, "soft_cap": soft_cap}
-        if isinstance(layer, jax.Array):
+        if isinstance(layer, jax.core.Tracer):
             self._check_scan()
             self._check_options(0, window, soft_cap)
             self._check_heads(0, q, k, v, step)
             out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
             return out, replace(self, cache=cache, num_scanned=self.num_scanned + np.int32(1))
         # If such a layer gives the earlier layer's number, its own number takes its place, and the checks use that.
-        if k is None and v is None and isinstance(layer, int | np.integer) and self.num_attended < len(self.layers):
+        if isinstance(layer, np.integer | jax.Array) and jnp.issubdtype(layer.dtype, jnp.integer):
+            layer = int(layer)
+        if k is None and v is None and isinstance(layer, int) and self.num_attended < len(self.layers):
             layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
         self._check_layer(layer)
+        assert isinstance(layer, int)
         self._check_options(layer, window, soft_cap)
         self._check_heads(layer, q, k, v, step)
         out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
@@ -85,7 +94,7 @@ class CheckedCache:
         """
         count = len(self.layers)
         # bool is a subclass of int, and True is no layer's number.
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+        if isinstance(layer, bool) or not isinstance(layer, int):
             raise ValueError(f"attend: got {layer!r} for the layer, wanted an integer, as the spec counts layers")
         if not 0 <= layer < count:
             raise ValueError(f"attend: got layer {layer}, wanted one of the spec's {count}, from 0 on")
@@ -143,31 +152,8 @@ class CheckedCache:
 
 @jax.jit
 def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-    """Return `q`. JAX records the name of this function in a jaxpr, where `num_attention_calls` counts it."""
+    """Return `q`. JAX records the name of this function in a jaxpr, where `traces.num_attention_calls` counts it."""
     return q
-
-
-def num_attention_calls(jaxpr: Any) -> int:
-    """Return how many `attend` calls are in the jaxpr of a step that was traced with a CheckedCache.
-
-    Nested jaxprs are searched too; the body of a scan counts once for each of its steps, that of another loop once. Of
-    the branches of a `cond`, only the one with the most calls counts. The caller compares the number with that of the
-    layers, because CheckedCache itself does not see a call whose returned cache is dropped: the next call starts from
-    the older cache.
-    """
-    num_calls = 0
-    for equation in jaxpr.eqns:
-        # A call of a jitted function is an equation whose parameter `name` is the function's name.
-        if equation.params.get("name") == "_attention_call":
-            num_calls += 1
-            continue
-        # Parameters of an equation may be jaxprs, closed ones, or tuples of these, such as the branches of a `cond`.
-        values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
-        inner = (getattr(part, "jaxpr", part) for parts in values for part in parts)
-        counts = [num_attention_calls(part) for part in inner if hasattr(part, "eqns")]
-        count = max(counts, default=0) if equation.primitive.name == "cond" else sum(counts)
-        num_calls += count * equation.params["length"] if equation.primitive.name == "scan" else count
-    return num_calls
 
 
 def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:
@@ -175,11 +161,11 @@ def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) ->
 
     `cache` is what a module's `__call__` returned, and `layers` are those of its spec. `attend` lets layers attend only
     in order, so the number of those that have attended tells which they are. That number is 0 in a cache to which
-    nothing was written, which a module may return by mistake. After a scan over layers it is 0 as well, and only
-    `num_attention_calls` can count: this passes.
+    nothing was written, which a module may return by mistake. A cache that has passed through a transform of JAX, such
+    as a scan over layers, passes here: `num_layers_attended` is then known to the trace alone.
     """
-    if isinstance(cache, CheckedCache) and not cache.num_attended and not isinstance(cache.num_scanned, np.int32):
-        return  # It has passed through a transform of JAX, which has made an array of the count.
+    if isinstance(cache, CheckedCache) and not isinstance(cache.num_scanned, np.int32):
+        return
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
     if cache.num_attended < len(layers):

@@ -42,6 +42,8 @@ class OwnModel:
     graph: ModuleGraph
     state: Any
     """The weights, as abstract shapes."""
+    statistics: Mapping[str, Any]
+    """The running statistics by their dotted paths, as the module has them; none if it is abstract."""
     longrope: None = None
 
     def shares(self, num_shards: int) -> Shares:
@@ -142,7 +144,9 @@ def open_own_model(
         # converted when the weight is made of it.
         dtype = jnp.float32 if value.dtype == np.float64 else value.dtype
         abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
-    return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
+    stats = {".".join(map(str, path)) for path, leaf in abstract.items() if isinstance(leaf, nnx.BatchStat)}
+    statistics = {key: value for key, value in arrays.items() if key in stats}
+    return OwnModel(name, spec, graph, nnx.from_flat_state(abstract), statistics), arrays
 
 
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:

@@ -18,12 +18,9 @@ from jaxtyping import Array, Float
 from .errors import ModelLoadError
 from .inputs import ModelInputs
 from .recipe import Path
-from .weights.loading import with_value
 
-NOT_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
-"""Types of variables that no trainer trains: random streams and their counts, caches, and values that calls leave."""
-DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
-"""JAX's primitives that draw random numbers."""
+NOT_WEIGHTS = (nnx.RngState, nnx.Cache)
+"""Types of variables that no trainer trains: random streams and their counts, and caches."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,11 @@ class ServedModule:
         return getattr(self.module, self.head)(hidden_RD)
 
     @property
+    def statistics(self) -> list[Array]:
+        """Return the values of the module's running statistics, such as those of batch norm."""
+        return [leaf.get_value() for _, leaf in nnx.to_flat_state(nnx.state(self.module, nnx.BatchStat))]
+
+    @property
     def spec(self) -> Any:
         """Return the module's spec."""
         return self.module.spec
@@ -54,19 +56,20 @@ class ServedModule:
 
 @dataclass(frozen=True)
 class Constant:
-    """A variable of a module that is no weight, with its value in the host's memory."""
+    """A leaf of a module that is no weight."""
 
-    variable: Any
-    value: np.ndarray
+    variable: nnx.Variable[Any] | None
+    """Its variable, without the value; None for an array that is in no variable."""
+    value: Any
+    """An array in the host's memory, or what else a variable holds."""
     key_impl: Any = None
     """The implementation of random keys whose bits `value` holds; None for other values."""
 
     def fresh(self) -> Any:
-        """Return a new variable with the value; a trace may change it without a trace of that elsewhere."""
-        value = jnp.asarray(self.value)
-        return with_value(
-            self.variable, value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
-        )
+        """Return a new leaf with the value, so that what one trace does to it is not seen in another."""
+        value = jnp.asarray(self.value) if isinstance(self.value, np.ndarray) else self.value
+        value = value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
+        return value if self.variable is None else self.variable.replace(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,7 @@ def split_module(module: nnx.Module, call: str, head: str) -> tuple[ModuleGraph,
     module that is abstract (`nnx.eval_shape`); random streams need none.
     """
     served = nnx.merge(*nnx.split(module))
+    nnx.pop(served, nnx.Intermediate)  # What earlier calls have left, such as activations that a trainer logs.
     nnx.Module.eval(served)  # A module may have a method of that name for something else.
     graph, weights, others = nnx.split(served, lambda path, leaf: _is_weight(leaf), ...)
     flat = {path: _constant(path, leaf, type(module).__name__) for path, leaf in nnx.to_flat_state(others)}
@@ -109,37 +113,23 @@ def split_module(module: nnx.Module, call: str, head: str) -> tuple[ModuleGraph,
 
 
 def _is_weight(leaf: Any) -> bool:
-    if isinstance(leaf, NOT_WEIGHTS):
-        return False
-    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    # A parameter of integers is left among the weights, where it is refused by name.
-    return isinstance(leaf, nnx.Param) or not hasattr(value, "dtype") or jnp.issubdtype(value.dtype, jnp.floating)
+    """Return whether a leaf of a module's state is a weight: a parameter, or another array of floats."""
+    if isinstance(leaf, nnx.Param) or not isinstance(leaf, nnx.Variable):
+        return True  # Also if it holds no floats: it is then refused by name.
+    value = leaf.get_value()
+    return not isinstance(leaf, NOT_WEIGHTS) and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _constant(path: Path, leaf: Any, name: str) -> Constant:
+def _constant(path: Path, leaf: nnx.Variable[Any], name: str) -> Constant:
     """Return a leaf of the module `name` as a constant. Raises ModelLoadError if it needs a value and has none."""
-    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    value, variable = leaf.get_value(), leaf.replace(None)
+    is_key = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if isinstance(value, jax.ShapeDtypeStruct):
         if not isinstance(leaf, nnx.RngState):
             fault = f"{name}.{'.'.join(map(str, path))} is abstract, wanted a value: only weights are given later"
             raise ModelLoadError(f"model: {fault}")
-        # The numbers of a random stream are not used: a module that draws some is refused.
-        bits = jax.eval_shape(jax.random.key_data, value) if is_key else value
-        value_on_host = np.zeros(bits.shape, bits.dtype)
-        return Constant(leaf, value_on_host, jax.random.key_impl(jax.random.key(0)) if is_key else None)
+        # The numbers of a random stream are not used, since a module that draws some is refused: any key will do.
+        value = jnp.broadcast_to(jax.random.key(0), value.shape) if is_key else np.zeros(value.shape, value.dtype)
     if is_key:
-        return Constant(leaf, np.asarray(jax.random.key_data(value)), jax.random.key_impl(value))
-    return Constant(leaf, np.asarray(value))
-
-
-def draws_random_numbers(jaxpr: Any) -> bool:
-    """Return whether a jaxpr, or one nested in it, draws random numbers."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in DRAWS:
-            return True
-        values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
-        inner = (getattr(part, "jaxpr", part) for parts in values for part in parts)
-        if any(draws_random_numbers(part) for part in inner if hasattr(part, "eqns")):
-            return True
-    return False
+        return Constant(variable, np.asarray(jax.random.key_data(value)), jax.random.key_impl(value))
+    return Constant(variable, np.asarray(value) if hasattr(value, "dtype") else value)

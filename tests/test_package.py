@@ -59,7 +59,7 @@ LAYERS = {
         ("weights",),
         ("families",),
         ("decoder", "dense"),
-        ("layers", "inputs", "checked_cache", "rope", "activations"),
+        ("layers", "inputs", "checked_cache", "traces", "rope", "activations"),
         ("recipe",),
         ("config",),
         ("formats",),

@@ -21,7 +21,9 @@ def as_prompts(prompts: Any) -> list[Any]:
     padded prompts; see `unpadded`. The prompts themselves are not checked. Raise InvalidRequestError for a value that
     is neither a prompt nor a list, and for a mask or lengths that do not fit.
     """
-    if isinstance(prompts, Mapping) and getattr(prompts.get("prompt_token_ids"), "ndim", 0) == 2:
+    if isinstance(prompts, Mapping) and (
+        getattr(prompts.get("prompt_token_ids"), "ndim", 0) == 2 or not prompts.keys().isdisjoint(("mask", "lengths"))
+    ):
         return unpadded(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -43,8 +45,12 @@ def unpadded(prompts: Mapping[str, Any]) -> list[dict[str, Any]]:
     tokens. What else the mapping holds, such as `cache_salt`, goes to every prompt. Raise InvalidRequestError for both
     at once, for another shape, for a row without a token, and for a mask with holes.
     """
-    ids, way_out = np.asarray(prompts["prompt_token_ids"]), "give lengths, or a mask with one run of tokens in each row"
+    way_out = "give lengths, or a mask with one run of tokens in each row"
+    ids: Any = prompts.get("prompt_token_ids")
     mask, lengths = prompts.get("mask"), prompts.get("lengths")
+    if not _is_array(ids) or ids.ndim != 2 or not ids.shape[1]:
+        raise refusal("prompt_token_ids", shown(ids), "an array [B, P], P at least 1, beside a mask or lengths")
+    ids = np.asarray(ids)
     if mask is not None and lengths is not None:
         raise refusal("prompts", "a mask and lengths", "one of them")
     if lengths is not None:

@@ -80,7 +80,8 @@ class Trainer:
         self.loop.check_outside("update_params")
         number = self.versions.check_options(version, in_flight, copy)
         with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
-            checked = self.live.check(params, self.runner.store.by_path)
+            held = {".".join(map(str, path)): leaf for path, leaf in self.runner.store.by_path.items()}
+            checked = self.live.check(params, held)
             self.loop.drain(in_flight)
             self.runner.store.update(self.live, checked, self.loop.plan.get, copy=copy)
         self.versions.advance(number)

@@ -18,11 +18,10 @@ from jax.sharding import Mesh
 
 from ..checks import one_line, shown
 from ..errors import ConfigError, ModelLoadError
-from ..models.checked_cache import num_attention_calls
 from ..models.config.decoder import DecoderConfig
 from ..models.inputs import CALL_WANTED, ModelInputs
 from ..models.own_model import OwnModel
-from ..models.served import draws_random_numbers
+from ..models.traces import computes_output, constant_output, draws_random_numbers, num_attention_calls
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -140,6 +139,7 @@ class AbstractEngine:
         values of all. Raises ModelLoadError if the model cannot be traced for one size, calls `attend` more often than
         its spec has layers, attends otherwise than its spec says, or returns other shapes or no floats.
         """
+        assert isinstance(self.model, OwnModel)
         spec, buckets = self.model.spec, builder.buckets
         paged = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
         tables = jax.ShapeDtypeStruct(builder.tables.shape, jnp.int32)
@@ -152,11 +152,20 @@ class AbstractEngine:
             packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             step = partial(trial, weights.graph, layout, spec.layers)
             arguments = weights.state, paged, tables, packed
-            traced, hidden = self._traced("a step of it", jax.make_jaxpr(step, return_shape=True), *arguments)
+            traced, outputs = self._traced("a step of it", jax.make_jaxpr(step, return_shape=True), *arguments)
+            hidden, _, statistics = outputs
             if (num_calls := num_attention_calls(traced.jaxpr)) != len(spec.layers):
                 wanted = f"{len(spec.layers)}, each layer once, with the cache that the last call returned"
                 raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
+            if (num_attended := constant_output(traced, 1)) != len(spec.layers):
+                wanted = f"those of the spec's {len(spec.layers)}: return the cache that `attend` gave last"
+                raise ModelLoadError(
+                    f"model: its cache has new keys and values of {num_attended} layers, wanted {wanted}"
+                )
             self._refuse_draws(traced.jaxpr)
+            if any(computes_output(traced, 2 + index) for index in range(len(statistics))):
+                fault = "changes its running statistics in evaluation mode too, by the tokens of other requests"
+                raise ModelLoadError(f"model: {self.model.name} {fault}, wanted a call that only reads them")
             _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             dtypes.add(jnp.dtype(hidden.dtype))
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
@@ -175,7 +184,7 @@ class AbstractEngine:
         """
         assert isinstance(self.model, OwnModel)
         if (streams := self.model.graph.random_streams) and draws_random_numbers(jaxpr):
-            fault = f"draws random numbers in evaluation mode too, from one of {', '.join(streams)}"
+            fault = f"draws random numbers in evaluation mode too (its streams: {', '.join(streams)})"
             raise ModelLoadError(f"model: {self.model.name} {fault}, wanted a call that gives the same each time")
 
     def _traced(self, name: str, trace: Callable[..., Any], *arguments: Any) -> Any:

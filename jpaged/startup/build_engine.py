@@ -168,7 +168,8 @@ def build_engine(
         with _short_switch_interval():
             report = _phase(progress, "load")
             if handle.arrays is not None:
-                weights = live.weights(live.check(handle.arrays), plan.get)
+                held = handle.config.statistics if isinstance(handle.config, OwnModel) else {}
+                weights = live.weights(live.check(handle.arrays, held), plan.get)
             elif handle.checkpoint is None:
                 weights = dummy_weights(programs.weights, progress=report)
             else:

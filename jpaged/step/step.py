@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..models.checked_cache import CheckedCache, check_all_layers_attended
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs
-from ..models.served import ModelGraph, ModuleGraph
+from ..models.served import ModelGraph, ModuleGraph, ServedModule
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
@@ -128,8 +128,11 @@ def trial(
     cache: PagedCache,
     tables: Int[Array, "groups slots P"],
     packed: Int[Array, " n"],
-) -> Float[Array, "T D"]:
-    """Return the hidden states of one step. Callers only trace this function, to check a model without running it.
+) -> tuple[Float[Array, "T D"], Int[Array, ""], list[Array]]:
+    """Return the hidden states of one step, the number of layers that have attended, and the running statistics.
+
+    Callers only trace this function, to check a model without running it. The statistics are those of a caller's own
+    module after its call, in the order of `ModuleGraph.statistics`; a Decoder has none.
 
     `graph` and `weights` are the two halves of the model (`merged_model`). `packed` is a step's int32 buffer, which
     `layout` cuts into named sections. `tables` are the page tables of all state slots, and `layers` are the attention
@@ -143,7 +146,8 @@ def trial(
     inputs = ModelInputs(token_ids=view["token_ids"], attention=step)
     hidden_TD, cache_after = model(inputs, CheckedCache(cache, layers))
     check_all_layers_attended(cache_after, layers)
-    return hidden_TD
+    statistics = model.statistics if isinstance(model, ServedModule) else []
+    return hidden_TD, cache_after.num_layers_attended, statistics
 
 
 def merged_model(graph: ModelGraph, weights: nnx.State) -> Model:

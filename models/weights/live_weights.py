@@ -31,7 +31,8 @@ from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Bounds, Path, Piece
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, recipes_for, with_value
-from .subtree import ambiguity_message, lacking_prefix, likeliest_prefixes, model_prefixes, starts_of_parts
+from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
+from .subtree import statistics_elsewhere as elsewhere
 
 Key = Hashable
 
@@ -100,24 +101,28 @@ class LiveWeights:
         """
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
+        stats = (path for path, leaf in self._leaves.items() if isinstance(leaf, nnx.BatchStat))
+        self._statistics = {".".join(map(str, path)) for path in stats}  # Names: a trainer may keep these apart.
         own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
         # Recipes do not depend on the names that a tree has, so the usual names serve here.
         self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own_origins}
         recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
-    def check(self, tree: Any, held: Mapping[Path, Any] = MappingProxyType({})) -> CheckedWeights:
+    def check(self, tree: Any, held: Mapping[str, Any] = MappingProxyType({})) -> CheckedWeights:
         """Return the checked arrays of `tree` that become the weights, and the origin of each weight among them.
 
         `tree` is a nested or flat mapping of names to arrays, or a whole training state that holds one. There are three
         layouts: a checkpoint's names with one array per layer, such names with one array [L, …] for all layers, and the
         engine's own paths. The tree is checked against the layout that has the most names in common with it. An origin
-        has the weight's recipe and the names of its arrays. Running statistics of a caller's own module that the tree
-        lacks stay as in `held`, the present weights by path. Raises ModelLoadError, which lists every fault.
+        has the weight's recipe and the names of its arrays. Running statistics of a caller's own module may be in a
+        subtree of their own; those that the tree lacks stay as in `held`, the present weights by their names. Raises
+        ModelLoadError, which lists every fault.
         """
-        arrays = self._own_part(named_leaves(tree))
-        stats = [path for path, leaf in self._leaves.items() if isinstance(leaf, nnx.BatchStat) and path in held]
-        arrays = {".".join(map(str, path)): held[path] for path in stats} | arrays
+        leaves = named_leaves(tree)
+        arrays = self._own_part(leaves)
+        if missing := self._statistics - arrays.keys():
+            arrays |= {name: held[name] for name in missing if name in held} | elsewhere(missing, leaves)
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
         # the tree fits no layout.
         origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
@@ -137,6 +142,7 @@ class LiveWeights:
         prefixes remain. A tree without a prefix is returned as it is.
         """
         own_names = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
+        own_names = own_names - self._statistics or own_names  # A tree may lack these, or have them elsewhere.
         prefixes_seen = (
             name[:start] for name in arrays for start in starts_of_parts(name) if name[start:] in own_names
         )
@@ -152,10 +158,8 @@ class LiveWeights:
         if len(prefixes) > 1:
             raise ModelLoadError(f"params: {ambiguity_message(prefixes)}")
         prefix = prefixes[0] if prefixes else ""
-        if config is None and not own_prefixes and (lacking := lacking_prefix(arrays, own_names)):
-            example = next(name for name in sorted(own_names) if name.startswith(lacking))
-            fault = f"its names lack the prefix {lacking!r} of the module's, such as {example}"
-            raise ModelLoadError(f"params: {fault}; nothing was changed; nest the tree under it")
+        if config is None and not own_prefixes:
+            refuse_lacking_prefix(arrays, own_names)
         return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
 
     def make(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from ..config.decoder import DecoderConfig
+from ..errors import ModelLoadError
 from ..families.table import model_class
 
 OPTIMIZER_TREES = frozenset(
@@ -72,16 +74,39 @@ def ambiguity_message(prefixes: Collection[str]) -> str:
     return f"{len(prefixes)} subtrees hold tensors of the model: {subtrees}; give one of them alone"
 
 
-def lacking_prefix(held: Collection[str], wanted: Collection[str]) -> str | None:
-    """Return the prefix that most of the `wanted` names have before a name that is `held`; None if there is none.
+def refuse_lacking_prefix(held: Collection[str], wanted: Collection[str]) -> None:
+    """Raise ModelLoadError if most of the `wanted` names have one prefix before a name that is `held`.
 
-    Example: "0.kernel" and "1.kernel" are held, and "blocks.0.kernel" and "blocks.1.kernel" wanted: "blocks.".
+    Example: "0.kernel" and "1.kernel" are held, and "blocks.0.kernel" and "blocks.1.kernel" wanted: "blocks." lacks.
     """
     seen = (name[:start] for name in wanted for start in starts_of_parts(name)[1:] if name[start:] in held)
     prefix, num_names = next(iter(Counter(seen).most_common(1)), ("", 0))
-    return prefix if 2 * num_names > len(wanted) else None
+    if 2 * num_names > len(wanted):
+        example = min(name for name in wanted if name.startswith(prefix))
+        fault = f"its names lack the prefix {prefix!r} of the module's, such as {example}"
+        raise ModelLoadError(f"params: {fault}; nothing was changed; nest the tree under it")
 
 
 def starts_of_parts(name: str) -> list[int]:
     """Return where each part of a dotted name begins."""
     return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
+
+
+def statistics_elsewhere(missing: Collection[str], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the running statistics `missing` from the weights' subtree that another subtree of `leaves` has.
+
+    Example: {"params": …, "batch_stats": {"norm": {"mean": m}}} has "norm.mean" under "batch_stats.". Subtrees of
+    optimizers are passed over. Raises ModelLoadError if several subtrees have one, and for a leaf that looks like one,
+    as "norn.mean" does for "norm.mean", but is none: the old statistics would stay unnoticed.
+    """
+    places = {name: likeliest_prefixes(_prefixes_of(leaves, [name])) for name in missing}
+    if ambiguous := next((prefixes for prefixes in places.values() if len(prefixes) > 1), None):
+        raise ModelLoadError(f"params: {ambiguity_message(ambiguous)}")
+    found = {name: leaves[prefixes[0] + name] for name, prefixes in places.items() if prefixes}
+    taken = {prefixes[0] + name for name, prefixes in places.items() if prefixes}
+    last_parts = {name.rpartition(".")[2] for name in missing - found.keys()}
+    alike = [name for name in leaves if name.rpartition(".")[2] in last_parts and name not in taken]
+    if strange := likeliest_prefixes([name for name in alike if name not in missing]):
+        fault = f"{strange[0]} has no place in the model, and {min(missing - found.keys())} is missing"
+        raise ModelLoadError(f"params: {fault}; nothing was changed; give running statistics under their own paths")
+    return found

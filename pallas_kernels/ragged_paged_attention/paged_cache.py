@@ -100,7 +100,7 @@ class PagedCache:
         The arrays hold the pages of all layers of a group, layer after layer. Raises ValueError for a traced layer in a
         cache of several groups, since a program reads one group's tables.
         """
-        if not isinstance(layer, jax.Array):
+        if not isinstance(layer, jax.core.Tracer):
             place = self.layers[layer]
             return place.table_group, jnp.int32(place.index * self.layout.num_pages)
         table_group, *others = {place.table_group for place in self.layers}
@@ -177,7 +177,7 @@ class PagedCache:
             )
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")
-        if not isinstance(layer, jax.Array) and not 0 <= layer < len(self.layers):
+        if not isinstance(layer, jax.core.Tracer) and not 0 <= layer < len(self.layers):
             raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
 
     def _refuse_misfits(self, q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> None:

@@ -33,6 +33,11 @@ WRONG = {
     "nothing": ({"lengths": [1, 0, 1]}, "lengths: got 0, allowed: 1 to 4"),
     "too few": ({"lengths": [1, 2]}, r"lengths: got int64 \[2\], allowed: integers \[3\]"),
     "no integers": ({"lengths": [1.0, 2.0, 1.0]}, r"lengths: got float64 \[3\]"),
+    "a list": (
+        {"prompt_token_ids": [[1, 2]], "lengths": [2]},
+        r"prompt_token_ids: got \[\[1, 2\]\], allowed: an array",
+    ),
+    "no columns": ({"prompt_token_ids": IDS[:, :0]}, "prompt_token_ids: got array"),
     "both": ({"lengths": [1, 2, 1], "mask": MASK}, "prompts: got a mask and lengths, allowed: one of them"),
 }
 

@@ -163,6 +163,36 @@ def test_running_statistics_stay_where_a_tree_has_none():
         check(engine, module, version=1)
 
 
+def apart(module: nnx.Module) -> dict[str, Any]:
+    """Return trees in which the running statistics stand beside the parameters, by name."""
+    _, parameters, statistics, rest = nnx.split(module, nnx.Param, nnx.BatchStat, ...)
+    del rest
+    return {"tuple": (parameters, statistics), "mapping": {"params": parameters, "batch_stats": statistics}}
+
+
+@pytest.mark.parametrize("name", ["tuple", "mapping"])
+def test_running_statistics_may_stand_beside_the_parameters(name):
+    module = Normed()
+    with Engine(module, params=nnx.state(module, nnx.Param), **SIZES) as engine:
+        for between in module.between:
+            between.mean[...], between.var[...] = jnp.full(16, 0.3), jnp.full(16, 2.0)
+        engine.update_params(apart(module)[name])
+        module.eval()
+        check(engine, module, version=1)
+        with pytest.raises(ModelLoadError, match=r"betwen\.0\.mean has no place in the model, and between\.0\.mean is"):
+            engine.update_params(
+                {**nnx.to_pure_dict(nnx.state(module, nnx.Param)), "betwen": {"0": {"mean": jnp.ones(16)}}}
+            )
+
+
+def test_what_calls_have_left_and_values_that_are_no_arrays_are_no_weights():
+    module = Plain()
+    module.activations = nnx.Intermediate((jnp.ones(3),))
+    module.empty, module.steps = nnx.Cache(None), nnx.Variable(0)
+    with Engine(module, **SIZES) as engine:
+        check(engine, module)
+
+
 @pytest.fixture(scope="module")
 def plain():
     module = Plain()
@@ -218,11 +248,35 @@ class Drawing(Dropped):
         return self.between[1](x, deterministic=False), cache
 
 
+class Noting(Normed):
+    """Its batch norm computes over the tokens of a step in every mode, in a jitted function."""
+
+    def __call__(self, inputs, cache):
+        x, cache = super().__call__(inputs, cache)
+        return nnx.jit(lambda norm, x: norm(x, use_running_average=False))(self.between[1], x), cache
+
+
+class Dropping(Plain):
+    """Its jitted layer returns the cache that it was given, without what it has written."""
+
+    spec = replace(Plain.spec, layers=(LAYER,))
+
+    def __call__(self, inputs, cache):
+        run = nnx.remat(lambda block, x, cache: (block(x, inputs, cache, 0)[0], cache))
+        return run(self.blocks[0], self.tokens(inputs.token_ids), cache)
+
+
 REFUSED = {
+    "changes statistics": (Noting, {}, r"Noting changes its running statistics in evaluation mode too"),
+    "drops the cache": (
+        Dropping,
+        {},
+        r"its cache has new keys and values of 0 layers, wanted those of the spec's 1",
+    ),
     "draws": (
         Drawing,
         {},
-        r"Drawing draws random numbers in evaluation mode too, from one of between\.0\.rngs, .*same each time",
+        r"Drawing draws random numbers in evaluation mode too .*its streams: between\.0\.rngs.*same each time",
     ),
     "no method": (Plain, {"call": "serve"}, r"Plain has no method 'serve', wanted the name of one for call"),
     "no name": (Plain, {"logits": 3}, r"Plain has no method 3, wanted the name of one for logits"),
