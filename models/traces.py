@@ -5,7 +5,7 @@ All functions take jaxprs, as `jax.make_jaxpr` returns them, and look into neste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
@@ -60,22 +60,22 @@ def draws_random_numbers(jaxpr: Any) -> bool:
 
 def constant_output(traced: Any, index: int) -> int | None:
     """Return the value of one output, a number, if it depends on no input of the closed jaxpr `traced`; None else."""
-    jaxpr, is_used = _reduced(traced, index)
+    jaxpr, is_used = _reduced(traced, {index})
     if any(is_used):
         return None
     (value,) = jax.core.eval_jaxpr(jaxpr, traced.consts)
     return int(value)
 
 
-def computes_output(traced: Any, index: int) -> bool:
-    """Return whether anything is computed for one output of the closed jaxpr `traced`.
+def computes_outputs(traced: Any, indices: Container[int]) -> bool:
+    """Return whether anything is computed for these outputs of the closed jaxpr `traced`.
 
-    An output that is an input, or a constant, as it is may pass through jitted functions, and nothing is computed.
+    Outputs that are inputs, or constants, may pass through jitted functions as they are, and nothing is computed.
     """
-    jaxpr, _ = _reduced(traced, index)
+    jaxpr, _ = _reduced(traced, indices)
     return any(True for _ in _equations(jaxpr))
 
 
-def _reduced(traced: Any, index: int) -> tuple[Any, list[bool]]:
-    """Return the part of a closed jaxpr that one output needs, and which inputs that part uses."""
-    return partial_eval.dce_jaxpr(traced.jaxpr, [place == index for place in range(len(traced.jaxpr.outvars))])
+def _reduced(traced: Any, indices: Container[int]) -> tuple[Any, list[bool]]:
+    """Return the part of a closed jaxpr that these outputs need, and which inputs that part uses."""
+    return partial_eval.dce_jaxpr(traced.jaxpr, [place in indices for place in range(len(traced.jaxpr.outvars))])

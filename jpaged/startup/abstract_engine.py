@@ -21,7 +21,7 @@ from ..errors import ConfigError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.inputs import CALL_WANTED, ModelInputs
 from ..models.own_model import OwnModel
-from ..models.traces import computes_output, constant_output, draws_random_numbers, num_attention_calls
+from ..models.traces import computes_outputs, constant_output, draws_random_numbers, num_attention_calls
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -153,7 +153,8 @@ class AbstractEngine:
             step = partial(trial, weights.graph, layout, spec.layers)
             arguments = weights.state, paged, tables, packed
             traced, outputs = self._traced("a step of it", jax.make_jaxpr(step, return_shape=True), *arguments)
-            hidden, _, statistics = outputs
+            hidden, _, statistics = outputs  # Outputs of the trace by their order: the first must be one array.
+            _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             if (num_calls := num_attention_calls(traced.jaxpr)) != len(spec.layers):
                 wanted = f"{len(spec.layers)}, each layer once, with the cache that the last call returned"
                 raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
@@ -163,10 +164,9 @@ class AbstractEngine:
                     f"model: its cache has new keys and values of {num_attended} layers, wanted {wanted}"
                 )
             self._refuse_draws(traced.jaxpr)
-            if any(computes_output(traced, 2 + index) for index in range(len(statistics))):
+            if computes_outputs(traced, range(2, 2 + len(statistics))):
                 fault = "changes its running statistics in evaluation mode too, by the tokens of other requests"
                 raise ModelLoadError(f"model: {self.model.name} {fault}, wanted a call that only reads them")
-            _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             dtypes.add(jnp.dtype(hidden.dtype))
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
         for num_rows in sorted({*buckets.num_samples, *(layout.num_rows for layout in layouts)}):
