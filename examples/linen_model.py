@@ -61,7 +61,7 @@ if __name__ == "__main__":
     params = Model().init(jax.random.key(0), unpaged_inputs(ids, ids), DenseAttention(1))["params"]
     model = Linen(Model(), params, SPEC)
     with Engine(model, max_num_seqs=8) as engine:
-        sample = engine.generate([1, 2, 3], SamplingParams(max_tokens=16, detokenize=False))[0].outputs[0]
+        sample = engine.generate([1, 2, 3], SamplingParams(max_tokens=16))[0].outputs[0]
         print(sample.token_ids)
         # A trainer's tree, as it is: Linen's {"params": …}.
         engine.update_params({"params": jax.tree.map(lambda leaf: 0.9 * leaf, params)})

@@ -55,10 +55,11 @@ class RequestBuilder:
     ) -> NewRequest:
         """Check the arguments, encode the prompt, and return the request's message; it is not queued.
 
-        `prompt` is a text, token ids or a mapping, and `params` of None are `default_params`. `number` is part of the
-        seed of a request without one. `priority` overrides that of the prompt's mapping. `arrival_time` is in seconds
-        of `time.monotonic()`; None is now. `form` is the form of the results; with SCORES the prompt is only scored, so
-        it may be as long as the context. Raise InvalidRequestError if an argument is wrong.
+        `prompt` is a text, token ids or a mapping, and `params` of None are `default_params`. Without a tokenizer there
+        is no text, whatever they say of `detokenize`. `number` is part of the seed of a request without one. `priority`
+        overrides that of the prompt's mapping. `arrival_time` is in seconds of `time.monotonic()`; None is now. `form`
+        is the form of the results; with SCORES the prompt is only scored, so it may be as long as the context. Raise
+        InvalidRequestError if an argument is wrong.
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
@@ -66,6 +67,8 @@ class RequestBuilder:
         params = self.default_params() if params is None else params
         if not isinstance(params, Params):
             raise refusal("sampling_params", type(params).__name__, "SamplingParams, BeamSearchParams")
+        if self.encoder.tokenizer is None and isinstance(params, SamplingParams) and not params.stop:
+            params = replace(params, detokenize=False)  # Nothing can make text of the tokens, and nothing looks for it.
         max_num_seqs = self.sizes.max_num_seqs
         checked = self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs)
         encoded = self.encoder.encode(prompt, has_answer=form is not ResultForm.SCORES)

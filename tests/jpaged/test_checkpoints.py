@@ -94,7 +94,6 @@ def test_without_a_tokenizer_requests_give_ids_and_want_no_text(model, wanted):
         assert engine.tokenizer is None
         for prompt, params in (
             (PROMPT, SamplingParams(detokenize=False)),
-            ([5], SamplingParams()),
             ([5], SamplingParams(stop=["a"])),
         ):
             with pytest.raises(
