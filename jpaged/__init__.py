@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .models.config.spec import AttentionLayer, ModelSpec
     from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersion
     from .research.arrays import GenerationArrays, LogprobComparison
+    from .research.draws import draw
     from .sampling.logits_processor import LogitsProcessor
     from .sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -30,6 +31,7 @@ _HOMES = {
     "models.config.spec": ("AttentionLayer", "ModelSpec"),
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "WeightVersion"),
     "research.arrays": ("GenerationArrays", "LogprobComparison"),
+    "research.draws": ("draw",),
     "sampling.logits_processor": ("LogitsProcessor",),
     "sampling.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
 }
@@ -40,7 +42,7 @@ __all__ = [
     "LLM", "AttentionLayer", "BeamSearchParams", "CompletionOutput", "ConfigError", "Engine", "EngineConfig",
     "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob", "LogprobComparison",
     "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "SamplingParams", "WeightVersion",
+    "SamplingParams", "WeightVersion", "draw",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

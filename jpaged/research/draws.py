@@ -1,0 +1,78 @@
+"""Draws tokens from a trainer's own logits, as an engine draws them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..checks import check, integer, refusal, shown
+from ..sampling.sample_columns import MAX_INT32
+from ..sampling.sampler import SamplingRows
+from ..sampling.sampler import sample as sample_logits
+from ..sampling.sampling_params import SampleMode, SamplingParams
+from ..step.compile_plan import without_x64
+
+UINT32 = 0xFFFFFFFF
+
+
+def draw(logits: Float[Array, "*R V"], seed: Any, sample: Any, index: Any, params: SamplingParams) -> Int[Array, "*R"]:
+    """Return the tokens that an engine draws from these logits: int32 [R] for R rows, a scalar for logits [V].
+
+    A token depends on the row's logits and on three numbers: the `seed` of its request, the index of its `sample` in
+    the request, from 0, and the `index` of the token in the sample's output, from 0. Each is an integer or an array
+    [R]. Seeds have 64 bits as integers of Python or numpy, and 32 as arrays of JAX. Of `params` the temperature,
+    `top_k`, `top_p` and `min_p` count, and not the `seed`. It may stand in a jitted function, where all but `params` may
+    be traced.
+
+    Raise InvalidRequestError for parameters that change logits by the tokens before, such as penalties, for logits of
+    another shape, and for seeds that are no integers.
+    """
+    if not isinstance(params, SamplingParams):
+        raise refusal("params", type(params).__name__, "SamplingParams")
+    if params.has_rules:
+        allowed = "temperature, top_k, top_p and min_p alone"
+        raise refusal("params", "logit rules", allowed, "change the logits by them before")
+    if getattr(logits, "ndim", 0) not in (1, 2):
+        raise refusal("logits", shown(getattr(logits, "shape", logits)), "an array [V] or [R, V]")
+    with without_x64(), jax.transfer_guard("allow"):
+        rows = jnp.asarray(logits, jnp.float32)
+        rows = rows[None] if rows.ndim == 1 else rows
+        num_rows = rows.shape[0]
+        seed_low, seed_high = _halves(seed)
+        columns = {
+            "seed_low": seed_low,
+            "seed_high": seed_high,
+            "sample_index": jnp.asarray(sample, jnp.int32),
+            "output_index": jnp.asarray(index, jnp.int32),
+            "top_k": jnp.int32(min(params.top_k, MAX_INT32)),
+            **{name: jnp.float32(getattr(params, name)) for name in ("temperature", "top_p", "min_p")},
+            **dict.fromkeys(("ruled_slot", "forced_token", "score"), jnp.int32(0)),
+        }
+        parameters = SamplingRows(**{name: jnp.broadcast_to(value, (num_rows,)) for name, value in columns.items()})
+        tokens = _draw(rows, parameters, SampleMode.GREEDY if params.is_greedy else SampleMode.RANDOM)
+    return tokens[0] if logits.ndim == 1 else tokens
+
+
+def _halves(seed: Any) -> tuple[Int[Array, "*R"], Int[Array, "*R"]]:
+    """Return the low and the high 32 bits of seeds, as int32: integers of Python or arrays, which may be traced."""
+    if isinstance(seed, jax.Array):
+        if seed.dtype == jnp.uint32:
+            return jax.lax.bitcast_convert_type(seed, jnp.int32), jnp.zeros(seed.shape, jnp.int32)
+        if seed.dtype != jnp.int32:
+            raise refusal("seed", f"an array of {seed.dtype}", "int32 or uint32, or integers of Python or numpy")
+        return seed, jnp.where(seed < 0, jnp.int32(-1), jnp.int32(0))  # A negative one has only ones above.
+    each = [check("seed", one, integer(-(1 << 63), (1 << 64) - 1)) for one in np.atleast_1d(np.asarray(seed, object))]
+    seeds = np.asarray([one % (1 << 64) for one in each], np.uint64)
+    low, high = ((seeds >> np.uint64(shift) & np.uint64(UINT32)).astype(np.uint32).view(np.int32) for shift in (0, 32))
+    return jnp.asarray(low), jnp.asarray(high)
+
+
+@partial(jax.jit, static_argnums=2)
+def _draw(logits_RV: Float[Array, "R V"], rows: SamplingRows, mode: SampleMode) -> Int[Array, " R"]:
+    """Return a token for each row. Equal shapes share a program, whatever the parameters are."""
+    return sample_logits(logits_RV, rows, mode).token_ids
