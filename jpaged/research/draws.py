@@ -26,8 +26,7 @@ def draw(logits: Float[Array, "*R V"], seed: Any, sample: Any, index: Any, param
     A token depends on the row's logits and on three numbers: the `seed` of its request, the index of its `sample` in
     the request, from 0, and the `index` of the token in the sample's output, from 0. Each is an integer or an array
     [R]. Seeds have 64 bits as integers of Python or numpy, and 32 as arrays of JAX. Of `params` the temperature,
-    `top_k`, `top_p` and `min_p` count, and not the `seed`. It may stand in a jitted function, where all but `params` may
-    be traced.
+    `top_k`, `top_p` and `min_p` count, and not the `seed`. All but `params` may be traced, in a jitted function.
 
     Raise InvalidRequestError for parameters that change logits by the tokens before, such as penalties, for logits of
     another shape, and for seeds that are no integers.
