@@ -56,20 +56,20 @@ class ServedModule:
 
 @dataclass(frozen=True)
 class Constant:
-    """A leaf of a module that is no weight."""
+    """A variable of a module that is no weight."""
 
-    variable: nnx.Variable[Any] | None
-    """Its variable, without the value; None for an array that is in no variable."""
+    variable: nnx.Variable[Any]
+    """The variable without its value."""
     value: Any
-    """An array in the host's memory, or what else a variable holds."""
+    """An array in the host's memory, or what else the variable holds."""
     key_impl: Any = None
     """The implementation of random keys whose bits `value` holds; None for other values."""
 
-    def fresh(self) -> Any:
-        """Return a new leaf with the value, so that what one trace does to it is not seen in another."""
+    def fresh(self) -> nnx.Variable[Any]:
+        """Return a new variable with the value, so that what one trace does to it is not seen in another."""
         value = jnp.asarray(self.value) if isinstance(self.value, np.ndarray) else self.value
         value = value if self.key_impl is None else jax.random.wrap_key_data(value, impl=self.key_impl)
-        return value if self.variable is None else self.variable.replace(value)
+        return self.variable.replace(value)
 
 
 @dataclass(frozen=True, eq=False)
