@@ -5,14 +5,12 @@ This is the face of its parts: a loop that steps, a front that checks requests, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from threading import get_ident
 from typing import Any, Literal, Self, overload
 
 import msgspec
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from .checks import refusal, shown
 from .config.engine_config import EngineConfig
@@ -24,7 +22,8 @@ from .intake.request_builder import RequestBuilder, check_new_id
 from .messages import NewRequest, Params, ResultForm
 from .outputs import RequestOutput
 from .request import Request
-from .research.arrays import GenerationArrays, LogprobComparison, for_arrays, generation_arrays
+from .research.arrays import GenerationArrays, for_arrays, generation_arrays
+from .research.calls import ResearchCalls
 from .research.trainer import Trainer
 from .sampling.sampling_params import BeamSearchParams, SampleMode, SamplingParams
 from .startup.build_engine import EngineComponents, Progress, build_engine
@@ -33,13 +32,13 @@ from .startup.sizing.sizes import Demand
 from .text.prompts import CheckedParams, EncodedPrompt
 
 
-class Engine:
+class Engine(ResearchCalls):
     """One model behind a paged cache.
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
     serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
     tokens, and `sleep` gives the device's memory away, as `shutdown` does at the end of a `with`. Threads may share it:
-    calls wait for the end of another thread's step, and requests are refused while one is in `generate` or its like.
+    each step computes the requests of all callers, and other calls wait for the end of another thread's step.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class Engine:
         are in the result's `errors`. A request whose logits are NaN or infinite, or whose rules leave no token, gets
         such an output whatever `on_error` is.
 
-        Raise ConfigError while requests of `add_request` are unfinished. Requests of a call that raises, or is
+        Requests of other threads and of `add_request` are computed beside these. Requests of a call that raises, or is
         interrupted, are aborted.
         """
         if sampling_params is None:
@@ -248,15 +247,13 @@ class Engine:
         check_new_id(request_id, self._loop.requests)
         options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
         new = self._builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
-        self._loop.call("add_request", partial(self._add, new, caller=get_ident(), is_counted=number is None))
+        self._loop.call("add_request", partial(self._add, new, is_counted=number is None))
 
-    def _add(self, new: NewRequest, *, caller: int, is_counted: bool) -> None:
-        """Queue a request of the thread `caller`, between two steps, where no other thread can take its id or number.
+    def _add(self, new: NewRequest, *, is_counted: bool) -> None:
+        """Queue a request between two steps, where no other thread can take its id or its number.
 
         If `is_counted` is true, its number is the count of requests so far, which then grows by one.
         """
-        self._loop.check_shared("add_request", caller)
-        check_new_id(new.request_id, self._loop.requests)
         new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
         self._loop.queue(self._loop.make(new))
         self._builder.num_requests += is_counted
@@ -300,11 +297,11 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
-        return bool(self._loop.requests or self._loop.unreturned)
+        return bool(self._loop.inbox.requests or self._loop.unreturned)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose last output `step` has not returned."""
-        return len(self._loop.requests) + sum(output.finished for output in self._loop.unreturned)
+        return len(self._loop.inbox.requests) + sum(output.finished for output in self._loop.unreturned)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in any state, and free what they hold; they give no further output.
@@ -363,88 +360,3 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-    # Beside a trainer
-
-    @property
-    def weights_version(self) -> int:
-        """Return the version of the weights: 0 at start, then what `update_params` was told, or counted."""
-        return self._loop.versions.version
-
-    @property
-    def params(self) -> nnx.State:
-        """Return the engine's weights, in its own layout: a state of nnx. Raise ConfigError while they are away.
-
-        They are the arrays that steps read: copy those that are to outlive the next update.
-        """
-        return self._trainer.params
-
-    def logprobs(self, token_ids: Any, *, temperature: float = 1.0) -> Float[Array, "*B N1"]:
-        """Return the logprob of each token but the first, given those before it: float32, [N − 1] for N token ids.
-
-        For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest list; shorter rows
-        are padded by zeros. The logprobs come from the programs that serve: the log-softmax of the logits ÷
-        `temperature`, from 1e-4 to 2, without truncation. Raise InvalidRequestError for a sequence of more than
-        `max_model_len` tokens, and for other arguments that are wrong.
-        """
-        return self._trainer.logprobs(token_ids, temperature=temperature)
-
-    def compare_logprobs(
-        self,
-        trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]],
-        prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> LogprobComparison:
-        """Draw a continuation of each prompt and compare the logprobs of its tokens with a trainer's.
-
-        `trainer_fn` takes int32 ids [B, N], each row a prompt and its output, padded at the end by zeros. It returns
-        the logprob of each token but the first, [B, N − 1], in the sense of the engine's `logprobs_mode`: with
-        raw_logprobs those of the model's logits, whatever the temperature.
-        """
-        return self._trainer.compare_logprobs(trainer_fn, prompts, sampling_params)
-
-    def update_params(
-        self, params: Mapping[str, Any], *, version: int | None = None, in_flight: str = "wait", copy: bool = True
-    ) -> None:
-        """Replace all weights by a tree of arrays. Only the first two updates by a kind of tree compile programs.
-
-        `params` is flat or nested. Its names are the tensors' Hugging Face names; or these without the layers' numbers,
-        with the tensors of all layers in one array [L, …]; or the paths of the engine's own weights (`Engine.params`),
-        or of your own module. Dtypes may differ from the engine's. Arrays may be numpy's, or JAX's on any devices of
-        this process. They are copied, so a trainer may donate them later; with `copy=False` an array that needs no
-        conversion becomes the engine's weight, and must not be deleted or donated.
-
-        `version` is what outputs call the new weights, by default one more than before. `in_flight` says what becomes
-        of unfinished requests: "wait" computes those that have begun to their end, "keep" lets them go on with the keys
-        and values they have, "recompute" computes these anew from their tokens, "abort" ends them. While the engine
-        sleeps, all but "abort" mean "recompute". The next `step` returns the tokens that they have got meanwhile.
-        Prefixes computed by other weights are no longer found in the cache.
-
-        Before anything is changed, raise ModelLoadError, which lists every leaf that is missing, unknown, misshapen, of
-        a wrong type or not finite, or ConfigError for a wrong option. If the devices fail during the update, their
-        exception is raised, and the engine sleeps without weights until the next update.
-        """
-        update = partial(self._trainer.update_params, params, version=version, in_flight=in_flight, copy=copy)
-        self._loop.call("update_params", update)
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free the device's memory for other uses, until `wake_up`.
-
-        Both levels free the pages. Level 1 moves the weights to the host's memory, where a CPU has them already. Level
-        2 drops them: `update_params` refills them, or `wake_up` if they are a checkpoint's. `mode` says what becomes of
-        unfinished requests: "abort" ends them, "wait" computes those that have begun to their end, "keep" lets them go
-        on after waking, with the same tokens. The next `step` after waking returns the tokens that they have got. Raise
-        ConfigError if an argument is wrong or the engine sleeps already.
-        """
-        self._loop.call("sleep", lambda: self._trainer.sleep(level, mode))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
-
-        Where only `update_params` can refill the weights, it raises ConfigError; `wake_up(["weights"])` does nothing.
-        """
-        self._loop.call("wake_up", lambda: self._trainer.wake_up(tags))
-
-    def is_sleeping(self) -> bool:
-        """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""
-        return bool(self._loop.sleep.missing)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import count
 from numbers import Integral
 from typing import Any
 
@@ -16,6 +18,7 @@ from ..messages import NewRequest, ResultForm
 from ..outputs import RequestOutput, error_output
 from ..request import Request
 from .engine_loop import EngineLoop
+from .inbox import Inbox
 
 
 class BatchRunner:
@@ -24,6 +27,7 @@ class BatchRunner:
     def __init__(self, loop: EngineLoop, builder: RequestBuilder):
         """`builder` is that of the engine whose loop this is."""
         self.loop, self.builder = loop, builder
+        self._uncounted_ids = count()
 
     def run(
         self,
@@ -42,8 +46,7 @@ class BatchRunner:
         Both are in the order of the prompts. The list of requests is empty for the form ENTRIES, whose results are the
         outputs alone. With another form it holds the requests that were computed. `call` names the calling method in
         errors and request ids, and `each_params` has one value per prompt. `priority` is one integer, a list with one
-        per prompt, or None. During the call no other thread may queue or step requests. `use_tqdm` shows a progress bar
-        on a terminal.
+        per prompt, or None. Requests of other callers go on meanwhile. `use_tqdm` shows a progress bar on a terminal.
 
         `number` is part of the seed of requests without one: None counts the requests of the engine, and an integer
         is used for all of them, which are then not counted.
@@ -55,19 +58,24 @@ class BatchRunner:
         if on_error not in ("raise", "return"):
             raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
-        ids = [f"{call}-{self.builder.num_requests + index}" for index in range(len(prompts))]
-        outputs: dict[str, Any] = dict.fromkeys(ids)  # Filled as requests end; the keys keep the prompts' order.
-        requests: dict[str, Request] = {}
         raises = on_error == "raise" or form is not ResultForm.ENTRIES  # Only ENTRIES has outputs that hold an error.
-        with self.loop.alone(call), progress_bar(len(prompts), is_shown=use_tqdm) as bar:
+        with progress_bar(len(prompts), is_shown=use_tqdm) as bar:
+            self.loop.call(call, partial(self.loop.check_ready, call))
             self.loop.forget_last_fault()  # Each call logs its first failure with a traceback.
-            arguments = zip(ids, prompts, each_params, each_priority, strict=True)
-            checked, refused = self._check(arguments, number=number, raises=raises, form=form)
-            outputs |= refused
-            bar.update(len(refused))
+            built = self._build(zip(prompts, each_params, each_priority, strict=True), form=form)
+            named = self.loop.call(call, partial(self._name, call, built, number=number, raises=raises))
+            # Filled as requests end; the keys keep the prompts' order.
+            outputs: dict[str, Any] = dict.fromkeys(named)
+            requests: dict[str, Request] = {}
+            for prompt, (request_id, new) in zip(prompts, named.items(), strict=True):
+                if isinstance(new, InvalidRequestError):
+                    outputs[request_id] = error_output(request_id, prompt, str(new))
+                    bar.update()
+            checked = [new for new in named.values() if isinstance(new, NewRequest)]
             # `run_requests` reads only a limited number of requests ahead, so it is given all in the policy's order.
             in_order = sorted(checked, key=lambda new: new.policy_key)
-            for request, output in self.loop.run_requests(map(self.loop.make, in_order), on_error=on_error):
+            made = map(self.loop.make, in_order)
+            for request, output in self.loop.run_requests(made, inbox=Inbox(), on_error=on_error):
                 if request.failure is not None and on_error == "raise":
                     request.failure.add_note(f"{request.request_id}: {output.error}")
                     raise request.failure
@@ -76,32 +84,46 @@ class BatchRunner:
                     requests[request.request_id] = request
                 outputs[request.request_id] = output
                 bar.update()
-        return outputs, [requests[request_id] for request_id in ids if request_id in requests]
+        return outputs, [requests[request_id] for request_id in named if request_id in requests]
 
-    def _check(
-        self, arguments: Iterable[tuple[str, Any, Any, Any]], *, number: int | None, raises: bool, form: ResultForm
-    ) -> tuple[list[NewRequest], dict[str, RequestOutput]]:
-        """Check all requests of a call, given as tuples (id, prompt, parameters, priority).
+    def _build(
+        self, arguments: Iterable[tuple[Any, Any, Any]], *, form: ResultForm
+    ) -> list[NewRequest | InvalidRequestError]:
+        """Return the message of each request, or the error that refuses it, of tuples (prompt, parameters, priority).
 
-        Return the messages of the valid requests, and an output with an error message for each invalid one, by its id.
-        If `raises` is true, the first invalid request raises InvalidRequestError with its index instead, and the count
-        of requests is as before this call. With an integer `number`, all requests get it. With None, each gets the
-        count of requests before it, and the count grows, also by invalid ones. `form` is the form of the results. Each
-        message has the key that the scheduling policy gives the request.
+        The messages have neither ids nor numbers yet; `_name` gives them these. Other threads may step meanwhile.
         """
-        builder, num_before = self.builder, self.builder.num_requests
-        checked: list[NewRequest] = []
-        refused: dict[str, RequestOutput] = {}
-        for index, (request_id, prompt, params, priority) in enumerate(arguments):
-            request_number = builder.num_requests if number is None else number
+        built: list[NewRequest | InvalidRequestError] = []
+        for prompt, params, priority in arguments:
             try:
-                new = builder.build(request_id, prompt, params, number=request_number, priority=priority, form=form)
+                built.append(self.builder.build("", prompt, params, number=0, priority=priority, form=form))
+            except InvalidRequestError as error:
+                built.append(error)
+        return built
+
+    def _name(
+        self, call: str, built: Sequence[NewRequest | InvalidRequestError], *, number: int | None, raises: bool
+    ) -> dict[str, NewRequest | InvalidRequestError]:
+        """Return the messages of `_build` by new ids, in their order; each has its number and its policy's key.
+
+        With a `number` of None, each request gets the count of requests before it, and the count grows, also by
+        invalid ones: the seeds of others do not depend on whether this one is valid. An integer is the number of all of
+        them. A request that could never fit becomes an error too. If `raises` is true, the first error is raised with
+        the index of its prompt, and the count is as before. Runs between steps, where no other thread counts.
+        """
+        named: dict[str, NewRequest | InvalidRequestError] = {}
+        for index, new in enumerate(built):
+            own_number = self.builder.num_requests + index if number is None else number
+            request_id = f"{call}-{own_number if number is None else next(self._uncounted_ids)}"
+            try:
+                if isinstance(new, InvalidRequestError):
+                    raise new
+                new = msgspec.structs.replace(new, request_id=request_id, number=own_number)
                 # `make` checks that the request fits, and asks the scheduling policy for its key.
-                checked.append(msgspec.structs.replace(new, policy_key=self.loop.make(new).policy_key))
+                named[request_id] = msgspec.structs.replace(new, policy_key=self.loop.make(new).policy_key)
             except InvalidRequestError as error:
                 if raises:
-                    builder.num_requests = num_before  # The seeds of later requests do not depend on a refused call.
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
-                refused[request_id] = error_output(request_id, prompt, str(error))
-            builder.num_requests += number is None  # The seeds of others do not depend on whether this one is valid.
-        return checked, refused
+                named[request_id] = error
+        self.builder.num_requests += len(built) if number is None else 0
+        return named

@@ -1,26 +1,27 @@
 """The engine's loop: queues requests, steps the host core, and gives callers what their requests have got.
 
-    queue ─▶ step: compute ─▶ publish ─▶ outputs
+    queue ─▶ compute ─▶ the inbox of each caller ─▶ outputs
     drain: no step in flight, and unfinished requests as the caller wants them
 
 It decides how many steps are in flight, and which calls an engine takes at present. It knows no prompt: requests come
-as messages. Threads may share it: what changes requests or weights runs between steps (step_lock.py).
+as messages. Threads may share it: each step serves the requests of all callers, and what changes requests or weights
+runs between steps (step_lock.py).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 
 from ..checks import one_line, refusal, shown
 from ..errors import ConfigError
-from ..intake.request_builder import as_request_ids, fork_source, unfinished_request
+from ..intake.request_builder import as_request_ids, check_new_id, fork_source, unfinished_request
 from ..messages import NewRequest
 from ..outputs import RequestOutput, SampleDelta, error_output
 from ..request import CacheKey, Request, SampleSequence
@@ -29,6 +30,7 @@ from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
 from .engine_core import fault_of
+from .inbox import Inbox
 from .step_lock import Result, StepLock
 from .step_results import OUTPUT_FAILED
 
@@ -57,12 +59,12 @@ class EngineLoop:
         self._max_in_flight = 2 if parts.config.async_scheduling else 1
         self._is_computing = False
         self.lock = StepLock()
-        self._alone: tuple[int, str] | None = None
-        """The thread that alone may queue and step requests at present, and its call."""
         self._last_fault: tuple[str, str, int] | None = None
         """`fault_of` the exception whose traceback was logged, or raised to a caller, last."""
-        self._unread: list[SampleSequence] = []
-        """Sequences that got tokens which no `step` has returned yet."""
+        self.inbox = Inbox()
+        """The requests of `add_request`, whose outputs `step` returns."""
+        self._inbox_of: dict[Request, Inbox] = {}
+        """For each of `requests` that of its caller."""
         self.unreturned: list[RequestOutput] = []
         """Outputs of steps that were interrupted before they returned them."""
 
@@ -81,51 +83,16 @@ class EngineLoop:
         return self.lock.call(name, command)
 
     @contextmanager
-    def alone(self, call: str) -> Iterator[None]:
-        """Reserve the engine for the caller's thread: during the `with` block no other may queue or step requests.
-
-        `call` names the method in errors. Raise ConfigError if requests are unfinished, if another thread has reserved
-        the engine, inside of a step, or while the engine sleeps.
-        """
-        reservation = threading.get_ident(), call
-
-        def begin() -> None:
-            self.check_ready(call)
-            self.check_shared(call, reservation[0])
-            if self.requests:
-                got = f"an engine with {len(self.requests)} unfinished requests of add_request"
-                raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
-            self._alone = reservation
-
-        try:
-            self.call(call, begin)
-            yield
-        finally:
-            if self._alone is reservation:  # It may be of another thread, if `begin` has raised.
-                self._alone = None
-
-    def check_shared(self, call: str, caller: int) -> None:
-        """Raise ConfigError if a thread other than `caller` has reserved the engine; `call` is named in the error."""
-        reservation = self._alone
-        if reservation is not None and reservation[0] != caller:
-            got = f"an engine that computes {reservation[1]} for another thread"
-            raise refusal(call, got, "one that does not", "wait for its end", error=ConfigError)
-
-    @contextmanager
-    def _between_calls(self, name: str) -> Iterator[None]:
+    def turn(self, name: str) -> Iterator[None]:
         """Hold the lock for one step, the `with` block; a thread that holds it already does not take it again.
 
-        Raise ConfigError inside of a step, or while another thread has reserved the engine; `name` is the method in the
-        error.
+        Raise ConfigError inside of a step; `name` is the method in the error.
         """
         if self.lock.is_own:
             self.check_outside(name)
             yield
             return
-        caller = threading.get_ident()
-        self.check_shared(name, caller)  # Before the lock, which the other thread may keep almost all the time.
         with self.lock.hold():
-            self.check_shared(name, caller)  # Another thread may have reserved the engine since.
             yield
 
     # Requests come and go
@@ -134,30 +101,36 @@ class EngineLoop:
         """Return a request that is not queued. Raise InvalidRequestError if it can never fit."""
         return self.core.make(new)
 
-    def queue(self, request: Request) -> Request:
+    def queue(self, request: Request, inbox: Inbox | None = None) -> Request:
         """Queue a request of `make`, tagged with the present version of the weights, and return it.
 
-        Raise QueueFullError if too many requests or tokens wait, and RuntimeError if the engine was shut down.
+        `inbox` is its caller's; None is that of `step`. Raise InvalidRequestError if its id is in use, QueueFullError
+        if too many requests or tokens wait, and RuntimeError if the engine was shut down.
         """
         self.check_open()
+        check_new_id(request.request_id, self.requests)
+        inbox = self.inbox if inbox is None else inbox
         self.versions.tag(request)
         self.core.queue(request)
         self.requests[request.request_id] = request
+        inbox.requests[request] = None
+        self._inbox_of[request] = inbox
         self.num_prompt_tokens += request.prompt_len
         return request
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests in any state: they give no further output. Ids of no unfinished request are ignored.
+        """End requests in any state. Ids of no unfinished request are ignored.
 
-        `request_ids` is one id or several. A call such as `generate`, which has reserved the engine, does return an
-        output for each of its requests: those that another thread aborts have the finish reason "abort".
+        `request_ids` is one id or several. Requests of `add_request` give no further output. A call such as `generate`
+        does return an output for each of its requests: those that are aborted here have the finish reason "abort".
         """
         for request_id in as_request_ids(request_ids):
             request = self.requests.get(request_id)
             if request is not None:
                 self.core.abort(request)
-                if self._alone is None:
+                if self._inbox_of[request] is self.inbox:
                     self._forget(request)
+        self._distribute([])
 
     def fork(self, request_id: str, n: int, *, sample: int, sample_indices: Sequence[int] | None) -> list[int]:
         """Add `n` samples that go on from the tokens of sample `sample`; return their indices. See `Engine.fork`."""
@@ -188,14 +161,14 @@ class EngineLoop:
         """
         outputs: list[RequestOutput] = []
         try:
-            with self._between_calls("step"):
+            with self.turn("step"):
                 outputs, self.unreturned = self.unreturned, []
                 try:
-                    changed = self._advance()
+                    self.advance()
                 except Exception as error:
                     self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
                     raise
-                for request in changed:
+                for request in self.inbox.take():
                     if (output := self._output_of(request)) is not None:
                         outputs.append(output)
                     self.log_failure(request)
@@ -205,40 +178,53 @@ class EngineLoop:
         return outputs
 
     def run_requests(
-        self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
+        self,
+        requests: Iterable[Request | None] = (),
+        *,
+        inbox: Inbox | None = None,
+        stream: StreamSink | None = None,
+        on_error: str = "raise",
     ) -> Iterator[tuple[Request, RequestOutput]]:
-        """Step until no request is left; yield each request with its last output.
+        """Step until no request of `inbox` is left; yield each request with its last output.
 
         `requests`, made by `make`, are read while fewer than max(1000, 2 × `max_num_seqs`) wait. Requests that were
         read are queued in the order of the scheduling policy, as soon as the queue's limits leave room. If the iterator
-        gives None, the next request is not there yet, and the iterator is asked again after a step. `stream` is called
-        after each step with the deltas of its samples, before the last outputs of that step are yielded.
+        gives None, the next request is not there yet, and the iterator is asked again after a step. `inbox` of None is
+        that of `step`, so that the requests of `add_request` are computed to their end too. `stream` is called after
+        each step with the deltas of its samples, before the last outputs of that step are yielded.
 
         If steps fail whichever requests they compute, all unfinished requests end and the exception is raised; with
         `on_error="return"` their outputs are yielded instead, and the rest of `requests` is computed. A request that
         has failed holds the exception as its `failure`; it is not logged here. If the loop ends early, by an exception
-        or because its caller leaves it, every unfinished request of the engine is aborted. Raise RuntimeError if
-        another thread shuts the engine down meanwhile. The loop serves all requests of the engine, so only one thread
-        at a time may run one.
+        or because its caller leaves it, the unfinished requests of `inbox` are aborted. Raise RuntimeError if another
+        thread shuts the engine down meanwhile.
         """
         if stream is not None and not callable(stream):
             raise refusal("stream", shown(stream), "a function that takes a list of SampleDelta", error=ConfigError)
-        source = RequestSource(requests, max_num_seqs=self._max_num_seqs)
+        inbox = self.inbox if inbox is None else inbox
+        queue, source = partial(self.queue, inbox=inbox), RequestSource(requests, max_num_seqs=self._max_num_seqs)
         try:
-            while not source.is_empty or self.requests:
+            while not source.is_empty or inbox.requests:
                 source.read(len(self.scheduler.waiting))
-                with self._between_calls("generate"):
-                    source.queue(self.queue, is_idle=not self.requests)
-                    changed = self._advance_or_fail(on_error)
+                with self.turn("generate"):
+                    source.queue(queue, is_idle=not self.requests)
+                    if not inbox.has_changed:  # Otherwise the step of another thread has served these requests.
+                        self._advance_or_fail(on_error)
+                    changed = inbox.take()
                     deltas = [] if stream is None else self._deltas_of(changed)
-                    ended = [request for request in changed if request.state.is_finished]
-                    outputs = [(request, self._output_of(request)) for request in ended]
+                    outputs = self.last_outputs(changed)
                 if stream is not None:
                     stream(deltas)
-                yield from ((request, output) for request, output in outputs if output is not None)
+                yield from outputs
             self.check_open()
         finally:
-            self.call("generate", self._drop_all)
+            self.call("generate", partial(self.drop, inbox))
+
+    def last_outputs(self, requests: Iterable[Request]) -> list[tuple[Request, RequestOutput]]:
+        """Return those of `requests` that have ended, each with its last output, and forget them."""
+        ended = [request for request in requests if request.state.is_finished]
+        outputs = [(request, self._output_of(request)) for request in ended]
+        return [(request, output) for request, output in outputs if output is not None]
 
     def drain(self, in_flight: str) -> None:
         """Wait for the steps in flight, then treat unfinished requests as `in_flight` says.
@@ -255,6 +241,7 @@ class EngineLoop:
             self.core.restart()
         elif in_flight == "wait":
             self._finish_those_that_have_begun()
+        self._distribute([])
 
     def stats(self) -> dict[str, float | int]:
         """Return counters since the start, and present sizes, of all parts, under the names of `Engine.stats`."""
@@ -271,7 +258,10 @@ class EngineLoop:
     def close(self) -> None:
         """Abort all requests, and let every later call fail; further calls of this do nothing."""
         self.is_open = False
-        self._drop_all()
+        for request, inbox in list(self._inbox_of.items()):
+            self.core.abort(request)
+            self._forget(request)
+            inbox.changes.set()  # A caller that waits finds the engine closed.
 
     # What the log says, and which calls are refused
 
@@ -313,39 +303,36 @@ class EngineLoop:
 
     # Inside of a step
 
-    def _advance(self) -> list[Request]:
-        """Compute one step; return the requests that got a token, or ended, in it or in steps of `drain` before it.
+    def advance(self) -> None:
+        """Compute one step, whose results go to the inboxes of the requests' callers.
 
-        An engine that sleeps computes nothing, and raises ConfigError if requests are unfinished. If none are, it still
-        returns those that steps of `drain` have left.
+        An engine that sleeps computes nothing, and raises ConfigError if requests are unfinished.
         """
         self.check_open()
         if self.scheduler.has_unfinished or not self.sleep.missing:
             self.check_ready("step")
-            self._unread += self._compute(self._max_in_flight)
-        sampled, self._unread = self._unread, []
-        return self._publish(sampled)
+            self._compute(self._max_in_flight)
 
-    def _advance_or_fail(self, on_error: str) -> list[Request]:
-        """Return the result of `_advance`, or an empty list if it raises an exception that may be passed over.
+    def _advance_or_fail(self, on_error: str) -> None:
+        """Compute one step; pass over an exception after which the loop of `run_requests` can go on.
 
-        With `on_error="return"` that is one after which no request is unfinished: the outputs of the next step tell of
-        it. With "raise", and while requests are unfinished, every exception is raised.
+        With `on_error="return"` that is one after which no request is unfinished: their outputs tell of it. With
+        "raise", and while requests are unfinished, every exception is raised.
         """
         try:
-            return self._advance()
+            self.advance()
         except Exception:
             if on_error == "raise" or self.scheduler.has_unfinished:
                 raise
-            return []  # The next step publishes the requests that have ended.
 
-    def _compute(self, max_in_flight: int) -> list[SampleSequence]:
-        """Start steps until `max_in_flight` are in flight, then wait for the oldest one and process its results.
+    def _compute(self, max_in_flight: int) -> None:
+        """Start steps until `max_in_flight` are in flight, then wait for the oldest one and distribute its results.
 
-        Return the sequences that it sampled for. With 0, no step is started. If a step fails, the result is empty and
-        requests are queued anew. The exception is raised only if it ends all requests or is an interrupt.
+        With 0, no step is started. If a step fails, requests are queued anew. The exception is raised only if it ends
+        all requests or is an interrupt.
         """
         core = self.core
+        sampled: list[SampleSequence] = []
         self._is_computing = True
         try:
             core.prepare()
@@ -357,12 +344,11 @@ class EngineLoop:
                 sampled = core.retire() if core.in_flight else []
                 self.plan.start_deferred()  # Programs that the first step did not need are compiled now.
                 core.drop_finished()  # The results may have ended all sequences of the next step in flight.
-            return sampled
         except BaseException as error:
             core.recover(error)
-            return []
         finally:
             self._is_computing = False
+            self._distribute(sampled)
 
     def _finish_those_that_have_begun(self) -> None:
         """Compute all requests that have been scheduled at least once to their end, and begin no other.
@@ -374,7 +360,7 @@ class EngineLoop:
         try:
             admission.hold_newcomers()
             while any(request.first_scheduled_time is not None for request in self.scheduler.unfinished):
-                self._unread += self._compute(self._max_in_flight)
+                self._compute(self._max_in_flight)
             self._read_all()
             admission.release_newcomers()
         except BaseException:  # An interrupt may leave queues half-written, so they are rebuilt.
@@ -384,26 +370,27 @@ class EngineLoop:
 
     def _read_all(self) -> None:
         while self.core.in_flight:
-            self._unread += self._compute(0)
+            self._compute(0)
 
-    def _publish(self, sampled: list[SampleSequence]) -> list[Request]:
-        """Return, each once, the requests of the sequences in `sampled` and all that have ended.
+    def _distribute(self, sampled: list[SampleSequence]) -> None:
+        """Note the requests of the sequences in `sampled`, and all that have ended, in the inboxes of their callers.
 
         The time of the last token is noted in those that got tokens. An ended request whose caller takes no output any
-        more, since it was aborted, is forgotten here and not returned.
+        more, since it was aborted, is forgotten here.
         """
         now = time.monotonic()
-        # `requests` has lost those that were aborted since the step was started, and may have a new one of an old id.
-        changed = {s.request: None for s in sampled if self.requests.get(s.request.request_id) is s.request}
+        # `_inbox_of` has lost those that were aborted since the step was started.
+        changed = {sequence.request: None for sequence in sampled if sequence.request in self._inbox_of}
         for request in changed:
             request.last_token_time = now if request.finished_time is None else request.finished_time
         # Requests that ended in an earlier step which then failed, or between steps, are among these too.
         for request in list(self.scheduler.ended):
-            if self.requests.get(request.request_id) is request:
+            if request in self._inbox_of:
                 changed[request] = None
             else:
                 self._forget(request)
-        return list(changed)
+        for request in changed:
+            self._inbox_of[request].note(request)
 
     def _output_of(self, request: Request) -> RequestOutput | None:
         """Return the output that a request's caller gets now; None if its `output_kind` gives nothing yet.
@@ -433,16 +420,17 @@ class EngineLoop:
                 self.core.fail(request, OUTPUT_FAILED, cause=exception)
         return deltas
 
-    def _drop_all(self) -> None:
-        """End all requests, and forget them, since their outputs are not taken any more."""
-        for request in list(self.requests.values()):
+    def drop(self, inbox: Inbox) -> None:
+        """End all requests of an inbox, and forget them, since their outputs are not taken any more."""
+        for request in list(inbox.requests):
             self.core.abort(request)
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
         """Drop a request that has ended: its id is free, and no step returns it any more."""
         self.scheduler.ended.pop(request, None)
-        if self.requests.get(request.request_id) is request:
+        if (inbox := self._inbox_of.pop(request, None)) is not None:
+            inbox.forget(request)
             del self.requests[request.request_id]
             if not self.requests:
                 self.core.check_idle()  # All requests are gone, so all pages and slots must be free.

@@ -3,14 +3,15 @@
     thread A   │ step │ calls of others │ step │ …        holds the lock for a step and the calls behind it
     thread B          └─ its call, which has waited in a queue
 
-A thread that finds the lock free runs its call at once. Interrupts such as KeyboardInterrupt come to the main thread
-between any two instructions. Wherever one comes, the lock is free afterwards, no call runs twice, and none waits for
-ever.
+A thread that finds the lock free runs its call at once. Threads that all want to compute steps take turns. Interrupts
+such as KeyboardInterrupt come to the main thread between any two instructions. Wherever one comes, the lock is free
+afterwards, no call runs twice, and none waits for ever.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from typing import Any, Generic, TypeVar
 
 POLL_S = 0.005
 """Seconds after which a thread that waits for a step of another thread looks again whether it may run its own call."""
+TURN_S = 0.0001
+"""Seconds for which a thread that has released the lock leaves it to threads that wait for it. Without a pause, a
+thread that takes the lock again at once would keep them from it for ever."""
 Result = TypeVar("Result")
 
 
@@ -61,6 +65,8 @@ class StepLock:
         self._owner: int | None = None
         """The identifier of the thread that holds the lock."""
         self._calls: deque[QueuedCall[Any]] = deque()
+        self._waiting: set[int] = set()
+        """The identifiers of threads that wait in `hold`."""
 
     @property
     def is_own(self) -> bool:
@@ -72,16 +78,25 @@ class StepLock:
         """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile.
 
         They run before the lock is free, also if the step raises an exception. Wait while another thread has the lock.
+        Threads that wait here get it before this thread can take it again.
         """
-        with self._lock:
-            try:
-                self._owner = threading.get_ident()
+        thread = threading.get_ident()
+        try:
+            self._waiting.add(thread)
+            with self._lock:
+                self._waiting.discard(thread)
                 try:
-                    yield
+                    self._owner = thread
+                    try:
+                        yield
+                    finally:
+                        self._run_calls()
                 finally:
-                    self._run_calls()
-            finally:
-                self._owner = None
+                    self._owner = None
+        finally:
+            self._waiting.discard(thread)  # An interrupt may have come while this thread waited.
+        if self._waiting:
+            time.sleep(TURN_S)
 
     def call(self, name: str, command: Callable[[], Result]) -> Result:
         """Run `command` while no step runs, and return its result or raise its exception. `name` is for errors.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..checks import refusal, shown
+from ..checks import is_integer, refusal, shown
 from ..errors import JpagedError
+from ..outputs import CompletionOutput, RequestOutput
 from ..request import Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
 
@@ -46,6 +47,22 @@ class GenerationArrays:
     errors: tuple[str | None, ...] = field(metadata={"static": True})
     """For each sample why it failed; None for one that did not."""
 
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput], *, max_tokens: int | None = None) -> Self:
+        """Return the samples of outputs of `Engine.step` or `generate`, which hold all tokens so far.
+
+        T is `max_tokens`, or the length of the longest sample for None; `prompt_indices` are places in `outputs`. Raise
+        InvalidRequestError for samples without logprobs, which `SamplingParams(logprobs=0)` asks for, for samples of
+        more than `max_tokens` tokens, and for what is no list of outputs.
+        """
+        if not isinstance(outputs, Sequence) or not all(isinstance(output, RequestOutput) for output in outputs):
+            raise refusal("outputs", shown(outputs), "a list of RequestOutput")
+        samples = [_of_output(index, output, one) for index, output in enumerate(outputs) for one in output.outputs]
+        longest = max((len(sample.tokens) for sample in samples), default=0)
+        if max_tokens is not None and (not is_integer(max_tokens) or max_tokens < longest):
+            raise refusal("max_tokens", shown(max_tokens), f"an integer ≥ {longest}, the tokens of the longest sample")
+        return cls(**_columns(samples, longest if max_tokens is None else max_tokens))
+
 
 def for_arrays(params: Any) -> SamplingParams:
     """Return a copy of `params` for results as arrays: with the logprob of each drawn token, and without text.
@@ -62,48 +79,104 @@ def for_arrays(params: Any) -> SamplingParams:
     return replace(params, logprobs=0, detokenize=False)
 
 
-def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
+class _Sample(NamedTuple):
+    """One row of `GenerationArrays`."""
+
+    prompt_index: int
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    log_masses: Sequence[float] | None
+    versions: Sequence[tuple[int, int]]
+    """(index of the first token, version), in ascending order: each version holds up to the start of the next."""
+    finish_reason: str | None
+    error: str | None
+
+
+def generation_arrays(requests: Sequence[Request], prompt_indices: Sequence[int] | None = None) -> GenerationArrays:
     """Return the samples of requests that have ended, one row per sample, in the order of `requests`.
 
     B is the number of samples, one row each. T is the largest `max_tokens` of the requests, not the longest output: the
     shapes do not depend on what was drawn. P is the longest prompt. Outputs are padded at their ends and prompts in
-    front, by zeros where `mask` and `prompt_mask` are false. Without requests, B, P and T are 0.
+    front, by zeros where `mask` and `prompt_mask` are false. Without requests, B, P and T are 0. `prompt_indices` are
+    those of the requests, their places for None.
 
     Example: a prompt [5, 6] with the output [7] and a prompt [8] with the output [9, 4], `max_tokens` 3, give the
     prompts [[5, 6], [0, 8]] and the tokens [[7, 0, 0], [9, 4, 0]].
     """
-    samples = [(index, one) for index, request in enumerate(requests) for one in request.sequences]
-    shape = len(samples), max((request.max_tokens for request in requests), default=0)
+    indices = range(len(requests)) if prompt_indices is None else prompt_indices
+    samples = [
+        _of_sample(index, one) for index, request in zip(indices, requests, strict=True) for one in request.sequences
+    ]
+    return GenerationArrays(**_columns(samples, max((request.max_tokens for request in requests), default=0)))
+
+
+def _of_sample(prompt_index: int, sample: SampleSequence) -> _Sample:
+    request = sample.request
+    return _Sample(
+        prompt_index,
+        request.prompt_token_ids,
+        sample.token_ids[request.prompt_len :],
+        sample.token_logprobs or (),
+        sample.token_log_masses,
+        sample.weight_versions,
+        sample.state.finish_reason,
+        request.error,
+    )
+
+
+def _of_output(prompt_index: int, output: RequestOutput, one: CompletionOutput) -> _Sample:
+    """Return a row of one sample of an output; raise InvalidRequestError if it has tokens without logprobs."""
+    if one.logprobs is None and one.token_ids:
+        way_out = "ask for SamplingParams(logprobs=0)"
+        raise refusal("outputs", f"{output.request_id} without logprobs", "samples with logprobs", way_out)
+    entries = zip(one.logprobs or (), one.token_ids, strict=True)
+    return _Sample(
+        prompt_index,
+        output.prompt_token_ids,
+        one.token_ids,
+        [entry[token_id].logprob for entry, token_id in entries],
+        one.log_kept_masses,
+        [(span.start, span.version) for span in one.weight_versions],
+        one.finish_reason,
+        output.error,
+    )
+
+
+def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
+    """Return the fields of `GenerationArrays` for these rows, whose outputs are padded to `num_tokens`."""
+    shape, prompt_shape = (
+        (len(samples), width) for width in (num_tokens, max((len(sample.prompt) for sample in samples), default=0))
+    )
     tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     logprobs, log_masses, mask = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, bool)
-    prompt_shape = len(samples), max((request.prompt_len for request in requests), default=0)
     prompts, prompt_mask = np.zeros(prompt_shape, np.int32), np.zeros(prompt_shape, bool)
-    for row, (_, sample) in enumerate(samples):
-        num_tokens, prompt_start = sample.num_output_tokens, prompt_shape[1] - sample.request.prompt_len
-        prompts[row, prompt_start:] = sample.request.prompt_token_ids
+    for row, sample in enumerate(samples):
+        length, prompt_start = len(sample.tokens), prompt_shape[1] - len(sample.prompt)
+        prompts[row, prompt_start:] = sample.prompt
         prompt_mask[row, prompt_start:] = True
-        tokens[row, :num_tokens] = _output_tokens(sample)
-        # An array of floats, one per output token; None counts as an empty one.
-        logprobs[row, :num_tokens] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:num_tokens]
-        if sample.token_log_masses is not None:
-            log_masses[row, :num_tokens] = sample.token_log_masses
-        mask[row, :num_tokens] = True
+        tokens[row, :length] = sample.tokens
+        # A sample that an interrupt or an error has ended may have a logprob more than tokens.
+        logprobs[row, :length] = sample.logprobs[:length]
+        if sample.log_masses is not None:
+            log_masses[row, :length] = sample.log_masses[:length]
+        mask[row, :length] = True
         # In ascending order of `start`: each version overwrites the tail of the one before.
-        for start, version in sample.weight_versions:
-            versions[row, start:num_tokens] = version
-    has_masses = any(sample.token_log_masses is not None for _, sample in samples)
-    return GenerationArrays(
-        prompt_tokens=_on_device(prompts),
-        prompt_mask=_on_device(prompt_mask),
-        tokens=_on_device(tokens),
-        logprobs=_on_device(logprobs),
-        log_kept_masses=_on_device(log_masses) if has_masses else None,
-        mask=_on_device(mask),
-        is_truncated=_on_device(np.array([sample.state.finish_reason != "stop" for _, sample in samples], bool)),
-        versions=_on_device(versions),
-        prompt_indices=_on_device(np.array([index for index, _ in samples], np.int32)),
-        errors=tuple(sample.request.error for _, sample in samples),
-    )
+        for start, version in sample.versions:
+            versions[row, start:length] = version
+    has_masses = any(sample.log_masses is not None for sample in samples)
+    return {
+        "prompt_tokens": _on_device(prompts),
+        "prompt_mask": _on_device(prompt_mask),
+        "tokens": _on_device(tokens),
+        "logprobs": _on_device(logprobs),
+        "log_kept_masses": _on_device(log_masses) if has_masses else None,
+        "mask": _on_device(mask),
+        "is_truncated": _on_device(np.array([sample.finish_reason != "stop" for sample in samples], bool)),
+        "versions": _on_device(versions),
+        "prompt_indices": _on_device(np.array([sample.prompt_index for sample in samples], np.int32)),
+        "errors": tuple(sample.error for sample in samples),
+    }
 
 
 def scores_of_prompts(requests: Sequence[Request]) -> Float[Array, "B N1"]:
@@ -179,10 +252,6 @@ def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:
     # The first output token is token `prompt_len`, so its entry in `theirs` is the one before.
     ours, first = np.frombuffer(sample.token_logprobs or b"", np.float32), sample.request.prompt_len - 1
     return ours - theirs[first : first + len(ours)]
-
-
-def _output_tokens(sample: SampleSequence) -> np.ndarray:
-    return np.frombuffer(sample.token_ids, np.int32)[sample.request.prompt_len :]
 
 
 def _scores(request: Request) -> np.ndarray:

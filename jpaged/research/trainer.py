@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..checks import check, number, refusal
+from ..checks import boolean, check, integer, number, or_none, refusal
 from ..core.batch import BatchRunner
+from ..core.step_thread import StepThread
 from ..errors import ConfigError
 from ..intake.offline import as_prompts, as_sequences, one_for_each
 from ..messages import Params, ResultForm
 from ..models.weights.live_weights import LiveWeights
 from ..sampling.sampling_params import SamplingParams
 from .arrays import LogprobComparison, compare, for_arrays, scores_of_prompts
+from .rollouts import Rollouts
 
 
 class Trainer:
@@ -26,6 +28,7 @@ class Trainer:
         """`batch` is that of the engine; `live` says what a trainer's arrays become."""
         self.batch, self.live, self.loop = batch, live, batch.loop
         self.runner, self.versions, self.sleeping = self.loop.runner, self.loop.versions, self.loop.sleep
+        self.thread = StepThread(self.loop)
 
     @property
     def params(self) -> nnx.State:
@@ -33,6 +36,34 @@ class Trainer:
         if not self.runner.store.leaves:
             raise refusal("params", "an engine that sleeps, without weights", "one that has them", error=ConfigError)
         return self.runner.weights.state
+
+    def submit(
+        self,
+        prompts: Any,
+        sampling_params: Params | Sequence[Params] | None,
+        *,
+        max_in_flight: int | None,
+        in_order: bool,
+        priority: int | None,
+    ) -> Rollouts:
+        """Return an iterator over the samples of prompts, which a thread computes; see `Engine.submit`."""
+        builder = self.batch.builder
+        params: Any = builder.default_params() if sampling_params is None else sampling_params
+        pairs: Iterator[tuple[Any, SamplingParams]]
+        if isinstance(prompts, Iterator):
+            params = for_arrays(params)
+            pairs = ((prompt, params) for prompt in prompts)
+        else:
+            prompts = as_prompts(prompts)
+            each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
+            pairs = iter(list(zip(prompts, map(for_arrays, each), strict=True)))
+            params = each[0] if each else SamplingParams()
+        check("max_in_flight", max_in_flight, or_none(integer(1)))
+        check("in_order", in_order, boolean)
+        if max_in_flight is None:
+            max_in_flight = max(1, 2 * builder.sizes.max_num_seqs // params.n)
+        options: dict[str, Any] = {"max_in_flight": max_in_flight, "in_order": in_order, "priority": priority}
+        return Rollouts(self.batch, self.thread, pairs, **options)
 
     def logprobs(self, token_ids: Any, *, temperature: float) -> Float[Array, "*B N1"]:
         """Return the logprob of each token but the first, given the tokens before it: float32.
@@ -85,6 +116,7 @@ class Trainer:
             self.loop.drain(in_flight)
             self.runner.store.update(self.live, checked, self.loop.plan.get, copy=copy)
         self.versions.advance(number)
+        self.thread.serve()  # An engine that slept without weights may go on.
 
     def sleep(self, level: int, mode: str) -> None:
         """Free the device's memory for other uses until `wake_up`, after treating requests as `mode` says.
@@ -101,3 +133,4 @@ class Trainer:
         """Take back the memory that `sleep` has freed."""
         self.loop.check_outside("wake_up")
         self.sleeping.end(tags)
+        self.thread.serve()

@@ -10,7 +10,6 @@ import pytest
 
 from jpaged import (
     BeamSearchParams,
-    ConfigError,
     Engine,
     InvalidRequestError,
     QueueFullError,
@@ -370,9 +369,11 @@ def test_a_call_of_another_thread_raises_its_own_error_and_waits_for_the_end_of_
         stepping.join()
 
 
-def test_while_a_thread_generates_others_queue_and_step_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_several_threads_are_computed_in_the_same_steps(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(SAMPLED, seed=7)
     with Engine(tiny, **SIZES) as engine:
-        wanted = samples(engine.generate(PROMPTS, SAMPLED))
+        wanted, other_wanted = samples(engine.generate(PROMPTS, alone)), samples(engine.generate([[5, 6]], alone))
+        scores_wanted = engine.logprobs([5, 6, 7])
         inside, go_on = threading.Event(), threading.Event()
         dispatch = engine.runner.dispatch
 
@@ -383,17 +384,15 @@ def test_while_a_thread_generates_others_queue_and_step_nothing(tiny: str, monke
 
         monkeypatch.setattr(engine.runner, "dispatch", slow)
         with ThreadPoolExecutor(4) as pool:
-            generated = pool.submit(engine.generate, PROMPTS, SAMPLED)
+            generated = pool.submit(engine.generate, PROMPTS, alone)
             assert inside.wait(60)
-            others = [
-                pool.submit(engine.generate, [[5, 6]], SAMPLED),
-                pool.submit(engine.add_request, "a", [5, 6], SAMPLED),
-                pool.submit(engine.step),
-            ]
+            other = pool.submit(engine.generate, [[5, 6]], alone)
+            scores = pool.submit(engine.logprobs, [5, 6, 7])
+            added = pool.submit(engine.add_request, "a", [5, 6], alone)
             go_on.set()
-            for name, other in zip(("generate", "add_request", "step"), others, strict=True):
-                got = f"{name}: got an engine that computes generate for another thread, allowed: one that does not"
-                with pytest.raises(ConfigError, match=got):
-                    other.result(60)
+            added.result(60)
             assert samples(generated.result(60)) == wanted
-        assert samples(engine.generate(PROMPTS, SAMPLED)) == wanted
+            assert samples(other.result(60)) == other_wanted
+            assert np.array_equal(scores.result(60), scores_wanted)
+        assert samples([*engine.run_until_done()]) == other_wanted
+        assert not engine.requests

@@ -87,42 +87,57 @@ def tiny_layout(backend: Backend, *, num_pages: int, page_size: int) -> KVLayout
     )
 
 
-def reference_logits(token_ids: list[int], seed: int = 0, windows: Sequence[int | None] = (None, None)) -> np.ndarray:
+def reference_logits(
+    token_ids: Sequence[int], seed: int | Sequence[int] = 0, windows: Sequence[int | None] = (None, None)
+) -> np.ndarray:
     """Return the logits [T, V] of the model over these tokens, in float64 and without any code of jpaged.
 
-    `windows` has the latest positions that a query sees, its own included, for each layer; None for all.
+    `seed` is that of the weights, or one for each token: then each position is computed by its own weights, from the
+    keys and values of earlier positions as theirs have computed them. `windows` has the latest positions that a query
+    sees, its own included, for each layer; None for all.
     """
-    weights = {name: tensor.astype(np.float64) for name, tensor in tensors(seed).items()}
     num_heads, num_kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_tokens, size = len(token_ids), CONFIG["hidden_size"] // num_heads
+    seeds = np.broadcast_to(np.asarray(seed), (num_tokens,))
+    weights = {one: tensors(one) for one in set(seeds.tolist())}
     angles = np.outer(np.arange(num_tokens), CONFIG["rope_theta"] ** (-np.arange(0, size, 2) / size))
     cos, sin = (np.tile(wave(angles), 2)[:, None] for wave in (np.cos, np.sin))
 
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + CONFIG["rms_norm_eps"]) * weight
+    def by_seed(compute: Any, *rows: np.ndarray) -> np.ndarray:
+        """Return `compute(weights of a token, its rows)` for each token."""
+        found = {one: compute(own, *rows) for one, own in weights.items()}
+        return np.stack([found[one][position] for position, one in enumerate(seeds.tolist())])
 
-    def heads(x: np.ndarray, weight: np.ndarray, count: int, *, is_rotated: bool) -> np.ndarray:
-        y = (x @ weight.T).reshape(num_tokens, count, size)
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        scaled = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + CONFIG["rms_norm_eps"])
+        return by_seed(lambda own, rows: rows * own[name].astype(np.float64), scaled)
+
+    def product(x: np.ndarray, name: str) -> np.ndarray:
+        return by_seed(lambda own, rows: rows @ own[name].astype(np.float64).T, x)
+
+    def heads(x: np.ndarray, name: str, count: int, *, is_rotated: bool) -> np.ndarray:
+        y = product(x, name).reshape(num_tokens, count, size)
         turned = np.concatenate([-y[..., size // 2 :], y[..., : size // 2]], axis=-1)
         return np.repeat(y * cos + turned * sin if is_rotated else y, num_heads // count, axis=1)
 
-    x = weights["model.embed_tokens.weight"][token_ids]
+    x = by_seed(lambda own: own["model.embed_tokens.weight"][list(token_ids)].astype(np.float64))
     for layer in range(CONFIG["num_hidden_layers"]):
-        own = {name.split(f"layers.{layer}.")[1]: one for name, one in weights.items() if f"layers.{layer}." in name}
-        y = norm(x, own["input_layernorm.weight"])
-        q = heads(y, own["self_attn.q_proj.weight"], num_heads, is_rotated=True)
-        k = heads(y, own["self_attn.k_proj.weight"], num_kv_heads, is_rotated=True)
-        v = heads(y, own["self_attn.v_proj.weight"], num_kv_heads, is_rotated=False)
+        attention, mlp = (f"model.layers.{layer}.{part}." for part in ("self_attn", "mlp"))
+        y = norm(x, f"model.layers.{layer}.input_layernorm.weight")
+        q = heads(y, f"{attention}q_proj.weight", num_heads, is_rotated=True)
+        k = heads(y, f"{attention}k_proj.weight", num_kv_heads, is_rotated=True)
+        v = heads(y, f"{attention}v_proj.weight", num_kv_heads, is_rotated=False)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(size)
         is_passed = np.tri(num_tokens, k=-(windows[layer] or num_tokens), dtype=bool)
         scores = np.where(np.tri(num_tokens, dtype=bool) & ~is_passed, scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
-        x = x + np.einsum("hqk,khd->qhd", shares, v).reshape(num_tokens, -1) @ own["self_attn.o_proj.weight"].T
-        y = norm(x, own["post_attention_layernorm.weight"])
-        gate = y @ own["mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
-    return norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+        x = x + product(np.einsum("hqk,khd->qhd", shares, v).reshape(num_tokens, -1), f"{attention}o_proj.weight")
+        y = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
+        gate = product(y, f"{mlp}gate_proj.weight")
+        inner = gate / (1 + np.exp(-gate)) * product(y, f"{mlp}up_proj.weight")
+        x = x + product(inner, f"{mlp}down_proj.weight")
+    return product(norm(x, "model.norm.weight"), "lm_head.weight")
 
 
 def random_weights(config: DecoderConfig, backend: Backend) -> Weights:

@@ -1,0 +1,82 @@
+"""A thread of the engine's own, which computes steps while requests are unfinished that no caller steps.
+
+It ends when none is left, and starts again with the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+
+from .engine_loop import EngineLoop
+from .inbox import Inbox
+
+logger = logging.getLogger("jpaged")
+
+EXIT_S = 10.0
+"""Seconds that the end of the interpreter waits for the step that the thread computes."""
+
+
+class StepThread:
+    """Computes the steps of one engine for the requests of some inboxes, beside whatever other threads step."""
+
+    def __init__(self, loop: EngineLoop):
+        """Start without inboxes, and without a thread."""
+        self.loop = loop
+        self._inboxes: list[Inbox] = []
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        atexit.register(_stop, weakref.ref(self))
+
+    def serve(self, inbox: Inbox | None = None) -> None:
+        """Make sure that the requests of `inbox`, or of all inboxes so far, are computed. Runs between steps."""
+        if inbox is not None:
+            self._inboxes = [other for other in self._inboxes if other.requests and other is not inbox] + [inbox]
+        if self._thread is None and self._has_work:
+            # A daemon: a program may end while requests are unfinished that nobody waits for.
+            self._thread = threading.Thread(target=self._run, name="jpaged steps", daemon=True)
+            self._thread.start()
+
+    def leave(self, inbox: Inbox) -> None:
+        """Serve an inbox no longer. Runs between steps."""
+        if inbox in self._inboxes:
+            self._inboxes.remove(inbox)
+
+    @property
+    def _has_work(self) -> bool:
+        """Return whether a step can do anything for an inbox: an engine that sleeps or was shut down computes none."""
+        is_able = self.loop.is_open and not self.loop.sleep.missing and not self._is_stopped
+        return is_able and any(inbox.has_unfinished for inbox in self._inboxes)
+
+    def _run(self) -> None:
+        while True:
+            with self.loop.turn("submit"):
+                if not self._has_work:
+                    self._thread = None
+                    for inbox in self._inboxes:
+                        inbox.changes.set()  # A caller that waits looks at what has become of the engine.
+                    return
+                try:
+                    self.loop.advance()
+                except Exception:
+                    # Requests that have ended with it hold the exception, and their callers raise it.
+                    logger.exception("steps failed, and all requests have ended")
+                    for inbox in self._inboxes:
+                        inbox.changes.set()
+
+    def stop(self) -> None:
+        """Let the thread end after its present step, and wait for that."""
+        self._is_stopped = True
+        if (thread := self._thread) is not None:
+            thread.join(EXIT_S)
+
+
+def _stop(thread: weakref.ref[StepThread]) -> None:
+    """Stop the thread of an engine that is still there at the end of the program.
+
+    A thread that computes while the interpreter takes its modules apart would crash it.
+    """
+    if (own := thread()) is not None:
+        own.stop()

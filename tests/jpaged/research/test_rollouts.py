@@ -1,0 +1,185 @@
+"""Rollouts of `Engine.submit`: groups as arrays from the engine's own thread, while others score and update weights."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged.research.arrays import GenerationArrays
+
+from ..tiny_model import SIZES, reference_logits
+from .trainer_requests import NEW, OLD, PARAMS, PROMPTS
+
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
+GROUPS = replace(PARAMS, n=2, max_tokens=12)
+
+
+@pytest.fixture
+def engine(tiny):
+    with Engine(tiny, params=OLD, **SIZES, num_decode_steps=4) as engine:
+        yield engine
+
+
+def rows(arrays: GenerationArrays) -> list[tuple[int, tuple[int, ...]]]:
+    """Return (prompt index, tokens) of each sample."""
+    each = zip(arrays.prompt_indices.tolist(), np.asarray(arrays.tokens), np.asarray(arrays.mask), strict=True)
+    return [(index, tuple(tokens[mask].tolist())) for index, tokens, mask in each]
+
+
+def prompts_until(is_over: threading.Event, read: list[int]) -> Iterator[list[int]]:
+    """Yield prompts, and note their indices in `read`, until the event is set."""
+    for index in count():
+        if is_over.is_set():
+            return
+        read.append(index)
+        yield PROMPTS[index % len(PROMPTS)]
+
+
+def prompts_without_end(read: list[int]) -> Iterator[list[int]]:
+    return prompts_until(threading.Event(), read)
+
+
+def test_groups_are_those_of_generate_in_the_order_of_their_ends_or_of_the_prompts(engine: Engine) -> None:
+    wanted = rows(engine.generate(PROMPTS, GROUPS, return_arrays=True))
+    with engine.submit(PROMPTS, GROUPS, max_in_flight=3) as rollouts:
+        found = [row for group in rollouts for row in rows(group)]
+        assert sorted(found) == sorted(wanted)
+        assert rollouts.num_in_flight == 0
+    lens = [4, 30, 8, 20, 5, 6]
+    each = [replace(GROUPS, n=1, max_tokens=length) for length in lens]
+    with engine.submit(PROMPTS, each, in_order=True) as rollouts:
+        groups = [rollouts.take(4), rollouts.take(4)]
+    assert [group.prompt_indices.tolist() for group in groups] == [[0, 1, 2, 3], [4, 5]]
+    assert groups[0].mask.sum(axis=1).tolist() == lens[:4]
+    with pytest.raises(StopIteration):
+        next(rollouts)
+    assert not engine.requests
+
+
+def test_as_many_prompts_are_read_as_may_be_in_flight_and_closing_aborts_them(engine: Engine) -> None:
+    read: list[int] = []
+    with engine.submit(prompts_without_end(read), GROUPS, max_in_flight=5) as rollouts:
+        for num_taken in range(1, 8):
+            assert len(read) == num_taken + 4
+            next(rollouts)
+        engine.add_request("other", PROMPTS[0], replace(PARAMS, max_tokens=3))
+    assert len(read) == 12
+    (output,) = engine.run_until_done()
+    assert output.request_id == "other"
+    assert not engine.requests
+    with pytest.raises(StopIteration):
+        next(rollouts)
+
+
+def test_errors_are_raised_where_their_group_would_come_and_the_others_go_on(engine, monkeypatch) -> None:
+    long = [3] * SIZES["max_model_len"]
+    with engine.submit([PROMPTS[0], long, PROMPTS[1]], GROUPS) as rollouts:
+        with pytest.raises(InvalidRequestError, match=r"prompt 1: prompt: got 128 tokens"):
+            next(rollouts)
+        assert sorted(int(group.prompt_indices[0]) for group in rollouts) == [0, 2]
+    dispatch = engine.runner.dispatch
+    with engine.submit(PROMPTS[:2], replace(GROUPS, max_tokens=90)) as rollouts:
+        engine.sleep(mode="keep")
+        with pytest.raises(ConfigError, match="submit: got an engine that sleeps"):
+            next(rollouts)
+        engine.wake_up()
+        assert len(rollouts.take(2).errors) == 4
+    monkeypatch.setattr(engine.runner, "dispatch", lambda inputs: 1 / 0)
+    with engine.submit(PROMPTS[:1], GROUPS) as rollouts, pytest.raises(ZeroDivisionError):
+        next(rollouts)
+    monkeypatch.setattr(engine.runner, "dispatch", dispatch)
+    rollouts = engine.submit(prompts_without_end([]), GROUPS)
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        next(rollouts)
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.submit(PROMPTS, GROUPS)
+
+
+def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str) -> np.ndarray:
+    """Return the logprob of each token of a sample by the weights that its versions name; odd ones are NEW's."""
+    prompt = np.asarray(arrays.prompt_tokens[row])[np.asarray(arrays.prompt_mask[row])].tolist()
+    mask = np.asarray(arrays.mask[row])
+    tokens, seeds = np.asarray(arrays.tokens[row])[mask], np.asarray(arrays.versions[row])[mask] % 2
+    first, ids = len(prompt) - 1, [*prompt, *tokens.tolist()]
+    if in_flight == "keep":  # Position p was computed when token p + 1 was drawn, and stays as it is.
+        logits = reference_logits(ids[:-1], [int(seeds[0])] * first + seeds.tolist())[first:]
+    else:
+        by_version = [reference_logits(ids[:-1], seed)[first:] for seed in (0, 1)]
+        logits = np.stack([by_version[seed][index] for index, seed in enumerate(seeds)])
+    logits = logits / PARAMS.temperature
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits[np.arange(len(tokens)), tokens] - np.log(np.exp(logits).sum(axis=1))
+
+
+@pytest.mark.parametrize(("in_flight", "num_updates"), [("keep", 12), ("recompute", 6)])
+def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_flight: str, num_updates: int) -> None:
+    """Each logprob is that of the weights that its version names, and no group is lost or comes twice."""
+    read: list[int] = []
+    scored = [prompt[:10] for prompt in PROMPTS[:2]]
+    faults: list[Exception] = []
+    with Engine(tiny, params=OLD, logprobs_mode="tempered_logprobs", **SIZES, num_decode_steps=4) as engine:
+        wanted = [np.asarray(engine.logprobs(scored))]
+        engine.update_params(NEW, version=1)
+        wanted.append(np.asarray(engine.logprobs(scored)))
+        engine.update_params(OLD, version=2)
+        is_over = threading.Event()
+
+        def guarded(work: Any) -> threading.Thread:
+            def run() -> None:
+                try:
+                    work()
+                except Exception as error:
+                    faults.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        def update() -> None:
+            for version in range(3, 3 + num_updates):
+                engine.update_params(NEW if version % 2 else OLD, version=version, in_flight=in_flight)
+                is_over.wait(0.05)
+
+        def score() -> None:
+            while not is_over.is_set():
+                scores = np.asarray(engine.logprobs(scored))
+                distances = [np.abs(scores - one).max(axis=1) for one in wanted]
+                assert (np.minimum(*distances) < 1e-5).all(), "scores of one version each"
+
+        with engine.submit(prompts_until(is_over, read), GROUPS, max_in_flight=32) as rollouts:
+            updating, scoring = guarded(update), guarded(score)
+            groups = []
+            for group in rollouts:
+                groups.append(group)
+                if not updating.is_alive():
+                    is_over.set()
+            scoring.join()
+        assert not faults
+        assert engine.stats()["recompiles"] == 0
+    assert sorted(int(group.prompt_indices[0]) for group in groups) == read
+    mixed = [group for group in groups if len(set(np.asarray(group.versions)[np.asarray(group.mask)].tolist())) > 1]
+    assert mixed
+    for group in [*mixed[:10], *groups[-4:]]:
+        for row in range(2):
+            got = np.asarray(group.logprobs[row])[np.asarray(group.mask[row])]
+            assert np.abs(got - logprobs_of(group, row, in_flight)).max() < 1e-4
+
+
+def test_outputs_of_steps_become_arrays(engine: Engine) -> None:
+    wanted = engine.generate(PROMPTS, GROUPS, return_arrays=True)
+    outputs = engine.generate(PROMPTS, GROUPS)
+    found = GenerationArrays.of(outputs, max_tokens=12)
+    for name in ("prompt_tokens", "prompt_mask", "tokens", "logprobs", "mask", "is_truncated", "versions"):
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+    assert np.array_equal(found.prompt_indices, wanted.prompt_indices)
+    plain = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False))
+    with pytest.raises(InvalidRequestError, match=r"outputs: got .* without logprobs"):
+        GenerationArrays.of(plain)
+    with pytest.raises(InvalidRequestError, match="max_tokens: got 11, allowed: an integer ≥ 12"):
+        GenerationArrays.of(outputs, max_tokens=11)
