@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from .sampling.sampling_params import BeamSearchParams, SamplingParams
+from .sampling.sampling_params import OWN_SCORE, BeamSearchParams, SamplingParams, ScoreKind
 
 Params = SamplingParams | BeamSearchParams
 
@@ -21,10 +21,20 @@ class ResultForm(enum.Enum):
     ENTRIES = "entries"
     """As outputs show them, with a `Logprob` for each token."""
     ARRAYS = "arrays"
-    """As numbers: the logprobs of the tokens that were drawn, and of the prompt's."""
-    SCORES = "scores"
-    """As numbers, for a prompt that is only scored, at its temperature: its last token is the output, given instead of
-    drawn."""
+    """As numbers: the logprobs of the tokens that were drawn."""
+
+
+class Scoring(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a request computes that draws no token: the scores of given tokens, at its temperature."""
+
+    continuations: tuple[bytes, ...]
+    """The tokens of each sample after the prompt, int32, at least one."""
+    first: int = 0
+    """Index of the first token of each continuation that is scored."""
+    kind: ScoreKind = OWN_SCORE
+    asked: tuple[bytes, ...] = ()
+    """For each sample the other tokens that are scored at each place of its continuation, int32 [N, S] for
+    `kind.num_asked` S."""
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -53,8 +63,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     arrival_time: float
     """In seconds of `time.monotonic()`."""
     form: ResultForm = ResultForm.ENTRIES
-    given_token: int | None = None
-    """The one output token of a request of the form SCORES; None if it draws."""
+    scoring: Scoring | None = None
+    """None for a request that draws tokens."""
     tempers_scores: bool = False
     """The logprobs of its prompt are those at its temperature, whatever the engine's mode of logprobs."""
     policy_key: Any = None

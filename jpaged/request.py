@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
-from .messages import ResultForm
+from .messages import ResultForm, Scoring
 from .outputs import Logprob
 from .sampling.sampling_params import SampleMode, SamplingParams, sample_mode
 
@@ -103,8 +103,6 @@ class PromptScores:
 
     entries: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
     """One entry per token; a tuple before the first is scored and once all are shown."""
-    numbers: array[float] | None = None
-    """The logprob of each token but the first, for a request whose results are numbers."""
     are_shown: bool = False
     """Whether they were sent already, in a stream of deltas."""
 
@@ -125,11 +123,7 @@ class SampleSequence:
     # Written by core/step_results.
     token_ids: array[int]
     """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
-    garbage collector busy."""
-    token_logprobs: array[float] | None
-    """The logprob of each output token, for a request whose results are numbers."""
-    token_log_masses: array[float] | None
-    """The logarithm of the probability that truncation left for each output token, for a request that asks for it."""
+    garbage collector busy. A sample that is scored has all its tokens but the last from the start."""
 
     # Written by research/weight_updates.
     weight_versions: list[tuple[int, int]]
@@ -150,6 +144,15 @@ class SampleSequence:
     """Whether its last token was drawn in the state slot that it holds, where the next step reads it."""
     last_chunk_step: int = 0
     """Number of the last step that computed a chunk of the sequence, that is, tokens that the host knew."""
+
+    # Written by core/step_results.
+    numbers: object | None = None
+    """`TokenNumbers` of the output tokens, for a request that asks for any; opaque to everything but its writer and
+    those who make results of them."""
+
+    # Written by scheduling/scheduler.
+    num_scored: int = 0
+    """Positions before this one need no score any more, in a sample that is scored."""
 
     # Written by scheduling/lifecycle.
     state: RequestState = RequestState.WAITING
@@ -215,8 +218,8 @@ class Request:
     mode: SampleMode = field(init=False)
     """How much a sampler has to compute for the request."""
     form: ResultForm = ResultForm.ENTRIES
-    given_token: int | None = None
-    """The only output token of a request of the form SCORES, which draws none; None for other requests."""
+    scoring: Scoring | None = None
+    """What a request asks for that draws no token; None for other requests."""
     tempers_scores: bool = False
     """Whether its prompt's logprobs are computed at its temperature, whatever the engine's mode of logprobs."""
     stop_ids: frozenset[int] = frozenset()
@@ -287,7 +290,8 @@ class Request:
 
         `params.seed` is used if it is set, else a seed that is derived from `engine_seed` and the request's number. The
         samples have the indices `sample_indices`, or 0 to n − 1 for None. All but the first become children of the
-        first sample: they share the whole prompt (`fork_len`), and wait until the first sample has computed it.
+        first sample: they share the whole prompt (`fork_len`), and wait until the first sample has computed it. Samples
+        that are scored have all tokens of their continuations but the last, whose keys and values nobody reads.
         `num_groups` counts page-table groups. `prompt_token_ids` becomes an int32 array of the request's own.
         """
         params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)
@@ -296,13 +300,25 @@ class Request:
         self.needs_prompt_scores = params.prompt_logprobs is not None
         for index in range(params.n) if sample_indices is None else sample_indices:
             sequence = self.new_sequence(index, self.prompt_token_ids, num_groups)
+            if self.scoring is not None:
+                sequence.token_ids.frombytes(self.scoring.continuations[index])
+                sequence.max_len = len(sequence.token_ids)
+                sequence.token_ids.pop()
+                sequence.num_tokens, sequence.num_scored = len(sequence.token_ids), self.first_scored
             first = self.sequences[0]
             if sequence is not first:
-                sequence.parent, sequence.fork_len, sequence.awaits_parent = first, self.prompt_len, True
+                # A sample that is scored computes the prompt's last token itself, whose logits score its next one.
+                fork_len = self.prompt_len - (self.scoring is not None)
+                sequence.parent, sequence.fork_len, sequence.awaits_parent = first, fork_len, True
 
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def first_scored(self) -> int:
+        """Return the first position whose logits score a token of a continuation that is asked for."""
+        return self.prompt_len - 1 + (0 if self.scoring is None else self.scoring.first)
 
     @property
     def has_numbers(self) -> bool:
@@ -322,27 +338,18 @@ class Request:
         """Add a live sample with the index `index` and a copy of `token_ids`, and return it.
 
         It waits, has no pages, and has no parent in the tree of samples: the caller sets that. If `token_ids` are the
-        tokens of another sample, `parent`, the new sample also gets copies of that sample's logprobs, log masses and
-        weight versions. Otherwise it has empty arrays of logprobs and log masses, or None if the request keeps none.
+        tokens of another sample, `parent`, the new sample also gets a copy of that sample's weight versions.
         `num_groups` counts page-table groups.
         """
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
-        versions = [(0, self.weights_version)]
-        logprobs = array("f") if self.has_numbers and self.params.logprobs is not None else None
-        log_masses = array("f") if self.params.log_kept_mass else None
-        if parent is not None:
-            versions = parent.weight_versions[:]
-            logprobs = None if parent.token_logprobs is None else parent.token_logprobs[:]
-            log_masses = None if parent.token_log_masses is None else parent.token_log_masses[:]
+        versions = [(0, self.weights_version)] if parent is None else parent.weight_versions[:]
         sample = SampleSequence(
             request=self,
             index=index,
             max_len=max_len,
             stop_ids=self.stop_ids,
             token_ids=token_ids[:],
-            token_logprobs=logprobs,
-            token_log_masses=log_masses,
             weight_versions=versions,
             num_tokens=len(token_ids),
             pages=pages,

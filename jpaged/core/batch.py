@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from numbers import Integral
@@ -17,6 +17,7 @@ from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest, ResultForm
 from ..outputs import RequestOutput, error_output
 from ..request import Request
+from ..sampling.token_numbers import TokenNumbers
 from .engine_loop import EngineLoop
 from .inbox import Inbox
 
@@ -61,9 +62,8 @@ class BatchRunner:
         raises = on_error == "raise" or form is not ResultForm.ENTRIES  # Only ENTRIES has outputs that hold an error.
         with progress_bar(len(prompts), is_shown=use_tqdm) as bar:
             self.loop.call(call, partial(self.loop.check_ready, call))
-            self.loop.forget_last_fault()  # Each call logs its first failure with a traceback.
             built = self._build(zip(prompts, each_params, each_priority, strict=True), form=form)
-            named = self.loop.call(call, partial(self._name, call, built, number=number, raises=raises))
+            named = self.name(call, built, number=number, raises=raises)
             # Filled as requests end; the keys keep the prompts' order.
             outputs: dict[str, Any] = dict.fromkeys(named)
             requests: dict[str, Request] = {}
@@ -71,27 +71,50 @@ class BatchRunner:
                 if isinstance(new, InvalidRequestError):
                     outputs[request_id] = error_output(request_id, prompt, str(new))
                     bar.update()
-            checked = [new for new in named.values() if isinstance(new, NewRequest)]
-            # `run_requests` reads only a limited number of requests ahead, so it is given all in the policy's order.
-            in_order = sorted(checked, key=lambda new: new.policy_key)
-            made = map(self.loop.make, in_order)
-            for request, output in self.loop.run_requests(made, inbox=Inbox(), on_error=on_error):
-                if request.failure is not None and on_error == "raise":
-                    request.failure.add_note(f"{request.request_id}: {output.error}")
-                    raise request.failure
-                self.loop.log_failure(request)
+            for request, output in self.compute(named.values(), on_error=on_error):
                 if form is not ResultForm.ENTRIES:
                     requests[request.request_id] = request
                 outputs[request.request_id] = output
                 bar.update()
         return outputs, [requests[request_id] for request_id in named if request_id in requests]
 
+    def compute(
+        self,
+        messages: Iterable[NewRequest | InvalidRequestError],
+        *,
+        on_error: str,
+        numbers_of: Callable[[str], Sequence[TokenNumbers]] | None = None,
+    ) -> Iterator[tuple[Request, RequestOutput]]:
+        """Compute the requests of `name`, errors left out, and yield each with its last output as it ends.
+
+        `numbers_of` gives, for the id of a request, the arrays that the numbers of each sample's tokens go to; without
+        it samples get arrays of their own. With `on_error="raise"` the exception that ended a
+        request is raised, and with "return" it is logged.
+        """
+        self.loop.forget_last_fault()  # Each call logs its first failure with a traceback.
+        # `run_requests` reads only a limited number of requests ahead, so it is given all in the policy's order.
+        in_order = sorted((new for new in messages if isinstance(new, NewRequest)), key=lambda new: new.policy_key)
+        made = (self._made(new, numbers_of) for new in in_order)
+        for request, output in self.loop.run_requests(made, inbox=Inbox(), on_error=on_error):
+            if request.failure is not None and on_error == "raise":
+                request.failure.add_note(f"{request.request_id}: {output.error}")
+                raise request.failure
+            self.loop.log_failure(request)
+            yield request, output
+
+    def _made(self, new: NewRequest, numbers_of: Callable[[str], Sequence[TokenNumbers]] | None) -> Request:
+        """Return the request of a message, with the arrays that `numbers_of` gives its samples."""
+        request = self.loop.make(new)
+        if numbers_of is not None:
+            self.loop.core.results.start_with(request, numbers_of(new.request_id))
+        return request
+
     def _build(
         self, arguments: Iterable[tuple[Any, Any, Any]], *, form: ResultForm
     ) -> list[NewRequest | InvalidRequestError]:
         """Return the message of each request, or the error that refuses it, of tuples (prompt, parameters, priority).
 
-        The messages have neither ids nor numbers yet; `_name` gives them these. Other threads may step meanwhile.
+        The messages have neither ids nor numbers yet; `name` gives them these. Other threads may step meanwhile.
         """
         built: list[NewRequest | InvalidRequestError] = []
         for prompt, params, priority in arguments:
@@ -101,16 +124,29 @@ class BatchRunner:
                 built.append(error)
         return built
 
-    def _name(
-        self, call: str, built: Sequence[NewRequest | InvalidRequestError], *, number: int | None, raises: bool
+    def name(
+        self,
+        call: str,
+        built: Sequence[NewRequest | InvalidRequestError],
+        *,
+        number: int | None,
+        raises: bool = True,
     ) -> dict[str, NewRequest | InvalidRequestError]:
-        """Return the messages of `_build` by new ids, in their order; each has its number and its policy's key.
+        """Return messages by new ids, in their order; each has its number and its policy's key.
 
         With a `number` of None, each request gets the count of requests before it, and the count grows, also by
         invalid ones: the seeds of others do not depend on whether this one is valid. An integer is the number of all of
         them. A request that could never fit becomes an error too. If `raises` is true, the first error is raised with
-        the index of its prompt, and the count is as before. Runs between steps, where no other thread counts.
+        the index of its prompt, and the count is as before. `call` is the calling method, for ids and errors. Raise
+        ConfigError if the engine sleeps.
         """
+        return self.loop.call(call, partial(self._name, call, built, number=number, raises=raises))
+
+    def _name(
+        self, call: str, built: Sequence[NewRequest | InvalidRequestError], *, number: int | None, raises: bool
+    ) -> dict[str, NewRequest | InvalidRequestError]:
+        """Return what `name` does. Runs between steps, where no other thread counts."""
+        self.loop.check_ready(call)
         named: dict[str, NewRequest | InvalidRequestError] = {}
         for index, new in enumerate(built):
             own_number = self.builder.num_requests + index if number is None else number

@@ -101,7 +101,7 @@ class EngineCore:
             bad_words=new.bad_words,
             beams=beams,
             form=new.form,
-            given_token=new.given_token,
+            scoring=new.scoring,
             tempers_scores=new.tempers_scores,
             policy_key=new.policy_key,
         )
@@ -125,6 +125,7 @@ class EngineCore:
         self.scheduler.waiting.check_room(request)
         for sequence in request.live:
             self.outputs.start(sequence)
+            self.results.start(sequence)
         self.scheduler.add(request)
 
     def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
@@ -137,6 +138,7 @@ class EngineCore:
         children = self.scheduler.fork(parent, indices)
         for child in children:
             self.outputs.fork(parent, child)
+            self.results.start(child, parent)
         return children
 
     def abort(self, request: Request) -> None:
@@ -208,14 +210,14 @@ class EngineCore:
         """
         step = self.in_flight[0]
         start_s = time.perf_counter()
-        sampled, scores = step.outputs.read(), step.outputs.read_scores() if step.rows.scored else None
+        sampled, scores = step.outputs.read(), step.outputs.read_scores()
         self.in_flight.popleft()
         read_s, record = time.perf_counter(), step.record
-        if scores is not None:
-            # Before `scheduler.retire` counts the prompt positions as scored: an interrupt between the two would lose
-            # the scores.
-            self.results.append_scores(step.rows, scores)
+        # Before `scheduler.retire` counts the positions as scored: an interrupt between the two would lose the scores.
+        for scored, batch in zip(step.rows.scored, scores, strict=True):
+            self.results.append_scores(scored, batch)
         self.scheduler.retire(step.work)
+        self.results.end_scored(step.work)
         if sampled is not None:
             self.results.append(step.rows.samples, step.inputs.decode_lens, sampled)
         if record is not None and self.observer is not None:

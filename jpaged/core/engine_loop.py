@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..intake.request_builder import as_request_ids, check_new_id, fork_source, unfinished_request
 from ..messages import NewRequest
 from ..outputs import RequestOutput, SampleDelta, error_output
-from ..request import CacheKey, Request, SampleSequence
+from ..request import CacheKey, Request, RequestState, SampleSequence
 from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
@@ -230,8 +230,9 @@ class EngineLoop:
         """Wait for the steps in flight, then treat unfinished requests as `in_flight` says.
 
         "abort" ends them. "recompute" drops their pages and queues them again, to be computed anew from their tokens.
-        "wait" computes the requests that have begun to their end. "keep" leaves them as they are. In an engine that
-        sleeps, all but "abort" mean "recompute". The next `step` returns the tokens that requests have got here.
+        "wait" computes the requests that have begun to their end. "keep" leaves them as they are, but for those that
+        score given tokens, which are computed anew. In an engine that sleeps, all but "abort" mean "recompute". The
+        next `step` returns the tokens that requests have got here.
         """
         self._read_all()
         if in_flight == "abort":
@@ -241,6 +242,10 @@ class EngineLoop:
             self.core.restart()
         elif in_flight == "wait":
             self._finish_those_that_have_begun()
+        else:
+            for request in list(self.scheduler.unfinished):
+                if request.scoring is not None and request.state is not RequestState.WAITING:
+                    self.scheduler.recompute(request)
         self._distribute([])
 
     def stats(self) -> dict[str, float | int]:

@@ -7,7 +7,7 @@ does to its output, the others go on.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from ..request import Request, RequestState, SampleSequence
+from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import BeamSearch, BeamStep
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_output import SchedulerOutput
@@ -23,7 +24,7 @@ from .step_record import StepRecord
 if TYPE_CHECKING:
     from ..sampling.sampler import SampledRows
     from ..step.runner import StepOutputs
-    from ..step.step_records import StepInputs, StepRows
+    from ..step.step_records import ScoredPositions, StepInputs, StepRows
     from ..text.output_processor import OutputProcessor
 
 NOT_FINITE = "the model gave NaN or infinite logits for this request"
@@ -71,26 +72,70 @@ class StepResults:
             for sequence in request.live:
                 sequence.token_ids = request.prompt_token_ids + array("i", request.beams.token_ids_of(sequence))
 
-    def append_scores(self, step_rows: StepRows, scores: SampledRows) -> None:
-        """Give each request the logprobs of its prompt tokens that the step has scored.
+    def start(self, sequence: SampleSequence, parent: SampleSequence | None = None) -> None:
+        """Give a sequence the arrays of numbers that its request asks for, unless `start_with` has given it some.
 
-        `step_rows.scored` lists (request, positions): each position of a prompt has one row of `scores`, in that order,
-        which holds the logprob of the next token. Example: with [(a, range(5, 7)), (b, range(0, 3))], rows 0 and 1 are
-        the logprobs of a's tokens 6 and 7, and rows 2 to 4 are for b. Requests that have ended get nothing. A request
-        whose logits were not finite, or whose output cannot be made, ends with an error, and the others go on.
+        They have a row for each output token that it may have; a fork begins with those of its parent.
+        """
+        request, numbers = sequence.request, parent.numbers if parent is not None else None
+        if isinstance(numbers, TokenNumbers):
+            sequence.numbers = numbers.copy()
+        if sequence.numbers is not None or not (request.has_numbers or request.params.log_kept_mass):
+            return
+        params, num_tokens = request.params, sequence.max_len - request.prompt_len
+        has_logprobs = request.has_numbers and params.logprobs is not None
+        num_tops = (params.logprobs or 0) if has_logprobs else 0
+        sequence.numbers = TokenNumbers(
+            logprobs=np.zeros(num_tokens, np.float32) if has_logprobs else None,
+            log_masses=np.zeros(num_tokens, np.float32) if params.log_kept_mass else None,
+            top_token_ids=np.zeros((num_tokens, num_tops), np.int32) if num_tops else None,
+            top_logprobs=np.zeros((num_tokens, num_tops), np.float32) if num_tops else None,
+        )
+
+    def start_with(self, request: Request, numbers: Sequence[TokenNumbers]) -> None:
+        """Give the samples of a new request these arrays, in their order."""
+        for sequence, own in zip(request.sequences, numbers, strict=True):
+            sequence.numbers = own
+
+    def append_scores(self, scored: ScoredPositions, scores: SampledRows) -> None:
+        """Give each sequence the scores of its tokens in one batch of a step.
+
+        `scored` lists (sequence, positions): each position has one row of `scores`, in that order, which is of the
+        token at the next position. Example: with [(a, range(5, 7)), (b, range(0, 3))], rows 0 and 1 are for a's tokens
+        6 and 7, and rows 2 to 4 are for b. What has ended gets nothing: a prompt's scores belong to its request. A
+        request whose logits were not finite, or whose output cannot be made, ends with an error, and the others go on.
         """
         row = 0
-        for request, positions in step_rows.scored:
+        for sequence, positions in scored:
             rows = range(row, row := row + len(positions))
-            if request.state.is_finished:
+            request, numbers = sequence.request, sequence.numbers
+            if request.state.is_finished or (request.scoring is not None and sequence.state.is_finished):
                 continue
             if not scores.is_finite[rows.start : rows.stop].all():
                 self.fail(request, NOT_FINITE)
                 continue
             try:
-                self.outputs.append_scores(request, positions, scores, rows)
+                if request.scoring is None:
+                    self.outputs.append_scores(request, positions, scores, rows)
+                elif isinstance(numbers, TokenNumbers) and scores.scores is not None:
+                    index = positions.start + 1 - request.prompt_len
+                    numbers.put(index, scores.scores, slice(rows.start, rows.stop))
             except Exception as exception:  # A fault in one request's output must not stop other requests.
                 self.fail(request, OUTPUT_FAILED, cause=exception)
+
+    def end_scored(self, work: SchedulerOutput) -> None:
+        """End the sequences whose last token this step, which has retired, has scored; each counts as one generated.
+
+        They are found by what is scored and not by the step's rows of scores: a sequence whose end an interrupt has
+        kept off is computed again, and then has nothing left to score.
+        """
+        for chunk in work.chunks:
+            sequence = chunk.sequence
+            if sequence.request.scoring is None or sequence.state.is_finished:
+                continue
+            if chunk.start + chunk.num_tokens == sequence.num_tokens <= sequence.num_scored:
+                self.num_generated += 1
+                self.scheduler.finish_scored(sequence)
 
     def append(self, samples: list[SampleSequence], decode_lens: list[int], sampled: SampledRows) -> None:
         """Append the tokens that a step has drawn to their sequences, which are in the order of the sampled rows.
@@ -137,15 +182,11 @@ class StepResults:
                     self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
         row = 0
         scores = sampled.scores
-        logprobs = [] if scores is None else scores.logprobs.tolist()
-        log_masses = [] if scores is None or scores.log_kept_masses is None else scores.log_kept_masses.tolist()
         try:
             for row, sample, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
-                tokens = sample.token_ids
-                if sample.token_logprobs is not None and not sample.state.is_finished:
-                    sample.token_logprobs.append(logprobs[row])
-                if sample.token_log_masses is not None and not sample.state.is_finished:
-                    sample.token_log_masses.append(log_masses[row])
+                tokens, numbers = sample.token_ids, sample.numbers
+                if isinstance(numbers, TokenNumbers) and scores is not None and not sample.state.is_finished:
+                    numbers.put_drawn(len(tokens) - sample.request.prompt_len, scores, row)
                 # `check_at_len` is 0 for a sequence that has ended or was preempted, so these take another branch.
                 if len(tokens) < sample.check_at_len and not (token_id in sample.stop_ids or sample.needs_every_token):
                     tokens.append(token_id)
@@ -169,8 +210,8 @@ class StepResults:
 
         The token may or may not be in `token_ids`, so the right length comes from `num_tokens`. That counts this token,
         the `num_left` later tokens that the interrupted step has for the sequence, and the tokens of steps in flight.
-        Example: `num_tokens` 20, `num_left` 3 and 4 tokens in flight give 20 − 3 − 4 − 1 = 12 tokens. The text and the
-        logprobs are cut to the same length. Samples that have ended stay as they are. So do those of a beam search, to
+        Example: `num_tokens` 20, `num_left` 3 and 4 tokens in flight give 20 − 3 − 4 − 1 = 12 tokens. The text is cut
+        to the same length. Samples that have ended stay as they are. So do those of a beam search, to
         which a restart gives the tokens of their search.
         """
         num_to_come = num_left
@@ -180,9 +221,6 @@ class StepResults:
             num_to_come += sum(count for other, count in zip(samples, counts, strict=True) if other is sequence)
         if sequence in sequence.request.live and sequence.request.beams is None:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
-            for numbers in (sequence.token_logprobs, sequence.token_log_masses):
-                if numbers is not None:
-                    del numbers[sequence.num_output_tokens :]
             self.outputs.restart(sequence)
 
     def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:

@@ -76,23 +76,23 @@ def unpadded(prompts: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def as_sequences(token_ids: Any) -> tuple[list[list[int]], bool]:
-    """Return a list of lists of token ids, and whether `token_ids` was a single sequence, not a list of sequences.
+def as_sequences(ids: Any) -> tuple[list[list[int]], bool]:
+    """Return a list of lists of token ids, and whether `ids` was a single sequence, not a list of sequences.
 
     A sequence is a list, a tuple or an array of integers; an array [B, N] is B sequences of N ids. Examples: [5, 7]
     gives ([[5, 7]], True), and [[5], [7, 9]] gives ([[5], [7, 9]], False). The values of the ids are checked later.
     Raise InvalidRequestError for anything else, for no sequence, and for an empty sequence.
     """
     allowed = "a list or an array of token ids, or a list of such"
-    if isinstance(token_ids, str | Mapping) or not (isinstance(token_ids, Sequence) or _is_array(token_ids)):
-        raise refusal("token_ids", shown(token_ids), allowed)
-    if _is_array(token_ids):
-        token_ids = np.asarray(token_ids).tolist()
-    is_one = bool(token_ids) and is_integer(token_ids[0])
+    if isinstance(ids, str | Mapping) or not (isinstance(ids, Sequence) or _is_array(ids)):
+        raise refusal("ids", shown(ids), allowed)
+    if _is_array(ids):
+        ids = np.asarray(ids).tolist()
+    is_one = bool(ids) and is_integer(ids[0])
     # `tolist` makes Python integers of numpy's. A scalar does not become a list, and is refused below.
-    sequences = [np.asarray(one).tolist() for one in ([token_ids] if is_one else token_ids)]
+    sequences = [np.asarray(one).tolist() for one in ([ids] if is_one else ids)]
     if not sequences or not all(isinstance(one, list) and one and all(map(is_integer, one)) for one in sequences):
-        raise refusal("token_ids", shown(token_ids), allowed)
+        raise refusal("ids", shown(ids), allowed)
     return sequences, is_one
 
 

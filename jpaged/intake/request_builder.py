@@ -12,9 +12,9 @@ from typing import Any
 
 from ..checks import is_integer, is_number, refusal, shown
 from ..config.engine_config import EngineConfig
-from ..messages import NewRequest, Params, ResultForm
+from ..messages import NewRequest, Params, ResultForm, Scoring
 from ..request import CacheKey, Request, SampleSequence
-from ..sampling.sampling_params import SamplingParams
+from ..sampling.sampling_params import SamplingParams, ScoreKind
 from ..step.step_sizes import StepSizes
 from ..text.prompts import CheckedParams, EncodedPrompt, PromptEncoder, check_num_samples, check_priority
 
@@ -52,14 +52,15 @@ class RequestBuilder:
         priority: Any = None,
         arrival_time: Any = None,
         form: ResultForm = ResultForm.ENTRIES,
+        scoring: Scoring | None = None,
     ) -> NewRequest:
         """Check the arguments, encode the prompt, and return the request's message; it is not queued.
 
         `prompt` is a text, token ids or a mapping, and `params` of None are `default_params`. Without a tokenizer there
         is no text, whatever they say of `detokenize`. `number` is part of the seed of a request without one. `priority`
         overrides that of the prompt's mapping. `arrival_time` is in seconds of `time.monotonic()`; None is now. `form`
-        is the form of the results; with SCORES the prompt is only scored, so it may be as long as the context. Raise
-        InvalidRequestError if an argument is wrong.
+        is the form of the results. With `scoring` no token is drawn: those of its continuations are scored, and the
+        prompt with the longest one may be as long as the context. Raise InvalidRequestError if an argument is wrong.
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
@@ -71,10 +72,11 @@ class RequestBuilder:
             params = replace(params, detokenize=False)  # Nothing can make text of the tokens, and nothing looks for it.
         max_num_seqs = self.sizes.max_num_seqs
         checked = self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs)
-        encoded = self.encoder.encode(prompt, has_answer=form is not ResultForm.SCORES)
+        encoded = self.encoder.encode(prompt, has_answer=scoring is None)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
-        return self._message(request_id, encoded, checked, number=number, arrival_time=arrival_time, form=form)
+        options: dict[str, Any] = {"number": number, "arrival_time": arrival_time, "form": form, "scoring": scoring}
+        return self._message(request_id, encoded, checked, **options)
 
     def build_encoded(
         self, request_id: str, encoded: EncodedPrompt, checked: CheckedParams, *, number: int
@@ -89,6 +91,34 @@ class RequestBuilder:
         check_num_samples(checked.params, self.sizes.max_num_seqs)
         return self._message(request_id, encoded, checked, number=number)
 
+    def build_scored(
+        self,
+        context: Sequence[int],
+        continuations: Sequence[list[int]],
+        *,
+        temperature: float,
+        first: int,
+        kind: ScoreKind,
+        asked: tuple[bytes, ...],
+    ) -> NewRequest | None:
+        """Return the message of a request that scores continuations of one context; None if they have no token.
+
+        `temperature` and the fields of `Scoring` that the others become were checked. Raise InvalidRequestError for a
+        token outside the vocabulary, and for more tokens than the context of the model has.
+        """
+        for continuation in continuations:
+            self.encoder.encode([*context, *continuation[: self.sizes.max_model_len]], has_answer=False)
+        num_tokens = max(map(len, continuations))
+        if not num_tokens:
+            return None
+        params = SamplingParams(
+            n=len(continuations), temperature=temperature, max_tokens=num_tokens, logprobs=0, detokenize=False
+        )
+        packed = tuple(array("i", continuation).tobytes() for continuation in continuations)
+        scoring = Scoring(continuations=packed, first=first, kind=kind, asked=asked)
+        encoded = EncodedPrompt(list(context), None)
+        return self._message("", encoded, CheckedParams(params), number=0, form=ResultForm.ARRAYS, scoring=scoring)
+
     def _message(
         self,
         request_id: str,
@@ -98,18 +128,15 @@ class RequestBuilder:
         number: int,
         arrival_time: float | None = None,
         form: ResultForm = ResultForm.ENTRIES,
+        scoring: Scoring | None = None,
     ) -> NewRequest:
         """Return the message of a request from a checked prompt and checked parameters.
 
-        An `arrival_time` of None is now. With the form SCORES, the last token of a prompt of several tokens becomes the
-        request's given output token (it is scored and not drawn), so that all tokens but the first get a logprob. A
-        sample may have as many output tokens as the parameters ask for, but not more than the context has room for; a
-        `max_tokens` of None asks for all of that room. Token ids are packed as int32.
+        An `arrival_time` of None is now. A sample may have as many output tokens as the parameters ask for, but not
+        more than the context has room for; a `max_tokens` of None asks for all of that room. Token ids are packed as
+        int32.
         """
-        params, token_ids, given_token = checked.params, encoded.token_ids, None
-        is_scored = form is ResultForm.SCORES
-        if is_scored and len(token_ids) > 1:
-            token_ids, given_token = token_ids[:-1], token_ids[-1]
+        params, token_ids = checked.params, encoded.token_ids
         room = self.sizes.max_model_len - len(token_ids)
         return NewRequest(
             request_id=request_id,
@@ -124,8 +151,8 @@ class RequestBuilder:
             priority=encoded.priority,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             form=form,
-            given_token=given_token,
-            tempers_scores=is_scored or self.config.logprobs_mode == "tempered_logprobs",
+            scoring=scoring,
+            tempers_scores=scoring is not None or self.config.logprobs_mode == "tempered_logprobs",
         )
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:

@@ -91,7 +91,8 @@ class PageDemand:
         sample = request.live[0]
         num_pinned = 0 if request.needs_prompt_scores else self.prefixes.num_pinned(sample, request.prompt_len - 1)
         # The last token ends its sequence, so its keys and values are never computed.
-        return self.arithmetic.max_pages(shared_len, [sample.max_len - 1] * num_samples) - num_pinned
+        longest = max(one.max_len for one in request.live) - 1
+        return self.arithmetic.max_pages(shared_len, [longest] * num_samples) - num_pinned
 
     def pages_now(self, request: Request, num_cached: int = 0) -> int:
         """Return the pages, over all samples and page-table groups, that the request takes to compute all its tokens.
@@ -129,15 +130,17 @@ class PageDemand:
     def match_limit(self, sequence: SampleSequence) -> int:
         """Return how many of a sequence's first tokens may come from the prefix cache.
 
-        The last token may not, since only a computed token yields logits. If the prompt's tokens are to be scored, only
-        tokens that have been scored may. If some layers have a sliding window, the limit is also one token less than
-        what the sequence shares with each live child (`fork_len`). A longer cached prefix could lack pages before its
-        own window that the child needs. Example: a sequence of 12 tokens has the limit 11, or with a window and a child
-        that shares 9 tokens, the limit 8.
+        The last token may not, since only a computed token yields logits. If tokens are to be scored, only those before
+        the first position without a score may. If some layers have a sliding window, the limit is also one token less
+        than what the sequence shares with each live child (`fork_len`). A longer cached prefix could lack pages before
+        its own window that the child needs. Example: a sequence of 12 tokens has the limit 11, or with a window and a
+        child that shares 9 tokens, the limit 8.
         """
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:
             limit = min(limit, sequence.request.num_scored)
+        if sequence.request.scoring is not None:
+            limit = min(limit, sequence.num_scored)
         if self.arithmetic.window_groups:
             limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence))])
         return limit

@@ -16,6 +16,7 @@ from ..errors import JpagedError
 from ..outputs import CompletionOutput, RequestOutput
 from ..request import Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
+from ..sampling.token_numbers import TokenNumbers
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +86,8 @@ class _Sample(NamedTuple):
     prompt_index: int
     prompt: Sequence[int]
     tokens: Sequence[int]
-    logprobs: Sequence[float]
-    log_masses: Sequence[float] | None
+    logprobs: Sequence[float] | np.ndarray
+    log_masses: Sequence[float] | np.ndarray | None
     versions: Sequence[tuple[int, int]]
     """(index of the first token, version), in ascending order: each version holds up to the start of the next."""
     finish_reason: str | None
@@ -112,13 +113,15 @@ def generation_arrays(requests: Sequence[Request], prompt_indices: Sequence[int]
 
 
 def _of_sample(prompt_index: int, sample: SampleSequence) -> _Sample:
-    request = sample.request
+    request, numbers = sample.request, sample.numbers
+    assert isinstance(numbers, TokenNumbers), "a request whose results are numbers"
+    assert numbers.logprobs is not None
     return _Sample(
         prompt_index,
         request.prompt_token_ids,
         sample.token_ids[request.prompt_len :],
-        sample.token_logprobs or (),
-        sample.token_log_masses,
+        numbers.logprobs,
+        numbers.log_masses,
         sample.weight_versions,
         sample.state.finish_reason,
         request.error,
@@ -156,7 +159,6 @@ def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
         prompts[row, prompt_start:] = sample.prompt
         prompt_mask[row, prompt_start:] = True
         tokens[row, :length] = sample.tokens
-        # A sample that an interrupt or an error has ended may have a logprob more than tokens.
         logprobs[row, :length] = sample.logprobs[:length]
         if sample.log_masses is not None:
             log_masses[row, :length] = sample.log_masses[:length]
@@ -166,31 +168,17 @@ def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
             versions[row, start:length] = version
     has_masses = any(sample.log_masses is not None for sample in samples)
     return {
-        "prompt_tokens": _on_device(prompts),
-        "prompt_mask": _on_device(prompt_mask),
-        "tokens": _on_device(tokens),
-        "logprobs": _on_device(logprobs),
-        "log_kept_masses": _on_device(log_masses) if has_masses else None,
-        "mask": _on_device(mask),
-        "is_truncated": _on_device(np.array([sample.finish_reason != "stop" for sample in samples], bool)),
-        "versions": _on_device(versions),
-        "prompt_indices": _on_device(np.array([sample.prompt_index for sample in samples], np.int32)),
+        "prompt_tokens": on_device(prompts),
+        "prompt_mask": on_device(prompt_mask),
+        "tokens": on_device(tokens),
+        "logprobs": on_device(logprobs),
+        "log_kept_masses": on_device(log_masses) if has_masses else None,
+        "mask": on_device(mask),
+        "is_truncated": on_device(np.array([sample.finish_reason != "stop" for sample in samples], bool)),
+        "versions": on_device(versions),
+        "prompt_indices": on_device(np.array([sample.prompt_index for sample in samples], np.int32)),
         "errors": tuple(sample.error for sample in samples),
     }
-
-
-def scores_of_prompts(requests: Sequence[Request]) -> Float[Array, "B N1"]:
-    """Return the logprob of each token but the first, for requests of the form SCORES: float32 [B, N − 1].
-
-    B is the number of requests and N the length of the longest sequence; rows of shorter ones are padded by zeros at
-    their ends. Without requests the shape is [0, 0]. Raise JpagedError if a request has failed.
-    """
-    _raise_if_failed("logprobs", requests)
-    rows = [_scores(request) for request in requests]
-    scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
-    for row, values in zip(scores, rows, strict=True):
-        row[: len(values)] = values
-    return _on_device(scores)
 
 
 @dataclass(frozen=True)
@@ -225,7 +213,7 @@ def compare(
     ids = np.zeros((len(samples), max(len(sample.token_ids) for sample in samples)), np.int32)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample.token_ids)] = sample.token_ids
-    theirs = _from_device(trainer_fn(_on_device(ids)))
+    theirs = _from_device(trainer_fn(on_device(ids)))
     if theirs.shape != (wanted := (ids.shape[0], ids.shape[1] - 1)):
         raise refusal("trainer_fn", f"the shape {theirs.shape} for ids {ids.shape}", f"{wanted}")
     differences = np.concatenate([_differences(sample, row) for sample, row in zip(samples, theirs, strict=True)])
@@ -250,21 +238,13 @@ def _raise_if_failed(call: str, requests: Sequence[Request]) -> None:
 def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:
     """Return ours − theirs for each output token; entry i of `theirs` is the logprob of token i + 1."""
     # The first output token is token `prompt_len`, so its entry in `theirs` is the one before.
-    ours, first = np.frombuffer(sample.token_logprobs or b"", np.float32), sample.request.prompt_len - 1
+    assert isinstance(sample.numbers, TokenNumbers)
+    assert sample.numbers.logprobs is not None
+    ours, first = sample.numbers.logprobs[: sample.num_output_tokens], sample.request.prompt_len - 1
     return ours - theirs[first : first + len(ours)]
 
 
-def _scores(request: Request) -> np.ndarray:
-    """Return the logprob of each token but the first of a request of the form SCORES, float32.
-
-    The last token of its sequence is no part of the prompt: it was given as the output, and its logprob follows those
-    of the prompt. A sequence of one token has no logprobs.
-    """
-    last = request.sequences[0].token_logprobs if request.given_token is not None else None
-    return np.frombuffer(bytes(request.prompt_scores.numbers or b"") + bytes(last or b""), np.float32)
-
-
-def _on_device(array: np.ndarray) -> jax.Array:
+def on_device(array: np.ndarray) -> jax.Array:
     """Return an array of JAX, also where a trainer guards its own code against transfers."""
     with jax.transfer_guard("allow"):
         return jnp.asarray(array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -14,6 +14,7 @@ from ..messages import Params
 from ..sampling.sampling_params import SamplingParams
 from .arrays import LogprobComparison
 from .rollouts import Rollouts
+from .scores import Scores, TopLogprobs
 from .trainer import Trainer
 
 
@@ -64,15 +65,62 @@ class ResearchCalls:
         """
         return self._trainer.params
 
-    def logprobs(self, token_ids: Any, *, temperature: float = 1.0) -> Float[Array, "*B N1"]:
+    @overload
+    def logprobs(self, ids: Any, /, *, temperature: Any = 1.0) -> Float[Array, "*B N1"]:
+        """Return the logprob of each token but the first; the last definition has the contract and the code."""
+
+    @overload
+    def logprobs(self, ids: Any, /, *, temperature: Any = 1.0, top_k: int) -> TopLogprobs:
+        """Return the most likely tokens at each place."""
+
+    @overload
+    def logprobs(self, ids: Any, /, *, temperature: Any = 1.0, token_ids: Any) -> Float[Array, "*B N1 S"]:
+        """Return the logprobs of the tokens asked for at each place."""
+
+    @overload
+    def logprobs(self, ids: Any, /, *, temperature: Any = 1.0, hidden: Literal[True]) -> Float[Array, "*B N D"]:
+        """Return the hidden state of each token."""
+
+    def logprobs(
+        self,
+        ids: Any,
+        /,
+        *,
+        temperature: Any = 1.0,
+        top_k: int | None = None,
+        token_ids: Any = None,
+        hidden: bool = False,
+    ) -> Any:
         """Return the logprob of each token but the first, given those before it: float32, [N − 1] for N token ids.
 
         For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest list; shorter rows
-        are padded by zeros. The logprobs come from the programs that serve: the log-softmax of the logits ÷
-        `temperature`, from 1e-4 to 2, without truncation. Raise InvalidRequestError for a sequence of more than
-        `max_model_len` tokens, and for other arguments that are wrong.
+        are padded by zeros. The logprobs come from the layers that serve: the log-softmax of the logits ÷
+        `temperature`, from 1e-4 to 2, one for all rows or one for each, without truncation.
+
+        With `top_k` the result is `TopLogprobs` instead: the ids and logprobs [B, N − 1, K] of the most likely tokens
+        at each place, and the logarithm of the probability of all others. With `token_ids`, an array [B, N − 1, S], it
+        is the logprobs of these tokens, [B, N − 1, S]. K and S are at most the engine's `max_logprobs`. With `hidden`
+        it is the output of the last norm for each token, [B, N, D], from which the model's head makes logits; the
+        temperature does not count. For one list of ids, no result has the axis B.
+
+        Scores are of one version of the weights: a row that an update finds in the middle is computed anew. Raise
+        InvalidRequestError for a sequence of more than `max_model_len` tokens, and for other arguments that are wrong.
         """
-        return self._trainer.logprobs(token_ids, temperature=temperature)
+        return self._trainer.scorer.logprobs(
+            ids, temperature=temperature, top_k=top_k, token_ids=token_ids, hidden=hidden
+        )
+
+    def score(self, contexts: Any, continuations: Any, *, temperature: Any = 1.0, from_position: int = 0) -> Scores:
+        """Return the logprobs of the tokens of continuations, given their contexts; each context is computed once.
+
+        `contexts` is a list of token ids or texts, and `continuations` has one for each context, or a list of several.
+        Equal contexts count as one, wherever they stand; others share what the prefix cache has. The B continuations
+        are the rows of the result, in their order, padded by zeros. `temperature`, from 1e-4 to 2, is one for all or
+        one for each row. Tokens of a continuation before `from_position` are computed and not scored.
+
+        Raise InvalidRequestError for an empty context or continuation, and for other arguments that are wrong.
+        """
+        return self._trainer.scorer.score(contexts, continuations, temperature=temperature, from_position=from_position)
 
     def compare_logprobs(
         self,

@@ -50,7 +50,7 @@ def draw(logits: Float[Array, "*R V"], seed: Any, sample: Any, index: Any, param
             "output_index": jnp.asarray(index, jnp.int32),
             "top_k": jnp.int32(min(params.top_k, MAX_INT32)),
             **{name: jnp.float32(getattr(params, name)) for name in ("temperature", "top_p", "min_p")},
-            **dict.fromkeys(("ruled_slot", "forced_token", "score"), jnp.int32(0)),
+            **dict.fromkeys(("ruled_slot", "score"), jnp.int32(0)),
         }
         parameters = SamplingRows(**{name: jnp.broadcast_to(value, (num_rows,)) for name, value in columns.items()})
         tokens = _draw(rows, parameters, SampleMode.GREEDY if params.is_greedy else SampleMode.RANDOM)

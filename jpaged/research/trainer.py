@@ -9,16 +9,17 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..checks import boolean, check, integer, number, or_none, refusal
+from ..checks import boolean, check, integer, or_none, refusal
 from ..core.batch import BatchRunner
 from ..core.step_thread import StepThread
 from ..errors import ConfigError
-from ..intake.offline import as_prompts, as_sequences, one_for_each
+from ..intake.offline import as_prompts, one_for_each
 from ..messages import Params, ResultForm
 from ..models.weights.live_weights import LiveWeights
 from ..sampling.sampling_params import SamplingParams
-from .arrays import LogprobComparison, compare, for_arrays, scores_of_prompts
+from .arrays import LogprobComparison, compare, for_arrays
 from .rollouts import Rollouts
+from .scores import Scorer
 
 
 class Trainer:
@@ -28,7 +29,7 @@ class Trainer:
         """`batch` is that of the engine; `live` says what a trainer's arrays become."""
         self.batch, self.live, self.loop = batch, live, batch.loop
         self.runner, self.versions, self.sleeping = self.loop.runner, self.loop.versions, self.loop.sleep
-        self.thread = StepThread(self.loop)
+        self.thread, self.scorer = StepThread(self.loop), Scorer(batch)
 
     @property
     def params(self) -> nnx.State:
@@ -64,23 +65,6 @@ class Trainer:
             max_in_flight = max(1, 2 * builder.sizes.max_num_seqs // params.n)
         options: dict[str, Any] = {"max_in_flight": max_in_flight, "in_order": in_order, "priority": priority}
         return Rollouts(self.batch, self.thread, pairs, **options)
-
-    def logprobs(self, token_ids: Any, *, temperature: float) -> Float[Array, "*B N1"]:
-        """Return the logprob of each token but the first, given the tokens before it: float32.
-
-        The shape is [N − 1] for one sequence of N ids, and [B, N − 1] for a list of B sequences, the longest of N ids,
-        padded by zeros. For the ids [5, 6, 7] the two values are those of 6 after [5] and of 7 after [5, 6].
-        `temperature` divides the logits; it must be in [1e-4, 2]. Raise InvalidRequestError if an argument is wrong.
-        """
-        sequences, is_one = as_sequences(token_ids)
-        check("temperature", temperature, number(1e-4, 2.0))
-        # The last token of each sequence becomes the one output token, which is given and not drawn.
-        params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
-        # These requests are not counted, so the seeds of later requests do not depend on this call.
-        options: dict[str, Any] = {"number": 0, "form": ResultForm.SCORES}
-        _, requests = self.batch.run("logprobs", sequences, [params] * len(sequences), **options)
-        scores = scores_of_prompts(requests)
-        return scores[0] if is_one else scores
 
     def compare_logprobs(
         self,

@@ -24,13 +24,15 @@ STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
 """Tokens that end the sequence, as many as fit: a dispatch of several tokens stops a row that draws one of them."""
 NO_TOKEN = -1
 SAMPLE_FIELDS = (
-    *STEP_FIELDS, "ruled_slot", "forced_token", "score", "sample_index", "seed_low", "seed_high", *INT_PARAMETERS,
+    *STEP_FIELDS, "ruled_slot", "score", "sample_index", "seed_low", "seed_high", *INT_PARAMETERS,
     *FLOAT_PARAMETERS, *STOP_FIELDS,
 )  # fmt: skip
-"""Names of all columns. `ruled_slot` is the state slot if the request has rules, else 0. `forced_token` is 1 + the id
-of a token that is given instead of drawn, else 0; `score` is a `Score`."""
+"""Names of all columns. `ruled_slot` is the state slot if the request has rules, else 0; `score` is a `Score`."""
+SCORE_FIELDS = ("token", "target", "temperature")
+"""Columns of a row that scores a given token: the token of the step whose hidden state scores it, its id, and the bits
+of the temperature, or 0 for the model's own logits."""
 MAX_INT32 = (1 << 31) - 1
-_PACKED = struct.Struct(f"=iiiiII{len(INT_PARAMETERS)}i{len(FLOAT_PARAMETERS)}f{len(STOP_FIELDS)}i")
+_PACKED = struct.Struct(f"=iiiII{len(INT_PARAMETERS)}i{len(FLOAT_PARAMETERS)}f{len(STOP_FIELDS)}i")
 
 
 class Score(IntFlag):
@@ -51,20 +53,17 @@ def pack_columns(
     sample_index: int,
     seed: int,
     stop_ids: Iterable[int],
-    given_token: int | None = None,
 ) -> np.ndarray:
     """Return the SAMPLE_FIELDS after STEP_FIELDS of one sequence, int32: those fixed while it has its state slot.
 
     `sample_index` is the sequence's index in its request. `seed` has 64 bits and travels as two columns, the low half
-    first. `given_token` is a token that the sequence gets instead of drawing one, None for a draw. Of `stop_ids`, the
-    token ids that end the sequence, the lowest four are packed, and NO_TOKEN where there are fewer. A program that
-    decodes several tokens stops at these; the host checks all of them when it reads a token. `ruled_slot` is the state
-    slot if the request has logit rules, else 0, the slot whose rules change nothing.
+    first. Of `stop_ids`, the token ids that end the sequence, the lowest four are packed, and NO_TOKEN where there are
+    fewer. A program that decodes several tokens stops at these; the host checks all of them when it reads a token.
+    `ruled_slot` is the state slot if the request has logit rules, else 0, the slot whose rules change nothing.
     """
     stops = sorted(stop_ids)[: len(STOP_FIELDS)]
     packed = _PACKED.pack(
         seq_slot if params.has_rules else 0,
-        0 if given_token is None else 1 + given_token,
         score_of(params.logprobs, wants_mass=params.log_kept_mass),
         sample_index,
         seed & 0xFFFFFFFF,

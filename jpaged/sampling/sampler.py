@@ -65,8 +65,6 @@ class SamplingRows:
     """Output tokens that the sample has already: 0 for its first one."""
     ruled_slot: Int[Array, " R"]
     """The row's state slot if its request has logit rules, else 0."""
-    forced_token: Int[Array, " R"]
-    """In modes SCORED and FULL: 1 + the id of a token that is given instead of drawn; else 0."""
     score: Int[Array, " R"]
     """In modes SCORED and FULL: the `Score` of each row, what its token gets beside its id."""
     top_k: Int[Array, " R"]
@@ -151,20 +149,16 @@ def sample(
     and `rules` the logit rules of all state slots (None if the mode reads none). There are three passes. First, each
     row gets its likeliest token, as if all were greedy; mode GREEDY ends here. Second, rows that need rules or a draw
     are computed in batches of similar work, which replace these results; mode RANDOM ends here. Third, in the modes
-    SCORED and FULL, a row with a forced token gets that token whatever its logits are, and rows that ask for scores are
-    scored in batches. The scores of other rows mean nothing.
+    SCORED and FULL, rows that ask for scores are scored in batches. The scores of other rows mean nothing.
     """
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
     control_flow = settings.control_flow
     batch = _Batch(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules, mode is SampleMode.FULL)
-    likeliest, is_finite_before_rules = _first_maximum(batch.logits, batch.vocab_size), _is_finite(batch.logits)
+    likeliest, is_finite_before_rules = _first_maximum(batch.logits, batch.vocab_size), is_finite_row(batch.logits)
     if mode is SampleMode.GREEDY:
         return SampledRows(likeliest, is_finite_before_rules)
-    has_rows_to_score = mode in (SampleMode.SCORED, SampleMode.FULL)
-    # `forced_token` is 1 + the id of the given token, or 0 for none.
-    is_forced = (rows.forced_token > 0) & has_rows_to_score
-    is_drawn = ~(rows.is_greedy | is_forced)
+    is_drawn = ~rows.is_greedy
 
     def draw(selection: RowSelection, drawn: _DrawnRows) -> _DrawnRows:
         """Return the results of all rows, `drawn`, with those of the selected rows computed and replaced."""
@@ -177,7 +171,7 @@ def sample(
     drawn = control_flow.for_row_batches(row_work != RowWork.PLAIN, row_work, draw, undrawn, num_keys=len(RowWork))
     if mode is SampleMode.RANDOM:
         return SampledRows(drawn.token_ids, drawn.is_finite)
-    token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn.token_ids)
+    token_ids = drawn.token_ids
     # Processors may have replaced a NaN of the model's; other rules keep it.
     is_finite = drawn.is_finite & is_finite_before_rules
 
@@ -258,10 +252,9 @@ class _Batch:
         """Return a token of each selected row, whether its logits are finite, and the probability mass of its draw.
 
         `logits` are those of the r selected rows after their rules. Rows with `is_drawn` get a random token among those
-        that truncation keeps. Greedy rows get the likeliest token; the token of the remaining rows, which are given
-        theirs, is not used. The mass is the logarithm of the probability of all kept tokens together: log 0.9 if the
-        tokens left out have 0.1. It is 0 for rows that do not ask for it. If no row is drawn, a program with branches
-        skips truncation and draws.
+        that truncation keeps, greedy rows the likeliest token. The mass is the logarithm of the probability of all kept
+        tokens together: log 0.9 if the tokens left out have 0.1. It is 0 for rows that do not ask for it. If no row is
+        drawn, a program with branches skips truncation and draws.
         """
         params, likeliest = self.rows.at(selection), _first_maximum(logits, self.vocab_size)
         control_flow = self.settings.control_flow
@@ -287,7 +280,7 @@ class _Batch:
             token_ids, masses = draw_all()
         else:
             token_ids, masses = control_flow.compute_if(jnp.any(is_drawn), draw_all, lambda: (likeliest, no_masses))
-        return _DrawnRows(token_ids, _is_finite(logits), masses)
+        return _DrawnRows(token_ids, is_finite_row(logits), masses)
 
     def score_tokens(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
         """Return the logprob and rank of one token of each of r selected rows, and the row's most likely tokens.
@@ -295,10 +288,7 @@ class _Batch:
         The latter are left out if the engine's `max_logprobs` is 0, and may be zeros if no row asks for them. The
         setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
         truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
-        A row with a forced token (`forced_token` is 1 + the token's id, or 0 for none) draws nothing, as its token is a
-        prompt's or was given by the request. In both of the last two modes, its logits are divided by the temperature
-        that the host has packed for the row. If that is 0, the row counts as greedy, and greedy rows are computed with
-        temperature 1: so the host packs 0 where the logprob must be the raw one.
+        Greedy rows are computed with temperature 1.
         """
         params = self.rows.at(selection)
         compute = partial(
@@ -314,7 +304,7 @@ class _Batch:
             return self.with_rules(
                 selection, lambda logits: compute(self._processed(logits, selection), token_ids, ones)
             )
-        is_tempered = (params.forced_token > 0) | (self.settings.logprobs_mode == "tempered_logprobs")
+        is_tempered = self.settings.logprobs_mode == "tempered_logprobs"
         temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
         return compute(self.logits._replace(selection=selection), token_ids, temperature)
 
@@ -382,7 +372,7 @@ def _first_true(mask: Bool[Array, "R n"]) -> Int[Array, " R"]:
     return jnp.min(jnp.where(mask, jnp.arange(last_index + 1, dtype=jnp.int32)[None], last_index), axis=1)
 
 
-def _is_finite(logits: BlockRows) -> Bool[Array, " r"]:
+def is_finite_row(logits: BlockRows) -> Bool[Array, " r"]:
     """Return whether each row is finite: no NaN, no +inf, not all −inf."""
     return ~jnp.any(logits.has_nan[logits.selection], axis=-1) & jnp.isfinite(logits.row_max)
 

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import not_available
 from ..checks import INT64, CheckedFields, Unfit, boolean, integer, is_number, number, or_none
@@ -307,3 +307,46 @@ _RULE_DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one
 def parameters_in(column: Column) -> tuple[str, ...]:
     """Return the names of the parameters that travel to the device in this way, in the order of the table."""
     return tuple(one.name for one in fields(SamplingParams) if one.metadata["column"] is column)
+
+
+class ScoreKind(NamedTuple):
+    """What is computed for tokens that are scored and not drawn. Tokens of one kind share a program."""
+
+    num_tops: int = 0
+    """Most likely tokens beside each token; −1: the logprobs of the whole vocabulary."""
+    num_asked: int = 0
+    """Other tokens whose logprobs are given at each place."""
+    is_hidden: bool = False
+    """Whether the hidden state is given, and no logits are computed."""
+
+    def padded(self, max_logprobs: int) -> ScoreKind:
+        """Return the kind of the program that serves this one: counts are rounded up to one of COUNTS.
+
+        `max_logprobs` is the engine's limit, −1 for none.
+        """
+        counts = _padded(self.num_tops, max_logprobs), _padded(self.num_asked, max_logprobs)
+        return ScoreKind(*counts, is_hidden=self.is_hidden)
+
+
+OWN_SCORE = ScoreKind()
+"""The logprob and the rank of each token alone."""
+COUNTS = (64, 256, 1024)
+"""Numbers of tokens at one place that have programs, up to the engine's `max_logprobs`, which has one too."""
+
+
+def _padded(count: int, max_logprobs: int) -> int:
+    """Return the smallest number of tokens with a program that is not below `count`; 0 and −1 stay as they are.
+
+    Beyond COUNTS it is the limit `max_logprobs`, so −1, the whole vocabulary, where there is none.
+    """
+    if count <= 0:
+        return count
+    rounded = next((number for number in COUNTS if number >= count), max_logprobs)
+    return rounded if max_logprobs < 0 else min(rounded, max_logprobs)
+
+
+def score_kinds(max_logprobs: int) -> set[ScoreKind]:
+    """Return the kinds that have programs in an engine with this limit, −1 for none."""
+    counts = {_padded(count, max_logprobs) for count in (0, *COUNTS, COUNTS[-1] + 1)}
+    asked = {ScoreKind(num_asked=count) for count in counts if count > 0}
+    return {ScoreKind(count) for count in counts} | asked | {ScoreKind(is_hidden=True)}

@@ -133,14 +133,19 @@ def kept_count_and_mass(
     """
     is_kept = weights >= threshold[..., None]
     operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
-    return sum_pairs(*operands, axis=weights.ndim - 1)
-
-
-def sum_pairs(counts: Int[Array, "*rows n"], masses: Float[Array, "*rows n"], *, axis: int) -> tuple[Array, Array]:
-    """Return the sums of `counts` and of `masses` along one axis, in a single reduction."""
-    zeros = jnp.int32(0), jnp.float32(0)
-    count, mass = lax.reduce((counts, masses), zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis,))
+    count, mass = sum_together(*operands, axis=weights.ndim - 1)
     return count, mass
+
+
+def sum_together(*operands: Array, axis: int) -> tuple[Array, ...]:
+    """Return the sum of each operand along one axis, all in a single reduction. Their shapes are the same."""
+    zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
+
+    def add(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(a + b for a, b in zip(left, right, strict=True))
+
+    sums = lax.reduce(operands, zeros, add, (axis,))
+    return tuple(sums)
 
 
 def kept_counts_and_masses(
@@ -157,7 +162,6 @@ def kept_counts_and_masses(
     blocks_RbB = weights.reshape(num_rows, -1, BLOCK)
     is_kept = [blocks_RbB >= thresholds[:, index, None, None] for index in range(num_thresholds)]
     operands = [mask.astype(jnp.int32) for mask in is_kept] + [jnp.where(mask, blocks_RbB, 0.0) for mask in is_kept]
-    zeros = [jnp.int32(0)] * num_thresholds + [jnp.float32(0)] * num_thresholds
-    sums = lax.reduce(operands, zeros, lambda left, right: [a + b for a, b in zip(left, right, strict=True)], (2,))
+    sums = sum_together(*operands, axis=2)
     counts, masses = jnp.stack(sums[:num_thresholds], axis=1), jnp.stack(sums[num_thresholds:], axis=1)
     return jnp.sum(counts, axis=2), jnp.sum(masses, axis=2)

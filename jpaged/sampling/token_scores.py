@@ -5,7 +5,7 @@ Letters: R rows, V vocabulary, k most likely tokens; r selected rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from .control_flow import ControlFlow
-from .thresholds import sum_pairs
+from .sampling_params import ScoreKind
+from .thresholds import sum_together
 from .top_blocks import BLOCK, BlockRows
 
 
@@ -32,6 +33,12 @@ class TokenScores:
     """Instead of the two above, where requests may ask for the whole vocabulary."""
     log_kept_masses: Float[Array, " R"] | None = None
     """The logarithm of the probability that truncation left, 0 for rows that do not ask for it; in mode FULL alone."""
+    log_rests: Float[Array, " R"] | None = None
+    """The logarithm of the probability of all but the most likely tokens; for tokens that are scored and not drawn."""
+    asked_logprobs: Float[Array, "R S"] | None = None
+    """The logprobs of the other tokens that were asked for, likewise."""
+    hidden: Float[Array, "R D"] | None = None
+    """The hidden states that score the tokens, instead of all logprobs; likewise."""
 
     def top(self, row: int, num_tops: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids and logprobs of the `num_tops` most likely tokens of a row, most likely first.
@@ -80,11 +87,9 @@ def token_scores(
     may be returned for them. The row maximum is subtracted from logits first, before the logarithm of the total: in the
     other order, the rounding of large logits would show in the result.
     """
-    # Of each row only the block that holds the token is read, [r, 1, B].
-    block_ids = token_ids[:, None] // BLOCK
-    token_logit = jnp.take_along_axis(logits.take_blocks(block_ids)[:, 0], token_ids[:, None] % BLOCK, axis=1)
+    token_logit = _logits_of(logits, token_ids[:, None])
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
-    ranks, log_total = _ranks_and_log_totals(logits.blocks[logits.selection], token_logit, row_max, scale)
+    ranks, log_total, _ = _ranks_and_log_totals(logits.blocks[logits.selection], token_logit, row_max, scale)
 
     def logprobs(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
         return (logits_rn - row_max) * scale - log_total
@@ -108,20 +113,82 @@ def token_scores(
     return TokenScores(token_logprobs, ranks, top_ids, top_logprobs)
 
 
+def given_scores(
+    logits: BlockRows,
+    token_ids: Int[Array, " R"],
+    temperature: Float[Array, " R"],
+    kind: ScoreKind,
+    asked: Int[Array, "R S"] | None,
+    *,
+    vocab_size: int,
+) -> TokenScores:
+    """Return the scores of one given token of each row, by the log-softmax of logits ÷ temperature.
+
+    `kind` says what is given beside the logprob and the rank: the k most likely tokens, k = min(num_tops, vocab_size),
+    with the logarithm of the probability of all others, which is −inf if there is none; or the whole vocabulary; or the
+    logprobs of the tokens `asked`.
+    """
+    row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
+    token_logit, num_tops = _logits_of(logits, token_ids[:, None]), min(kind.num_tops, vocab_size)
+    top_logits, top_ids = logits.top_k(num_tops) if num_tops > 0 else (None, None)
+    # The least likely of the tops; without tops, no logit is below −inf.
+    lowest = jnp.full_like(row_max, -jnp.inf) if top_logits is None else top_logits[:, -1:]
+    ranks, log_total, log_rest = _ranks_and_log_totals(logits.blocks, token_logit, row_max, scale, lowest, num_tops)
+
+    def logprobs(logits_Rn: Float[Array, "R n"]) -> Float[Array, "R n"]:
+        return (logits_Rn - row_max) * scale - log_total
+
+    scores = TokenScores(logprobs(token_logit)[:, 0], ranks)
+    if top_logits is not None and top_ids is not None:
+        return replace(
+            scores,
+            top_token_ids=top_ids.astype(jnp.int32),
+            top_logprobs=logprobs(top_logits),
+            log_rests=(log_rest - log_total)[:, 0],
+        )
+    if num_tops < 0:
+        return replace(scores, all_logprobs=logprobs(logits.values[:, :vocab_size]))
+    if asked is not None:
+        return replace(scores, asked_logprobs=logprobs(_logits_of(logits, asked)))
+    return scores
+
+
+def _logits_of(logits: BlockRows, token_ids: Int[Array, "r n"]) -> Float[Array, "r n"]:
+    """Return the logits of n tokens of each selected row. Of each row only the blocks that hold them are read."""
+    blocks = logits.take_blocks(token_ids // BLOCK)
+    return jnp.take_along_axis(blocks, (token_ids % BLOCK)[:, :, None], axis=2)[:, :, 0]
+
+
 def _ranks_and_log_totals(
     blocks: Float[Array, "r b B"],
     token_logit: Float[Array, "r 1"],
     row_max: Float[Array, "r 1"],
     scale: Float[Array, "r 1"],
-) -> tuple[Int[Array, " r"], Float[Array, "r 1"]]:
-    """Return the rank of each row's token and the logarithm of the row's total, the softmax's denominator.
+    lowest_top: Float[Array, "r 1"] | None = None,
+    num_tops: int = 0,
+) -> tuple[Int[Array, " r"], Float[Array, "r 1"], Float[Array, "r 1"]]:
+    """Return the rank of each row's token, the logarithm of the row's total, and that of what its tops leave.
 
-    `blocks` are the logits of r rows, cut into b blocks of B; −inf fills up the last one, and adds 0 to both results.
-    The rank is 1 + the number of larger logits, so tokens that tie have the same rank. The total is
-    Σ exp((logit − row_max) × scale) over the vocabulary; `scale` is 1 ÷ temperature. One reduction along the blocks
-    gives both results of each block, since a separate one for ranks would take a CPU longer than the exponentials. A
-    second one adds up the blocks: a single running sum over a vocabulary would be off by 1e-6.
+    `blocks` are the logits of r rows, cut into b blocks of B; −inf fills up the last one, and adds 0 to all results.
+    The rank is 1 + the number of larger logits, so tokens that tie have the same rank. The total, the softmax's
+    denominator, is Σ exp((logit − row_max) × scale) over the vocabulary; `scale` is 1 ÷ temperature. The tops are the
+    `num_tops` largest logits, of which `lowest_top` is the smallest; they leave the sum over the others, of which some
+    may be equal to it. Without tops that result means nothing.
+
+    One reduction along the blocks gives all results of each block, since a separate one for ranks would take a CPU
+    longer than the exponentials. A second one adds up the blocks: a single running sum over a vocabulary would be off
+    by 1e-6.
     """
     is_larger = (blocks > token_logit[:, :, None]).astype(jnp.int32)
-    num_larger, totals = sum_pairs(is_larger, jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]), axis=2)
-    return 1 + jnp.sum(num_larger, axis=1, dtype=jnp.int32), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
+    weights = jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None])
+    if not num_tops or lowest_top is None:
+        num_larger, totals = sum_together(is_larger, weights, axis=2)
+        log_total = jnp.log(jnp.sum(totals, axis=1, keepdims=True))
+        return 1 + jnp.sum(num_larger, axis=1, dtype=jnp.int32), log_total, log_total
+    edge = lowest_top[:, :, None]
+    is_in_tops, below = (blocks >= edge).astype(jnp.int32), jnp.where(blocks < edge, weights, 0.0)
+    sums = sum_together(is_larger, is_in_tops, weights, below, axis=2)
+    num_larger, num_reaching, total, rest = (jnp.sum(one, axis=1, keepdims=True, dtype=one.dtype) for one in sums)
+    num_ties = (num_reaching - num_tops).astype(jnp.float32)  # Logits equal to the lowest top that are no tops.
+    rest += num_ties * jnp.exp((lowest_top - row_max) * scale)
+    return 1 + num_larger[:, 0], jnp.log(total), jnp.log(rest)

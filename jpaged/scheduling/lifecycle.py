@@ -183,6 +183,14 @@ class Lifecycle:
         self.counts[f"preemptions_{mode.value}"] += 1
         return Preemption(request, mode, reason)
 
+    def recompute(self, request: Request) -> None:
+        """Take the pages of a running or swapped request, and queue it again to compute its tokens anew."""
+        for sequence in request.live:
+            self.release(sequence)
+        self._leave(request)
+        self._queue(request, RequestState.WAITING)
+        request.num_preemptions += 1
+
     def _swap_out(self, request: Request) -> bool:
         """Move the pages of a request's live samples to the host pool, and free the samples' slots.
 

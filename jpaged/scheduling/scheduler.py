@@ -5,8 +5,8 @@ hold: a chunk of them is computed. In nearly all steps nearly all sequences deco
 without a check is written down in it (`SampleSequence.decode_limit`), and only those that have come so far are checked.
 
 Results may be up to two steps late: `schedule` counts every token as computed once it is scheduled, `retire` learns
-that it is. Knows requests and pages; no array, no device, no text. The only writer of `num_scored`,
-`first_scheduled_time` and `num_cached_tokens` of requests.
+that it is. Knows requests and pages; no array, no device, no text. The only writer of `num_scored` of requests and
+sequences, and of `first_scheduled_time` and `num_cached_tokens` of requests.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Scheduler(Lifecycle):
         for request in self.unfinished:
             if not request.has_mixed_pages:
                 request.num_scored = 0
+                for sequence in request.live:
+                    sequence.num_scored = request.first_scored
 
     # The step
 
@@ -131,6 +133,7 @@ class Scheduler(Lifecycle):
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
+            sequence.num_scored = max(sequence.num_scored, end)
             # The pages of a prompt's last chunk are published only once the token that it draws is known. A request
             # with the same prompt would then start after the last full page that leaves it a token to compute: at
             # token 8 of 10, and also of 12, with pages of 4 tokens. The pages that a window reads from there are kept.
@@ -158,6 +161,18 @@ class Scheduler(Lifecycle):
         # A sequence that is swapped out gives back host pages here. One that waits has no pages, so nothing happens.
         # Both keep `check_at_len` 0, so this is called for each of their tokens until they run again.
         self._pass_windows(sequence, num_known - 1)
+
+    def finish_scored(self, sequence: SampleSequence) -> None:
+        """End a sequence whose tokens are all scored, and offer its full pages to the prefix cache.
+
+        Samples of its request that wait for it get its pages before.
+        """
+        if sequence.state is RequestState.RUNNING:
+            for child in sample_tree.children_of(sequence):
+                if child.awaits_parent and child.fork_len <= sequence.num_computed:
+                    self.share_with_parent(child)
+            self.prefixes.publish(sequence, sequence.num_computed)
+        self.finish(sequence, RequestState.FINISHED_LENGTH)
 
     def count_chosen_token(self, sequence: SampleSequence) -> None:
         """Note a new token that was chosen by the host, as a beam search does, and not drawn on the device."""
@@ -232,7 +247,9 @@ class Scheduler(Lifecycle):
             return
         if end <= start or not self._make_room(sequence, end):
             return
-        chunk = Chunk(sequence, start, end - start, tuple(sample_tree.samples_drawn_at(sequence, end)))
+        is_drawn = sequence.request.scoring is None
+        samples = tuple(sample_tree.samples_drawn_at(sequence, end)) if is_drawn else ()
+        chunk = Chunk(sequence, start, end - start, samples)
         self._work.chunks.append(chunk)
         room.token_budget -= chunk.num_tokens
         room.score_budget -= len(chunk.scored)

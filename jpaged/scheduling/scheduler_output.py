@@ -24,16 +24,15 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """Return the positions of the chunk whose logits score a prompt token: the token at the next position.
+        """Return the positions of the chunk whose logits score a token that is given: the token at the next position.
 
-        Empty unless the request wants the logprobs of its prompt. Positions that are scored already are left out, and
-        so is the prompt's last position, after which no prompt token comes. Example: a chunk of 4 tokens from position
-        8 of a prompt of 12 tokens has the range 8 to 10, which scores the tokens 9 to 11.
+        Empty unless the request wants the logprobs of its prompt, or draws no token but scores those it has. Positions
+        that are scored already are left out, and so is a prompt's last position, after which no prompt token comes.
+        Example: a chunk of 4 tokens from position 8 of a prompt of 12 tokens has the range 8 to 10, which scores the
+        tokens 9 to 11.
         """
-        request = self.sequence.request
-        if not request.needs_prompt_scores:
-            return range(0)
-        return range(max(self.start, request.num_scored), min(self.start + self.num_tokens, request.prompt_len - 1))
+        span = unscored(self.sequence)
+        return range(max(self.start, span.start), min(self.start + self.num_tokens, span.stop))
 
     def tokens(self) -> Iterator[Chunk]:
         """Yield the same work in chunks of one token."""
@@ -42,19 +41,29 @@ class Chunk:
             yield Chunk(self.sequence, position, 1, self.samples if position == last else ())
 
 
+def unscored(sequence: SampleSequence) -> range:
+    """Return the positions whose logits have still to score the token at the next one, empty if there is none.
+
+    The last token of a sample that is scored has no position of its own among the known ones: the logits of the last
+    known token score it.
+    """
+    request = sequence.request
+    if request.scoring is not None:
+        return range(sequence.num_scored, sequence.num_tokens)
+    return range(request.num_scored, request.prompt_len - 1) if request.needs_prompt_scores else range(0)
+
+
 def scored_end(sequence: SampleSequence, start: int, num_scored: int) -> int:
-    """Return the largest end of a chunk that starts at `start`, if the step may score `num_scored` more prompt tokens.
+    """Return the largest end of a chunk that starts at `start`, if the step may score `num_scored` more tokens.
 
     An end is the position after the chunk's last token. It is the number of known tokens if nothing has to be scored,
     or if all that has to be scored fits into the step. Otherwise the chunk ends `num_scored` positions after the first
     position without a score. Example: a prompt of 100 tokens without scores, `start` 0 and `num_scored` 64 give 64;
     with `num_scored` 99 the result is 100, since the last position of a prompt scores none of its tokens.
     """
-    request = sequence.request
-    if not request.needs_prompt_scores:
-        return sequence.num_tokens
-    end = max(start, request.num_scored) + num_scored
-    return sequence.num_tokens if end >= request.prompt_len - 1 else end
+    span = unscored(sequence)
+    end = max(start, span.start) + num_scored
+    return sequence.num_tokens if not span or end >= span.stop else end
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,14 @@ class AbstractEngine:
             # The logprobs of the whole vocabulary for several tokens per row would take too much memory.
             modes = tuple(mode for mode in buckets.decode_modes if mode is not SampleMode.FULL)
             buckets = replace(buckets, decode_modes=modes)
-        return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, windows=self.groups.windows)
+        return StepInputBuilder(
+            sizes,
+            buckets,
+            self.backend,
+            rules_spec=self.rules_spec,
+            windows=self.groups.windows,
+            max_logprobs=self.settings.max_logprobs,
+        )
 
     def programs(self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0) -> Programs:
         """Return the programs of an engine with these pools of pages, for the step inputs of `builder`.

@@ -156,7 +156,7 @@ def build_engine(
     live = LiveWeights(programs.weights, engine.mesh)
     plan = CompilePlan(
         programs.lower,
-        occasional=live.programs(),
+        occasional={**live.programs(), **programs.lower_scores},
         num_compilers=_num_compilers(device.platform),
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )

@@ -4,7 +4,8 @@
     ("allocate",)             once at start and after a failed step: makes the device state and the logit rules
     ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
     ("forward_decodes", T)    instead of that in some buckets, when every row has one token
-    ("sample", S, mode)       after a forward, in the sample bucket S; again for each batch of scored prompt tokens
+    ("sample", S, mode)       after a forward, in the sample bucket S
+    ("score", S, kind)        after a forward, for each batch of given tokens that are scored
     ("decode", T, mode)       instead of both, when every row decodes several tokens
     ("tables",)               before a step whose page-table changes do not fit its buffer
     ("set_rules",)            when a sequence with logit rules gets a state slot
@@ -32,12 +33,13 @@ from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, new_rules, rule_shapes, set_rules
-from ..sampling.sample_columns import SAMPLE_FIELDS
+from ..sampling.sample_columns import SAMPLE_FIELDS, SCORE_FIELDS
 from ..sampling.sampler import PLAIN, SampledRows, SampleSettings
-from ..sampling.sampling_params import SampleMode
+from ..sampling.sampling_params import SampleMode, ScoreKind, score_kinds
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
+from .scoring import score_tokens
 from .step import DecodeSampling, DeviceState, SamplingState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
 from .step_layout import CHANGE_FIELDS, StepLayout
@@ -95,6 +97,11 @@ def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
     """Return the key of the sample program for this many rows of a mode."""
     mode = buckets.mode_for(mode)
     return ("sample", buckets.samples_for(num_samples, mode), mode)
+
+
+def score_key(num_rows: int, kind: ScoreKind) -> Key:
+    """Return the key of the program that scores given tokens, for this many rows, padding included."""
+    return ("score", num_rows, kind)
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,11 @@ class Programs:
         for mode in buckets.modes:
             for size in buckets.sample_sizes(mode):
                 self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
+        score_programs = product(buckets.sample_sizes(SampleMode.FULL), score_kinds(options.settings.max_logprobs))
+        self.lower_scores: dict[Key, Lower] = {
+            score_key(size, kind): partial(self._lower_score, size, kind) for size, kind in score_programs
+        }
+        """The programs that score given tokens; few requests need one, so each is compiled when it is asked for."""
 
     def _shape(self, dims: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Return the abstract shape of an array of which every device has a whole copy."""
@@ -252,6 +264,21 @@ class Programs:
         """Lower the sample program of one mode for this many rows; its argument 1, the sampling state, is donated."""
         run, arguments = self._sample_program(num_rows, mode)
         return jax.jit(run, donate_argnums=1).lower(*arguments)
+
+    def _lower_score(self, num_rows: int, kind: ScoreKind) -> jax.stages.Lowered:
+        """Lower the program that scores this many given tokens: (logit weights, hidden, columns, asked) → scores.
+
+        The weights are a flat tuple, empty for hidden states alone; `asked` is None unless the kind has `num_asked`.
+        """
+        leaves, unflatten = ((), lambda _: self.weights.state) if kind.is_hidden else self.weights.split_logits()
+
+        def run(leaves: Leaves, hidden: jax.Array, columns: jax.Array, asked: jax.Array | None) -> SampledRows:
+            return score_tokens(self.weights.graph, unflatten(leaves), hidden, columns, asked, kind, self._mesh)
+
+        run.__name__ = f"score_{num_rows}_{'hidden' if kind.is_hidden else f'{kind.num_tops}_{kind.num_asked}'}"
+        asked = self._shape((num_rows, kind.num_asked), jnp.int32) if kind.num_asked else None
+        columns = self._shape((len(SCORE_FIELDS), num_rows), jnp.int32)
+        return jax.jit(run).lower(tuple(leaves), self.state.hidden, columns, asked)
 
     def _lower_tables(self) -> jax.stages.Lowered:
         """Lower the program that applies a padded batch of page-table changes."""

@@ -32,7 +32,7 @@ from ..scheduling.buckets import Buckets
 from ..sharding import replicated
 from . import programs
 from .compile_plan import CompilePlan, Key
-from .programs import layout_key, sample_key
+from .programs import layout_key, sample_key, score_key
 from .step import DeviceState
 from .step_records import StepInputs
 from .weight_store import WeightStore
@@ -50,7 +50,7 @@ class StepOutputs:
 
     sampled: SampledRows | None
     scored: tuple[SampledRows, ...] = ()
-    """Scores of prompt tokens, one object per sampler call; only the last one has padding rows."""
+    """Scores of given tokens, one object for each of `StepInputs.scores`."""
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.sampled, self.scored)):
@@ -63,14 +63,9 @@ class StepOutputs:
         """
         return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
 
-    def read_scores(self) -> SampledRows | None:
-        """Wait for the step and return the scores of prompt tokens as numpy, by row; None if it has scored none.
-
-        The rows of all sampler calls are joined in order. Padding rows stand at the end.
-        """
-        if len(self.scored) < 2:  # With one object there is nothing to join, and it is not copied.
-            return jax.tree.map(np.asarray, self.scored[0]) if self.scored else None
-        return jax.tree.map(lambda *pieces: np.concatenate(pieces), *self.scored)
+    def read_scores(self) -> list[SampledRows]:
+        """Wait for the step and return the scores of given tokens as numpy, one object for each of its batches."""
+        return [jax.tree.map(np.asarray, batch) for batch in self.scored]
 
 
 class Runner:
@@ -115,7 +110,7 @@ class Runner:
 
         Returns before the device is done; waits only if more than MAX_SWAPS_UNDER_WAY batches of swapped pages would be
         under way, or for an executable that is not compiled yet. A step with `decode_lens` runs a decode program. Any
-        other step with rows runs a forward program, and then samplers for sampled rows and for scored prompt tokens.
+        other step with rows runs a forward program, and then a sampler for sampled rows and programs for scored tokens.
         """
         self._move(step.moves)
         for changes in step.table_updates:
@@ -206,17 +201,12 @@ class Runner:
         return sampled
 
     def _score(self, step: StepInputs) -> Iterator[SampledRows]:
-        """Start a sampler for each batch of prompt tokens that the step scores, and yield its rows of scores.
-
-        A batch is an array [fields, S] with a column for each of S tokens. Only the last one has padding: `num_scored`
-        tokens are left for the first batch, and S fewer for each later one. Mode FULL is used, as it also gives the
-        most likely tokens. Without scored tokens nothing is yielded.
-        """
-        num_left = step.num_scored
-        for columns in step.score_columns:
-            num_rows = min(num_left, columns.shape[1])
-            yield self._sample(self._put(columns), num_rows, SampleMode.FULL)
-            num_left -= num_rows
+        """Start a program for each batch of given tokens that the step scores, and yield its rows of scores."""
+        for batch in step.scores:
+            key = score_key(batch.columns.shape[1], batch.kind)
+            leaves = () if batch.kind.is_hidden else self.store.logits_leaves
+            asked = None if batch.asked is None else self._put(batch.asked)
+            yield self._run(key, leaves, self.state.hidden, self._put(batch.columns), asked)
 
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         """Start the sample program on the hidden states of the last forward program; return the sampled rows.

@@ -202,11 +202,11 @@ def sample_rows(
     `graph` and `weights` are the two halves of the model (`merged_model`); only the weights that logits need are used.
     `state` is the last token of each state slot, and the logit rules, None if the mode reads none. `columns` are the
     SAMPLE_FIELDS of the rows; the field "token" says which hidden state a row is sampled from. The row's token is
-    written to its state slot (padding and rows that only score a prompt token write slot 0), and is counted in the
+    written to its state slot (padding writes slot 0), and is counted in the
     logit rules of that slot if there are rules. `mesh` is None on a single device.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
-    logits_RV = _whole_logits(merged_model(graph, weights), hidden_TD[columns[TOKEN]], mesh)
+    logits_RV = whole_logits(merged_model(graph, weights), hidden_TD[columns[TOKEN]], mesh)
     last_tokens, rules = state
     sampled = sample_logits(logits_RV, rows, mode, settings, rules)
     if rules is not None:
@@ -214,7 +214,7 @@ def sample_rows(
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
 
 
-def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
+def whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
     """Return the logits of the whole vocabulary on every device, in float32 whatever dtype the model returns.
 
     On a mesh each device computes its share of the logits [R, X], where X is V padded to equal shares, and gathers the
@@ -358,7 +358,7 @@ class _DecodeLoop:
 
         def draw(hidden_RD: Float[Array, "R D"]) -> SampledRows:
             model = merged_model(self.graph, self.weights)
-            return self._sample(_whole_logits(model, hidden_RD, self.sampling.mesh), self.params, rules)
+            return self._sample(whole_logits(model, hidden_RD, self.sampling.mesh), self.params, rules)
 
         drawn = jax.eval_shape(draw, hidden)  # Shapes of one iteration's results; nothing is computed.
         num_steps = self.sampling.num_steps
@@ -388,7 +388,7 @@ class _DecodeLoop:
         model = merged_model(self.graph, self.weights)
         hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=step), carry.cache)
         sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
-        logits_RV = _whole_logits(model, sampled_hidden_RD, self.sampling.mesh)
+        logits_RV = whole_logits(model, sampled_hidden_RD, self.sampling.mesh)
         params = replace(self.params, output_index=self.params.output_index + carry.num_done)
         drawn = self._sample(logits_RV, params, carry.rules)
         is_live, rules = carry.is_live, carry.rules

@@ -20,18 +20,16 @@ import numpy as np
 
 from ..kv_cache.page_store import PageMove
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, PlanRows
-from ..request import Request, SampleSequence
+from ..request import SampleSequence
 from ..sampling.logit_rules_spec import LogitRulesSpec
-from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns, score_of
+from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
 from ..sampling.sampling_params import MODES, SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
-from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SCORE, SLOT, TEMPERATURE, TOKEN, TOP_P, StepLayout
+from .score_inputs import score_rows
+from .step_layout import CHANGE_FIELDS, OUTPUT_INDEX, SLOT, TOKEN, StepLayout
 from .step_records import NO_ROWS, StepInputs, StepRows
 from .step_sizes import StepSizes
-
-KEEP_ALL = int(np.float32(1.0).view(np.int32))
-"""The top-p of a row that leaves out no token, as its column has it."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +104,17 @@ class StepInputBuilder:
         *,
         rules_spec: LogitRulesSpec,
         windows: tuple[int | None, ...] = (None,),
+        max_logprobs: int = 0,
     ):
         """Take the limits of steps, their padded sizes (`buckets`), and the attention backend that plans each step.
 
         `windows` has the sliding window of each page-table group in tokens; None is full attention, and these groups
-        come first. `rules_spec` packs the logit rules of sequences.
+        come first. `rules_spec` packs the logit rules of sequences. `max_logprobs` is the engine's option.
         """
         self.num_table_groups, self.num_full_attention_groups = len(windows), windows.count(None)
         assert None not in windows[self.num_full_attention_groups :], "page-table groups of full attention come first"
         self.sizes, self.buckets = sizes, buckets
-        self.backend, self.rules_spec = backend, rules_spec
+        self.backend, self.rules_spec, self.max_logprobs = backend, rules_spec, max_logprobs
         # Programs for rows of one token: decode programs of several tokens, and some buckets' forward programs.
         decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
         layout_keys = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
@@ -201,7 +200,8 @@ class StepInputBuilder:
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples)
-        scored, score_columns = self._score_rows(rows, work.chunks)
+        chunks = zip(work.chunks, rows.chunk_starts(len(work.chunks)), strict=True)
+        scored, scores = score_rows(chunks, self.buckets, self.max_logprobs) if work.chunks else ([], ())
         inputs = StepInputs(
             moves=work.moves,
             table_updates=table_updates,
@@ -211,8 +211,7 @@ class StepInputBuilder:
             num_samples=len(samples),
             mode=mode,
             decode_lens=work.decode_lens,
-            num_scored=sum(len(positions) for _, positions in scored),
-            score_columns=score_columns,
+            scores=scores,
         )
         return _Packed(inputs, StepRows(samples, scored), rows)
 
@@ -271,7 +270,6 @@ class StepInputBuilder:
             sample_index=sequence.index,
             seed=request.seed,
             stop_ids=sequence.stop_ids,
-            given_token=request.given_token,
         )
 
     def _rules_row(self, sequence: SampleSequence) -> np.ndarray:
@@ -384,33 +382,6 @@ class StepInputBuilder:
             chunk_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
             assert len(chunk_ids) == chunk.num_tokens, "a chunk of tokens that the host does not know"
             token_ids[offset : offset + chunk.num_tokens] = chunk_ids
-
-    def _score_rows(
-        self, rows: _RowVectors, chunks: list[Chunk]
-    ) -> tuple[list[tuple[Request, range]], tuple[np.ndarray, ...]]:
-        """Return the positions that score prompt tokens, by request, and the SAMPLE_FIELDS of their rows, in batches.
-
-        The hidden state at a position scores the prompt's next token, which is the row's forced token, packed as
-        1 + its id. The row writes state slot 0, which belongs to no sequence; its temperature is 0 unless the request's
-        prompt logprobs are tempered. A chunk of the positions 4 … 6 begins at token 10 of the step, and `chunk.scored`
-        is 5 … 6: the rows read the step's tokens 11 and 12, score the prompt's tokens 6 and 7, and 5 … 6 is returned.
-        """
-        scored: list[tuple[Request, range]] = []
-        columns_of_chunks: list[np.ndarray] = []
-        for chunk, first_token in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
-            if positions := chunk.scored:
-                request, columns = chunk.sequence.request, np.zeros((len(SAMPLE_FIELDS), len(positions)), np.int32)
-                temperature = request.params.temperature if request.tempers_scores else 0.0
-                columns[TOKEN] = np.arange(positions.start, positions.stop) + (first_token - chunk.start)
-                columns[FORCED_TOKEN] = np.add(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1], 1)
-                columns[SCORE] = score_of(request.params.prompt_logprobs)
-                columns[TEMPERATURE] = np.float32(temperature).view(np.int32)
-                columns[TOP_P] = KEEP_ALL
-                scored.append((request, positions))
-                columns_of_chunks.append(columns)
-        if not scored:
-            return [], ()
-        return scored, _padded_batches(np.concatenate(columns_of_chunks, axis=1), self.buckets.max_samples)
 
     def _fill_samples(
         self, columns: np.ndarray, rows: _RowVectors, work: SchedulerOutput

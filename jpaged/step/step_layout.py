@@ -35,9 +35,7 @@ from ..sampling.sample_columns import SAMPLE_FIELDS
 SECTION_ALIGN = 64
 """In int32 values: 256 bytes. XLA hands a slice of the buffer to a GPU kernel in place, wherever it begins, and kernels
 of Mosaic refuse arrays that do not begin at a multiple of 256 bytes."""
-TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, SCORE, TEMPERATURE, TOP_P = map(
-    SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "score", "temperature", "top_p")
-)
+TOKEN, SLOT, OUTPUT_INDEX = map(SAMPLE_FIELDS.index, ("token", "slot", "output_index"))
 CHANGE_FIELDS = ("table_group", "slot", "table_index", "page")
 """A page-table change: in page-table group `table_group`, entry `table_index` of state slot `slot`'s table becomes
 `page`."""

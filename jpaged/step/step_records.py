@@ -7,9 +7,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..kv_cache.page_store import PageMove
-from ..request import Request, SampleSequence
-from ..sampling.sampling_params import SampleMode
+from ..request import SampleSequence
+from ..sampling.sampling_params import SampleMode, ScoreKind
 from .step_layout import StepLayout
+
+ScoredPositions = list[tuple[SampleSequence, range]]
+"""Sequences whose tokens are scored, each with the positions whose logits score the next token."""
+
+
+@dataclass(frozen=True)
+class ScoreBatch:
+    """Rows whose tokens are given and scored, as many as one program takes, all of one kind."""
+
+    kind: ScoreKind
+    """The kind of the program."""
+    columns: np.ndarray
+    """SCORE_FIELDS of the rows, int32 [fields, R]; padded by zeros."""
+    asked: np.ndarray | None
+    """Other tokens to score in each row, int32 [R, S], padded by zeros; None if the kind has none."""
+    num_rows: int
+    """Rows that are no padding."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +51,8 @@ class StepInputs:
     """Cheapest sampling mode that serves all of them."""
     decode_lens: list[int] = field(default_factory=list)
     """Most tokens that each of these rows gets from this step; empty if each gets one."""
-    num_scored: int = 0
-    """Prompt tokens that are scored."""
-    score_columns: tuple[np.ndarray, ...] = ()
-    """SAMPLE_FIELDS of the rows that are scored, int32 [fields, S] each, as many rows as one sampler takes; only the
-    last array is padded."""
+    scores: tuple[ScoreBatch, ...] = ()
+    """The rows whose tokens are given, and scored."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +61,8 @@ class StepRows:
 
     samples: list[SampleSequence] = field(default_factory=list)
     """Sequences that get a token, in the order of the sampled rows."""
-    scored: list[tuple[Request, range]] = field(default_factory=list)
-    """Requests whose prompt tokens are scored, each with the positions whose next token is, in the order of the
-    rows of scores."""
+    scored: list[ScoredPositions] = field(default_factory=list)
+    """What each of `StepInputs.scores` scores, in the order of its rows."""
 
 
 NO_ROWS = StepRows()

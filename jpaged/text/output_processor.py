@@ -5,7 +5,6 @@ It knows tokens, text and stop rules; it knows nothing of pages or devices.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleDelta, WeightVersion
 from ..request import Request, RequestState, SampleSequence
 from ..sampling.sampling_params import RequestOutputKind
+from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import Beam, BeamSearch
 from .detokenizer import Detokenizer
 
@@ -150,10 +150,8 @@ class OutputProcessor:
         """Add the logprobs of prompt tokens to a request that asked for them.
 
         Row `rows[i]` of `scores` has the logprob of the token at `positions[i]` + 1, since the logits at a position
-        score the next token. Both ranges have the same length. A request of the form ARRAYS or SCORES (`has_numbers`)
-        keeps one number for each token but the first: the number for position p + 1 is at index p. Other requests keep
-        a `Logprob` entry for each token at its own position, with None for the first. Example: the positions 5 and 6
-        score tokens 6 and 7; numbers go to the indices 5 and 6, entries to 6 and 7.
+        score the next token. Both ranges have the same length. Each token has a `Logprob` entry at its own position,
+        the first one None. Example: the positions 5 and 6 score tokens 6 and 7.
 
         The first call makes room for all of them. Scores that are computed again after a preemption replace the old
         ones. Entries that an output has shown already (they are then a tuple that is not empty) stay as they are.
@@ -161,12 +159,6 @@ class OutputProcessor:
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
         prompt = request.prompt_scores
-        if request.has_numbers:
-            if prompt.numbers is None:
-                prompt.numbers = array("f", bytes(4 * (request.prompt_len - 1)))  # Zeros.
-            values = scores.scores.logprobs[rows.start : rows.stop].tolist()
-            prompt.numbers[positions.start : positions.stop] = array("f", values)
-            return
         if isinstance(prompt.entries, tuple):
             if prompt.entries:
                 return  # A tuple that is not empty was shown by an output.
@@ -394,8 +386,10 @@ def _log_masses(sequence: SampleSequence, num_last: int) -> tuple[float, ...] | 
 
     Return None if its request did not ask for them.
     """
-    masses = sequence.token_log_masses
-    return None if masses is None else tuple(masses[len(masses) - num_last :])
+    numbers, end = sequence.numbers, sequence.num_output_tokens
+    if not isinstance(numbers, TokenNumbers) or numbers.log_masses is None:
+        return None
+    return tuple(numbers.log_masses[end - num_last : end].tolist())
 
 
 def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVersion, ...]:

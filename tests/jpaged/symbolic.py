@@ -182,6 +182,7 @@ class SymbolicDevice:
 
         `extras`: state slot → what its keys depend on besides tokens, such as an adapter.
         """
+        self.scored = []
         self._move(moves)
         for changes in step.table_updates:
             self._change_tables(changes.tolist())
@@ -219,15 +220,11 @@ class SymbolicDevice:
                 self._write(history, state_slot, [slots[token] for slots in view["slot_mapping"]])
                 row_of_token[token] = (row, len(history[0]))
             histories.append(history)
-        # The position that each scored prompt token is scored from, and the position of that token.
-        pieces = [piece.tolist() for piece in step.score_columns]
-        assert all(len(columns[0]) == step.layout.num_samples for columns in pieces), "no sampler takes that"
-        num_scored = step.num_scored
-        tokens, targets = (
-            [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][:num_scored]
-            for name in ("token", "forced_token")
-        )
-        self.scored = [(row_of_token[token][1] - 1, target - 1) for token, target in zip(tokens, targets, strict=True)]
+        # For each batch the position that each given token is scored from, and the token.
+        for batch in step.scores:
+            assert batch.num_rows <= batch.columns.shape[1] <= step.layout.num_samples, "no program takes that"
+            token, target, _ = batch.columns[:, : batch.num_rows].tolist()
+            self.scored.append([(row_of_token[one][1] - 1, given) for one, given in zip(token, target, strict=True)])
         return self._sample(view["samples"], num_samples, row_of_token, histories)
 
     def _decode(self, view, num_rows, num_steps, extras):
@@ -439,7 +436,7 @@ class SymbolicRunner:
 class _Results:
     def __init__(self, runner, step, moves, extras):
         self.runner, self.step, self.moves, self.extras = runner, step, moves, extras
-        self.drawn = None
+        self.drawn, self.scored = None, []
 
     def run(self):
         self.drawn = self.runner.device.run(self.step, self.moves, self.extras)
@@ -459,10 +456,13 @@ class _Results:
 
     def read_scores(self):
         """Return as log probability of each token the position that it was scored from."""
-        positions, targets = (np.array(column) for column in zip(*self.scored, strict=True))
-        nothing = np.zeros((len(targets), 0))
-        scores = TokenScores(positions.astype(np.float32), np.ones_like(targets), nothing.astype(int), nothing)
-        return SampledRows(targets, np.ones(len(targets), bool), scores)
+        found = []
+        for batch in self.scored:
+            positions, targets = (np.array(column) for column in zip(*batch, strict=True))
+            nothing = np.zeros((len(targets), 0))
+            scores = TokenScores(positions.astype(np.float32), np.ones_like(targets), nothing.astype(int), nothing)
+            found.append(SampledRows(targets, np.ones(len(targets), bool), scores))
+        return found
 
 
 class Host:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged import Engine, InvalidRequestError, SamplingParams
 from jpaged.core.step_record import StepRecord
 
 from .tiny_model import SIZES
@@ -82,12 +82,14 @@ def test_an_aborted_request_gives_its_pages_back_in_any_state(engine: Engine) ->
     assert engine.stats()["blocks_used"] == 0
 
 
-def test_generate_is_refused_while_requests_of_add_request_are_unfinished(engine: Engine) -> None:
+def test_generate_computes_requests_of_add_request_too_and_leaves_their_outputs_to_step(engine: Engine) -> None:
+    (wanted,) = engine.generate("one", GREEDY)
     engine.add_request("mine", "one", GREEDY)
-    with pytest.raises(ConfigError, match="1 unfinished"):
-        engine.generate("two", GREEDY)
+    engine.generate("two and three", GREEDY)
     assert engine.get_num_unfinished_requests() == 1
-    engine.abort_request("mine")
+    (output,) = engine.step()
+    assert (output.request_id, output.outputs[0].text) == ("mine", wanted.outputs[0].text)
+    assert not engine.has_unfinished_requests()
 
 
 def test_a_step_that_lost_the_device_state_costs_no_tokens(engine: Engine) -> None:

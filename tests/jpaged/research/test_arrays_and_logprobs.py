@@ -171,9 +171,7 @@ def test_what_arrays_cannot_hold_is_refused(tiny):
             np.zeros((0, 3)),
             5,
         ):
-            with pytest.raises(
-                InvalidRequestError, match=r"^token_ids: got .*, allowed: a list or an array of token ids"
-            ):
+            with pytest.raises(InvalidRequestError, match=r"^ids: got .*, allowed: a list or an array of token ids"):
                 engine.logprobs(ids)
         for temperature in (0, -1, 1e-6, 2.5, "warm"):
             with pytest.raises(InvalidRequestError, match=r"^temperature: got "):

@@ -22,7 +22,8 @@ from jpaged.sampling.sampler import (
     sample,
     uniforms,
 )
-from jpaged.sampling.sampling_params import SampleMode
+from jpaged.sampling.sampling_params import SampleMode, ScoreKind
+from jpaged.sampling.token_scores import given_scores
 from jpaged.sampling.top_blocks import block_rows
 from jpaged.sampling.truncation import KeptTokens, TruncationLimits, truncate
 
@@ -72,7 +73,6 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
     return SamplingRows(
         ruled_slot=ints(0),
-        forced_token=ints(0),
         score=ints(Score.OWN | Score.TOPS),
         seed_low=(seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
         seed_high=(seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
@@ -484,27 +484,23 @@ def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
 
 
 def test_only_rows_that_ask_for_logprobs_get_some():
-    """Any number of rows may ask, at any index; logprobs change no drawn token, and forced rows give the forced one."""
+    """Any number of rows may ask, at any index, and logprobs change no drawn token."""
     logits = make_logits(19, 1000, seed=13)
     rules = [full_rules(RULES[name], 1000) for name in (*RULES, "none", "hot")]
     rows = make_rows(rules, output_index=np.arange(19))
     settings = SampleSettings(max_logprobs=4)
     whole = jax.tree.map(np.asarray, run(jnp.asarray(logits), rows, SampleMode.FULL, settings))
     for wanted in ([], [0], [18], [3, 4, 11], list(range(8)), list(range(0, 19, 2)), list(range(19))):
-        score, forced = np.zeros(19, np.int32), np.zeros(19, np.int32)
+        score = np.zeros(19, np.int32)
         score[wanted] = Score.OWN
         with_tops = wanted[::3] if len(wanted) > 1 else []
         score[with_tops] |= Score.TOPS
-        if len(wanted) > 2:
-            forced[wanted[1]] = 1 + 7
-        changed = replace(rows, score=jnp.asarray(score), forced_token=jnp.asarray(forced))
+        changed = replace(rows, score=jnp.asarray(score))
         some = jax.tree.map(np.asarray, run(jnp.asarray(logits), changed, SampleMode.FULL, settings))
         for row in range(19):
-            is_forced = forced[row] > 0
-            assert some.token_ids[row] == (7 if is_forced else whole.token_ids[row])
+            assert some.token_ids[row] == whole.token_ids[row]
             if row in wanted:
-                # A given token is scored at its row's temperature, one that is drawn by the model's own logits.
-                exact = exact_logprobs(logits[row], rules[row]["temperature"] if is_forced else 1.0)
+                exact = exact_logprobs(logits[row], 1.0)
                 assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
             if row in with_tops:
                 assert np.array_equal(some.scores.top_token_ids[row], whole.scores.top_token_ids[row])
@@ -552,6 +548,39 @@ def test_equal_logits_are_ranked_in_the_order_of_their_tokens():
         result = draw(logits, [NO_RULE] * 6, SampleMode.FULL, max_logprobs, is_padded=False)
         order = np.argsort(-logits, axis=1, kind="stable")[:, :max_logprobs]
         assert np.array_equal(result.scores.top_token_ids, order)
+
+
+@pytest.mark.parametrize("num_tops", [0, 1, 64, 300, 1000, -1])
+def test_given_tokens_are_scored_with_the_likeliest_and_what_these_leave(num_tops):
+    """Also where several tokens tie with the least likely of the tops, and the rest of the probability is small."""
+    logits = make_logits(4, 1000, seed=23)
+    logits[1] = np.round(logits[1]) + 0.0  # No negative zero: it ranks behind the positive one.
+    logits[2] *= 4
+    given, temperatures = np.array([5, 0, 999, 128], np.int32), np.array([0.5, 1.0, 1.0, 2.0], np.float32)
+    scores = given_scores(
+        block_rows(jnp.asarray(logits)), jnp.asarray(given), jnp.asarray(temperatures), ScoreKind(num_tops), None,
+        vocab_size=1000,
+    )  # fmt: skip
+    for row in range(4):
+        exact = exact_logprobs(logits[row], temperatures[row])
+        assert abs(scores.logprobs[row] - exact[given[row]]) < 1e-5
+        assert scores.ranks[row] == 1 + (exact > exact[given[row]]).sum()
+        if num_tops < 0:
+            np.testing.assert_allclose(scores.all_logprobs[row], exact, atol=2e-5, rtol=0)
+        elif num_tops:
+            order = np.argsort(-exact, kind="stable")
+            assert np.array_equal(scores.top_token_ids[row], order[:num_tops])
+            np.testing.assert_allclose(scores.top_logprobs[row], exact[order[:num_tops]], atol=2e-5, rtol=0)
+            rest = np.log(np.exp(exact[order[num_tops:]]).sum()) if num_tops < 1000 else -np.inf
+            np.testing.assert_allclose(scores.log_rests[row], rest, atol=1e-4, rtol=0)
+    asked = np.arange(4 * 7, dtype=np.int32).reshape(4, 7) * 35 % 1000
+    kind, rows = ScoreKind(num_asked=7), block_rows(jnp.asarray(logits))
+    scores = given_scores(
+        rows, jnp.asarray(given), jnp.asarray(temperatures), kind, jnp.asarray(asked), vocab_size=1000
+    )
+    for row in range(4):
+        exact = exact_logprobs(logits[row], temperatures[row])
+        np.testing.assert_allclose(scores.asked_logprobs[row], exact[asked[row]], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
-from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS, Score
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS, SCORE_FIELDS, STOP_FIELDS, Score
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.step.step_inputs import StepInputBuilder
@@ -208,33 +208,31 @@ def test_in_deterministic_engines_a_chunk_is_packed_as_if_it_came_token_by_token
         chunks = whole if is_deterministic else one_by_one
         built, rows, view = build(builder, decodes=[decoding], chunks=chunks, placed=siblings, changes=pages)
         assert view["counts"].tolist()[:4] == [8, 8, 8, 3]
-        assert [list(positions) for _, positions in rows.scored] == [[at] for at in range(2, 8)]
+        assert [list(positions) for batch in rows.scored for _, positions in batch] == [[at] for at in range(2, 8)]
         after, *_ = build(builder, decodes=[decoding, *siblings])
         packed += [built, after]
     for one, other in zip(packed[:2], packed[2:], strict=True):
         assert np.array_equal(one.packed, other.packed)
-        assert np.array_equal(one.score_columns, other.score_columns)
+        assert all(np.array_equal(a.columns, b.columns) for a, b in zip(one.scores, other.scores, strict=True))
 
 
-def test_a_scored_prompt_token_is_a_forced_row_that_reads_the_hidden_state_before_it():
-    """Two prompts, the second scored from its third token on, take two pieces of as many rows as a sampler takes."""
+def test_a_row_that_scores_a_prompt_token_reads_the_hidden_state_before_it():
+    """Two prompts, the second scored from its third token on, take two batches of as many rows as a program takes."""
     builder = builder_of(max_num_seqs=8)
     [one], [other] = running(7, slots=[1], params=SCORED_PROMPT), running(9, slots=[2], params=SCORED_PROMPT)
     other.request.num_scored = 2
     chunks = [chunk_of(one, 0, 7, [one]), chunk_of(other, 0, 8)]
     built, rows, view = build(builder, chunks=chunks, placed=[one, other], changes=table_of(one, (3, 4)))
-    assert [list(positions) for _, positions in rows.scored] == [list(range(6)), list(range(2, 8))]
     size = builder.buckets.max_samples
-    assert [piece.shape for piece in built.score_columns] == [(len(SAMPLE_FIELDS), size)] * 2
-    columns = dict(zip(SAMPLE_FIELDS, np.concatenate(built.score_columns, axis=1), strict=True))
+    assert size == 8
+    assert [list(positions) for batch in rows.scored for _, positions in batch] == [[*range(6)], [2, 3], [*range(4, 8)]]
+    assert [(batch.columns.shape, batch.num_rows) for batch in built.scores] == [((3, 8), 8), ((3, 8), 4)]
+    columns = dict(zip(SCORE_FIELDS, np.concatenate([batch.columns for batch in built.scores], axis=1), strict=True))
     starts = {slot: view["query_starts"][row] for row, slot in enumerate(view["seq_slots"][:2])}
     tokens = [starts[1] + at for at in range(6)] + [starts[2] + at for at in range(2, 8)]
-    assert columns.pop("token").tolist() == tokens + [0] * (2 * size - 12)
-    given = [*one.token_ids[1:7], *other.token_ids[3:9]]
-    assert columns.pop("forced_token").tolist() == [1 + token for token in given] + [0] * (2 * size - 12)
-    assert columns.pop("score").tolist() == [Score.OWN] * 12 + [0] * (2 * size - 12)
-    assert columns.pop("top_p").view(np.float32).tolist() == [1.0] * 12 + [0.0] * (2 * size - 12)
-    assert not any(column.any() for column in columns.values())
+    assert columns["token"].tolist() == tokens + [0] * 4
+    assert columns["target"].tolist() == [*one.token_ids[1:7], *other.token_ids[3:9], *[0] * 4]
+    assert not columns["temperature"].any()
 
 
 def test_prompt_tokens_are_scored_at_a_temperature_if_the_request_says_so():
@@ -243,7 +241,7 @@ def test_prompt_tokens_are_scored_at_a_temperature_if_the_request_says_so():
         sequence.request.tempers_scores = tempers
         chunks, changes = [chunk_of(sequence, 0, 6, [sequence])], table_of(sequence, (3, 4))
         built, *_ = build(builder_of(), chunks=chunks, placed=[sequence], changes=changes)
-        temperatures = built.score_columns[0][SAMPLE_FIELDS.index("temperature"), :5].view(np.float32)
+        temperatures = built.scores[0].columns[SCORE_FIELDS.index("temperature"), :5].view(np.float32)
         assert np.allclose(temperatures, wanted)
 
 

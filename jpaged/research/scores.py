@@ -1,0 +1,286 @@
+"""Scores of given tokens in arrays: what `Engine.logprobs` and `Engine.score` compute.
+
+A request is one context with its continuations as samples: the context is computed once, and the samples share its
+pages. The scores of a step go straight into the rows of the result, so that no token becomes an object.
+
+Letters: B rows, N tokens of the longest row, K most likely tokens, S tokens that were asked for, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..checks import boolean, check, integer, is_integer, number, refusal, shown
+from ..core.batch import BatchRunner
+from ..errors import InvalidRequestError, JpagedError
+from ..intake.offline import as_sequences
+from ..messages import NewRequest
+from ..sampling.sampling_params import COUNTS, ScoreKind
+from ..sampling.token_numbers import TokenNumbers
+from .arrays import on_device
+
+
+class TopLogprobs(NamedTuple):
+    """The most likely tokens at each place of B sequences; without B for a single one."""
+
+    token_ids: Int[Array, "*B N1 K"]
+    """int32; the most likely one first."""
+    logprobs: Float[Array, "*B N1 K"]
+    """float32."""
+    log_rest: Float[Array, "*B N1"]
+    """float32; the logarithm of the probability of all other tokens, −inf if there is none."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scores:
+    """The scores of B continuations, in the order in which they were given, padded by zeros to N tokens at their ends.
+
+    It is a pytree, so that jitted functions take it as it is.
+    """
+
+    logprobs: Float[Array, "B N"]
+    """float32; of each token, given the context and the tokens of the continuation before it."""
+    is_greedy: Bool[Array, "B N"]
+    """Whether no token is more likely."""
+    mask: Bool[Array, "B N"]
+    """Whether there is a token that was to be scored."""
+    sums: Float[Array, " B"]
+    """float32; the logprob of each continuation from the first token that was to be scored."""
+    context_indices: Int[Array, " B"]
+    """int32; the context that each continuation belongs to."""
+    versions: Int[Array, " B"]
+    """int32; the version of the weights that has computed each continuation."""
+
+
+class _Row(NamedTuple):
+    """One row of a result."""
+
+    context: tuple[int, ...]
+    continuation: list[int]
+    temperature: float
+    first: int = 0
+    """Index of the first token of the continuation that is scored."""
+    asked: bytes = b""
+    """int32 [N, S], the other tokens to score."""
+
+
+class Scorer:
+    """Scores rows of tokens by requests that draw nothing, beside whatever else the engine computes."""
+
+    def __init__(self, batch: BatchRunner):
+        """`batch` is that of the engine."""
+        self.batch, self.builder = batch, batch.builder
+
+    def logprobs(self, ids: Any, *, temperature: Any, top_k: Any, token_ids: Any, hidden: Any) -> Any:
+        """Return the logprobs of all tokens but the first, or what else is asked for; see `Engine.logprobs`."""
+        sequences, is_one = as_sequences(ids)
+        check("hidden", hidden, boolean)
+        named = {"top_k": top_k, "token_ids": token_ids, "hidden": hidden or None}
+        wanted = [name for name, value in named.items() if value is not None]
+        if len(wanted) > 1:
+            raise refusal(" and ".join(wanted), "several", "one of top_k, token_ids and hidden", "make two calls")
+        shape = len(sequences), max(map(len, sequences)) - 1
+        temperatures = _each_temperature(temperature, shape[0])
+        kind, asked = ScoreKind(is_hidden=hidden), [b""] * shape[0]
+        if top_k is not None:
+            check("top_k", top_k, integer(1, self._max_count))
+            kind = ScoreKind(num_tops=int(top_k))
+        if token_ids is not None:
+            kind, asked = self._asked(token_ids, shape, is_one=is_one, lens=[len(one) - 1 for one in sequences])
+        # A token after the last one has no score, but the hidden state of the last one is that which would score it.
+        after = [0] if hidden else []
+        rows = [
+            _Row((one[0],), [*one[1:], *after], own_temperature, asked=own_asked)
+            for one, own_temperature, own_asked in zip(sequences, temperatures, asked, strict=True)
+        ]
+        arrays = self._arrays(shape, kind)
+
+        def numbers_of(row: int) -> TokenNumbers:
+            length = len(rows[row].continuation)
+            return TokenNumbers(**{name: array[row, :length] for name, array in arrays.items()})
+
+        self._compute("logprobs", rows, kind, numbers_of)
+        found = {name: on_device(array[0] if is_one else array) for name, array in arrays.items()}
+        if top_k is not None:
+            return TopLogprobs(found["top_token_ids"], found["top_logprobs"], found["log_rests"])
+        return next(iter(found.values()))
+
+    def score(self, contexts: Any, continuations: Any, *, temperature: Any, from_position: Any) -> Scores:
+        """Return the scores of continuations, each context computed once; see `Engine.score`."""
+        pairs = self._pairs(contexts, continuations)
+        temperatures = _each_temperature(temperature, len(pairs))
+        check("from_position", from_position, integer(0))
+        for row, (_, _, continuation) in enumerate(pairs):
+            if len(continuation) <= from_position:
+                got = f"{from_position}, and continuation {row} of {len(continuation)} tokens"
+                raise refusal("from_position", got, "less than the tokens of each continuation")
+        rows = [
+            _Row(context, continuation, one, int(from_position))
+            for (_, context, continuation), one in zip(pairs, temperatures, strict=True)
+        ]
+        shape = len(rows), max((len(row.continuation) for row in rows), default=0)
+        logprobs, ranks = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+
+        def numbers_of(row: int) -> TokenNumbers:
+            length = len(rows[row].continuation)
+            return TokenNumbers(logprobs=logprobs[row, :length], ranks=ranks[row, :length])
+
+        versions = self._compute("score", rows, ScoreKind(), numbers_of)
+        lens = np.array([len(row.continuation) for row in rows], np.int32)
+        places = np.arange(shape[1])
+        mask = (places < lens[:, None]) & (places >= from_position)
+        return Scores(
+            logprobs=on_device(logprobs),
+            is_greedy=on_device((ranks == 1) & mask),
+            mask=on_device(mask),
+            sums=on_device(np.sum(logprobs, axis=1, dtype=np.float64).astype(np.float32)),
+            context_indices=on_device(np.array([index for index, _, _ in pairs], np.int32)),
+            versions=on_device(np.array(versions, np.int32)),
+        )
+
+    @property
+    def _max_count(self) -> int:
+        """Return the most tokens at one place whose logprobs may be asked for."""
+        limit = self.builder.config.max_logprobs
+        return min(COUNTS[-1] if limit < 0 else limit, self.builder.encoder.vocab_size)
+
+    def _asked(
+        self, token_ids: Any, shape: tuple[int, int], *, is_one: bool, lens: Sequence[int]
+    ) -> tuple[ScoreKind, list[bytes]]:
+        """Return the kind of scores for tokens asked for at each place, and these tokens of each row, int32 [N, S].
+
+        `token_ids` is an array of integers [B, N − 1, S], or [N − 1, S] for one sequence; `lens` has N − 1 by row.
+        """
+        asked = np.asarray(token_ids)
+        asked = asked[None] if is_one and asked.ndim == 2 else asked
+        places = f"[{'' if is_one else f'{shape[0]}, '}{shape[1]}, S]"
+        if asked.ndim != 3 or asked.shape[:2] != shape or not np.issubdtype(asked.dtype, np.integer):
+            raise refusal("token_ids", f"{asked.dtype} {list(np.shape(token_ids))}", f"integers {places}")
+        if not 1 <= asked.shape[2] <= self._max_count:
+            way_out = "start the engine with a higher max_logprobs"
+            raise refusal("token_ids", f"S of {asked.shape[2]}", f"1 to max_logprobs, {self._max_count}", way_out)
+        if asked.size and not 0 <= asked.min() <= asked.max() < self.builder.encoder.vocab_size:
+            outside = asked.min() if asked.min() < 0 else asked.max()
+            raise refusal("token_ids", f"token id {outside}", f"0 to {self.builder.encoder.vocab_size - 1}")
+        rows = [row[:length].astype(np.int32).tobytes() for row, length in zip(asked, lens, strict=True)]
+        return ScoreKind(num_asked=asked.shape[2]), rows
+
+    def _arrays(self, shape: tuple[int, int], kind: ScoreKind) -> dict[str, np.ndarray]:
+        """Return the arrays of a result of `logprobs`, all zeros, by the fields of `TokenNumbers` that they are for."""
+        if kind.is_hidden:
+            hidden_size = self.batch.loop.runner.state.hidden.shape[1]
+            return {"hidden": np.zeros((shape[0], shape[1] + 1, hidden_size), np.float32)}
+        if kind.num_asked:
+            return {"asked_logprobs": np.zeros((*shape, kind.num_asked), np.float32)}
+        if kind.num_tops:
+            return {
+                "top_token_ids": np.zeros((*shape, kind.num_tops), np.int32),
+                "top_logprobs": np.zeros((*shape, kind.num_tops), np.float32),
+                "log_rests": np.zeros(shape, np.float32),
+            }
+        return {"logprobs": np.zeros(shape, np.float32)}
+
+    def _pairs(self, contexts: Any, continuations: Any) -> list[tuple[int, tuple[int, ...], list[int]]]:
+        """Return (index of the context, its tokens, tokens of the continuation) for each continuation, in order."""
+        for name, value in (("contexts", contexts), ("continuations", continuations)):
+            if isinstance(value, str | Mapping) or not isinstance(value, Sequence | np.ndarray | jax.Array):
+                raise refusal(name, shown(value), "a list")
+        if len(contexts) != len(continuations):
+            got = f"{len(continuations)} for {len(contexts)} contexts"
+            raise refusal("continuations", got, "one for each context, or a list of several for each")
+        pairs = []
+        for index, (context, each) in enumerate(zip(contexts, continuations, strict=True)):
+            context_ids = tuple(self._ids(context, f"context {index}", is_start=True))
+            several = each if _are_several(each) else [each]
+            pairs += [(index, context_ids, self._ids(one, f"continuation of context {index}")) for one in several]
+        return pairs
+
+    def _ids(self, tokens: Any, name: str, *, is_start: bool = False) -> list[int]:
+        """Return token ids as a list, made of a text, which gets tokens such as BOS at the start of a context alone."""
+        if isinstance(tokens, str):
+            tokenizer = self.builder.encoder.tokenizer
+            if tokenizer is None:
+                raise refusal(name, "a text", "token ids, since the engine has no tokenizer")
+            tokens = tokenizer.encode(tokens, add_special_tokens=is_start)
+        ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+        if not isinstance(ids, list | tuple) or not all(map(is_integer, ids)):
+            raise refusal(name, shown(tokens), "a list or an array of token ids, or a text")
+        if not ids:
+            raise refusal(name, "no token", "at least one", "leave it out, or give a context that ends before it")
+        return [int(token_id) for token_id in ids]
+
+    def _compute(
+        self, call: str, rows: Sequence[_Row], kind: ScoreKind, numbers_of: Callable[[int], TokenNumbers]
+    ) -> list[int]:
+        """Compute the scores of rows, which go to `numbers_of(row)`; return the version of the weights for each row.
+
+        Rows with equal contexts and temperatures are samples of one request, as many as run together. Rows without a
+        token to score are only checked. Raise JpagedError if a row was aborted or has failed.
+        """
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            # A context of one token has nothing to share: the sample computes its last token itself.
+            own = index if len(row.context) == 1 else -1
+            groups[row.context, row.temperature, own].append(index)
+        max_samples = self.builder.sizes.max_num_seqs
+        parts = [
+            indices[start : start + max_samples]
+            for indices in groups.values()
+            for start in range(0, len(indices), max_samples)
+        ]
+        built: list[NewRequest | InvalidRequestError] = []
+        rows_of: list[list[int]] = []
+        for indices in parts:
+            first = rows[indices[0]]
+            try:
+                new = self.builder.build_scored(
+                    first.context,
+                    [rows[index].continuation for index in indices],
+                    temperature=first.temperature,
+                    first=first.first,
+                    kind=kind,
+                    asked=tuple(rows[index].asked for index in indices),
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {indices[0]}: {error}", param=error.param) from error
+            if new is not None:
+                built.append(new)
+                rows_of.append(indices)
+        versions = [self.batch.loop.versions.version] * len(rows)
+        named = self.batch.name(call, built, number=0)
+        indices_of = dict(zip(named, rows_of, strict=True))
+
+        def numbers_of_samples(request_id: str) -> list[TokenNumbers]:
+            return [numbers_of(index) for index in indices_of[request_id]]
+
+        for request, _ in self.batch.compute(named.values(), on_error="raise", numbers_of=numbers_of_samples):
+            indices = indices_of[request.request_id]
+            if request.error is not None or request.state.finish_reason == "abort":
+                raise JpagedError(f"{call}: sequence {indices[0]} failed: {request.error or 'it was aborted'}")
+            for one, index in zip(request.sequences, indices, strict=True):
+                versions[index] = one.weight_versions[-1][1]
+        return versions
+
+
+def _are_several(value: Any) -> bool:
+    """Return whether a value is a list of continuations and not a single one."""
+    if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray | jax.Array):
+        return False
+    return len(value) > 0 and not is_integer(value[0])
+
+
+def _each_temperature(temperature: Any, num_rows: int) -> list[float]:
+    """Return a temperature for each row, of one number or of one for each; raise InvalidRequestError for others."""
+    each = temperature if isinstance(temperature, Sequence) else np.asarray(temperature).tolist()
+    values = [each] * num_rows if not isinstance(each, Sequence) or isinstance(each, str) else list(each)
+    if len(values) != num_rows:
+        raise refusal("temperature", f"{len(values)} for {num_rows} rows", "one for all or one for each")
+    return [float(check("temperature", one, number(1e-4, 2.0))) for one in values]

@@ -1,0 +1,110 @@
+"""Which tokens of a step are given and scored, and the rows that the device reads for them.
+
+Knows sequences, chunks and columns; not where a step's tokens lie, which its caller tells.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..request import SampleSequence
+from ..sampling.sample_columns import SCORE_FIELDS
+from ..sampling.sampling_params import SampleMode, ScoreKind
+from ..scheduling.buckets import Buckets
+from ..scheduling.scheduler_output import Chunk
+from .step_records import ScoreBatch, ScoredPositions
+
+
+class _Piece(NamedTuple):
+    """Positions of one chunk whose rows stand in one batch."""
+
+    sequence: SampleSequence
+    positions: range
+    first_token: int
+    """Index in the step of the token at the first position."""
+
+
+def score_rows(
+    chunks: Iterable[tuple[Chunk, int]], buckets: Buckets, max_logprobs: int
+) -> tuple[list[ScoredPositions], tuple[ScoreBatch, ...]]:
+    """Return the rows that score given tokens, in batches of one kind each, and the positions that each batch scores.
+
+    `chunks` are those of a step, each with the index in the step of its first token. The hidden state at a position
+    scores the sequence's next token. The temperature of a row is 0, which stands for the model's own logits, unless the
+    request's scores are tempered. `max_logprobs` is the engine's limit.
+
+    Example: of a chunk of the positions 4 to 6, the first at token 10 of the step, `scored` is 5 to 6: the rows read
+    the step's tokens 11 and 12, and score the sequence's tokens 6 and 7.
+    """
+    by_kind: dict[ScoreKind, list[_Piece]] = defaultdict(list)
+    for chunk, first_token in chunks:
+        if positions := chunk.scored:
+            piece = _Piece(chunk.sequence, positions, first_token + positions.start - chunk.start)
+            by_kind[_kind_of(chunk.sequence).padded(max_logprobs)].append(piece)
+    scored: list[ScoredPositions] = []
+    batches: list[ScoreBatch] = []
+    for kind, pieces in by_kind.items():
+        for batch in _cut(pieces, buckets.max_samples):
+            num_rows = sum(len(piece.positions) for piece in batch)
+            padding = buckets.samples_for(num_rows, SampleMode.FULL) - num_rows
+            columns = np.pad(np.concatenate([_columns(piece) for piece in batch], axis=1), ((0, 0), (0, padding)))
+            asked = None
+            if kind.num_asked:
+                asked = np.pad(
+                    np.concatenate([_asked(piece, kind.num_asked) for piece in batch]), ((0, padding), (0, 0))
+                )
+            scored.append([(piece.sequence, piece.positions) for piece in batch])
+            batches.append(ScoreBatch(kind, columns, asked, num_rows))
+    return scored, tuple(batches)
+
+
+def _cut(pieces: Iterable[_Piece], max_rows: int) -> Iterator[list[_Piece]]:
+    """Yield the pieces in lists of at most `max_rows` positions; one that does not fit is cut in two or more."""
+    batch: list[_Piece] = []
+    room = max_rows
+    for sequence, positions, first_token in pieces:
+        start = 0
+        while start < len(positions):
+            part = positions[start : start + room]
+            batch.append(_Piece(sequence, part, first_token + start))
+            start, room = start + len(part), room - len(part)
+            if not room:
+                yield batch
+                batch, room = [], max_rows
+    if batch:
+        yield batch
+
+
+def _kind_of(sequence: SampleSequence) -> ScoreKind:
+    request = sequence.request
+    return ScoreKind(request.params.prompt_logprobs or 0) if request.scoring is None else request.scoring.kind
+
+
+def _columns(piece: _Piece) -> np.ndarray:
+    """Return the SCORE_FIELDS of the rows of one piece, int32 [fields, R]."""
+    sequence, positions, first_token = piece
+    request = sequence.request
+    columns = np.zeros((len(SCORE_FIELDS), len(positions)), np.int32)
+    columns[0] = np.arange(first_token, first_token + len(positions))
+    targets = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+    if request.scoring is not None and len(targets) < len(positions):
+        # The last token is no part of the sequence: nothing reads its keys and values.
+        targets.frombytes(request.scoring.continuations[sequence.index][-targets.itemsize :])
+    columns[1] = targets
+    columns[2] = np.float32(request.params.temperature if request.tempers_scores else 0.0).view(np.int32)
+    return columns
+
+
+def _asked(piece: _Piece, num_padded: int) -> np.ndarray:
+    """Return the other tokens to score at each position of a piece, int32 [R, num_padded]."""
+    sequence, positions, _ = piece
+    scoring = sequence.request.scoring
+    assert scoring is not None
+    asked = np.frombuffer(scoring.asked[sequence.index], np.int32).reshape(-1, scoring.kind.num_asked)
+    first = positions.start + 1 - sequence.request.prompt_len
+    rows = asked[first : first + len(positions)]
+    return np.pad(rows, ((0, 0), (0, num_padded - rows.shape[1])))
