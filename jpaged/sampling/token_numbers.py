@@ -41,6 +41,11 @@ class TokenNumbers:
             values = getattr(scores, _SOURCES.get(name, name))[rows]
             # The step may have computed more tokens for each row than this sample asks for.
             array[start:end] = values if array.ndim == 1 else values[:, : array.shape[1]]
+        if self.log_rests is not None and self.top_logprobs is not None and scores.top_logprobs is not None:
+            others = scores.top_logprobs[rows, self.top_logprobs.shape[1] :]
+            if others.shape[1]:
+                rests = [self.log_rests[start:end, None], others]
+                self.log_rests[start:end] = np.logaddexp.reduce(np.concatenate(rests, axis=1), axis=1)
 
     def put_drawn(self, index: int, scores: TokenScores, row: int) -> None:
         """Set the row of one token that was drawn, from one row of the scores of a step."""
