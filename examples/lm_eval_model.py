@@ -63,15 +63,18 @@ class JpagedLM(LM):
         return (whole[:length] or [self._first_token()]), whole[length:]
 
     def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return the sum of the logprobs of each second part, and whether all of its tokens are the likeliest."""
-        prompts = [(context + continuation)[-self.max_len :] for context, continuation in pairs]
-        params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
-        scores = []
-        for (_, continuation), output in zip(pairs, self.engine.generate(prompts, params), strict=True):
-            entries = output.prompt_logprobs[-len(continuation) :]
-            own = [entry[token] for token, entry in zip(continuation[-len(entries) :], entries, strict=True)]
-            scores.append((sum(one.logprob for one in own), all(one.rank == 1 for one in own)))
-        return scores
+        """Return the sum of the logprobs of each second part, and whether all of its tokens are the likeliest.
+
+        Answers to one question share its context, which is computed once.
+        """
+        continuations = [continuation[-self.max_len :] for _, continuation in pairs]
+        contexts = [
+            context[len(continuation) - self.max_len - 1 :]  # Its end, if both are too long.
+            for (context, _), continuation in zip(pairs, continuations, strict=True)
+        ]
+        scores = self.engine.score(contexts, continuations)
+        is_greedy = (scores.is_greedy | ~scores.mask).all(axis=1)
+        return list(zip(scores.sums.tolist(), is_greedy.tolist(), strict=True))
 
 
 def main(model: str) -> dict[str, dict[str, float]]:
