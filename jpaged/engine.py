@@ -153,8 +153,9 @@ class Engine(ResearchCalls):
         and a `mask` or `lengths`. `sampling_params` is one value, or a list with one for each prompt; None is
         `default_sampling_params`. `priority`, likewise, overrides a mapping's: lower is sooner. `use_tqdm` shows a bar.
 
-        With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn
-        and without text; parameters that ask for more logprobs, for stop strings or for beams are refused.
+        With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn,
+        those of the `SamplingParams.logprobs` most likely ones beside each, and without text; parameters that ask for
+        prompt logprobs, for stop strings or for beams are refused.
 
         With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed, and
         an exception in a step, in the model or in an output is raised unchanged, with a note that names the request.

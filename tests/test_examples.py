@@ -41,6 +41,16 @@ def test_a_reward_rises(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_reward_rises_while_samples_are_drawn_beside_the_trainer(seed):
+    printed = run("-c", f"import async_grpo, json; print(json.dumps(async_grpo.main({seed})))")
+    history, staleness = json.loads(printed.splitlines()[-1])
+    assert sum(history[-5:]) / 5 > sum(history[:5]) / 5 + 0.15
+    assert 1 <= staleness <= 2
+    assert len((EXAMPLES / "async_grpo.py").read_text().splitlines()) <= 120
+
+
+@pytest.mark.slow
 def test_lm_eval_asks_all_three_questions():
     pytest.importorskip("lm_eval", reason="pip install lm_eval")
     printed = run(

@@ -41,6 +41,11 @@ class GenerationArrays:
     """Whether there is a token."""
     is_truncated: Bool[Array, " B"]
     """Whether a sample had no end of its own: it ended by its length, an abort or an error."""
+    top_token_ids: Int[Array, "B T K"] | None
+    """int32; the K tokens that were most likely at each place, the most likely one first, for
+    `SamplingParams(logprobs=K)`; None if no sample asks for them."""
+    top_logprobs: Float[Array, "B T K"] | None
+    """float32; their logprobs. Samples that ask for fewer have zeros behind theirs."""
     versions: Int[Array, "B T"]
     """int32; the version of the weights that drew each token."""
     prompt_indices: Int[Array, " B"]
@@ -68,16 +73,18 @@ class GenerationArrays:
 def for_arrays(params: Any) -> SamplingParams:
     """Return a copy of `params` for results as arrays: with the logprob of each drawn token, and without text.
 
-    `logprobs` of None or 0 becomes 0, which means the drawn token alone. Raise InvalidRequestError for parameters that
-    are no SamplingParams, or that ask for logprobs of other tokens, for prompt logprobs or for stop strings, which need
-    text.
+    `logprobs` of None becomes 0, which means the drawn token alone. Raise InvalidRequestError for parameters that are
+    no SamplingParams, or that ask for the logprobs of the whole vocabulary or of the prompt, or for stop strings, which
+    need text.
     """
     if not isinstance(params, SamplingParams):
         raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays")
-    for name, allowed in (("logprobs", (None, 0)), ("prompt_logprobs", (None,)), ("stop", ((), None))):
+    for name, allowed in (("prompt_logprobs", (None,)), ("stop", ((), None))):
         if (got := getattr(params, name)) not in allowed:  # The last allowed value is the one that the error names.
             raise refusal(name, shown(got), f"{allowed[-1]} beside return_arrays", "leave it out")
-    return replace(params, logprobs=0, detokenize=False)
+    if (params.logprobs or 0) < 0:
+        raise refusal("logprobs", params.logprobs, "a number of tokens beside return_arrays")
+    return replace(params, logprobs=params.logprobs or 0, detokenize=False)
 
 
 class _Sample(NamedTuple):
@@ -88,6 +95,8 @@ class _Sample(NamedTuple):
     tokens: Sequence[int]
     logprobs: Sequence[float] | np.ndarray
     log_masses: Sequence[float] | np.ndarray | None
+    tops: tuple[np.ndarray, np.ndarray] | None
+    """Ids and logprobs of the most likely tokens, [T, K] each."""
     versions: Sequence[tuple[int, int]]
     """(index of the first token, version), in ascending order: each version holds up to the start of the next."""
     finish_reason: str | None
@@ -116,12 +125,16 @@ def _of_sample(prompt_index: int, sample: SampleSequence) -> _Sample:
     request, numbers = sample.request, sample.numbers
     assert isinstance(numbers, TokenNumbers), "a request whose results are numbers"
     assert numbers.logprobs is not None
+    tops = None
+    if numbers.top_token_ids is not None and numbers.top_logprobs is not None:
+        tops = numbers.top_token_ids, numbers.top_logprobs
     return _Sample(
         prompt_index,
         request.prompt_token_ids,
         sample.token_ids[request.prompt_len :],
         numbers.logprobs,
         numbers.log_masses,
+        tops,
         sample.weight_versions,
         sample.state.finish_reason,
         request.error,
@@ -140,6 +153,7 @@ def _of_output(prompt_index: int, output: RequestOutput, one: CompletionOutput) 
         one.token_ids,
         [entry[token_id].logprob for entry, token_id in entries],
         one.log_kept_masses,
+        None,
         [(span.start, span.version) for span in one.weight_versions],
         one.finish_reason,
         output.error,
@@ -153,6 +167,8 @@ def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
     )
     tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     logprobs, log_masses, mask = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, bool)
+    num_tops = max((sample.tops[0].shape[1] for sample in samples if sample.tops is not None), default=0)
+    top_ids, top_logprobs = np.zeros((*shape, num_tops), np.int32), np.zeros((*shape, num_tops), np.float32)
     prompts, prompt_mask = np.zeros(prompt_shape, np.int32), np.zeros(prompt_shape, bool)
     for row, sample in enumerate(samples):
         length, prompt_start = len(sample.tokens), prompt_shape[1] - len(sample.prompt)
@@ -162,6 +178,9 @@ def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
         logprobs[row, :length] = sample.logprobs[:length]
         if sample.log_masses is not None:
             log_masses[row, :length] = sample.log_masses[:length]
+        if sample.tops is not None:
+            for all_tops, own in zip((top_ids, top_logprobs), sample.tops, strict=True):
+                all_tops[row, :length, : own.shape[1]] = own[:length]
         mask[row, :length] = True
         # In ascending order of `start`: each version overwrites the tail of the one before.
         for start, version in sample.versions:
@@ -173,6 +192,8 @@ def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
         "tokens": on_device(tokens),
         "logprobs": on_device(logprobs),
         "log_kept_masses": on_device(log_masses) if has_masses else None,
+        "top_token_ids": on_device(top_ids) if num_tops else None,
+        "top_logprobs": on_device(top_logprobs) if num_tops else None,
         "mask": on_device(mask),
         "is_truncated": on_device(np.array([sample.finish_reason != "stop" for sample in samples], bool)),
         "versions": on_device(versions),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -106,9 +107,10 @@ class ResearchCalls:
         Scores are of one version of the weights: a row that an update finds in the middle is computed anew. Raise
         InvalidRequestError for a sequence of more than `max_model_len` tokens, and for other arguments that are wrong.
         """
-        return self._trainer.scorer.logprobs(
-            ids, temperature=temperature, top_k=top_k, token_ids=token_ids, hidden=hidden
-        )
+        with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
+            return self._trainer.scorer.logprobs(
+                ids, temperature=temperature, top_k=top_k, token_ids=token_ids, hidden=hidden
+            )
 
     def score(self, contexts: Any, continuations: Any, *, temperature: Any = 1.0, from_position: int = 0) -> Scores:
         """Return the logprobs of the tokens of continuations, given their contexts; each context is computed once.
@@ -120,7 +122,9 @@ class ResearchCalls:
 
         Raise InvalidRequestError for an empty context or continuation, and for other arguments that are wrong.
         """
-        return self._trainer.scorer.score(contexts, continuations, temperature=temperature, from_position=from_position)
+        with jax.transfer_guard("allow"):
+            options: dict[str, Any] = {"temperature": temperature, "from_position": from_position}
+            return self._trainer.scorer.score(contexts, continuations, **options)
 
     def compare_logprobs(
         self,

@@ -54,6 +54,15 @@ def test_drawn_and_scored_tokens_have_the_logprobs_of_the_mode(tiny, mode):
             is_tempered = mode != "raw_logprobs" and params.temperature
             check_arrays(arrays, PROMPTS, params.temperature if is_tempered else 1.0)
         # Outputs with an object for each token say the same.
+        tops = engine.generate(PROMPTS[:2], [replace(PARAMS, logprobs=count) for count in (5, 2)], return_arrays=True)
+        assert tops.top_logprobs.shape == (2, 24, 5)
+        assert not tops.top_logprobs[1, :, 2:].any()
+        for row, output in enumerate(engine.generate(PROMPTS[:2], replace(PARAMS, logprobs=2))):
+            for place, entries in enumerate(output.outputs[0].logprobs):
+                likeliest = sorted(entries, key=lambda token: -entries[token].logprob)[:2]
+                assert tops.top_token_ids[row, place, :2].tolist() == likeliest
+                wanted = [entries[token].logprob for token in likeliest]
+                assert np.abs(tops.top_logprobs[row, place, :2] - np.array(wanted)).max() < 1e-5
         sample = engine.generate(PROMPTS[0], replace(PARAMS, logprobs=0))[0].outputs[0]
         drawn = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
         wanted = reference(np.array([*PROMPTS[0], *sample.token_ids]), 1.0 if mode == MODES[0] else 0.7)
@@ -156,7 +165,7 @@ def test_an_engine_and_a_trainer_are_compared(tiny):
 
 def test_what_arrays_cannot_hold_is_refused(tiny):
     with Engine(tiny, **SIZES) as engine:
-        for name, value in (("logprobs", 3), ("prompt_logprobs", 0), ("stop", ["x"])):
+        for name, value in (("logprobs", -1), ("prompt_logprobs", 0), ("stop", ["x"])):
             with pytest.raises(InvalidRequestError, match=rf"^{name}: got .* beside return_arrays"):
                 engine.generate(PROMPTS, replace(PARAMS, **{name: value}), return_arrays=True)
         with pytest.raises(InvalidRequestError, match=r"^sampling_params: got BeamSearchParams"):
