@@ -212,6 +212,8 @@ def fork_source(
     Raise InvalidRequestError if `n` or an index is wrong, if the sample is unknown or has ended, or if the request is a
     beam search or greedy. All samples of a greedy request would be equal.
     """
+    if request.scoring is not None:
+        raise refusal("request_id", "a request that scores given tokens", "a request that samples")
     if request.beams is not None:
         raise refusal("request_id", "a beam search", "a request that samples", "its beams fork by themselves")
     parent = next((sequence for sequence in request.live if sequence.index == sample), None)

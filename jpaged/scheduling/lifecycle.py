@@ -26,7 +26,7 @@ from . import progress
 from .admission import Admission
 from .preemption import Preemption, PreemptionMode
 from .scheduler_config import Clock, SchedulerConfig
-from .scheduler_output import AdmissionGate
+from .scheduler_output import AdmissionGate, unscored
 
 
 class Lifecycle:
@@ -84,16 +84,16 @@ class Lifecycle:
     def check(self, request: Request) -> None:
         """Raise InvalidRequestError if the request can never run, or if the policy's key for it cannot be sorted.
 
-        It can never run if it needs more slots or pages than there are. Neither can it if its prompt must be scored in
-        one step, since chunked prefill is off, and is longer than what one step may score.
+        It can never run if it needs more slots or pages than there are. Neither can it if its prompt or a continuation
+        must be scored in one step, since chunked prefill is off, and is longer than what one step may score.
         """
         self.demand.check(request, self.config.max_num_seqs)
-        max_len = self.config.max_scored_tokens + 1  # The first token of a prompt has no logprob.
-        if request.needs_prompt_scores and not self.config.enable_chunked_prefill and request.prompt_len > max_len:
-            got = f"a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false"
-            allowed = f"at most {max_len}, as many as a step has room for while max_logprobs is -1"
+        num_scored, limit = max(len(unscored(sequence)) for sequence in request.live), self.config.max_scored_tokens
+        if not self.config.enable_chunked_prefill and num_scored > limit:
+            got = f"{num_scored} tokens to score while enable_chunked_prefill is false"
+            allowed = f"at most {limit}, as many as a step has room for while max_logprobs is -1"
             way_out = "leave chunked prefill on, or start the engine with a max_logprobs that is a number of tokens"
-            raise refusal("prompt_logprobs", got, allowed, way_out)
+            raise refusal("prompt_logprobs" if request.scoring is None else "continuations", got, allowed, way_out)
         self.admission.check(request)
 
     # Slots and pages

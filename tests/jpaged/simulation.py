@@ -87,6 +87,9 @@ class Life:
         """Draws for faults that were added later, apart from `rng`: older regression seeds keep their lives."""
         self.trainer = random.Random(f"{seed} weight updates")
         """Draws for updates of the weights, apart from the others likewise."""
+        self.scorer = random.Random(f"{seed} given tokens")
+        """Draws for requests that score given tokens, likewise."""
+        self.scored_share = self.scorer.choice([0.0, 0.0, 0.2, 0.6])
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
@@ -283,6 +286,7 @@ class Life:
             detokenize=False,
         )
         prompt = self._prompt()
+        scoring = self._scoring(prompt) if self.scorer.random() < self.scored_share else {}
         try:
             request = host.add(
                 prompt,
@@ -290,13 +294,25 @@ class Life:
                 params=params,
                 priority=rng.randint(0, 2),
                 cache_key=rng.choice(self.keys) if rng.random() < 0.4 else self.keys[0],
-                scores=rng.random() < shares["scores"],
+                scores=(rng.random() < shares["scores"]) and not scoring,
                 needs_every_token=rng.random() < 0.2,
+                **scoring,
             )
         except (InvalidRequestError, QueueFullError) as error:
             self._happen(f"refused: {type(error).__name__}")
             return
-        self.log_event("add", request.number, prompt, request.max_tokens, n, request.cache_key)
+        self._happen("given tokens") if scoring else None
+        self.log_event("add", request.number, prompt, request.max_tokens, n, request.cache_key, *scoring.values())
+
+    def _scoring(self, prompt):
+        """Return continuations of a prompt to score, and the first token of each that is scored."""
+        rng, most = self.scorer, self.max_len - len(prompt)
+        num_samples = rng.randint(1, self.max_samples) if len(prompt) > 1 else 1
+        continuations = [
+            [rng.randint(10, 400) for _ in range(rng.randint(1, min(most, rng.choice([1, 2, 20]))))]
+            for _ in range(num_samples)
+        ]
+        return {"continuations": continuations, "first": rng.randint(0, min(map(len, continuations)) - 1)}
 
     def _prompt(self):
         rng = self.rng
@@ -338,7 +354,7 @@ class Life:
     def _fork(self):
         host, rng = self.host, self.rng
         parent = self._pick_sequence()
-        if parent is None or len(parent.request.sequences) >= 6:
+        if parent is None or len(parent.request.sequences) >= 6 or parent.request.scoring is not None:
             return
         request = parent.request
         stage = host.scheduler.stage_of(parent)

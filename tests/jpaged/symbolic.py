@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from jpaged.core.engine_core import EngineCore
 from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_store import MoveKind
+from jpaged.messages import ResultForm, Scoring
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.request import CacheKey, Request, RequestState
 from jpaged.research.weight_updates import WeightVersions
@@ -78,10 +80,14 @@ class Model:
         for group, keys in enumerate(histories):
             keys.append(hash((group, before, extra, position, token)) or 1)
 
+    def is_finite(self, histories, end):
+        """Return whether the logits after the first `end` tokens are finite."""
+        return not any(NAN in keys[max(0, end - span) : end] for keys, span in zip(histories, self.spans, strict=True))
+
     def draw(self, histories, end, sample_row):
         """Return the token after the first `end` ones; None if the logits are not finite."""
         seen = [tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)]
-        if any(NAN in keys for keys in seen):
+        if not self.is_finite(histories, end):
             return None
         number = hash((tuple(seen), sample_row)) % VOCAB
         if self.stop_share and number % self.stop_share < 2:
@@ -123,6 +129,12 @@ class Solo:
         self.keys = [keys[:num_kept] for keys in self.keys]
         for position in range(num_kept, len(self.tokens)):
             self.model.append(self.keys, extra, position, self.tokens[position])
+
+    def give(self, tokens):
+        """Append tokens that are given, of which the last has no keys. They are scored, and nothing is drawn."""
+        for token in tokens[:-1]:
+            self.model.append(self.keys, self.extra, len(self.tokens), token)
+            self.tokens.append(token)
 
     def next_token(self):
         """Return the token that it draws now; None if its logits are not finite."""
@@ -224,7 +236,11 @@ class SymbolicDevice:
         for batch in step.scores:
             assert batch.num_rows <= batch.columns.shape[1] <= step.layout.num_samples, "no program takes that"
             token, target, _ = batch.columns[:, : batch.num_rows].tolist()
-            self.scored.append([(row_of_token[one][1] - 1, given) for one, given in zip(token, target, strict=True)])
+            rows = []
+            for one, given in zip(token, target, strict=True):
+                row, end = row_of_token[one]
+                rows.append((end - 1, given, self.model.is_finite(histories[row], end)))
+            self.scored.append(rows)
         return self._sample(view["samples"], num_samples, row_of_token, histories)
 
     def _decode(self, view, num_rows, num_steps, extras):
@@ -458,10 +474,10 @@ class _Results:
         """Return as log probability of each token the position that it was scored from."""
         found = []
         for batch in self.scored:
-            positions, targets = (np.array(column) for column in zip(*batch, strict=True))
+            positions, targets, is_finite = (np.array(column) for column in zip(*batch, strict=True))
             nothing = np.zeros((len(targets), 0))
             scores = TokenScores(positions.astype(np.float32), np.ones_like(targets), nothing.astype(int), nothing)
-            found.append(SampledRows(targets, np.ones(len(targets), bool), scores))
+            found.append(SampledRows(targets, is_finite, scores))
         return found
 
 
@@ -564,11 +580,29 @@ class Host:
     # Events
 
     def add(
-        self, prompt, *, max_tokens=4, params=None, scores=False, needs_every_token=False, cache_key=None, **options
+        self,
+        prompt,
+        *,
+        max_tokens=4,
+        params=None,
+        scores=False,
+        needs_every_token=False,
+        cache_key=None,
+        continuations=(),
+        first=0,
+        **options,
     ):
-        """Queue a request, whose number is its index in `requests`."""
+        """Queue a request, whose number is its index in `requests`.
+
+        With `continuations`, lists of tokens, it draws nothing, and scores them from the token `first` of each on.
+        """
         assert max_tokens >= 1
         params = params or SamplingParams(detokenize=False)
+        if continuations:
+            params = replace(params, n=len(continuations), temperature=1.0, logprobs=0)
+            max_tokens = max(map(len, continuations))
+            packed = tuple(array("i", tokens).tobytes() for tokens in continuations)
+            options |= {"scoring": Scoring(continuations=packed, first=first), "form": ResultForm.ARRAYS}
         request = Request(
             request_id=f"r{len(self.requests)}",
             number=len(self.requests),
@@ -589,7 +623,7 @@ class Host:
         seed = _seed(request.params.seed, self.engine_seed, request.number)
         extra = self._extra(request)
         self.num_recomputed[request] = 0
-        first = Solo(
+        solo = Solo(
             self.model,
             prompt=prompt,
             params=request.params,
@@ -600,7 +634,9 @@ class Host:
         )
         for sequence in request.sequences:
             sequence.needs_every_token |= needs_every_token
-            self.solos[sequence] = first if sequence is request.sequences[0] else first.fork(sequence.index)
+            self.solos[sequence] = solo if sequence is request.sequences[0] else solo.fork(sequence.index)
+        for sequence, tokens in zip(request.sequences, continuations, strict=False):
+            self.solos[sequence].give(tokens)
         self.check()
         return request
 
@@ -639,6 +675,9 @@ class Host:
             self.abort(request)
         if mode == "recompute":
             self.core.restart()
+        for request in self.unfinished if mode == "keep" else ():
+            if request.scoring is not None and request.state is not RequestState.WAITING:
+                self.scheduler.recompute(request)
         self.runner.drain()
         num_kept = {sequence: self._num_kept(sequence) for request in self.unfinished for sequence in request.live}
         self.versions.advance(self.versions.version + 3)
@@ -720,6 +759,7 @@ class Host:
 
     def retire(self):
         """Retire the oldest step in flight; return the sequences that it drew for."""
+        work = self.core.in_flight[0].work
         try:
             samples = self.core.retire()
         except Interrupt:
@@ -728,7 +768,8 @@ class Host:
             raise
         self.written.popleft()
         self._follow_lone_forks()
-        for request in dict.fromkeys(sequence.request for sequence in samples):
+        chunks = [chunk.sequence for chunk in work.chunks]  # Scores may end what draws nothing in this step.
+        for request in dict.fromkeys(sequence.request for sequence in (*samples, *chunks)):
             self._follow(request)
             self._note_ends(request)
         self.check()
@@ -874,7 +915,11 @@ class Host:
                 case RequestState.FINISHED_ERROR:
                     assert not request.live, "an error of one sample that its siblings survive"
                     siblings = [one for one in request.sequences if one.state is RequestState.FINISHED_ERROR]
-                    assert any(self.solos[one].next_token() is None for one in siblings), "an error without a cause"
+                    assert any(self._has_fault(one) for one in siblings), "an error without a cause"
+                case RequestState.FINISHED_LENGTH if request.scoring is not None:
+                    first = request.scoring.first
+                    found = sequence.numbers.logprobs[first : len(solo.tokens) + 1 - request.prompt_len].tolist()
+                    assert found == list(range(request.first_scored, len(solo.tokens))), "a token scored wrongly"
                 case RequestState.FINISHED_STOPPED | RequestState.FINISHED_LENGTH:
                     assert sequence.state is solo.end, f"r{request.number} ends otherwise than alone"
                     self._check_scores(request)
@@ -884,6 +929,13 @@ class Host:
                     assert solo.end is None, "aborted after its end"
         for sequence in request.live:
             assert self.solos[sequence].end is None, "a sequence goes on after its end"
+
+    def _has_fault(self, sequence):
+        """Return whether logits of a sequence are not finite: those of its next token, or of any that is scored."""
+        solo, request = self.solos[sequence], sequence.request
+        ends = range(request.first_scored + 1, len(solo.tokens) + 1) if request.scoring is not None else ()
+        ends = range(1, request.prompt_len) if request.needs_prompt_scores else ends
+        return solo.next_token() is None or any(not self.model.is_finite(solo.keys, end) for end in ends)
 
     def _check_scores(self, request):
         """Check that each token of a prompt is scored from the one before it."""
@@ -925,10 +977,11 @@ class Host:
             request = chunk.sequence.request
             if request not in self.first_starts:
                 self.first_starts[request] = chunk.start
-                self.counts["queried"] += request.prompt_len * self.blocks.prefixes.is_enabled
+                num_known = len(chunk.sequence.token_ids) if request.scoring is not None else request.prompt_len
+                self.counts["queried"] += num_known * self.blocks.prefixes.is_enabled
                 self.counts["hit"] += chunk.start
                 assert request.num_cached_tokens == chunk.start, "another number of cached tokens"
-                assert chunk.start < request.prompt_len, "a hit covers the whole prompt"
+                assert chunk.start <= request.first_scored, "a hit covers the whole prompt"
         assert (self.blocks.prefixes.num_queried_tokens, self.blocks.prefixes.num_hit_tokens) == (
             self.counts["queried"],
             self.counts["hit"],
