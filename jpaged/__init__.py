@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
     from .llm import LLM
     from .models.config.spec import AttentionLayer, ModelSpec
+    from .models.weights.checkpoint_module import CheckpointModule
     from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersion
     from .research.arrays import GenerationArrays, LogprobComparison
+    from .research.checkpoints import load_module, save_checkpoint
     from .research.draws import draw
     from .sampling.logits_processor import LogitsProcessor
     from .sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -29,8 +31,10 @@ _HOMES = {
     "errors": ("ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"),
     "llm": ("LLM",),
     "models.config.spec": ("AttentionLayer", "ModelSpec"),
+    "models.weights.checkpoint_module": ("CheckpointModule",),
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "WeightVersion"),
     "research.arrays": ("GenerationArrays", "LogprobComparison"),
+    "research.checkpoints": ("load_module", "save_checkpoint"),
     "research.draws": ("draw",),
     "sampling.logits_processor": ("LogitsProcessor",),
     "sampling.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
@@ -39,10 +43,10 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LLM", "AttentionLayer", "BeamSearchParams", "CompletionOutput", "ConfigError", "Engine", "EngineConfig",
-    "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob", "LogprobComparison",
-    "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
-    "SamplingParams", "WeightVersion", "draw",
+    "LLM", "AttentionLayer", "BeamSearchParams", "CheckpointModule", "CompletionOutput", "ConfigError", "Engine",
+    "EngineConfig", "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob",
+    "LogprobComparison", "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput",
+    "RequestOutputKind", "SamplingParams", "WeightVersion", "draw", "load_module", "save_checkpoint",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

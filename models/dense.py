@@ -56,7 +56,7 @@ class DenseAttention:
         positions = jnp.arange(k_BSKH.shape[1])
         distance = positions[:, None] - positions[None]
         is_seen = (distance >= 0) & (distance < (len(positions) if window is None else window))
-        is_seen = is_seen[None] if self.mask is None else is_seen & self.mask  # [1 or B, queries, keys]
+        is_seen = is_seen[None] if self.mask is None else is_seen[None] & self.mask  # [1 or B, queries, keys]
         # All scores of a token that sees nothing, such as padding before a sequence, are equal and finite: its output
         # is the mean of all values, and no NaN.
         weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)

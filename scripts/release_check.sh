@@ -63,9 +63,14 @@ examples() { # Beside the libraries that they are for, which need environments o
     "$venv/bin/python" -m pytest -m slow tests/test_examples.py -k "${name#google-}" -rs || return 1
   done
 }
+torch() { # What a trainer has saved, opened by transformers: torch is no requirement of ours.
+  local venv=$logs/torch
+  python -m venv "$venv" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[dev]" torch || return 1
+  "$venv/bin/python" -m pytest -m "slow or not slow" tests/jpaged/research/test_checkpoint_modules.py -k transformers_opens -rs
+}
 readme() { python -m pytest tests/test_readme.py -m slow; }
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples readme}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples torch readme}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

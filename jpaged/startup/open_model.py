@@ -23,6 +23,7 @@ from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, 
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
+from ..models.weights.checkpoint_module import CheckpointModule
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
@@ -141,8 +142,11 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
     `call` and `head` are the names of its methods that compute hidden states and logits. The weights are
     `config.params`, or the module's own arrays if `params` is None. The tokenizer is the one that
     `config` names, if any. There are no sampling defaults. Raises ModelLoadError if the module or the tokenizer cannot
-    serve, and ConfigError if one of FILE_OPTIONS differs from its default.
+    serve, and ConfigError for a module of `load_module` or if one of FILE_OPTIONS differs from its default.
     """
+    if isinstance(module, CheckpointModule):
+        source = f"Engine({module.origin.model!r}, params=module.hf_state())"
+        raise refusal("model", "a module of load_module", f"what it came from: {source}", error=ConfigError)
     defaults = EngineConfig()
     for name in FILE_OPTIONS:
         if (got := getattr(config, name)) != getattr(defaults, name):

@@ -237,26 +237,26 @@ def _array_names(fields: Fields) -> list[str]:
     return list(names)
 
 
-def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
-    """Write a flat tree {name: array} in orbax's layout without OCDBT (one folder per array), one tensor at a time.
+def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor], *, is_nested: bool = False) -> None:
+    """Write a tree of arrays in orbax's layout without OCDBT (one folder per array), one tensor at a time.
 
-    Tensors have one axis or more, and a dotted name is one key of the tree. Each tensor is a folder of chunks of whole
-    rows, about CHUNK_BYTES each before compression, so that a reader decodes little more than it needs. The file that
-    lists the tree is written last, so a folder without it is not finished. Files may not be on the disk yet when this
-    returns: the caller syncs them.
+    A dotted name is one key of a flat tree or, with `is_nested`, the keys on the tensor's path. Each tensor is a folder
+    of chunks of whole rows, about CHUNK_BYTES each before compression, so that a reader decodes little more than it
+    needs. The file that lists the tree is written last, so a folder without it is not finished. Files may not be on the
+    disk yet when this returns: the caller syncs them.
     """
     import tensorstore
 
     for name, tensor in tensors.items():
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        # At least one row, and no more than there are; the inner `max` is for rows without values.
-        num_rows = min(tensor.shape[0], max(1, CHUNK_BYTES // max(1, row_bytes)))
+        # At least one row, and no more than there are; the inner `max` is for rows without values. A scalar is a row.
+        num_rows = min((*tensor.shape, 1)[0], max(1, CHUNK_BYTES // max(1, row_bytes)))
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "file", "path": f"{directory.resolve()}/{name}/"},
             "metadata": {
                 "shape": tensor.shape,
-                "chunks": [num_rows, *tensor.shape[1:]],
+                "chunks": [num_rows, *tensor.shape[1:]] if tensor.shape else [],
                 "compressor": {"id": "zstd", "level": 1},
             },
             "dtype": tensor.dtype.name,
@@ -264,17 +264,17 @@ def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
             "context": {"file_io_sync": False},  # The caller syncs all files at once, which is faster.
         }
         store, values = tensorstore.open(spec, create=True).result(), tensor.make()
-        for start in range(0, len(values), num_rows):
-            stop = min(start + num_rows, len(values))
-            store[start:stop].write(values[start:stop]).result()
+        for start in range(0, (*tensor.shape, 1)[0], num_rows):
+            rows = slice(start, start + num_rows) if tensor.shape else ...
+            store[rows].write(values[rows]).result()
         del values  # It frees the memory before the next tensor is made.
-    leaves = {
-        str((name,)): {
-            "key_metadata": [{"key": name, "key_type": 2}],  # Type 2 is a key of a dict.
+    leaves = {}
+    for name in tensors:
+        keys = name.split(".") if is_nested else [name]
+        leaves[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],  # Type 2 is a key of a dict.
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
-        for name in tensors
-    }
     tree = {
         "tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True, "custom_metadata": None,

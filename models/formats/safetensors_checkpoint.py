@@ -22,6 +22,8 @@ from .float8 import STORED_DTYPE, dequantize, is_scale, map_matrices, scale_of, 
 from .quantization import WAY_OUT, Float8Scheme
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+SHARD_BYTES = 5 * 10**9
+"""Bytes of the tensors in one file that is written, at most; more are spread over several files."""
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -169,13 +171,39 @@ class SafetensorsCheckpoint:
             self._files[name], self._file_names[name] = handle, file_name
 
 
-def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
+def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor], *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write `model.safetensors` to the directory, making one tensor after the other.
+
+    If the tensors have more than `shard_bytes` bytes, they are written as shards of at most so many, or of one larger
+    tensor, with an index. Tensors must be float32, bfloat16 or float16.
+    """
+    shards: list[dict[str, UnsavedTensor]] = [{}]
+    total = num_bytes = 0
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if shards[-1] and num_bytes + size > shard_bytes:
+            shards.append({})
+            num_bytes = 0
+        shards[-1][name] = tensor
+        num_bytes, total = num_bytes + size, total + size
+    if len(shards) == 1:
+        _write_file(directory / SINGLE_FILE, tensors)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_file(directory / file_name, shard)
+        weight_map |= dict.fromkeys(shard, file_name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(path: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
+    """Write one file of safetensors.
 
     The file has the length of the header in 8 bytes, the header, which is a JSON object with each tensor's dtype, shape
     and place, and then the tensors' bytes one after the other. It is written here because the safetensors package would
-    need all tensors in memory at once. Tensors must be float32, bfloat16 or float16. Source:
-    https://github.com/huggingface/safetensors#format
+    need all tensors in memory at once. Source: https://github.com/huggingface/safetensors#format
     """
     codes = {dtype: code for code, dtype in _DTYPES.items()}
     # transformers reads no file without the entry "format".
@@ -189,7 +217,7 @@ def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> 
         header[name] = entry
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # Tensor data begin at a multiple of 8 bytes, as the format asks.
-    with (directory / SINGLE_FILE).open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for tensor in tensors.values():
             # numpy gives no buffer of bfloat16 values, so their bytes are written.

@@ -97,12 +97,12 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in needed:
         if not _are_equal_as_weights(needed[twin.name], needed[twin.kept_name], twin.dtype):
             faults.append(
-                f"{twin.name} differs from {twin.kept_name}, wanted equal ones: this engine has one matrix for both "
+                f"{twin.name} differs from {twin.kept_name}, wanted equal ones: the model has one matrix for both "
                 "(tie_word_embeddings), so start an engine with these params"
             )
         del needed[twin.name]
     if faults:
-        way_out = "nothing was changed; give all arrays of the model that the engine serves"
+        way_out = "nothing was changed; give all arrays of the model"
         raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
     return CheckedTree(wanted.layout, needed)
 

@@ -105,7 +105,7 @@ class LiveWeights:
         self._statistics = {".".join(map(str, path)) for path in stats}  # Names: a trainer may keep these apart.
         own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
         # Recipes do not depend on the names that a tree has, so the usual names serve here.
-        self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own_origins}
+        self._origins = {**self.checkpoint_origins(()), TreeLayout.OWN: own_origins}
         recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
@@ -125,7 +125,7 @@ class LiveWeights:
             arrays |= {name: held[name] for name in missing if name in held} | elsewhere(missing, leaves)
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
         # the tree fits no layout.
-        origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
+        origins_of = {**self.checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread, twin = self._unread(arrays), self._twin(arrays)
         wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
         wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
@@ -261,11 +261,11 @@ class LiveWeights:
         ]
         layer = [] if num_stacked is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
         if not is_in_place:
-            return jax.jit(partial(_make_weight, recipe), out_shardings=recipe.sharding).lower(shapes, *layer)
+            return jax.jit(partial(make_weight, recipe), out_shardings=recipe.sharding).lower(shapes, *layer)
         old = jax.ShapeDtypeStruct(recipe.shape, recipe.dtype, sharding=recipe.sharding)
         # The old weight is never read. It is an argument so that its memory can be donated to the result.
         run = jax.jit(
-            lambda _, *tensors_and_layer: _make_weight(recipe, *tensors_and_layer),
+            lambda _, *tensors_and_layer: make_weight(recipe, *tensors_and_layer),
             out_shardings=recipe.sharding,
             donate_argnums=0,
             keep_unused=True,
@@ -323,7 +323,7 @@ class LiveWeights:
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 
-    def _checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
+    def checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees under checkpoint names, for TENSORS and STACKED; {} without a config.
 
         In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
@@ -390,7 +390,7 @@ def _fits(array: jax.Array, leaf: Any) -> bool:
     return is_same and array.sharding.is_equivalent_to(leaf.sharding, array.ndim)
 
 
-def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
+def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
     """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
 
     A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds

@@ -140,11 +140,31 @@ def load_weights(
     the weight that it is a part of: three times for fused queries, keys and values. Raises ModelLoadError, which names
     the checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
-    pieces, memory = recipes_for(abstract, config, checkpoint.names()).pieces, _WeightMemory()
     leaves = dict(nnx.to_flat_state(abstract.state))
+    pieces = recipes_for(abstract, config, checkpoint.names()).pieces
+    loaded = load_arrays(leaves, pieces, checkpoint, progress=progress)
+    # `abstract_weights` caches its result for equal configs, which may have been read from different files: comparison
+    # leaves out `source`. So the config of this checkpoint replaces the cached one.
+    state = nnx.from_flat_state({path: leaf.replace(loaded[path]) for path, leaf in leaves.items()})
+    return replace(abstract, state=state, config=config)
+
+
+def load_arrays(
+    leaves: Mapping[Path, nnx.Variable[Any]],
+    pieces: Mapping[Path, tuple[Piece, ...]],
+    checkpoint: Checkpoint,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[Path, jax.Array]:
+    """Return the array of each variable in `leaves`, which holds an abstract shape, by its recipe in `pieces`.
+
+    Both have the same keys. An array without a sharding lies on JAX's default device, uncommitted, so that a jitted
+    function may move it. See `load_weights` for how the arrays are read, for `progress`, and for errors.
+    """
+    memory = _WeightMemory()
 
     def load(path: Path) -> jax.Array:
-        """Return the weight at `path` as a sharded array. JAX calls `read_shard` for the shard of each device."""
+        """Return the weight at `path` as an array. JAX calls `read_shard` for the shard of each device."""
         leaf = leaves[path]
 
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -155,20 +175,19 @@ def load_weights(
             _read_weight(checkpoint, pieces[path], bounds, shard, leaf.get_metadata())
             return shard
 
+        if leaf.sharding is None:
+            return jnp.asarray(read_shard((slice(None),) * leaf.ndim))
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read_shard)
 
     num_tensors = {path: len({piece.tensor for piece in pieces[path]}) for path in leaves}
-    loaded, num_loaded, total = {}, 0, sum(num_tensors.values())
+    loaded, num_loaded, total = dict[Path, jax.Array](), 0, sum(num_tensors.values())
     for path, array in _load_all(leaves, load):
-        loaded[path] = leaves[path].replace(array)
+        loaded[path] = array
         for _ in range(num_tensors[path]):
             num_loaded += 1
             if progress is not None:
                 progress(num_loaded, total)
-    # `abstract_weights` caches its result for equal configs, which may have been read from different files: comparison
-    # leaves out `source`. So the config of this checkpoint replaces the cached one.
-    state = nnx.from_flat_state({path: loaded[path] for path in leaves})
-    return replace(abstract, state=state, config=config)
+    return loaded
 
 
 def with_value(leaf: Any, value: Any) -> Any:

@@ -7,7 +7,8 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,55 +21,94 @@ from ...pallas_kernels.layer_ops import LayerOps
 from ..config.decoder import DecoderConfig
 from ..families.table import BY_ARCHITECTURE, model_class
 from ..formats.checkpoint import UnsavedTensor
-from ..formats.files import CONFIG_FILE, write_manifest
+from ..formats.files import CONFIG_FILE, TREE_FILE, write_manifest
 from ..formats.orbax_checkpoint import write_orbax
 from ..formats.quantization import CONFIG_KEYS
 from ..formats.safetensors_checkpoint import write_safetensors
 from ..recipe import Piece, make_recipes
 from .loading import CHUNK_BYTES, Weights
 
-WRITERS: dict[str, Callable[[Path, Mapping[str, UnsavedTensor]], None]] = {
+Writer = Callable[[Path, Mapping[str, UnsavedTensor]], None]
+WRITERS: dict[str, Writer] = {
     "orbax": write_orbax,
     "safetensors": write_safetensors,
 }
 
 
-def save_checkpoint(weights: Weights, directory: str | Path, *, format: str = "orbax", manifest: bool = False) -> None:
+def save_checkpoint(
+    weights: Weights, directory: str | Path, *, format: str = "orbax", manifest: bool = False, overwrite: bool = False
+) -> None:
     """Save `weights` and their config.json to `directory`, which must not exist yet, or be empty.
 
     `format` is "orbax" or "safetensors". Tensors have their Hugging Face names, and the dtype of the weights. With
     `manifest` a file SHA256SUMS lists every file. The tokenizer is not saved: copy its files to the directory.
 
-    The directory appears whole or not at all. One tensor at a time is held in host memory beside the weights. Raises
-    ValueError for an unknown format, for a directory that is not empty, for weights without a config, and for a rotary
-    embedding that config.json cannot express; raises OSError if the files cannot be written.
+    The directory appears whole or not at all; `overwrite` replaces a checkpoint that is there. One tensor at a time is
+    held in host memory beside the weights. Raises ValueError for an unknown format, for a directory that is not empty,
+    for weights without a config, and for a rotary embedding that config.json cannot express; raises OSError if the
+    files cannot be written.
     """
-    directory = Path(directory).resolve()
     if format not in WRITERS:
         raise ValueError(f"format: got {format!r}, allowed: {', '.join(WRITERS)}")
     if weights.config is None or not weights.config.source:
         raise ValueError("weights: got some without the config.json of their model, wanted those of a loaded model")
-    if any(rope is not None and rope.freq_factors is not None for rope in weights.config.ropes):
-        fault = "got a rotary embedding with a divisor for each frequency, read from a GGUF file"
-        raise ValueError(f"weights: {fault}, which config.json has no form for: keep the GGUF file")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"directory: got {directory}, which is there already, wanted a new or an empty one")
-    # Files are written to a folder of another name, and config.json last. If this process is killed, what is left is
-    # not taken for a checkpoint.
-    unfinished = directory.with_name(f".{directory.name}.unfinished-{secrets.token_hex(4)}")
-    unfinished.mkdir(parents=True)
-    try:
-        tensors = _tensors(weights, weights.config)
-        WRITERS[format](unfinished, tensors)
-        content = _config(weights.config, {tensor.dtype.name for tensor in tensors.values()})
-        (unfinished / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    check_expressible(weights.config)
+    with new_directory(Path(directory), overwrite=overwrite) as unfinished:
+        write_model(unfinished, weights.config, _tensors(weights, weights.config), WRITERS[format])
         if manifest:
             write_manifest(unfinished)
+
+
+def check_expressible(config: DecoderConfig) -> None:
+    """Raise ValueError for a config that config.json has no form for."""
+    if any(rope is not None and rope.freq_factors is not None for rope in config.ropes):
+        fault = "got a rotary embedding with a divisor for each frequency, read from a GGUF file"
+        raise ValueError(f"weights: {fault}, which config.json has no form for: keep the GGUF file")
+
+
+@contextmanager
+def new_directory(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give an empty folder to write to, which becomes `directory` once the block has ended and its files are on disk.
+
+    If the block raises, or this process is killed, no `directory` appears, and one that was there stays as it was. A
+    folder of another name may be left by a process that was killed: it begins with a dot. Raises ValueError for a
+    directory that is neither new nor empty, unless `overwrite` is true and it holds a checkpoint, which is then
+    replaced as a whole, with everything else in it.
+    """
+    directory = directory.resolve()
+    is_used = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    if is_used and not overwrite:
+        fault = f"got {directory}, which is there already, wanted a new or an empty one"
+        raise ValueError(f"directory: {fault}: give another one, or overwrite=True to replace a checkpoint")
+    if is_used and not any((directory / name).is_file() for name in (CONFIG_FILE, TREE_FILE)):
+        fault = f"got {directory}, which holds no checkpoint, wanted one to overwrite"
+        raise ValueError(f"directory: {fault}: give another directory, or empty this one")
+    suffix = secrets.token_hex(4)
+    unfinished, replaced = (directory.with_name(f".{directory.name}.{word}-{suffix}") for word in ("unfinished", "old"))
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
         _sync(unfinished)
-        unfinished.rename(directory)
+        if not is_used:
+            unfinished.rename(directory)
+            return
+        directory.rename(replaced)  # No system call of Python's swaps two directories.
+        try:
+            unfinished.rename(directory)
+        except BaseException:
+            replaced.rename(directory)
+            raise
+        shutil.rmtree(replaced)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def write_model(directory: Path, config: DecoderConfig, tensors: Mapping[str, UnsavedTensor], write: Writer) -> None:
+    """Write the tensors of a model to an empty directory by `write`, one of WRITERS, and then its config.json."""
+    write(directory, tensors)
+    content = _config(config, {tensor.dtype.name for tensor in tensors.values()})
+    (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:

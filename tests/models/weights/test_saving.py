@@ -14,11 +14,13 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jpaged.models.config.rope import RopeConfig
+from jpaged.models.formats.checkpoint import UnsavedTensor
+from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint, write_safetensors
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.weights.dummy import dummy_weights
 from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
-from jpaged.models.weights.saving import save_checkpoint
+from jpaged.models.weights.saving import new_directory, save_checkpoint
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
@@ -117,6 +119,8 @@ import json, sys
 from pathlib import Path
 import jax, numpy as np
 from flax import nnx
+from jpaged.models.formats.checkpoint import UnsavedTensor
+from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint, write_safetensors
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.formats.orbax_checkpoint import OrbaxCheckpoint
 from jpaged.models.weights.loading import abstract_weights, load_weights
@@ -219,3 +223,47 @@ def test_a_manifest_is_one_that_sha256sum_finds_right(tmp_path, format):
     saved = tmp_path / "saved"
     files = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
     assert listed == files - {"SHA256SUMS"}
+
+
+def test_tensors_beyond_a_shard_are_spread_over_files_with_an_index(tmp_path):
+    """Each file has at most so many bytes, or one tensor alone."""
+    stored, limit = load_file(LLAMA / "model.safetensors"), 20_000
+    tensors = {name: UnsavedTensor(values.shape, values.dtype, values.copy) for name, values in stored.items()}
+    write_safetensors(tmp_path, tensors, shard_bytes=limit)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = {name: load_file(tmp_path / name) for name in set(index["weight_map"].values())}
+    assert sorted(shards) == [
+        f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
+    ]
+    sizes = {name: [values.nbytes for values in shard.values()] for name, shard in shards.items()}
+    assert all(sum(each) <= limit or len(each) == 1 for each in sizes.values())
+    assert any(len(each) > 1 for each in sizes.values())
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes.values()))
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    assert set(checkpoint.names()) == tensors.keys()
+    for name, values in stored.items():
+        np.testing.assert_array_equal(checkpoint.read(name, slice(None)), values)
+
+
+def test_a_checkpoint_is_replaced_as_a_whole_or_stays(tmp_path):
+    weights, directory = random_weights(XLA_OPS, **FAMILIES["fused"]), tmp_path / "saved"
+    save_checkpoint(weights, directory, format="safetensors")
+    (directory / "optimizer.npy").touch()
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+
+    def interrupted() -> None:
+        with new_directory(directory, overwrite=True) as unfinished:
+            (unfinished / "config.json").write_text("{}")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    save_checkpoint(weights, directory, format="orbax", overwrite=True)
+    assert bits(restored(directory, XLA_OPS)) == bits(weights)
+    assert not {"model.safetensors", "optimizer.npy"} & {path.name for path in directory.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "file").touch()
+    with pytest.raises(ValueError, match="notes, which holds no checkpoint, wanted one to overwrite: give another"):
+        save_checkpoint(weights, tmp_path / "notes", overwrite=True)

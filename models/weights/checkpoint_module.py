@@ -1,0 +1,255 @@
+"""A checkpoint as a module that trains: its parameters are the checkpoint's tensors, under their Hugging Face names.
+
+parameters ─▶ recipes ─▶ Decoder ─▶ dense logits
+
+A served model stores its weights fused, padded, and in the layout of a backend. A trainer's parameters should depend on
+none of that, so the family's weights are made of the tensors within each call, by the recipes that an engine's live
+weights are made by, and gradients reach the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from ...sharding import device_mesh, sharding_of
+from ..config.decoder import DecoderConfig
+from ..decoder import Decoder
+from ..dense import dense_logits
+from ..errors import ModelLoadError
+from ..families.table import model_class
+from ..formats.checkpoint import Checkpoint
+from ..layers import Axes
+from ..recipe import Piece, Recipes
+from .live_tree import TreeLayout
+from .live_weights import LiveWeights, Origins, make_weight
+from .loading import abstract_weights, check_tensors, load_arrays, recipes_for
+
+
+@dataclass(frozen=True)
+class ModuleOrigin:
+    """What a module was loaded from. All of it is compared, since nnx shares structures that are equal."""
+
+    model: str
+    """The model's name or path, as an engine takes it."""
+    config: DecoderConfig
+    """Without its `source`, which comparisons leave out."""
+    config_json: str
+    """The content of config.json that `config` was read from."""
+    compute_dtype: str
+    directory: str | None = None
+    """The directory of its config.json and tokenizer; None for a GGUF file."""
+
+    @property
+    def full_config(self) -> DecoderConfig:
+        """Return the config with the content of config.json that it was read from."""
+        return replace(self.config, source=json.loads(self.config_json))
+
+
+class CheckpointModule(nnx.Module):
+    """A model of a family that jpaged serves, as a trainer differentiates it; `jpaged.load_module` makes it.
+
+    `params` holds an `nnx.Param` for each tensor of the checkpoint: `model.layers.3.mlp.up_proj.weight` is
+    `module.params["model"]["layers"]["3"]["mlp"]["up_proj"]["weight"]`, [out, in] as the checkpoint stores it. So
+    `nnx.state(module)`, gradients and the state of an optimizer have Hugging Face names, behind `params`.
+    """
+
+    def __init__(self, params: Mapping[str, nnx.Param[Any]], origin: ModuleOrigin) -> None:
+        """Hold these parameters, by the names of their tensors."""
+        self.params, self.origin = nnx.Dict(), origin
+        for name, param in params.items():
+            level, keys = self.params, name.split(".")
+            for key in keys[:-1]:
+                if key not in level:
+                    level[key] = nnx.Dict()
+                level = level[key]
+            level[keys[-1]] = param
+
+    def __call__(self, ids: Int[Array, "B N"], mask: Bool[Array, "B N"] | None = None) -> Float[Array, "B N V"]:
+        """Return the logits that follow each token of B sequences: float32, whatever dtype computes them.
+
+        `mask` says which tokens count. It is needed for padding in front, and makes no difference to the logits of
+        tokens before padding at the ends. The logits of padding are finite and mean nothing. Weights are converted to
+        `origin.compute_dtype`. Raises ValueError for ids or a mask of another shape, and for more tokens than the
+        model's context has.
+        """
+        ids, context_len = jnp.asarray(ids), self.origin.config.max_context_len
+        mask = None if mask is None else jnp.asarray(mask, bool)
+        if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
+            shapes = f"{ids.shape}{'' if mask is None else f' with a mask {mask.shape}'}"
+            raise ValueError(f"ids: got the shape {shapes}, wanted [B, N], and the same of a mask")
+        if ids.shape[1] > context_len:  # JAX would take the embedding of the last position without an error.
+            raise ValueError(f"ids: got {ids.shape[1]} tokens, wanted at most {context_len}, the model's context")
+        tensors = self.hf_state()
+        mesh = jax.typeof(next(iter(tensors.values()))).sharding.mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return self._logits(tensors, ids, mask)
+        # On a mesh of explicit axes each operation would have to name its result's axes; here XLA chooses them.
+        batch_axis, *_ = jax.typeof(ids).sharding.spec
+        logits_sharding = NamedSharding(mesh, PartitionSpec(batch_axis))
+        return jax.sharding.auto_axes(self._logits, out_sharding=logits_sharding)(tensors, ids, mask)
+
+    def _logits(
+        self, tensors: Mapping[str, Array], ids: Int[Array, "B N"], mask: Bool[Array, "B N"] | None
+    ) -> Float[Array, "B N V"]:
+        decoder = _decoder(self.origin, tensors)
+        if mask is None:
+            return dense_logits(decoder, ids)
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)  # Padding in front is at 0.
+        return dense_logits(decoder, ids, positions_BN=positions, mask_BNN=mask[:, None, :])
+
+    def decoder(self) -> Decoder:
+        """Return the family's own module, with weights made of the parameters, as `jpaged.models.dense` takes it."""
+        return _decoder(self.origin, self.hf_state())
+
+    def hf_state(self, *, stacked: bool = False) -> dict[str, Array]:
+        """Return the parameters by their Hugging Face names. The arrays are the module's own, and no copies.
+
+        A matrix that is tied is there once, as the embedding. With `stacked` the tensors of all layers are one new
+        array [L, …], under the name without the layer's number: `model.layers.mlp.up_proj.weight`.
+        """
+        recipes, tensors = _plan(self.origin).recipes, dict[str, Array]()
+        for name in recipes.shapes:
+            tensors[name] = self._param(name)[...]
+        if not stacked:
+            return tensors
+        by_layer: defaultdict[str, dict[int, Array]] = defaultdict(dict)
+        whole = dict[str, Array]()
+        for name, tensor in tensors.items():
+            stack = recipes.stacked[name]
+            if stack.layer is None:
+                whole[stack.name] = tensor
+            else:
+                by_layer[stack.name][stack.layer] = tensor
+        return whole | {name: jnp.stack([layers[i] for i in sorted(layers)]) for name, layers in by_layer.items()}
+
+    def load_hf_state(self, tree: Mapping[str, Any]) -> None:
+        """Replace all parameters by copies of the arrays in `tree`, in the dtypes and shardings of the parameters.
+
+        `tree` is flat or nested, of numpy or JAX arrays, under Hugging Face names: what `hf_state` returns, stacked or
+        not, or a state of nnx, or whatever else `Engine.update_params` takes under such names. Raises ModelLoadError,
+        which lists every fault, before anything is changed.
+        """
+        plan = _plan(self.origin)
+        checked, origins = plan.live.check(tree)
+        if checked.layout is TreeLayout.OWN:
+            name = next(iter(checked.arrays))
+            raise ModelLoadError(f"params: {name} is the path of an engine's weight, wanted Hugging Face names")
+        for path, origin in plan.origins.items():
+            for name, name_in_tree in zip(origin.names, origins[path].names, strict=True):
+                param, array = self._param(name), checked.arrays[name_in_tree]
+                layer = origins[path].layer
+                param.set_value(_copied(array if layer is None else array[layer], param.get_value()))
+
+    def _param(self, name: str) -> Any:
+        """Return the parameter of a tensor."""
+        level: Any = self.params
+        for key in name.split("."):
+            level = level[key]
+        return level
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """How the weights of a family are made of a checkpoint's tensors."""
+
+    live: LiveWeights
+    recipes: Recipes
+    origins: Origins
+    """Path of each weight → its recipe, and the names of its tensors."""
+
+
+@lru_cache(maxsize=4)
+def _plan(origin: ModuleOrigin) -> _Plan:
+    """Return the plan for the modules of an origin; those of the latest 4 are kept, since a plan takes time."""
+    mesh = device_mesh(jax.local_devices()[:1])
+    abstract = abstract_weights(origin.config, origin.compute_dtype, mesh)
+    live = LiveWeights(abstract, mesh)
+    return _Plan(live, recipes_for(abstract, origin.config, ()), live.checkpoint_origins(())[TreeLayout.TENSORS])
+
+
+def _decoder(origin: ModuleOrigin, tensors: Mapping[str, Array]) -> Decoder:
+    """Return the family's module, with weights made of `tensors`, which may be traced."""
+    plan = _plan(origin)
+    leaves = dict(nnx.to_flat_state(plan.live.abstract.state))
+    made = {
+        path: leaves[path].replace(make_weight(weight.recipe, [tensors[name] for name in weight.names]))
+        for path, weight in plan.origins.items()
+    }
+    decoder: Decoder = nnx.merge(plan.live.abstract.graph, nnx.from_flat_state(made))
+    return decoder
+
+
+def _copied(array: Any, like: jax.Array) -> jax.Array:
+    """Return a copy of an array of numpy or JAX in the dtype and the sharding of another one."""
+    if isinstance(array, np.ndarray):
+        copy = np.array(array, like.dtype)
+        return jax.device_put(copy, like.sharding) if like.committed else jnp.asarray(copy)
+    copied = jnp.array(array, like.dtype, copy=True)
+    return copied if copied.sharding == like.sharding else jax.device_put(copied, like.sharding)
+
+
+def load_checkpoint_module(
+    model: str,
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    compute_dtype: str,
+    directory: str | None,
+    mesh: Mesh | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CheckpointModule:
+    """Return a module whose parameters, of `dtype`, are the tensors of a checkpoint.
+
+    Parameters lie on JAX's default device, uncommitted, or on a `mesh` by the logical axes of the weights that are made
+    of them; the mesh has all axes that these are mapped to. `model` is what an engine is made of, and `directory` has
+    its files, if it is one. `progress(done, total)`, if given, is called after each tensor. Raises ModelLoadError if
+    the checkpoint does not fit the config, or holds a NaN.
+    """
+    bare = replace(config, source={})
+    origin = ModuleOrigin(model, bare, json.dumps(config.source, sort_keys=True), compute_dtype, directory)
+    plan = _plan(origin)
+    check_tensors(plan.live.abstract, config, checkpoint)
+    stored_name = model_class(config.architecture).naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
+    axes, leaves, pieces = _logical_axes(plan), dict[Any, nnx.Variable[Any]](), dict[Any, tuple[Piece, ...]]()
+    for name, shape in plan.recipes.shapes.items():
+        sharding = None if mesh is None else _sharding(mesh, axes[name], shape)
+        value = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        leaves[name] = nnx.Param(value, logical_axes=axes[name])
+        whole = tuple((0, size) for size in shape)
+        pieces[name] = (Piece(stored_name(name), whole, whole),)
+    arrays = load_arrays(leaves, pieces, checkpoint, progress=progress)
+    return CheckpointModule({name: leaf.replace(arrays[name]) for name, leaf in leaves.items()}, origin)
+
+
+def _logical_axes(plan: _Plan) -> dict[str, Axes]:
+    """Return the logical axes of each tensor: those of the weight that it becomes, or a part of."""
+    axes = dict[str, Axes]()
+    for path, leaf in nnx.to_flat_state(plan.live.abstract.state):
+        metadata = leaf.get_metadata()
+        for piece in plan.recipes.pieces[path]:
+            # A weight W [in, out] is a tensor Wᵀ [out, in], unless the tensor is stored transposed.
+            is_reversed = ("matrix" in metadata) is not piece.is_transposed
+            axes[piece.tensor] = metadata["logical_axes"][:: -1 if is_reversed else 1]
+    return axes
+
+
+def _sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+    """Return where a tensor lies on a mesh. An axis of a size that the devices do not divide is whole on each."""
+    spec = sharding_of(mesh, axes).spec
+    divided = [
+        name if name is None or size % mesh.shape[name] == 0 else None for name, size in zip(spec, shape, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*divided))
