@@ -94,6 +94,13 @@ class PageDemand:
         longest = max(one.max_len for one in request.live) - 1
         return self.arithmetic.max_pages(shared_len, [longest] * num_samples) - num_pinned
 
+    def max_samples(self, shared_len: int, num_tokens: int, limit: int) -> int:
+        """Return how many samples of so many tokens fit if they share `shared_len` first ones: 1 to `limit`."""
+        num_samples, available = limit, self.blocks.num_available
+        while num_samples > 1 and self.arithmetic.max_pages(shared_len, [num_tokens] * num_samples) > available:
+            num_samples = max(1, num_samples * 3 // 4)
+        return num_samples
+
     def pages_now(self, request: Request, num_cached: int = 0) -> int:
         """Return the pages, over all samples and page-table groups, that the request takes to compute all its tokens.
 

@@ -222,7 +222,7 @@ class Scorer:
     ) -> list[int]:
         """Compute the scores of rows, which go to `numbers_of(row)`; return the version of the weights for each row.
 
-        Rows with equal contexts and temperatures are samples of one request, as many as run together. Rows without a
+        Rows with equal contexts and temperatures are samples of one request, as many as fit together. Rows without a
         token to score are only checked. Raise JpagedError if a row was aborted or has failed.
         """
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -230,12 +230,13 @@ class Scorer:
             # A context of one token has nothing to share: the sample computes its last token itself.
             own = index if len(row.context) == 1 else -1
             groups[row.context, row.temperature, own].append(index)
-        max_samples = self.builder.sizes.max_num_seqs
-        parts = [
-            indices[start : start + max_samples]
-            for indices in groups.values()
-            for start in range(0, len(indices), max_samples)
-        ]
+        parts: list[list[int]] = []
+        for indices in groups.values():
+            context_len = len(rows[indices[0]].context)
+            num_tokens = context_len + max(len(rows[index].continuation) for index in indices) - 1
+            demand, max_num_seqs = self.batch.loop.scheduler.demand, self.builder.sizes.max_num_seqs
+            size = demand.max_samples(context_len - 1, num_tokens, min(max_num_seqs, len(indices)))
+            parts += [indices[start : start + size] for start in range(0, len(indices), size)]
         built: list[NewRequest | InvalidRequestError] = []
         rows_of: list[list[int]] = []
         for indices in parts:

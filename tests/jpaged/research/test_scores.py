@@ -105,6 +105,16 @@ def test_continuations_are_scored_as_by_a_dense_model_and_each_context_is_comput
     assert stats["preemptions"] > 0 or "num_blocks" not in options
 
 
+def test_more_continuations_than_fit_together_are_scored_in_parts(tiny) -> None:
+    context = CONTEXTS[4]
+    answers = [RNG.integers(1, VOCAB, 40).tolist() for _ in range(20)]
+    with Engine(tiny, **{**SIZES, "num_blocks": 25}) as engine:
+        scores = engine.score([context], [answers])
+    for row, answer in enumerate(answers):
+        exact = log_softmax([*context, *answer])[len(context) - 1 : -1]
+        np.testing.assert_allclose(scores.sums[row], exact[np.arange(40), answer].sum(), atol=1e-3)
+
+
 def test_what_cannot_be_scored_is_refused_in_one_line(engine: Engine) -> None:
     for arguments, message in (
         (([[5]], [[]]), "continuation of context 0: got no token, allowed: at least one"),
