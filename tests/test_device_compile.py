@@ -269,10 +269,10 @@ prepare()
 import jax
 from jax.experimental import topologies
 from jpaged import EngineConfig
-from jpaged.startup.build_engine import _select_devices
+from jpaged.startup.devices import serving_devices
 topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[sys.argv[1]])
 jax.local_devices = lambda backend: topology.devices
-print(len(_select_devices(EngineConfig())), len(_select_devices(EngineConfig(tensor_parallel_size=1))))
+print(len(serving_devices(EngineConfig())), len(serving_devices(EngineConfig(tensor_parallel_size=1))))
 """
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..checks import one_line, refusal, shown
+from ..checks import one_line, shown
 from ..config.engine_config import EngineConfig
 from ..core.engine_core import EngineCore
 from ..errors import ConfigError
@@ -36,7 +36,7 @@ from ..scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
-from ..sharding import device_mesh, devices_of_a_chip, select_devices
+from ..sharding import device_mesh
 from ..step.compile_plan import CompilePlan, without_x64
 from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
@@ -46,6 +46,7 @@ from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .attention.check import find_failure
 from .attention.check_process import check_before_opening, check_in_subprocess, check_request
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
+from .devices import serving_devices
 from .open_model import ModelHandle, checkpoint_again
 from .sizing.device_memory import unreserved_memory_note
 from .sizing.host_memory import free_host_bytes, num_host_cores
@@ -127,7 +128,7 @@ def build_engine(
     handle = replace(handle, config=handle.config.without_idle_windows(max_model_len))
     on_chip = handle.config.spec_on_chip(config.num_devices or 1)
     check_before_opening(config, on_chip, _phase(progress, "check"))
-    devices = _select_devices(config)
+    devices = serving_devices(config)
     device = devices[0]
     # Virtual devices of a CPU share its memory.
     num_sharing = len(devices) if device.platform == "cpu" else 1
@@ -225,38 +226,6 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
         return load_weights(abstract, handle.decoder, checkpoint)
 
     return reload
-
-
-def _select_devices(config: EngineConfig) -> list[jax.Device]:
-    """Return the devices to run on: those of `config.mesh`, or else the first `config.num_devices` of `config.device`.
-
-    If no number is given, all devices of the first chip are taken. Raises ConfigError if this process has too few
-    devices, if the mesh has devices of another process, or if XLA has too few threads for a mesh of CPU devices.
-    """
-    mesh_devices = [] if config.mesh is None else list(config.mesh.devices.flat)
-    try:
-        devices = select_devices(mesh_devices[0].platform if mesh_devices else config.device)
-    except RuntimeError as error:
-        raise ConfigError(one_line(error)) from error
-    if foreign_devices := [device for device in mesh_devices if device not in devices]:
-        raise refusal("mesh", f"{foreign_devices[0]} among its devices", "devices of this process", error=ConfigError)
-    num_devices = config.num_devices or devices_of_a_chip(devices)
-    if num_devices > len(devices):
-        allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
-        raise refusal("tensor_parallel_size", num_devices, allowed, error=ConfigError)
-    # A CPU device blocks a thread of XLA's pool while it waits in a collective: fewer than 2 per device may deadlock.
-    if num_devices > 1 and devices[0].platform == "cpu" and (num_threads := _num_xla_threads()) < 2 * num_devices:
-        allowed = f"at most half of XLA's {num_threads} threads on a CPU, since devices that wait for a sum keep theirs"
-        way_out = f"set NPROC={2 * num_devices} in the environment before JAX starts"
-        name = "mesh" if mesh_devices else "tensor_parallel_size"
-        raise refusal(name, num_devices, allowed, way_out, error=ConfigError)
-    return mesh_devices or devices[:num_devices]
-
-
-def _num_xla_threads() -> int:
-    """Return the number of threads in XLA's pool on a CPU: the environment variable NPROC, else the host's cores."""
-    asked = os.environ.get("NPROC", "")
-    return int(asked) if asked.isdecimal() else num_host_cores()
 
 
 def _checked_engine(
