@@ -5,6 +5,7 @@ if __name__ != "jpaged.sharding":
 
 from .devices import devices_of_a_chip, select_devices, visible_accelerators
 from .placement import DATA_AXIS, LOGICAL_TO_MESH, TENSOR_AXIS, device_mesh, replicated, sharding_of
+from .trainer_mesh import outside_mesh, reshard, with_automatic_axes
 
 __all__ = [
     "DATA_AXIS",
@@ -12,8 +13,11 @@ __all__ = [
     "TENSOR_AXIS",
     "device_mesh",
     "devices_of_a_chip",
+    "outside_mesh",
     "replicated",
+    "reshard",
     "select_devices",
     "sharding_of",
     "visible_accelerators",
+    "with_automatic_axes",
 ]

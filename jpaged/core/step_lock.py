@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from ..sharding import outside_mesh
+
 POLL_S = 0.005
 """Seconds after which a thread that waits for a step of another thread looks again whether it may run its own call."""
 TURN_S = 0.0001
@@ -58,7 +60,10 @@ class QueuedCall(Generic[Result]):
 
 
 class StepLock:
-    """The lock that a step needs, and the calls of other threads that wait for the end of a step."""
+    """The lock that a step needs, and the calls of other threads that wait for the end of a step.
+
+    What runs under it runs outside of any mesh that a trainer has set for its thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +88,7 @@ class StepLock:
         thread = threading.get_ident()
         try:
             self._waiting.add(thread)
-            with self._lock:
+            with self._lock, outside_mesh():
                 self._waiting.discard(thread)
                 try:
                     self._owner = thread

@@ -36,7 +36,7 @@ from ..scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
-from ..sharding import device_mesh
+from ..sharding import device_mesh, outside_mesh
 from ..step.compile_plan import CompilePlan, without_x64
 from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
@@ -105,6 +105,7 @@ class EngineComponents:
     """Reads the weights again; None if they came from no file."""
 
 
+@outside_mesh()
 def build_engine(
     config: EngineConfig,
     handle: ModelHandle,

@@ -20,6 +20,7 @@ from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
 from ..models.formats.checkpoint import Checkpoint
 from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
+from ..models.formats.tree_checkpoint import lies_on_several_devices
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
@@ -46,7 +47,8 @@ class ModelHandle:
     checkpoint: Checkpoint | None
     """None with random weights (`load_format` dummy), and in an engine, whose weights are loaded."""
     arrays: Mapping[str, Any] | None
-    """The weights of a caller's own module, as a tree; None for all other models, and in an engine."""
+    """The weights as a tree: those of a caller's own module, or `params` with arrays on several devices. None for all
+    other models, and in an engine."""
     tokenizer: Tokenizer | None
     """None with `skip_tokenizer_init`, and where neither weights nor a tokenizer are read from the directory."""
     sampling_defaults: dict[str, Any]
@@ -133,7 +135,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
     except InvalidRequestError as error:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
-    return ModelHandle(source, model_config, checkpoint, None, tokenizer, defaults, end_ids)
+    arrays = config.params if config.params is not None and lies_on_several_devices(config.params) else None
+    return ModelHandle(source, model_config, checkpoint, arrays, tokenizer, defaults, end_ids)
 
 
 def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: str) -> ModelHandle:

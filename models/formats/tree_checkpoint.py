@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ...sharding import with_automatic_axes
 from ..errors import ModelLoadError
 from .checkpoint import DTYPES, WHOLE, block_of
 
@@ -84,8 +85,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
     {"layers": [{"bias": b}]} gives {"layers.0.bias": b}, and so does {"layers/0/bias": b}. Levels are mappings, lists,
     tuples, named tuples and dataclasses, such as Flax's `TrainState`, under the names of their fields. An nnx variable
-    counts as the array that it holds. Raises ModelLoadError for two leaves of the same name, for more than MAX_DEPTH
-    levels, and if `tree` is no level.
+    counts as the array that it holds, and an array on a mesh with explicit axes as the same one with automatic axes.
+    Raises ModelLoadError for two leaves of the same name, for more than MAX_DEPTH levels, and if `tree` is no level.
     """
     if _children(tree) is None:
         raise ModelLoadError(f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested tree of names and arrays")
@@ -127,7 +128,7 @@ def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[
         if _children(value) is not None:
             yield from _flat_leaves(value, f"{name}.", depth + 1)
         else:
-            yield name, value.get_value() if isinstance(value, nnx.Variable) else value
+            yield name, with_automatic_axes(value.get_value() if isinstance(value, nnx.Variable) else value)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -139,3 +140,9 @@ def _block(array: jax.Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) ->
 def is_on_host(array: jax.Array) -> bool:
     """Return whether numpy can view the array where it is."""
     return len(devices := array.devices()) == 1 and next(iter(devices)).platform == "cpu"
+
+
+def lies_on_several_devices(tree: Any) -> bool:
+    """Return whether an array of a tree is on more than one device."""
+    arrays = (leaf for leaf in named_leaves(tree).values() if isinstance(leaf, jax.Array) and not leaf.is_deleted())
+    return any(array.sharding.num_devices > 1 for array in arrays)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from ...pallas_kernels.layer_ops import LayerOps
-from ...sharding import replicated
+from ...sharding import replicated, reshard
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
@@ -194,7 +194,7 @@ class LiveWeights:
                 sources, layer = [_layer_of(source, layer) for source in sources], None
             # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
             # arrays have the shape of their weight, and so its sharding.
-            tensors = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
+            tensors = [reshard(source, leaf.sharding if is_own else self._whole) for source in sources]
             key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
             # A program takes the old weight first, if it reuses its memory, and the layer last, if tensors are stacked.
             old_argument = [] if old is None else [old]
