@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..sharding import LOGICAL_TO_MESH, sharding_of
+from ..sharding import AxisTable, split_at
 from .config.shares import Shares
 from .config.spec import AttentionLayer, ModelSpec
 from .errors import ModelLoadError
@@ -44,6 +44,8 @@ class OwnModel:
     """The weights, as abstract shapes."""
     statistics: Mapping[str, Any]
     """The running statistics by their dotted paths, as the module has them; none if it is abstract."""
+    axes: AxisTable
+    """Which of the axes that variables name are split over devices."""
     longrope: None = None
 
     def shares(self, num_shards: int) -> Shares:
@@ -80,26 +82,45 @@ class OwnModel:
         """Return the model itself: its code names its windows."""
         return self
 
-    def weights(self, mesh: Mesh) -> Weights:
-        """Return the abstract weights with their shardings on `mesh`.
+    @property
+    def axis_names(self) -> set[str]:
+        """Return all names that the module's variables give to axes."""
+        leaves = (leaf for _, leaf in nnx.to_flat_state(self.state))
+        return {name for leaf in leaves for names in _names_of_axes(leaf) for name in names}
 
-        A variable is spread by the logical axes that its metadata name, such as ("embed", "heads"). A variable whose
-        metadata name none, and a leaf that is a plain array, lie whole on every device. On a mesh of several devices,
-        raises ModelLoadError for an axis that `LOGICAL_TO_MESH` lacks. The result has no config, since none describes
-        the module.
+    @property
+    def unnamed_bytes(self) -> int:
+        """Return the bytes of the weights whose axes have no names, which lie whole on every device.
+
+        The result is 0 if all of these are vectors and scalars: those of the hidden size are whole with names too.
+        """
+        unnamed = [leaf for _, leaf in nnx.to_flat_state(self.state) if not _names_of_axes(leaf)]
+        if all(len(leaf.shape) < 2 for leaf in unnamed):
+            return 0
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in unnamed)
+
+    def weights(self, mesh: Mesh) -> Weights:
+        """Return the abstract weights with their shardings on `mesh`, an engine's own.
+
+        A variable is split at the first axis that `axes` split by its name in the metadata, such as ("embed", "heads").
+        A variable whose metadata name none, and a leaf that is a plain array, lie whole on every device. On a mesh of
+        several devices, raises ModelLoadError for a name that `axes` do not know, and for an axis that the number of
+        devices does not divide. The result has no config, since none describes the module.
         """
 
         def placed(path: Path, leaf: Any) -> Any:
             """Return the leaf at `path` of the state, with its shape, dtype and sharding in place of its value."""
-            metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
-            axes = next((metadata[key] for key in AXES_KEYS if isinstance(metadata.get(key), tuple)), ())
-            if mesh.size == 1:  # Every array lies whole on the one device, so axes need not be known.
-                axes = ()
-            if unknown := [axis for axis in axes if axis not in (None, *LOGICAL_TO_MESH)]:
-                key, allowed = ".".join(map(str, path)), ", ".join(LOGICAL_TO_MESH)
-                raise ModelLoadError(f"model: {self.name}.{key} has the logical axis {unknown[0]!r}, wanted {allowed}")
-            value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, axes))
-            return with_value(leaf, value)
+            # Every array lies whole on a single device, so axes need not be known.
+            names = () if mesh.size == 1 else _names_of_axes(leaf)
+            key, known = f"{self.name}.{'.'.join(map(str, path))}", self.axes.names
+            if unknown := [name for each in names for name in each if name not in known]:
+                fault = f"{key} has the logical axis {unknown[0]!r}, wanted {', '.join(known)}"
+                raise ModelLoadError(f"model: {fault}; or give mesh and sharding_rules with that name")
+            axis = next((axis for axis, each in enumerate(names) if any(map(self.axes.is_split, each))), None)
+            if axis is not None and leaf.shape[axis] % mesh.size:
+                fault = f"{key} has {leaf.shape[axis]} places along {names[axis][0]!r}"
+                raise ModelLoadError(f"model: {fault}, wanted a multiple of the {mesh.size} devices: nothing is padded")
+            return with_value(leaf, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split_at(mesh, axis)))
 
         state = nnx.from_flat_state({path: placed(path, leaf) for path, leaf in nnx.to_flat_state(self.state)})
         top_modules = tuple(dict.fromkeys(path[0] for path, _ in nnx.to_flat_state(self.state)))
@@ -107,11 +128,12 @@ class OwnModel:
 
 
 def open_own_model(
-    module: nnx.Module, *, call: str = "__call__", head: str = "logits"
+    module: nnx.Module, *, axes: AxisTable, call: str = "__call__", head: str = "logits"
 ) -> tuple[OwnModel, Mapping[str, Any]]:
     """Return a caller's module as a model, and its arrays by their dotted paths, such as "layers.0.mlp.weight".
 
-    `call` and `head` are the names of its methods that take (inputs, cache) and hidden states.
+    `call` and `head` are the names of its methods that take (inputs, cache) and hidden states. `axes` say which axes
+    of weights are split over devices.
     Weights of the module that are abstract shapes have no array there; they are given later. A spec without an
     `activation_width` gets 16 × the hidden size. Raises ModelLoadError for a module without a valid spec or without a
     method, for a `__call__` that does not take (inputs, cache), and for a state that holds anything but arrays of
@@ -146,7 +168,22 @@ def open_own_model(
         abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
     stats = {".".join(map(str, path)) for path, leaf in abstract.items() if isinstance(leaf, nnx.BatchStat)}
     statistics = {key: value for key, value in arrays.items() if key in stats}
-    return OwnModel(name, spec, graph, nnx.from_flat_state(abstract), statistics), arrays
+    return OwnModel(name, spec, graph, nnx.from_flat_state(abstract), statistics, axes), arrays
+
+
+def _names_of_axes(leaf: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the names that a leaf of a state gives to each of its axes; an empty tuple if it names none.
+
+    An axis may have several names, as in a PartitionSpec, or none. Example: ("embed", None, ("fsdp", "tp")) gives
+    (("embed",), (), ("fsdp", "tp")).
+    """
+    metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    for value in map(metadata.get, AXES_KEYS):
+        spec = value.spec if isinstance(value, NamedSharding) else value
+        if isinstance(spec, tuple | PartitionSpec):
+            each = ((axis,) if isinstance(axis, str) else axis for axis in spec)
+            return tuple(names if isinstance(names, tuple) else () for names in each)
+    return ()
 
 
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:

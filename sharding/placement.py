@@ -43,6 +43,11 @@ def sharding_of(mesh: Mesh, logical_axes: Sequence[str | None]) -> NamedSharding
     return NamedSharding(mesh, PartitionSpec(*mesh_axes))
 
 
+def split_at(mesh: Mesh, axis: int | None) -> NamedSharding:
+    """Return the sharding of an array that is split at this axis over the tensor axis; None leaves it whole."""
+    return replicated(mesh) if axis is None else NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding that gives every device a whole copy."""
     return NamedSharding(mesh, PartitionSpec())

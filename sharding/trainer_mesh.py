@@ -1,15 +1,82 @@
-"""Keeps an engine apart from the mesh of a trainer, and moves a trainer's arrays to the devices that serve."""
+"""How a trainer's mesh maps to the devices that serve: its table of logical axes, the sub-mesh, and its arrays there.
+
+An engine spreads tensors over the axes of the mesh that heads, the MLP or the vocabulary are split over, and has one
+place along all others, such as those of data parallelism or of sharded optimizers (FSDP).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+
+from .placement import DATA_AXIS, LOGICAL_TO_MESH, TENSOR_AXIS
+
+MeshAxes = str | tuple[str, ...] | None
+"""What a rule gives for a logical axis: axes of the mesh that it is split over, or None for an axis that is whole."""
+
+
+@dataclass(frozen=True)
+class AxisTable:
+    """The axes of a mesh, and which logical axes are split over them."""
+
+    mesh_axes: tuple[str, ...]
+    rules: Mapping[str, MeshAxes]
+
+    @classmethod
+    def of(cls, mesh: Mesh | None, rules: Mapping[str, MeshAxes] | None) -> AxisTable:
+        """Return the table of a mesh with a trainer's rules; `mesh` None is an engine's own mesh.
+
+        Without rules those of LOGICAL_TO_MESH hold. If the mesh has one axis only, it then is the tensor axis, whatever
+        its name.
+        """
+        mesh_axes = (DATA_AXIS, TENSOR_AXIS) if mesh is None else tuple(map(str, mesh.axis_names))
+        if rules is None:
+            tensor_axis = mesh_axes[0] if len(mesh_axes) == 1 else TENSOR_AXIS
+            rules = {name: axis and tensor_axis for name, axis in LOGICAL_TO_MESH.items()}
+        return cls(mesh_axes, rules)
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes that tensors are spread over, in the mesh's order.
+
+        They are those that the rules give for logical axes which LOGICAL_TO_MESH splits, such as heads. The tuple is
+        empty if there are none: one device then has all tensors whole.
+        """
+        named = {axis for name, split in LOGICAL_TO_MESH.items() if split for axis in self.axes_of(name)}
+        return tuple(axis for axis in self.mesh_axes if axis in named)
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """Return the mesh axes that the rules give for a logical axis; none if it has no rule, or the rule is None."""
+        axes = self.rules.get(name) or ()
+        return (axes,) if isinstance(axes, str) else axes
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names that an axis of an array may have: logical ones, and those of mesh axes."""
+        return list(dict.fromkeys((*LOGICAL_TO_MESH, *self.rules, *self.mesh_axes)))
+
+    def is_split(self, name: str) -> bool:
+        """Return whether an engine splits an axis of an array that has this name, one of `names`.
+
+        As in Flax, a name without a rule is that of a mesh axis, or else of an axis that is whole. Axes that
+        LOGICAL_TO_MESH holds whole, such as embed, are whole also where the trainer splits them.
+        """
+        if LOGICAL_TO_MESH.get(name, TENSOR_AXIS) is None:
+            return False
+        axes = self.axes_of(name) if name in self.rules else (name,)
+        return not set(axes).isdisjoint(self.tensor_axes)
+
+    def devices(self, mesh: Mesh) -> list[jax.Device]:
+        """Return the devices of a trainer's mesh that serve, in its order: index 0 of all but the tensor axes."""
+        index = tuple(slice(None if axis in self.tensor_axes else 1) for axis in self.mesh_axes)
+        return list(mesh.devices[index].flat)
 
 
 @contextmanager

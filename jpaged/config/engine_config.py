@@ -5,17 +5,21 @@ Knows names, values and ranges; what they mean for a model and a device is the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import checks, not_available
-from ..checks import INT64, CheckedFields, Rule, boolean, integer, number, one_of, or_none, text
+from ..checks import INT64, CheckedFields, Rule, boolean, integer, number, one_of, or_none, refusal, text
 from ..errors import ConfigError
 from ..pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
 from ..sampling.logits_processor import LogitsProcessor
 from . import option_rules as rules
 from .option_rules import COUNT, LIMITS, MAX_BLOCK_SIZE, MAX_DECODE_STEPS, SIZE
+
+if TYPE_CHECKING:
+    from ..sharding import AxisTable
 
 DEFAULT_MODEL = "smollm2-135m"
 """The built-in model that serves where none is named."""
@@ -35,9 +39,10 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "tempered_logprobs", "processed_logprobs")
 LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
 OVERRIDES_HELP = "values instead of those in config.json, on the command line a JSON object; objects are merged"
-MESH_HELP = "a jax.sharding.Mesh in Python, along whose axis tensor the model is spread"
+MESH_HELP = "a jax.sharding.Mesh in Python, over whose axes for tensors the model is spread"
+RULES_HELP = "in Python: logical axis → the axes of mesh that a trainer splits it over, or None"
 PARAMS_HELP = "weights, in Python: a tree of arrays under Hugging Face names, for the config of the model's directory"
-PYTHON_ONLY = ("logits_processors", "mesh", "params")
+PYTHON_ONLY = ("logits_processors", "mesh", "params", "sharding_rules")
 """Options without a flag."""
 ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
@@ -99,9 +104,15 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         None, "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip", integer(1, MAX_DEVICES)
     )
     """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
-    mesh: Any = field(default=None, metadata={"rule": rules.tensor_mesh, "help": MESH_HELP})
-    """A `jax.sharding.Mesh` with the axes data and tensor, whose devices serve in their order; all lie in this process.
-    Only the tensor axis may have more than one."""
+    mesh: Any = field(default=None, metadata={"rule": rules.trainer_mesh, "help": MESH_HELP})
+    """A `jax.sharding.Mesh` of devices of this process, such as a trainer's. Those along its axes for tensors serve, in
+    their order, from index 0 of every other axis. That is its axis tensor, or the only one, unless `sharding_rules` say
+    otherwise."""
+    sharding_rules: Mapping[str, str | tuple[str, ...] | None] | None = field(
+        default=None, hash=False, metadata={"rule": or_none(rules.axis_rules), "help": RULES_HELP}
+    )
+    """How the trainer splits its arrays over `mesh`, as rules of Flax: {"heads": "tp", "mlp": "tp", "embed": "fsdp"}.
+    The axes of vocab, heads, kv_heads, mlp and expert are those for tensors."""
     data_parallel_size: int = _option(
         1, "copies of the model; 1, since more are not available in this version", rules.only_one
     )
@@ -229,7 +240,24 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     @property
     def num_devices(self) -> int | None:
         """Return the number of devices that was asked for; None if it is chosen at start, as that of one chip."""
-        return self.tensor_parallel_size if self.mesh is None else self.mesh.size
+        if self.mesh is None:
+            return self.tensor_parallel_size
+        return math.prod(self.mesh.shape[axis] for axis in self.axis_table.tensor_axes)
+
+    @property
+    def axis_table(self) -> AxisTable:
+        """Return how logical axes map to the axes of `mesh`, or of the engine's own mesh if it is None."""
+        from ..sharding import AxisTable  # Not before: the command line reads its options without JAX.
+
+        return AxisTable.of(self.mesh, self.sharding_rules)
+
+    def check_logical_axes(self, known: Collection[str]) -> None:
+        """Raise ConfigError for a rule of a logical axis that neither the engine nor `known` has, a module's own."""
+        from ..sharding import LOGICAL_TO_MESH
+
+        for name in self.sharding_rules or ():
+            names = tuple(dict.fromkeys((*LOGICAL_TO_MESH, *known)))
+            checks.check_name(name, names, "logical axis in sharding_rules", error=ConfigError)
 
     def _check_pairs(self) -> None:
         """Raise ConfigError if two options contradict each other, or if one of them would be ignored.
@@ -263,8 +291,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
             names = ", ".join(["auto", *(name for name in BACKEND_NAMES if name not in not_deterministic)])
             why = not_deterministic[self.attention_backend]
             self._refuse("attention_backend", f"{names} while deterministic is true: {why}", leave)
-        if self.mesh is not None and self.tensor_parallel_size not in (None, self.mesh.size):
-            self._refuse("tensor_parallel_size", f"none beside mesh, or its {self.mesh.size} devices", leave)
+        self._check_axes()
+        if self.mesh is not None and self.tensor_parallel_size not in (None, self.num_devices):
+            allowed = f"none beside mesh, or {self.num_devices}, the devices of it that serve"
+            self._refuse("tensor_parallel_size", allowed, leave)
         if self.mesh is not None and self.device not in ("auto", platform := self.mesh.devices.flat[0].platform):
             self._refuse("device", f"auto beside mesh, or {platform} as its devices are", leave)
         if self.tokenizer is not None and self.skip_tokenizer_init:
@@ -275,3 +305,20 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         if tokens is not None and seqs is not None and tokens < seqs:
             allowed = f"at least max_num_seqs, {seqs}, since every sequence decodes one token a step"
             self._refuse("max_num_batched_tokens", allowed)
+
+    def _check_axes(self) -> None:
+        """Raise ConfigError unless the axes for tensors are known in `mesh`, and rules name axes that it has."""
+        if self.mesh is None:
+            if self.sharding_rules is not None:
+                self._refuse("sharding_rules", "none without mesh, whose axes they name", "give both, or leave it out")
+            return
+        axes, table = self.mesh.axis_names, self.axis_table
+        if self.sharding_rules is None and self.mesh.size > 1 and not table.tensor_axes:
+            rules = ", ".join(f'"{name}": "{axes[-1]}"' for name in ("heads", "mlp", "vocab"))
+            got, way_out = f"axes {dict(self.mesh.shape)}", f"give sharding_rules, such as {{{rules}}}"
+            raise refusal("mesh", got, "one axis, or an axis tensor", way_out, error=ConfigError)
+        for name in self.sharding_rules or ():
+            if unknown := [axis for axis in table.axes_of(name) if axis not in axes]:
+                near = checks.nearest(unknown[0], axes)
+                allowed, hint = f"axes of mesh: {', '.join(axes)}", f"did you mean {near}?" if near else ""
+                raise refusal("sharding_rules", f"{unknown[0]!r} for {name}", allowed, hint, error=ConfigError)

@@ -126,24 +126,34 @@ def params_tree(value: Any) -> Any:
     return value
 
 
-def tensor_mesh(value: Any) -> Any:
-    """Take a `jax.sharding.Mesh` whose devices all lie along its tensor axis, or None, and return it unchanged.
+def trainer_mesh(value: Any) -> Any:
+    """Take a `jax.sharding.Mesh` with devices, each of them once, or None, and return it unchanged.
 
-    The mesh must have a data axis too, of size 1. Raise Unfit for another type, for a missing data or tensor axis, for
-    another axis of more than one device, for no device, and for a device that occurs twice.
+    Raise Unfit for another type, for no device, and for a device that occurs twice.
     """
     if value is None:
         return None
     from jax.sharding import Mesh  # Not before: the command line reads its options without JAX.
 
-    from ..sharding import DATA_AXIS, TENSOR_AXIS
-
-    allowed = f"a jax.sharding.Mesh with the axes {DATA_AXIS} and {TENSOR_AXIS}, all but {TENSOR_AXIS} of size 1"
     if not isinstance(value, Mesh):
-        raise Unfit(allowed)
-    # `size` is the product over all axes: it equals the tensor axis's only if all others have one device.
-    if not {DATA_AXIS, TENSOR_AXIS} <= set(value.shape) or value.size != value.shape[TENSOR_AXIS]:
-        raise Unfit(allowed, got=f"axes {dict(value.shape)}")
+        raise Unfit("a jax.sharding.Mesh")
     if not value.size or len(set(value.devices.flat)) < value.size:
         raise Unfit("devices, each of them once", got="one device twice" if value.size else "no device")
     return value
+
+
+def axis_rules(value: Any) -> dict[str, str | tuple[str, ...] | None]:
+    """Take a mapping of logical axes to axes of a mesh, and return a copy with tuples for lists; raise Unfit else.
+
+    Example: {"heads": "tp", "embed": ["fsdp", "sp"], "norm": None} gives {"heads": "tp", "embed": ("fsdp", "sp"),
+    "norm": None}.
+    """
+    allowed = 'a mapping of logical axes to axes of mesh, such as {"heads": "tp", "embed": None}'
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise Unfit(allowed)
+    rules = {name: tuple(axes) if isinstance(axes, list) else axes for name, axes in value.items()}
+    for name, axes in rules.items():
+        each = axes if isinstance(axes, tuple) else (() if axes is None else (axes,))
+        if not all(isinstance(axis, str) for axis in each):
+            raise Unfit(allowed, got=f"{checks.shown(axes)} for {checks.shown(name)}")
+    return rules

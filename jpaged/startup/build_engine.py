@@ -46,7 +46,7 @@ from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .attention.check import find_failure
 from .attention.check_process import check_before_opening, check_in_subprocess, check_request
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
-from .devices import serving_devices
+from .devices import log_devices, serving_devices
 from .open_model import ModelHandle, checkpoint_again
 from .sizing.device_memory import unreserved_memory_note
 from .sizing.host_memory import free_host_bytes, num_host_cores
@@ -138,9 +138,7 @@ def build_engine(
     # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
-    if len(devices) > 1:
-        by_default = "" if config.num_devices else ", the halves of one chip"
-        logger.info("mesh: %s%s", handle.config.shares(len(devices)), by_default)
+    log_devices(config, handle.config, devices)
     if handle.config.longrope:
         logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
     for note in sizes.notes:

@@ -1,7 +1,8 @@
-"""The devices that an engine runs on."""
+"""The devices that an engine runs on, and what the start says of them."""
 
 from __future__ import annotations
 
+import logging
 import os
 
 import jax
@@ -9,12 +10,17 @@ import jax
 from ..checks import one_line, refusal
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
+from ..models.config.decoder import DecoderConfig
+from ..models.own_model import OwnModel
 from ..sharding import devices_of_a_chip, select_devices
 from .sizing.host_memory import num_host_cores
 
+logger = logging.getLogger("jpaged")
+
 
 def serving_devices(config: EngineConfig) -> list[jax.Device]:
-    """Return the devices to run on: those of `config.mesh`, or else the first `config.num_devices` of `config.device`.
+    """Return the devices to run on: those of `config.mesh` that serve, or else the first `config.num_devices` of
+    `config.device`.
 
     If no number is given, all devices of the first chip are taken. Raises ConfigError if this process has too few
     devices, if the mesh has devices of another process, or if XLA has too few threads for a mesh of CPU devices.
@@ -26,7 +32,8 @@ def serving_devices(config: EngineConfig) -> list[jax.Device]:
         raise ConfigError(one_line(error)) from error
     if foreign_devices := [device for device in mesh_devices if device not in devices]:
         raise refusal("mesh", f"{foreign_devices[0]} among its devices", "devices of this process", error=ConfigError)
-    num_devices = config.num_devices or devices_of_a_chip(devices)
+    # All devices of the mesh take part where a trainer's arrays are gathered.
+    num_devices = len(mesh_devices) or config.num_devices or devices_of_a_chip(devices)
     if num_devices > len(devices):
         allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
         raise refusal("tensor_parallel_size", num_devices, allowed, error=ConfigError)
@@ -36,7 +43,25 @@ def serving_devices(config: EngineConfig) -> list[jax.Device]:
         way_out = f"set NPROC={2 * num_devices} in the environment before JAX starts"
         name = "mesh" if mesh_devices else "tensor_parallel_size"
         raise refusal(name, num_devices, allowed, way_out, error=ConfigError)
-    return mesh_devices or devices[:num_devices]
+    return devices[:num_devices] if config.mesh is None else config.axis_table.devices(config.mesh)
+
+
+def log_devices(config: EngineConfig, model: DecoderConfig | OwnModel, devices: list[jax.Device]) -> None:
+    """Log how the model is spread over these devices, which of a trainer's mesh they are, and what is not spread."""
+    if config.mesh is not None and config.mesh.size > len(devices):
+        tensor_axes = config.axis_table.tensor_axes
+        others = ", ".join(axis for axis in config.mesh.axis_names if axis not in tensor_axes)
+        served_by, names = f"{len(devices)} of {config.mesh.size} devices", ", ".join(map(str, devices))
+        reason = "" if tensor_axes else "; sharding_rules give no axis for tensors, such as one for heads"
+        logger.info("mesh: served by %s, index 0 of %s: %s%s", served_by, others, names, reason)
+    if len(devices) == 1:
+        return
+    by_default = "" if config.num_devices else ", the halves of one chip"
+    logger.info("mesh: %s%s", model.shares(len(devices)), by_default)
+    if isinstance(model, OwnModel) and (num_bytes := model.unnamed_bytes):
+        way_out = 'name their axes, for example nnx.Param(array, logical_axes=("embed", "mlp"))'
+        fault = f"weights without names of axes are replicated, {num_bytes:,} bytes on each of {len(devices)} devices"
+        logger.warning("model: %s; %s", fault, way_out)
 
 
 def _num_xla_threads() -> int:

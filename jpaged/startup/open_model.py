@@ -110,8 +110,9 @@ def open_model(config: EngineConfig) -> ModelHandle:
     are needed neither with `load_format` dummy, which makes random weights, nor with `params`, which holds the arrays.
     Files are compared with the manifest of SHA-256 sums, if there is one, before they are read. The end tokens of the
     config, the generation config and the tokenizer are united. Raises ModelLoadError, which names the file and what to
-    do, and ConfigError if `load_format` does not fit the files.
+    do, and ConfigError if `load_format` does not fit the files, or for an unknown logical axis in `sharding_rules`.
     """
+    config.check_logical_axes(())
     is_read = config.load_format != "dummy" and config.params is None
     source = resolve_model(config.model, revision=config.revision, load_format=config.load_format, with_weights=is_read)
     _check_sums(source, _small_files(config, source))
@@ -145,7 +146,8 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
     `call` and `head` are the names of its methods that compute hidden states and logits. The weights are
     `config.params`, or the module's own arrays if `params` is None. The tokenizer is the one that
     `config` names, if any. There are no sampling defaults. Raises ModelLoadError if the module or the tokenizer cannot
-    serve, and ConfigError for a module of `load_module` or if one of FILE_OPTIONS differs from its default.
+    serve, and ConfigError for a module of `load_module`, if one of FILE_OPTIONS differs from its default, or if
+    `sharding_rules` have a logical axis that neither the engine nor the module knows.
     """
     if isinstance(module, CheckpointModule):
         source = f"Engine({module.origin.model!r}, params=module.hf_state())"
@@ -155,7 +157,8 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
         if (got := getattr(config, name)) != getattr(defaults, name):
             allowed = "nothing beside a model of your own, which has no files"
             raise refusal(name, shown(got), allowed, "leave it out", error=ConfigError)
-    model, arrays = open_own_model(module, call=call, head=head)
+    model, arrays = open_own_model(module, axes=config.axis_table, call=call, head=head)
+    config.check_logical_axes(model.axis_names)
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.spec.vocab_size, config.tokenizer)

@@ -39,9 +39,9 @@ SLOW = (
 HEADS = {"three_kv_heads": (9, 3), "four_kv_heads": (12, 4), "eight_kv_heads": (8, 8)}
 
 
-def process(*arguments: str, num_threads: int = 16, given: str = "") -> str:
-    """Run Python with 8 virtual devices, so many threads of XLA and an input, and return what it prints."""
-    flags = "--xla_force_host_platform_device_count=8"
+def process(*arguments: str, num_devices: int = 8, num_threads: int = 16, given: str = "") -> str:
+    """Run Python with virtual devices, so many threads of XLA and an input, and return what it prints."""
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
     environment = {**quick_compile.environment(flags), "NPROC": str(num_threads)}
     command = [sys.executable, *arguments]
     result = subprocess.run(
@@ -222,6 +222,11 @@ def test_engines_over_several_devices_draw_the_same_tokens(
     if name not in HEADS:
         tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
         assert (whole["48"], whole["52"]) == ([tokens[48:]], [tokens[52:]])
+
+
+def test_trainers_meshes_serve_what_one_device_serves_and_give_their_weights_on_the_devices() -> None:
+    """Four meshes, with automatic and explicit axes; the assertions are those of the process."""
+    process("-m", "tests.jpaged.trainer_meshes", str(GOLDEN / "llama"), num_devices=4, num_threads=8)
 
 
 REAL = """

@@ -55,6 +55,7 @@ RANGES = {
     "data_parallel_size": ([1, np.int64(1)], [0, 2, None, True, "1"]),
     "pipeline_parallel_size": ([1], [0, 2, None, True]),
     "mesh": ([None, MESH], [5, "tensor", ("data", "tensor")]),
+    "sharding_rules": ([None], [5, "tp", ("heads", "tp"), [("heads", "tp")], {5: "tp"}]),
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, "5"]),
     "num_blocks": ([None, 2, LARGEST], [1, 0, -5, LARGEST + 1]),
     "num_host_blocks": ([None, 0, 2, LARGEST], [1, -1, LARGEST + 1, 2.0]),
@@ -118,9 +119,54 @@ def test_a_mesh_that_has_no_device_or_one_twice_is_refused(num_devices, got):
         EngineConfig(mesh=Mesh(devices, ("data", "tensor")))
 
 
-def test_a_mesh_without_the_axes_is_refused():
-    with pytest.raises(ConfigError, match=r"^mesh: got axes \{'model': 1\}, allowed: a jax.sharding.Mesh with"):
-        EngineConfig(mesh=Mesh(np.array(jax.devices("cpu")[:1]), ("model",)))
+FSDP_TP = Mesh(np.array([*jax.devices("cpu")[:1], object()], object).reshape(2, 1), ("fsdp", "tp"))
+"""A mesh of two devices, the second of which does nothing in these tests."""
+
+
+def test_a_mesh_with_axes_of_other_names_is_refused_with_the_rules_it_needs():
+    """A mesh of one axis or one device needs none."""
+    words = (
+        "mesh: got axes {'fsdp': 2, 'tp': 1}, allowed: one axis, or an axis tensor; give sharding_rules, such as "
+        '{"heads": "tp", "mlp": "tp", "vocab": "tp"}'
+    )
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(mesh=FSDP_TP)
+    assert str(caught.value) == words
+    assert EngineConfig(mesh=Mesh(FSDP_TP.devices[:, 0], ("any",))).num_devices == 2
+    assert EngineConfig(mesh=Mesh(FSDP_TP.devices[:1], ("fsdp", "tp"))).num_devices == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "num_devices"),
+    [
+        ({"heads": "tp", "mlp": "tp", "embed": "fsdp"}, 1),
+        ({"heads": ["fsdp", "tp"]}, 2),
+        ({"heads": "tp", "expert": "fsdp", "norm": None}, 2),
+        ({"embed": "fsdp"}, 1),
+        ({}, 1),
+    ],
+)
+def test_the_axes_that_rules_give_for_tensors_serve(rules, num_devices):
+    config = EngineConfig(mesh=FSDP_TP, sharding_rules=rules, tensor_parallel_size=num_devices)
+    assert config.num_devices == num_devices
+    assert config.axis_table.devices(FSDP_TP) == list(FSDP_TP.devices.flat)[:num_devices]
+
+
+RULES = {
+    "no mesh": ({}, {"heads": "tp"}, "got {'heads': 'tp'}, allowed: none without mesh, whose axes they name; give"),
+    "an unknown axis": (
+        {"mesh": FSDP_TP}, {"heads": "tp", "mlp": ("fsdp", "tpp")},
+        "got 'tpp' for mlp, allowed: axes of mesh: fsdp, tp; did you mean tp?",
+    ),
+    "no axis": ({"mesh": FSDP_TP}, {"heads": 5}, "got 5 for 'heads', allowed: a mapping of logical axes to axes of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RULES.values(), ids=RULES)
+def test_rules_that_name_no_axes_of_a_mesh_are_refused(case):
+    options, rules, words = case
+    with pytest.raises(ConfigError, match=f"^sharding_rules: {re.escape(words)}"):
+        EngineConfig(sharding_rules=rules, **options)
 
 
 def test_an_unknown_backend_is_refused_with_the_names_of_all():
@@ -131,7 +177,7 @@ def test_an_unknown_backend_is_refused_with_the_names_of_all():
 PAIRS = {
     "two numbers of devices": (
         {"mesh": MESH, "tensor_parallel_size": 2},
-        "tensor_parallel_size: got 2, allowed: none beside mesh, or its 1 devices; leave one of them out",
+        "tensor_parallel_size: got 2, allowed: none beside mesh, or 1, the devices of it that serve; leave one of",
     ),
     "two kinds of devices": (
         {"mesh": MESH, "device": "tpu"}, "device: got 'tpu', allowed: auto beside mesh, or cpu as its devices are",

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
 from jpaged.models.dense import dense_logits, dense_logprobs
+from jpaged.models.own_model import open_own_model
+from jpaged.sharding import AxisTable
 
 from ... import quick_compile
 
@@ -217,6 +220,15 @@ def test_weights_are_spread_over_devices_by_the_axes_that_variables_name():
     assert result.returncode == 0, result.stderr[-2000:]
     words = "model: Spread.blocks.0.up.kernel has the logical axis 'fsdp', wanted vocab, heads, kv_heads, mlp, "
     assert result.stdout.startswith(words)
+
+
+def test_a_weight_that_the_devices_do_not_divide_is_refused(example):
+    module = example.Tiny(nnx.Rngs(0))
+    module.blocks[0].up.kernel.set_metadata(logical_axes=("embed", "mlp"))
+    served, _ = open_own_model(module, axes=AxisTable.of(None, None))
+    words = "up.kernel has 256 places along 'mlp', wanted a multiple of the 3 devices: nothing is padded"
+    with pytest.raises(ModelLoadError, match=words):
+        served.weights(AbstractMesh((1, 3), ("data", "tensor")))
 
 
 IN_A_PROCESS = """

@@ -2,12 +2,15 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 import tokenizers
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jpaged.config.engine_config import EngineConfig
-from jpaged.errors import InvalidRequestError, ModelLoadError
+from jpaged.errors import ConfigError, InvalidRequestError, ModelLoadError
 from jpaged.models.formats.files import write_manifest
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
@@ -212,3 +215,10 @@ def test_a_list_of_sums_beside_a_gguf_file_may_be_about_other_files(tmp_path, ca
     (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  m.gguf\n")
     with pytest.raises(ModelLoadError, match=r"m\.gguf: its SHA-256 sum begins with"):
         handle(path, skip_tokenizer_init=True).check_weight_files()
+
+
+def test_an_unknown_logical_axis_in_the_rules_is_refused_with_the_nearest_one():
+    """Also one of a module's own, where a model comes from files; that is found before its files are looked for."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",))
+    with pytest.raises(ConfigError, match=r"^head: unknown logical axis in sharding_rules; did you mean heads\?$"):
+        handle("not/there", mesh=mesh, sharding_rules={"mlp": "tp", "head": "tp"})
