@@ -117,7 +117,14 @@ def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str) -> np.ndarra
     return logits[np.arange(len(tokens)), tokens] - np.log(np.exp(logits).sum(axis=1))
 
 
-@pytest.mark.parametrize(("in_flight", "num_updates"), [("keep", 12), ("recompute", 6)])
+@pytest.mark.parametrize(
+    ("in_flight", "num_updates"),
+    [
+        ("keep", 12),
+        ("recompute", 6),
+        *(pytest.param(mode, 200, marks=pytest.mark.slow) for mode in ("keep", "recompute")),
+    ],
+)
 def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_flight: str, num_updates: int) -> None:
     """Each logprob is that of the weights that its version names, and no group is lost or comes twice."""
     read: list[int] = []
@@ -165,7 +172,7 @@ def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_
     assert sorted(int(group.prompt_indices[0]) for group in groups) == read
     mixed = [group for group in groups if len(set(np.asarray(group.versions)[np.asarray(group.mask)].tolist())) > 1]
     assert mixed
-    for group in [*mixed[:10], *groups[-4:]]:
+    for group in groups if num_updates == 200 else [*mixed[:10], *groups[-4:]]:
         for row in range(2):
             got = np.asarray(group.logprobs[row])[np.asarray(group.mask[row])]
             assert np.abs(got - logprobs_of(group, row, in_flight)).max() < 1e-4
