@@ -168,9 +168,7 @@ class Scheduler(Lifecycle):
         Samples of its request that wait for it get its pages before.
         """
         if sequence.state is RequestState.RUNNING:
-            for child in sample_tree.children_of(sequence):
-                if child.awaits_parent and child.fork_len <= sequence.num_computed:
-                    self.share_with_parent(child)
+            self._share_with_waiting(sequence)
             self.prefixes.publish(sequence, sequence.num_computed)
         self.finish(sequence, RequestState.FINISHED_LENGTH)
 
@@ -188,10 +186,14 @@ class Scheduler(Lifecycle):
         """
         if not self.arithmetic.window_groups:
             return
+        self._share_with_waiting(sequence)
+        self.blocks.pass_windows(sequence, num_done)
+
+    def _share_with_waiting(self, sequence: SampleSequence) -> None:
+        """Give children that wait for this sequence its pages, if it has computed all that they have in common."""
         for child in sample_tree.children_of(sequence):
             if child.awaits_parent and child.fork_len <= sequence.num_computed:
                 self.share_with_parent(child)
-        self.blocks.pass_windows(sequence, num_done)
 
     # Running sequences
 
