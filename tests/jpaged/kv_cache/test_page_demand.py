@@ -1,11 +1,14 @@
 """How many pages a request takes, now and at most, and how much of it the prefix cache may give."""
 
+from array import array
+
 import pytest
 
 from jpaged.errors import InvalidRequestError
 from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_demand import PageDemand
+from jpaged.messages import Scoring
 from jpaged.request import CacheKey
 from jpaged.sampling.sampling_params import SamplingParams
 
@@ -148,6 +151,17 @@ def test_with_prompt_scores_only_scored_positions_may_come_from_the_cache():
     for num_scored, limit in ((0, 0), (6, 6), (9, 9), (10, 9)):
         request.num_scored = num_scored
         assert demand.match_limit(request.live[0]) == limit
+
+
+def test_of_a_sample_that_is_scored_what_comes_before_its_first_score_may_come_from_the_cache():
+    """The logits of the context's last token score the first one of the continuation."""
+    scoring = Scoring(continuations=(array("i", [7, 8, 9]).tobytes(),), first=1)
+    demand, request = PageDemand(blocks_of()), request_of(10, 3, scoring=scoring)
+    (sample,) = request.live
+    assert (list(sample.token_ids[10:]), sample.max_len, sample.num_scored) == ([7, 8], 13, 10)
+    for num_scored, limit in ((9, 9), (10, 10), (12, 11)):
+        sample.num_scored = num_scored
+        assert demand.match_limit(sample) == limit
 
 
 @pytest.mark.parametrize(("windows", "limit"), [((None,), 14), ((None, 6), 9)])

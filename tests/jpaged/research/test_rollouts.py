@@ -128,7 +128,7 @@ def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str) -> np.ndarra
 def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_flight: str, num_updates: int) -> None:
     """Each logprob is that of the weights that its version names, and no group is lost or comes twice."""
     read: list[int] = []
-    scored = [prompt[:10] for prompt in PROMPTS[:2]]
+    scored = [(prompt * 6)[:120] for prompt in PROMPTS[:2]]  # Several chunks, so that updates come between them.
     faults: list[Exception] = []
     with Engine(tiny, params=OLD, logprobs_mode="tempered_logprobs", **SIZES, num_decode_steps=4) as engine:
         wanted = [np.asarray(engine.logprobs(scored))]
