@@ -11,10 +11,11 @@ import math
 import reprlib
 from collections.abc import Callable, Collection
 from dataclasses import Field, field
+from inspect import cleandoc
 from numbers import Integral, Real
 from pathlib import Path
 from sys import float_info
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from .errors import InvalidRequestError, JpagedError
 
@@ -201,9 +202,20 @@ class CheckedFields:
         raise refusal(name, shown(getattr(self, name)), allowed, way_out, error=self._error)
 
 
-def checked(default: Any, rule: Rule, *, hash: bool | None = None, **metadata: Any) -> Any:
-    """Return a field of a `CheckedFields` class. `metadata` holds what else is known of the field."""
-    return field(default=default, hash=hash, metadata={"rule": rule, **metadata})
+def checked(default: Any, rule: Rule, help_text: str, *, hash: bool | None = None, **metadata: Any) -> Any:
+    """Return a field of a `CheckedFields` class. `help_text` says in one sentence what it is, for `described` and for
+    flags; `metadata` holds what else is known of the field."""
+    return field(default=default, hash=hash, metadata={"rule": rule, "help": help_text, **metadata})
+
+
+Described = TypeVar("Described", bound=CheckedFields)
+
+
+def described(cls: type[Described]) -> type[Described]:
+    """Add each field with its help to the docstring of a dataclass, so that Python's `help` shows them."""
+    lines = [f"    {name}: {one.metadata['help']}" for name, one in cls.__dataclass_fields__.items() if one.metadata]
+    cls.__doc__ = "\n".join([cleandoc(cls.__doc__ or ""), "", "Fields:", *lines])
+    return cls
 
 
 def shown(value: Any) -> str:

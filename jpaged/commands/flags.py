@@ -155,6 +155,14 @@ def _spellings(name: str, flag: Flag) -> tuple[str, ...]:
     return flag.names or ("--" + name.replace("_", "-"),)
 
 
+def _help_of(name: str, flag: Flag) -> str:
+    """Return the help of the parameter `name`, with what only a command line has: repetition and other defaults."""
+    params = SamplingParams if name in SAMPLING_FLAGS else BeamSearchParams
+    text: str = params.__dataclass_fields__[name].metadata["help"]
+    text += f"; default: {flag.default}" if flag.default else ""
+    return f"{text} (repeatable)" if flag.metavar in REPEATABLE else text
+
+
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags of all sampling and beam search parameters to an argparse group.
 
@@ -172,7 +180,7 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
             if flag.metavar:
                 action = "append" if flag.metavar in REPEATABLE else "store"
                 options = {"action": action, "type": CONVERTERS[flag.metavar], "metavar": flag.metavar}
-            group.add_argument(*_spellings(name, flag), dest=name, help=flag.help, **options)
+            group.add_argument(*_spellings(name, flag), dest=name, help=_help_of(name, flag), **options)
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:

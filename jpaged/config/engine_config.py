@@ -49,12 +49,16 @@ ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
 def _option(default: Any, help_text: str, rule: Rule) -> Any:
     """Return the field of an option; one whose default is None takes None too."""
-    return checks.checked(default, or_none(rule) if default is None else rule, help=help_text)
+    return checks.checked(default, or_none(rule) if default is None else rule, help_text)
 
 
+@checks.described
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_available=not_available.ENGINE_OPTIONS):
-    """Engine options. None means: chosen at start from the model and the device. Raises ConfigError."""
+    """Engine options. None means: chosen at start from the model and the device. Raises ConfigError.
+
+    `gpu_memory_utilization` is vLLM's name of `device_memory_utilization`, and wins over it.
+    """
 
     model: str = _option(
         DEFAULT_MODEL,
@@ -67,9 +71,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     tokenizer: str | None = _option(
         None, "tokenizer instead of the model's own: a directory, a .gguf file, or org/name[@revision]", rules.MODEL
     )
-    skip_tokenizer_init: bool = _option(
-        False, "load no tokenizer: requests give token ids and set detokenize to false", boolean
-    )
+    skip_tokenizer_init: bool = _option(False, "load no tokenizer: requests give token ids, and get no text", boolean)
     load_format: str = _option(
         "auto",
         f"{', '.join(LOAD_FORMATS)}; auto: what the files are, dummy: random weights made on the device, from the "

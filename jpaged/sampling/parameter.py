@@ -39,14 +39,16 @@ class Flag:
 
     metavar: str
     """N: an integer; X: a number; ID, TEXT and ID=X: repeatable; empty: a switch."""
-    help: str
     names: tuple[str, ...] = ()
     """Spellings; empty: the parameter's name with dashes."""
+    default: str = ""
+    """What holds without the flag, where that is not the parameter's default."""
 
 
 def parameter(
     default: Any,
     rule: Rule,
+    help_text: str,
     flag: Flag | None = None,
     column: Column | None = None,
     *,
@@ -55,12 +57,14 @@ def parameter(
 ) -> Any:
     """Return a dataclass field of a sampling parameter, with what is known of it in the field's metadata.
 
-    `rule` takes a caller's value and returns the value to keep, or raises Unfit. `flag` is None if no command-line flag
-    sets the parameter, `column` is None if it does not travel to the device as one number. `is_rule`: a value other
-    than the default is a logit rule, which only samplers of mode FULL apply. `hash` is False for a value that cannot be
-    hashed, a mapping, so that the parameters' hash leaves it out; None includes it.
+    `rule` takes a caller's value and returns the value to keep, or raises Unfit. `help_text` is one sentence for
+    Python's `help` and for `--help`. `flag` is None if no command-line flag sets the parameter, `column` is None if it
+    does not travel to the device as one number. `is_rule`: a value other than the default is a logit rule, which only
+    samplers of mode FULL apply. `hash` is False for a value that cannot be hashed, a mapping, so that the parameters'
+    hash leaves it out; None includes it.
     """
-    return checked(default, rule, hash=hash, flag=flag, column=column, is_rule=is_rule or column is Column.RULE)
+    is_rule = is_rule or column is Column.RULE
+    return checked(default, rule, help_text, hash=hash, flag=flag, column=column, is_rule=is_rule)
 
 
 def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .. import not_available
-from ..checks import INT64, CheckedFields, Unfit, boolean, integer, is_number, number, or_none
+from ..checks import INT64, CheckedFields, Unfit, boolean, described, integer, is_number, number, or_none
 from ..errors import InvalidRequestError
 from .parameter import Column, Flag, arguments, biases, parameter, some_token_ids, stop_strings, token_ids, words
 
@@ -61,6 +61,7 @@ def _early_stopping(value: Any) -> bool | str:
     return value
 
 
+@described
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(
     CheckedFields, kind="parameter", error=InvalidRequestError, not_available=not_available.SAMPLING_PARAMETERS
@@ -75,110 +76,129 @@ class SamplingParams(
     n: int = parameter(
         1,
         integer(1, MAX_SAMPLES),
-        Flag("N", "samples per prompt, 1 to 128; on stdout each begins with [its number]", ("--num-samples",)),
+        "samples of the prompt, 1 to 128, which share its pages",
+        Flag("N", ("--num-samples",)),
     )
-    """Samples of the prompt, 1 to 128; they share its pages, and each has its own draws."""
     presence_penalty: float = parameter(
-        0.0, number(-2.0, 2.0), Flag("X", "lower the logits of tokens that were generated already, by -2 to 2"), RULE
+        0.0, number(-2.0, 2.0), "subtract this from the logit of each token that the output holds", Flag("X"), RULE
     )
-    """Subtracted from the logit of each token that the output holds already."""
     frequency_penalty: float = parameter(
-        0.0, number(-2.0, 2.0), Flag("X", "the same each time that they were generated"), RULE
+        0.0,
+        number(-2.0, 2.0),
+        "subtract this from a token's logit once for each time that the output holds it",
+        Flag("X"),
+        RULE,
     )
-    """Subtracted from a token's logit once for each time that the output holds it."""
     repetition_penalty: float = parameter(
         1.0,
         number(1e-6, 1e6),  # Beyond that, a logit would leave the range of a float32.
-        Flag("X", "divide the logits of tokens of prompt and output by this; 1 is off"),
+        "divide the logit of each token of prompt or output by this, or multiply it where it is negative; 1 is off",
+        Flag("X"),
         RULE,
     )
-    """Divides the logit of each token of the prompt or the output, or multiplies it where it is negative; 1 is off."""
-    temperature: float = parameter(1.0, number(0.0, 2.0), Flag("X", "0 is greedy; default: the model's"), FLOAT32)
-    """Divides the logits, 0 to 2; below 1e-5 the most likely token is taken (greedy)."""
+    temperature: float = parameter(
+        1.0,
+        number(0.0, 2.0),
+        "divide the logits by this, 0 to 2; below 1e-5 the most likely token is taken (greedy)",
+        Flag("X", default="the model's"),
+        FLOAT32,
+    )
     top_p: float = parameter(
         1.0,
         number(0.0, 1.0, open_min=True),
-        Flag("X", "keep the most likely tokens up to this probability, in (0, 1]"),
+        "keep the fewest most likely tokens whose probabilities sum up to this, in (0, 1]; 1 keeps all",
+        Flag("X"),
         FLOAT32,
     )
-    """Keeps the fewest most likely tokens whose probabilities sum up to this share; 1 keeps all."""
-    top_k: int = parameter(0, integer(-1), Flag("N", "keep this many of the most likely tokens; 0 is off"), INT32)
-    """Keeps this many of the most likely tokens; 0 and −1 keep all."""
+    top_k: int = parameter(
+        0, integer(-1), "keep this many of the most likely tokens; 0 and -1 keep all", Flag("N"), INT32
+    )
     min_p: float = parameter(
-        0.0, number(0.0, 1.0), Flag("X", "keep tokens at least this likely relative to the likeliest"), FLOAT32
+        0.0,
+        number(0.0, 1.0),
+        "keep tokens whose probability is at least this share of the likeliest one's; 0 keeps all",
+        Flag("X"),
+        FLOAT32,
     )
-    """Keeps tokens whose probability is at least this share of the likeliest token's; 0 keeps all."""
-    seed: int | None = parameter(None, _seed, Flag("N", "fix the random draws of every request"))
-    """Fixes the draws of this request, whatever it shares a batch with. Without one (None or −1) they come from the
-    engine's seed and the request's number."""
+    seed: int | None = parameter(
+        None,
+        _seed,
+        "fix the draws, whatever else is in the batch; default, and -1: by the engine's seed and the request's number",
+        Flag("N"),
+    )
     stop: str | tuple[str, ...] | list[str] | None = parameter(
-        None, stop_strings, Flag("TEXT", "end before this text (repeatable)")
+        None, stop_strings, "end before the first of these texts; at most 4", Flag("TEXT")
     )
-    """At most 4 strings; the output ends where one of them appears, before it."""
     stop_token_ids: tuple[int, ...] | list[int] | None = parameter(
-        None, token_ids, Flag("ID", "end at this token id (repeatable)")
+        None, token_ids, "end at one of these token ids, beside the model's end-of-sequence tokens", Flag("ID")
     )
-    """Token ids that end the output, beside the model's end-of-sequence tokens."""
-    ignore_eos: bool = parameter(False, boolean, Flag("", "go on past the end-of-sequence token"))
-    """Whether the model's end-of-sequence tokens end nothing."""
+    ignore_eos: bool = parameter(False, boolean, "go on past the model's end-of-sequence tokens", Flag(""))
     max_tokens: int | None = parameter(
         16,
         or_none(integer(1)),
-        Flag("N", "tokens to generate; default: to the end of the reply or of the context", ("-n", "--max-tokens")),
+        "most tokens to generate; none: to the end of the reply or of the context",
+        Flag("N", ("-n", "--max-tokens"), default="none"),
     )
-    """Output tokens at most; None: to the end of the context. 16 is vLLM's default."""
+    """16 is vLLM's default."""
     min_tokens: int = parameter(
-        0, integer(0, MAX_MIN_TOKENS), Flag("N", "nothing ends the output before it has so many tokens"), RULE
+        0, integer(0, MAX_MIN_TOKENS), "nothing ends the output before it has so many tokens", Flag("N"), RULE
     )
-    """Output tokens before which no end-of-sequence token, stop token id or stop string ends the output."""
     logprobs: int | None = parameter(
         None,
         or_none(integer(-1)),
-        Flag("N", "also give the logprobs of the sampled and of this many likeliest tokens; -1: of all"),
+        "give the logprob of each drawn token and of this many most likely ones; -1: of the vocabulary, if the "
+        "engine's max_logprobs is -1",
+        Flag("N"),
     )
-    """Gives the logprob of each output token and of this many most likely tokens beside it; −1: of the vocabulary,
-    if the engine's `max_logprobs` is −1; None: no logprobs."""
-    prompt_logprobs: int | None = parameter(None, or_none(integer(-1)), Flag("N", "the same for the prompt's tokens"))
-    """Gives the logprob of each token of the prompt but the first, and of this many most likely tokens beside it; −1
-    and None mean what they do for `logprobs`."""
-    log_kept_mass: bool = parameter(False, boolean)
-    """Whether outputs also give, for each token drawn, the logarithm of the probability that `min_p`, `top_k` and
-    `top_p` have left to draw from, at the request's temperature; needs `logprobs`. A tempered logprob minus this is the
-    logprob of what was drawn from."""
-    detokenize: bool = parameter(True, boolean)
-    """Whether outputs hold text; without it they hold token ids only, and `stop` must be empty."""
-    skip_special_tokens: bool = parameter(True, boolean)
-    """Whether the text leaves out special tokens."""
-    spaces_between_special_tokens: bool = parameter(True, boolean)
-    """Whether the space stays that some tokenizers write between two special tokens that are not skipped."""
-    include_stop_str_in_output: bool = parameter(False, boolean)
-    """Whether the text ends with the stop string that ended it, instead of before it."""
-    output_kind: RequestOutputKind = parameter(RequestOutputKind.CUMULATIVE, _output_kind)
-    """Selects what the outputs of a step hold; the name of a kind in lower case is accepted too."""
+    prompt_logprobs: int | None = parameter(
+        None,
+        or_none(integer(-1)),
+        "give the logprob of each token of the prompt but the first, and of this many most likely ones; -1: as for "
+        "logprobs",
+        Flag("N"),
+    )
+    log_kept_mass: bool = parameter(
+        False,
+        boolean,
+        "give for each drawn token the logarithm of the probability that min_p, top_k and top_p have left, at the "
+        "request's temperature; needs logprobs",
+    )
+    """A tempered logprob minus this is the logprob of what was drawn from."""
+    detokenize: bool = parameter(True, boolean, "give text; without it token ids alone, and stop must be empty")
+    skip_special_tokens: bool = parameter(True, boolean, "leave special tokens out of the text")
+    spaces_between_special_tokens: bool = parameter(
+        True, boolean, "keep the space that some tokenizers write between two special tokens that are not skipped"
+    )
+    include_stop_str_in_output: bool = parameter(
+        False, boolean, "end the text with the stop string that ended it, instead of before it"
+    )
+    output_kind: RequestOutputKind = parameter(
+        RequestOutputKind.CUMULATIVE,
+        _output_kind,
+        "what the outputs of a step hold: cumulative, delta (what is new) or final_only (nothing before the end)",
+    )
     logit_bias: Mapping[int, float] | None = parameter(
-        None, or_none(biases), Flag("ID=X", "add X to a token's logit (repeatable)"), is_rule=True, hash=False
+        None,
+        or_none(biases),
+        "add these numbers to logits, by token id, -100 to 100; at most 1024",
+        Flag("ID=X"),
+        is_rule=True,
+        hash=False,
     )
-    """Added to logits by token id, −100 to 100; at most 1024 ids."""
     allowed_token_ids: tuple[int, ...] | list[int] | None = parameter(
-        None, or_none(some_token_ids), Flag("ID", "generate these tokens only (repeatable)"), is_rule=True
+        None, or_none(some_token_ids), "generate these tokens only", Flag("ID"), is_rule=True
     )
-    """The only token ids that may be generated; None allows all."""
     bad_words: tuple[str, ...] | list[str] | None = parameter(
         None,
         words,
-        Flag(
-            "TEXT",
-            "never generate the tokens of this text, with or without a space before it; other tokens may still spell "
-            "it (repeatable)",
-        ),
+        "never generate the tokens of these texts, with or without a space before each; other tokens may still spell "
+        "them; at most 128",
+        Flag("TEXT"),
         is_rule=True,
     )
-    """Texts whose tokens are never generated in a row, each with and without a space before it; at most 128.
-
-    The same text may still come of other tokens, as may the text with other capitals.
-    """
-    extra_args: Mapping[str, float] | None = parameter(None, or_none(arguments), is_rule=True, hash=False)
-    """Arguments of the engine's `logits_processors`, by name."""
+    extra_args: Mapping[str, float] | None = parameter(
+        None, or_none(arguments), "arguments of the engine's logits_processors, by name", is_rule=True, hash=False
+    )
 
     def __post_init__(self) -> None:
         """Check each field by its own rule, then the pairs of fields that exclude each other.
@@ -213,6 +233,7 @@ class SamplingParams(
         return any((value := getattr(self, name)) and value != default for name, default in _RULE_DEFAULTS.items())
 
 
+@described
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestError):
     """How one request is searched. Raises InvalidRequestError naming the field, the value and what is allowed.
@@ -221,23 +242,26 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
     the sum of their tokens' logprobs / length ** `length_penalty`.
     """
 
-    beam_width: int = parameter(MISSING, integer(1, MAX_SAMPLES), Flag("N", "beam search: the N best, best first"))
-    """Beams that go on together, and outputs."""
-    max_tokens: int | None = parameter(MISSING, or_none(integer(1)))
-    """Output tokens at most; None: to the end of the context."""
-    ignore_eos: bool = parameter(False, boolean)
-    """Whether the model's end-of-sequence tokens end no beam."""
-    temperature: float = parameter(0.0, _zero)
-    """0: a search draws nothing."""
+    beam_width: int = parameter(
+        MISSING, integer(1, MAX_SAMPLES), "beam search: beams that go on together, and outputs, best first", Flag("N")
+    )
+    max_tokens: int | None = parameter(
+        MISSING, or_none(integer(1)), "most tokens to generate; none: to the end of the context"
+    )
+    ignore_eos: bool = parameter(False, boolean, "go on past the model's end-of-sequence tokens")
+    temperature: float = parameter(0.0, _zero, "0, since a search draws nothing")
     length_penalty: float = parameter(
         1.0,
         number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-        Flag("X", "of beam search: beams are compared by their logprob / length ** X; default 1"),
+        "beam search: compare beams by their logprob / length ** this; above 0 favours longer outputs",
+        Flag("X", default="1"),
     )
-    """Exponent of the length that a beam's logprob is divided by; above 0 it favours longer outputs."""
-    early_stopping: bool | str = parameter(False, _early_stopping)
-    """True ends the search as soon as `beam_width` beams have ended; False, when no running beam is better than they
-    are at its present length; "never", when none can become better at any length."""
+    early_stopping: bool | str = parameter(
+        False,
+        _early_stopping,
+        "true: end as soon as beam_width beams have ended; false: when no running beam is better at its present "
+        "length; never: when none can become better at any length",
+    )
 
     def __post_init__(self) -> None:
         self._check_fields()

@@ -1,7 +1,8 @@
 """The checks that options, parameters and prompts share, and the form of every refusal."""
 
 import copy
-from dataclasses import FrozenInstanceError, dataclass, replace
+import pydoc
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from jpaged.checks import (
 )
 from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import ConfigError, InvalidRequestError
-from jpaged.sampling.sampling_params import FIELDS
+from jpaged.sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from jpaged.text.prompts import PROMPT_EXTRAS, PROMPT_KEYS
 
 HUGE = 10**5000
@@ -127,8 +128,8 @@ def test_a_huge_name_is_cut_in_the_message():
 
 @dataclass(frozen=True, kw_only=True)
 class Example(CheckedFields, kind="option", error=ConfigError, not_available=["later"]):
-    size: int = checked(1, integer(1))
-    share: float = checked(0.5, number(0.0, 1.0))
+    size: int = checked(1, integer(1), "how many")
+    share: float = checked(0.5, number(0.0, 1.0), "how much of them")
 
     def __post_init__(self):
         self._check_fields()
@@ -143,6 +144,14 @@ def test_a_class_of_checked_fields_takes_keywords_only_and_names_what_it_does_no
         Example(later="x")
     with pytest.raises(ConfigError, match=r"^share: got 2, allowed"):
         Example(share=2)
+
+
+@pytest.mark.parametrize("described", [EngineConfig, SamplingParams, BeamSearchParams])
+def test_help_in_python_has_a_sentence_for_each_field(described):
+    text = pydoc.plain(pydoc.render_doc(described))
+    for one in fields(described):
+        assert f" |      {one.name}: {one.metadata['help']}\n" in text
+        assert len(one.metadata["help"]) > 10
 
 
 def test_checked_objects_are_frozen_equal_when_copied_and_checked_again_when_replaced():

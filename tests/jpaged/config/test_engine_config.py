@@ -337,7 +337,3 @@ def test_vllms_name_for_the_share_of_memory_is_taken():
     assert dataclasses.replace(EngineConfig(gpu_memory_utilization=0.5), seed=4).device_memory_utilization == 0.5
     with pytest.raises(ConfigError, match=r"device_memory_utilization: got 1\.5"):
         EngineConfig(gpu_memory_utilization=1.5)
-
-
-def test_every_option_has_help():
-    assert all(option.metadata["help"] for option in dataclasses.fields(EngineConfig))
