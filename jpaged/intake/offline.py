@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..checks import is_integer, refusal, shown
+from ..checks import is_integer, refusal, scalar, shown
 
 
 def as_prompts(prompts: Any) -> list[Any]:
@@ -34,7 +34,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     if not prompts:
         return []
     # A list of integers is one prompt of token ids; any other list has prompts as its elements.
-    return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
+    return [list(prompts)] if is_integer(scalar(prompts[0])) else list(prompts)
 
 
 def unpadded(prompts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -88,8 +88,8 @@ def as_sequences(ids: Any) -> tuple[list[list[int]], bool]:
         raise refusal("ids", shown(ids), allowed)
     if _is_array(ids):
         ids = np.asarray(ids).tolist()
-    is_one = bool(ids) and is_integer(ids[0])
-    # `tolist` makes Python integers of numpy's. A scalar does not become a list, and is refused below.
+    is_one = bool(ids) and is_integer(scalar(ids[0]))
+    # `tolist` makes Python integers of numpy's and JAX's. A scalar does not become a list, and is refused below.
     sequences = [np.asarray(one).tolist() for one in ([ids] if is_one else ids)]
     if not sequences or not all(isinstance(one, list) and one and all(map(is_integer, one)) for one in sequences):
         raise refusal("ids", shown(ids), allowed)

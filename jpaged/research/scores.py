@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..checks import boolean, check, integer, is_integer, number, refusal, shown
+from ..checks import boolean, check, integer, is_integer, number, refusal, scalar, shown
 from ..core.batch import BatchRunner
 from ..errors import InvalidRequestError, JpagedError
 from ..intake.offline import as_sequences
@@ -211,7 +211,8 @@ class Scorer:
                 raise refusal(name, "a text", "token ids, since the engine has no tokenizer")
             tokens = tokenizer.encode(tokens, add_special_tokens=is_start)
         ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-        if not isinstance(ids, list | tuple) or not all(map(is_integer, ids)):
+        ids = list(map(scalar, ids)) if isinstance(ids, list | tuple) else ids
+        if not isinstance(ids, list) or not all(map(is_integer, ids)):
             raise refusal(name, shown(tokens), "a list or an array of token ids, or a text")
         if not ids:
             raise refusal(name, "no token", "at least one", "leave it out, or give a context that ends before it")
@@ -275,7 +276,7 @@ def _are_several(value: Any) -> bool:
     """Return whether a value is a list of continuations and not a single one."""
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray | jax.Array):
         return False
-    return len(value) > 0 and not is_integer(value[0])
+    return len(value) > 0 and not is_integer(scalar(value[0]))
 
 
 def _each_temperature(temperature: Any, num_rows: int) -> list[float]:

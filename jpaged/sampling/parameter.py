@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import Rule, Unfit, checked, is_integer, is_number, shown
+from ..checks import Rule, Unfit, checked, is_integer, is_number, scalar, shown
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -95,8 +95,14 @@ def stop_strings(value: Any) -> tuple[str, ...]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Take a list of token ids as a tuple; None is an empty one. The vocabulary is checked with the prompt."""
-    return tuple(map(int, _items(value, lambda one: is_integer(one) and one >= 0, "a list of token ids ≥ 0")))
+    """Take token ids as a tuple; None is an empty one. The vocabulary is checked with the prompt.
+
+    They are a list or tuple, whose items may be scalars of numpy or JAX, or an array of one axis. Raises Unfit for
+    anything else, and for an item that is no integer ≥ 0.
+    """
+    ids = value.tolist() if getattr(value, "ndim", None) == 1 else value
+    ids = [scalar(one) for one in ids] if isinstance(ids, list | tuple) else ids
+    return tuple(map(int, _items(ids, lambda one: is_integer(one) and one >= 0, "a list of token ids ≥ 0")))
 
 
 def some_token_ids(value: Any) -> tuple[int, ...]:
@@ -131,6 +137,7 @@ def biases(value: Any) -> dict[int, float]:
         raise Unfit(f"at most {MAX_BIASES} token ids")
     bias_of: dict[int, float] = {}
     for key, bias in value.items():
+        bias = scalar(bias)
         # No id has more digits than MAX_TOKEN_ID, and `int` of a very long string would take long or fail.
         if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(MAX_TOKEN_ID)):
             key = int(key)
@@ -148,8 +155,10 @@ def arguments(value: Any) -> dict[str, float]:
 
     Raises Unfit for another type, a name that is no string, or a number that a float32 cannot hold (inf, NaN, 1e39).
     """
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and is_number(one) and abs(one) <= MAX_FLOAT32 for key, one in value.items()
-    ):
-        raise Unfit("a mapping of arguments of the engine's logits_processors to finite numbers")
-    return {key: float(one) for key, one in value.items()}
+    allowed = "a mapping of arguments of the engine's logits_processors to finite numbers"
+    if not isinstance(value, Mapping):
+        raise Unfit(allowed)
+    numbers = {key: scalar(one) for key, one in value.items()}
+    if not all(isinstance(key, str) and is_number(one) and abs(one) <= MAX_FLOAT32 for key, one in numbers.items()):
+        raise Unfit(allowed)
+    return {key: float(one) for key, one in numbers.items()}

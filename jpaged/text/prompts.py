@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import not_available
-from ..checks import INT64, check, check_name, integer, is_integer, refusal, shown
+from ..checks import INT64, check, check_name, integer, is_integer, refusal, scalar, shown
 from ..errors import InvalidRequestError
 from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
@@ -236,7 +236,8 @@ class PromptEncoder:
         # All at once: checked one by one, the ids of a long prompt would take as long as a step.
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
             return list(ids)
-        # One id is wrong, or has another type of integer, such as numpy's.
+        # One id is wrong, or has another type of integer, such as numpy's or JAX's.
+        ids = list(map(scalar, ids))
         for token_id in ids:
             self._check_id(token_id, "prompt")
         return [int(token_id) for token_id in ids]

@@ -1,11 +1,11 @@
-"""Prompts as trainers hold them: one padded array with a mask or lengths."""
+"""Prompts as trainers hold them: one padded array with a mask or lengths, and lists of scalars."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.errors import InvalidRequestError
-from jpaged.intake.offline import as_prompts
+from jpaged.intake.offline import as_prompts, as_sequences
 
 IDS = np.array([[0, 0, 5, 6], [7, 8, 9, 3], [4, 0, 0, 0]])
 MASK = np.array([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]])
@@ -19,6 +19,15 @@ def test_rows_are_prompts_without_their_padding(kind):
     prompts = as_prompts({"prompt_token_ids": kind(IDS[1:]), "lengths": kind([4, 1])})
     assert [prompt["prompt_token_ids"].tolist() for prompt in prompts] == [[7, 8, 9, 3], [4]]
     assert len(as_prompts({"prompt_token_ids": kind(IDS)})) == 3
+
+
+@pytest.mark.parametrize("kind", [np.int32, jnp.int32], ids=["numpy", "jax"])
+def test_a_list_of_scalars_is_one_prompt(kind):
+    ids = [kind(5), kind(7)]
+    assert as_prompts(ids) == [[5, 7]]
+    assert as_prompts([ids, [3]]) == [[5, 7], [3]]
+    assert as_sequences(ids) == ([[5, 7]], True)
+    assert as_sequences([ids, [3]]) == ([[5, 7], [3]], False)
 
 
 WRONG = {

@@ -115,6 +115,17 @@ def test_more_continuations_than_fit_together_are_scored_in_parts(tiny) -> None:
         np.testing.assert_allclose(scores.sums[row], exact[np.arange(40), answer].sum(), atol=1e-3)
 
 
+def test_token_ids_may_be_arrays_and_scalars_of_jax(engine: Engine) -> None:
+    ids, ends = [5, 6, 7], [[8, 9], [10]]
+    scalars, arrays = [jnp.int32(one) for one in ids], [jnp.array(one) for one in ends]
+    plain = engine.score([ids, ids], ends).sums
+    assert np.array_equal(engine.score([scalars, jnp.array(ids)], arrays).sums, plain)
+    assert np.array_equal(engine.score([scalars], [[[jnp.int32(8), 9], arrays[1]]]).sums, plain)
+    assert np.array_equal(engine.logprobs(scalars), engine.logprobs(ids))
+    params = SamplingParams(max_tokens=2, allowed_token_ids=jnp.array([4, 5]), logit_bias={5: jnp.float32(9)})
+    assert [one.token_ids for one in engine.generate(scalars, params)[0].outputs] == [(5, 5)]
+
+
 def test_what_cannot_be_scored_is_refused_in_one_line(engine: Engine) -> None:
     for arguments, message in (
         (([[5]], [[]]), "continuation of context 0: got no token, allowed: at least one"),

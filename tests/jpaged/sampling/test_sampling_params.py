@@ -1,5 +1,6 @@
 """Every field of SamplingParams: what is refused, in which words, and what is taken as what."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,7 +35,8 @@ TABLE = {
     ),
     "stop_token_ids": (
         "a list of token ids ≥ 0", [], [
-            0, False, "5", {}, [-1], [1, True], [1.0], ["1"], [None], [[1]], np.array([1, 2]), {1}, [HUGE, -1],
+            0, False, "5", {}, [-1], [1, True], [1.0], ["1"], [None], [[1]], np.array([[1]]), jnp.array([1.0]),
+            jnp.array(1), {1}, [HUGE, -1],
         ],
     ),
     "ignore_eos": ("true or false", [True], [1]),
@@ -51,7 +53,7 @@ TABLE = {
             {1: None}, {1: True},
         ],
     ),
-    "allowed_token_ids": ("token id", [], [[], (), 5, "5", [-1], [1.0], [True], [None], np.array([1])]),
+    "allowed_token_ids": ("token id", [], [[], (), 5, "5", [-1], [1.0], [True], [None], np.array([1.0])]),
     "bad_words": (
         "", [], ["word", [""], ["a", " "], [5], 5, {"a"}, [b"a"], ["a"] * (MAX_BAD_WORDS + 1)],
     ),
@@ -126,6 +128,10 @@ PLAIN_VALUES = [
     ("output_kind", "delta", RequestOutputKind.DELTA), ("stop", None, ()), ("stop", [], ()), ("stop", "end", ("end",)),
     ("stop", ["a"] * MAX_STOPS, ("a",) * MAX_STOPS), ("stop", "x" * MAX_STOP_CHARS, ("x" * MAX_STOP_CHARS,)),
     ("stop_token_ids", None, ()), ("stop_token_ids", [0, np.int64(5)], (0, 5)),
+    ("stop_token_ids", (jnp.int32(0), np.array(5)), (0, 5)), ("stop_token_ids", jnp.array([0, 5]), (0, 5)),
+    ("allowed_token_ids", [jnp.int32(3), 4], (3, 4)), ("allowed_token_ids", np.array([3, 4]), (3, 4)),
+    ("logit_bias", {np.int32(5): jnp.float32(1), 6: jnp.bfloat16(0.5), 7: np.float32(2)}, {5: 1.0, 6: 0.5, 7: 2.0}),
+    ("extra_args", {"a": jnp.float32(2)}, {"a": 2.0}),
 ]  # fmt: skip
 
 

@@ -46,6 +46,7 @@ GOOD_IDS = {
     "a numpy array": np.array([1, 2, 299]),
     "a numpy array of unsigned": np.array([1, 2, 299], np.uint64),
     "a jax array": jnp.array([1, 2, 299]),
+    "jax scalars in a list": [1, jnp.int32(2), jnp.int32(299)],
     "an array of the standard library": array.array("q", [1, 2, 299]),
 }
 
