@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import jax
-
 from ..checks import one_line, refusal, shown
 from ..errors import ConfigError
 from ..intake.request_builder import as_request_ids, check_new_id, fork_source, unfinished_request
@@ -29,6 +27,7 @@ from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
+from ..step.jax_settings import engine_settings
 from .engine_core import fault_of
 from .inbox import Inbox
 from .step_lock import Result, StepLock
@@ -330,6 +329,7 @@ class EngineLoop:
             if on_error == "raise" or self.scheduler.has_unfinished:
                 raise
 
+    @engine_settings()
     def _compute(self, max_in_flight: int) -> None:
         """Start steps until `max_in_flight` are in flight, then wait for the oldest one and distribute its results.
 
@@ -341,7 +341,7 @@ class EngineLoop:
         self._is_computing = True
         try:
             core.prepare()
-            with self.plan.serving(), jax.transfer_guard("allow"):  # Callers may guard code of their own.
+            with self.plan.serving():
                 core.drop_finished()
                 # A CPU that compiles is slow at steps, and the next step may have to wait for its executable.
                 is_compiling = self._is_cpu and self.plan.is_compiling

@@ -10,6 +10,7 @@ afterwards, no call runs twice, and none waits for ever.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -72,6 +73,7 @@ class StepLock:
         self._calls: deque[QueuedCall[Any]] = deque()
         self._waiting: set[int] = set()
         """The identifiers of threads that wait in `hold`."""
+        self._process = os.getpid()
 
     @property
     def is_own(self) -> bool:
@@ -83,8 +85,9 @@ class StepLock:
         """Hold the lock for one step, the `with` block; then run the calls that other threads have queued meanwhile.
 
         They run before the lock is free, also if the step raises an exception. Wait while another thread has the lock.
-        Threads that wait here get it before this thread can take it again.
+        Threads that wait here get it before this thread can take it again. Raise RuntimeError in a forked process.
         """
+        self._check_process()
         thread = threading.get_ident()
         try:
             self._waiting.add(thread)
@@ -108,8 +111,9 @@ class StepLock:
 
         If no step runs, this thread runs it. During a step of another thread the command waits, and that thread runs it
         after the step; this thread must not hold the lock. An interrupt of this thread is raised, before the command
-        begins or after it has ended.
+        begins or after it has ended. Raise RuntimeError in a forked process.
         """
+        self._check_process()
         call = QueuedCall(name, command)
         self._calls.append(call)
         try:
@@ -129,6 +133,12 @@ class StepLock:
         if call.error is not None:
             raise call.error
         return call.result
+
+    def _check_process(self) -> None:
+        """Raise RuntimeError in a child of `os.fork`: it lacks the threads that compute, so that a step would hang."""
+        if os.getpid() != self._process:
+            got = f"this engine is that of process {self._process}, and its threads are not in this fork of it"
+            raise RuntimeError(f"{got}; let multiprocessing start processes by spawn, and make an engine there")
 
     def _run_calls(self) -> None:
         """Run the queued calls, in order; this thread must hold the lock. Their exceptions go to their callers.

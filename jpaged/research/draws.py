@@ -15,7 +15,7 @@ from ..sampling.sample_columns import MAX_INT32
 from ..sampling.sampler import SamplingRows
 from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode, SamplingParams
-from ..step.compile_plan import without_x64
+from ..step.jax_settings import trace_settings
 
 UINT32 = 0xFFFFFFFF
 
@@ -38,7 +38,7 @@ def draw(logits: Float[Array, "*R V"], seed: Any, sample: Any, index: Any, param
         raise refusal("params", "logit rules", allowed, "change the logits by them before")
     if getattr(logits, "ndim", 0) not in (1, 2):
         raise refusal("logits", shown(getattr(logits, "shape", logits)), "an array [V] or [R, V]")
-    with without_x64(), jax.transfer_guard("allow"):
+    with trace_settings():
         rows = jnp.asarray(logits, jnp.float32)
         rows = rows[None] if rows.ndim == 1 else rows
         num_rows = rows.shape[0]

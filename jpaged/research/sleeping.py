@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
-
 from ..checks import check, integer, one_of, refusal, shown
 from ..errors import ConfigError
 from ..models.weights.loading import Weights
 from ..startup.build_engine import EngineComponents
+from ..step.jax_settings import engine_settings
 from .weight_updates import WeightVersions
 
 logger = logging.getLogger("jpaged")
@@ -62,6 +61,7 @@ class Sleep:
         if self.missing:
             raise refusal("sleep", "an engine that sleeps", "one that is awake", self.way_out, error=ConfigError)
 
+    @engine_settings()
     def begin(self, level: int) -> None:
         """Free the pages, and move (level 1) or drop (level 2) the weights.
 
@@ -75,9 +75,9 @@ class Sleep:
         elif self.device.platform == "cpu":
             logger.warning("sleep: the weights stay where they are: a CPU has no other memory for them")
         else:
-            with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
-                self.runner.store.move("pinned_host")
+            self.runner.store.move("pinned_host")
 
+    @engine_settings()
     def end(self, tags: Any) -> None:
         """Bring back what `tags` name: the weights, the pages, or both, which is what None means.
 
@@ -104,9 +104,8 @@ class Sleep:
         a checkpoint. It is not read again after an update, since its weights are then older than those that were lost.
         """
         store = self.runner.store
-        with jax.transfer_guard("allow"):
-            if store.leaves:
-                store.move(None)  # To the device's default memory.
-            elif self.reload is not None and self._has_weights_to_bring_back:
-                store.put(self.reload())
+        if store.leaves:
+            store.move(None)  # To the device's default memory.
+        elif self.reload is not None and self._has_weights_to_bring_back:
+            store.put(self.reload())
         return store.is_ready

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +16,7 @@ from ..intake.offline import as_prompts, one_for_each
 from ..messages import Params, ResultForm
 from ..models.weights.live_weights import LiveWeights
 from ..sampling.sampling_params import SamplingParams
+from ..step.jax_settings import engine_settings
 from .arrays import LogprobComparison, compare, for_arrays
 from .rollouts import Rollouts
 from .scores import Scorer
@@ -94,7 +94,7 @@ class Trainer:
         """
         self.loop.check_outside("update_params")
         number = self.versions.check_options(version, in_flight, copy)
-        with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
+        with engine_settings():
             held = {".".join(map(str, path)): leaf for path, leaf in self.runner.store.by_path.items()}
             checked = self.live.check(params, held)
             self.loop.drain(in_flight)

@@ -30,7 +30,8 @@ from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
-from ..step.compile_plan import Key, without_x64
+from ..step.compile_plan import Key
+from ..step.jax_settings import trace_settings
 from ..step.programs import ProgramOptions, Programs, cache_arrays
 from ..step.step import merged_model, trial
 from ..step.step_inputs import StepInputBuilder
@@ -165,7 +166,9 @@ class AbstractEngine:
             if (num_calls := num_attention_calls(traced.jaxpr)) != len(spec.layers):
                 wanted = f"{len(spec.layers)}, each layer once, with the cache that the last call returned"
                 raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
-            if (num_attended := constant_output(traced, 1)) != len(spec.layers):
+            with jax.set_mesh(self.mesh):  # That of the trace: a trainer may have set its own.
+                num_attended = constant_output(traced, 1)
+            if num_attended != len(spec.layers):
                 wanted = f"those of the spec's {len(spec.layers)}: return the cache that `attend` gave last"
                 raise ModelLoadError(
                     f"model: its cache has new keys and values of {num_attended} layers, wanted {wanted}"
@@ -197,11 +200,11 @@ class AbstractEngine:
     def _traced(self, name: str, trace: Callable[..., Any], *arguments: Any) -> Any:
         """Return `trace(*arguments)`, which traces a function of a caller's own model on this engine's mesh.
 
-        JAX's 64-bit types are switched off meanwhile, as they are when steps are compiled. Raises ModelLoadError if the
-        function cannot be traced; `name` says in the message which function that is.
+        JAX's settings are those under which steps are compiled. Raises ModelLoadError if the function cannot be traced;
+        `name` says in the message which function that is.
         """
         try:
-            with without_x64(), jax.set_mesh(self.mesh):
+            with trace_settings(), jax.set_mesh(self.mesh):
                 return trace(*arguments)
         except Exception as error:  # A caller's code may raise anything.
             reason = f"{type(error).__name__}: {one_line(error)}"

@@ -37,7 +37,8 @@ from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..sharding import device_mesh, outside_mesh
-from ..step.compile_plan import CompilePlan, without_x64
+from ..step.compile_plan import CompilePlan
+from ..step.jax_settings import trace_settings
 from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
@@ -106,6 +107,7 @@ class EngineComponents:
 
 
 @outside_mesh()
+@trace_settings()
 def build_engine(
     config: EngineConfig,
     handle: ModelHandle,
@@ -261,8 +263,7 @@ def _checked_engine(
     if engine.backend.check_guard is CheckGuard.CHILD:
         failure = check_in_subprocess(check_request(config, model, type(engine.backend), device.platform))
     else:
-        with without_x64():
-            failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
+        failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
     if failure is None:
         return engine, sizes, str(choice)
     if config.attention_backend != "auto":
@@ -281,8 +282,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
     row, argument = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     for processor in processors:
         try:
-            with without_x64():
-                result = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
+            result = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
         except Exception as error:  # A user's code may raise anything.
             fault = f"{shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: {one_line(error)}"
             raise ConfigError(f"logits_processors: {fault}; use jax.numpy alone") from error

@@ -14,12 +14,13 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 
 import jax
 
 from ..checks import one_line
+from .jax_settings import trace_settings
 
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 DEFERRED_START_S = 2.0
@@ -208,11 +209,10 @@ class CompilePlan:
     def _compile(self, key: Key) -> jax.stages.Compiled:
         """Lower and compile the program of `key`, and return its executable. Runs on a thread of the plan.
 
-        Programs are traced without x64, whatever the process has set, since engines compute with 32 bits. An error of
-        tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it.
+        An error of tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it.
         """
         try:
-            with without_x64():
+            with trace_settings():
                 lower = self.programs.get(key) or self._extra_programs[key]
                 compiled = lower().compile()
             if self._on_compiled is not None:
@@ -228,15 +228,6 @@ class CompilePlan:
         # The plan compiles on its own threads, and other code in this process on others: neither is a step.
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1
-
-
-def without_x64() -> AbstractContextManager[None]:
-    """Return a context in which JAX traces without x64, whatever the process has set.
-
-    An engine's arrays have 32 bits at most, and its kernels are written for indices of 32 bits. With `jax_enable_x64`
-    programs would compute intermediate values in 64 bits, and so draw other tokens or fail.
-    """
-    return jax.enable_x64(False)
 
 
 def _unregister(listen: Callable[..., None]) -> None:

@@ -1,6 +1,8 @@
 """The lock of steps: whose call runs when, and what an interrupt at any place leaves behind."""
 
 import linecache
+import os
+import signal
 import sys
 import threading
 
@@ -47,6 +49,32 @@ def test_a_call_runs_at_once_or_behind_the_step_of_another_thread():
     assert done == [threading.get_ident()], "the thread that computed the step ran it"
     assert found == [None]
     assert not lock.is_own
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_fork_of_the_process_is_refused_and_does_not_wait_for_a_thread_that_it_lacks():
+    lock, is_forked = StepLock(), threading.Event()
+    is_held = threading.Event()
+
+    def hold():
+        with lock.hold():
+            is_held.set()
+            is_forked.wait(LIMIT_S)
+
+    thread, _ = in_thread(hold)
+    is_held.wait(LIMIT_S)
+    if not (child := os.fork()):
+        signal.alarm(10)  # Ends a child that waits.
+        try:
+            lock.call("child", int)
+        except RuntimeError as error:
+            os._exit(0 if "start processes by spawn" in str(error) else 2)
+        finally:
+            os._exit(1)
+    is_forked.set()
+    thread.join(LIMIT_S)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lock.call("parent", lambda: 3) == 3
 
 
 def test_a_call_raises_to_its_own_caller_alone():

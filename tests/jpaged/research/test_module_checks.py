@@ -364,6 +364,27 @@ def test_with_x64_an_engine_draws_the_same_tokens_by_every_rule(tiny):
     assert json.loads(result.stdout) == json.loads(json.dumps(tokens_by_every_rule(tiny)))
 
 
+def test_what_a_trainer_sets_to_debug_its_own_code_changes_nothing():
+    """Not at the start of an engine either; a mesh of the trainer's own is none of the engine's."""
+    module, params = Small(), replace(PARAMS, allowed_token_ids=[3, 4, 5])
+    with (
+        jax.disable_jit(),
+        jax.debug_nans(True),
+        jax.debug_infs(True),
+        jax.set_mesh(jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))),
+    ):
+        engine = Engine(module, **SIZES)
+        inside = engine.generate(IDS, params)[0].outputs[0].token_ids
+        engine.sleep(2)
+        engine.update_params(nnx.state(module))
+        engine.wake_up()
+        scores = np.asarray(engine.logprobs(IDS))
+    with engine:
+        assert engine.generate(IDS, params)[0].outputs[0].token_ids == inside
+        assert np.abs(scores - dense_logprobs(module, jnp.array([IDS]))[0]).max() < 1e-4
+        assert engine.stats()["recompiles"] == 0
+
+
 def test_a_module_of_float64_is_served_in_float32():
     module = Small()
     nnx.update(module, jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.state(module)))

@@ -1,0 +1,31 @@
+"""JAX's settings while an engine runs or traces its programs, whatever the process or the calling thread has set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+
+@contextmanager
+def engine_settings() -> Iterator[None]:
+    """Let the calling thread run an engine's programs, in the `with` block or the decorated function.
+
+    A trainer that debugs its own code may have set otherwise. Programs are compiled, as nothing computes them one
+    operation at a time (`jax_disable_jit`). NaN and infinities are values: rules of requests and free pages hold some
+    (`jax_debug_nans`, `jax_debug_infs`). Arrays may go between host and device (`jax.transfer_guard`).
+    """
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        yield
+
+
+@contextmanager
+def trace_settings() -> Iterator[None]:
+    """Let the calling thread trace and compile an engine's programs, by `engine_settings` and without x64.
+
+    An engine's arrays have 32 bits at most, and its kernels are written for indices of 32 bits. With `jax_enable_x64`
+    programs would compute intermediate values in 64 bits, and so draw other tokens or fail.
+    """
+    with engine_settings(), jax.enable_x64(False):
+        yield
