@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_a_reward_rises_while_samples_are_drawn_beside_the_trainer(seed):
     assert sum(history[-5:]) / 5 > sum(history[:5]) / 5 + 0.15
     assert 1 <= staleness <= 2
     assert len((EXAMPLES / "async_grpo.py").read_text().splitlines()) <= 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_student_comes_near_its_teacher(seed):
+    history = json.loads(run("-c", f"import distill, json; print(json.dumps(distill.main({seed})))").splitlines()[-1])
+    assert all(later < earlier for earlier, later in pairwise(history))
+    assert history[-1] < 0.1 * history[0]
+    assert len((EXAMPLES / "distill.py").read_text().splitlines()) <= 120
 
 
 @pytest.mark.slow

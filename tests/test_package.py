@@ -35,13 +35,16 @@ LAYERS = {
         ("commands",),
         ("",),
         ("llm",),
+        ("research",),
+        ("research.distillation",),
         ("engine",),
         ("research.calls",),
         ("research.trainer",),
         ("research.rollouts", "research.scores"),
         ("core.batch", "core.step_thread"),
         ("core.engine_loop",),
-        ("research",),
+        ("research.arrays", "research.checkpoints", "research.distilled", "research.draws", "research.sleeping"),
+        ("research.weight_updates",),
         ("startup",),
         ("core",),
         ("intake",),
@@ -223,7 +226,14 @@ def test_the_front_half_loads_no_jax(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sampling.sampling_params"]
+    "module",
+    [
+        "jpaged",
+        "jpaged.models",
+        "jpaged.pallas_kernels",
+        "jpaged.research.distilled",
+        "jpaged.sampling.sampling_params",
+    ],
 )
 def test_importing_a_room_loads_no_engine(module: str) -> None:
     assert run(f"import sys, {module}; print('jpaged.engine' in sys.modules, 'jax' in sys.modules)") == "False False"

@@ -49,7 +49,7 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
-def generate_parser() -> argparse.ArgumentParser:
+def generate_parser() -> FlagParser:
     """Return the parser of `jpaged generate`.
 
     In the parsed arguments, a flag that was not given is None, or False for the switches `--resume` and `--json`, or an
@@ -80,13 +80,17 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def parse_generate(argv: list[str]) -> argparse.Namespace:
-    """Return the parsed flags of `jpaged generate`.
+    """Return the parsed flags of `jpaged generate`; see `parse_flags`."""
+    return parse_flags(generate_parser(), argv)
+
+
+def parse_flags(parser: FlagParser, argv: list[str]) -> argparse.Namespace:
+    """Return the parsed flags of a command.
 
     Flag names are checked before argparse sees them, so that its less helpful errors do not come first. Raises
     ConfigError if a flag is unknown (the message names the most similar flag) or not available in this version, and
     whenever argparse refuses an argument. `--help` prints the help and ends the process, as argparse does.
     """
-    parser = generate_parser()
     known = sorted(option for action in parser._actions for option in action.option_strings)
     for index, word in enumerate(argv):
         if word == "--":  # What follows are prompts.
@@ -94,10 +98,10 @@ def parse_generate(argv: list[str]) -> argparse.Namespace:
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
             # The value is only shown in the error: the text after "=", or the next word.
-            _check_flag(flag, value or "".join(argv[index + 1 : index + 2]), known)
+            _check_flag(flag, value or "".join(argv[index + 1 : index + 2]), known, parser.prog)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # An unknown short flag, such as -x.
-        _check_flag(unknown[0], "", known)
+        _check_flag(unknown[0], "", known, parser.prog)
     return args
 
 
@@ -282,13 +286,13 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEX
 """Metavar of a flag → the function that converts the flag's text."""
 
 
-def _check_flag(flag: str, value: str, known: list[str]) -> None:
-    """Raise ConfigError if a flag is not in `known`.
+def _check_flag(flag: str, value: str, known: list[str], prog: str) -> None:
+    """Raise ConfigError if a flag is not in `known`, those of the command `prog`.
 
     The message says that the flag is not available in this version, with its `value` unless empty, or names the most
     similar known flag.
     """
     # `--no-NAME` is as unavailable as `--NAME`.
     is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in not_available.FLAGS
-    missing, way_out = [flag] if is_missing else [], "leave it out, or see jpaged generate --help"
+    missing, way_out = [flag] if is_missing else [], f"leave it out, or see {prog} --help"
     check_name(flag, known, "flag", not_available=missing, value=value or None, way_out=way_out, error=ConfigError)

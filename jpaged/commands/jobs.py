@@ -206,9 +206,9 @@ class JobReader:
                 continue
             id_: str | int | None = None if is_json else number  # Until the line's own id has been read.
             try:
-                prompt: Any = _decoded(line)
-                record = _parsed_record(prompt) if is_json else {}
-                id_ = _read_id(record, number)
+                prompt: Any = decoded_line(line)
+                record = parsed_record(prompt) if is_json else {}
+                id_ = read_id(record, number)
                 if is_json:  # The id of a line of text is its number, which is unique.
                     self._refuse_taken_id(id_, number, ids)
                     _check_keys(record)
@@ -299,13 +299,13 @@ def _id_of_known_line(line: bytes, number: int) -> str | int | None:
         id_ = _LINE_ID_DECODER.decode(line).id
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:  # Python accepts some lines that msgspec refuses, such as with a byte-order mark or lone surrogates.
-            return _read_id(_parsed_record(_decoded(line)), number)
+            return read_id(parsed_record(decoded_line(line)), number)
         except InvalidRequestError:
             return None
     return number if id_ is None else id_
 
 
-def _decoded(line: bytes) -> str:
+def decoded_line(line: bytes) -> str:
     """Return a line as text, without a byte-order mark; InvalidRequestError if it is not UTF-8."""
     try:
         return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
@@ -313,7 +313,7 @@ def _decoded(line: bytes) -> str:
         raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8") from error
 
 
-def _parsed_record(line: str) -> dict[str, Any]:
+def parsed_record(line: str) -> dict[str, Any]:
     """Return the JSON object of a line, with `num_samples` renamed to `n`.
 
     Raises InvalidRequestError if the line is no JSON object, if the object or one inside it has a key twice, or if both
@@ -344,7 +344,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _read_id(record: dict[str, Any], number: int) -> str | int:
+def read_id(record: dict[str, Any], number: int) -> str | int:
     """Return the line's `id`, or its number if it has none; InvalidRequestError unless a string or an integer."""
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -266,9 +265,12 @@ def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:
 
 
 def on_device(array: np.ndarray) -> jax.Array:
-    """Return an array of JAX, also where a trainer guards its own code against transfers."""
+    """Return an array of JAX, also where a trainer guards its own code against transfers.
+
+    A CPU takes the memory of an array that begins at a multiple of 64 bytes as it is: the array must not change later.
+    """
     with jax.transfer_guard("allow"):
-        return jnp.asarray(array)
+        return jax.device_put(array)
 
 
 def _from_device(array: Any) -> np.ndarray:

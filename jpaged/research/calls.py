@@ -15,7 +15,7 @@ from ..messages import Params
 from ..sampling.sampling_params import SamplingParams
 from .arrays import LogprobComparison
 from .rollouts import Rollouts
-from .scores import Scores, TopLogprobs
+from .scores import Scorer, Scores, TopLogprobs
 from .trainer import Trainer
 
 
@@ -57,6 +57,11 @@ class ResearchCalls:
     def weights_version(self) -> int:
         """Return the version of the weights: 0 at start, then what `update_params` was told, or counted."""
         return self._loop.versions.version
+
+    @property
+    def scorer(self) -> Scorer:
+        """Return what scores tokens into arrays: `logprobs` and `score` are its calls, and `distill` uses it."""
+        return self._trainer.scorer
 
     @property
     def params(self) -> nnx.State:
@@ -108,9 +113,7 @@ class ResearchCalls:
         InvalidRequestError for a sequence of more than `max_model_len` tokens, and for other arguments that are wrong.
         """
         with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
-            return self._trainer.scorer.logprobs(
-                ids, temperature=temperature, top_k=top_k, token_ids=token_ids, hidden=hidden
-            )
+            return self.scorer.logprobs(ids, temperature=temperature, top_k=top_k, token_ids=token_ids, hidden=hidden)
 
     def score(self, contexts: Any, continuations: Any, *, temperature: Any = 1.0, from_position: int = 0) -> Scores:
         """Return the logprobs of the tokens of continuations, given their contexts; each context is computed once.
@@ -124,7 +127,7 @@ class ResearchCalls:
         """
         with jax.transfer_guard("allow"):
             options: dict[str, Any] = {"temperature": temperature, "from_position": from_position}
-            return self._trainer.scorer.score(contexts, continuations, **options)
+            return self.scorer.score(contexts, continuations, **options)
 
     def compare_logprobs(
         self,

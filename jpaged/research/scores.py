@@ -8,6 +8,7 @@ Letters: B rows, N tokens of the longest row, K most likely tokens, S tokens tha
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from ..sampling.sampling_params import COUNTS, ScoreKind
 from ..sampling.token_numbers import TokenNumbers
 from .arrays import on_device
 
+ALIGNMENT = 64
+"""Bytes; a device that is a CPU copies arrays of the host that begin elsewhere."""
+
 
 class TopLogprobs(NamedTuple):
     """The most likely tokens at each place of B sequences; without B for a single one."""
@@ -36,6 +40,22 @@ class TopLogprobs(NamedTuple):
     """float32."""
     log_rest: Float[Array, "*B N1"]
     """float32; the logarithm of the probability of all other tokens, −inf if there is none."""
+
+
+class PackedTops(NamedTuple):
+    """The most likely tokens at the P places of several sequences, one sequence behind the other, as arrays of numpy.
+
+    A sequence of N tokens has N − 1 places, since its first token is not predicted.
+    """
+
+    token_ids: Int[np.ndarray, "P K"]
+    """int32; the most likely one first."""
+    logprobs: Float[np.ndarray, "P K"]
+    """float32."""
+    log_rest: Float[np.ndarray, " P"]
+    """float32; as in `TopLogprobs`."""
+    versions: list[int]
+    """The version of the weights that has computed each sequence."""
 
 
 @jax.tree_util.register_dataclass
@@ -91,8 +111,7 @@ class Scorer:
         temperatures = _each_temperature(temperature, shape[0])
         kind, asked = ScoreKind(is_hidden=hidden), [b""] * shape[0]
         if top_k is not None:
-            check("top_k", top_k, integer(1, self._max_count))
-            kind = ScoreKind(num_tops=int(top_k))
+            kind = ScoreKind(num_tops=self.check_num_tops(top_k))
         if token_ids is not None:
             kind, asked = self._asked(token_ids, shape, is_one=is_one, lens=[len(one) - 1 for one in sequences])
         # A token after the last one has no score, but the hidden state of the last one is that which would score it.
@@ -146,8 +165,41 @@ class Scorer:
             versions=on_device(np.array(versions, np.int32)),
         )
 
+    def packed_tops(
+        self, call: str, sequences: Sequence[Sequence[int]], *, temperature: float, num_tops: int
+    ) -> PackedTops:
+        """Return the most likely tokens at each place of sequences of checked token ids, without padding.
+
+        `call` is the calling function, for errors. Beside the result, memory holds no more than a few steps.
+        """
+        rows = [_Row((one[0],), list(one[1:]), temperature) for one in sequences]
+        ends = np.cumsum([0, *(len(row.continuation) for row in rows)])
+        kind = ScoreKind(num_tops=num_tops)
+        arrays = self._arrays((int(ends[-1]),), kind)
+
+        def numbers_of(row: int) -> TokenNumbers:
+            return TokenNumbers(**{name: array[ends[row] : ends[row + 1]] for name, array in arrays.items()})
+
+        versions = self._compute(call, rows, kind, numbers_of)
+        return PackedTops(arrays["top_token_ids"], arrays["top_logprobs"], arrays["log_rests"], versions)
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Return the checked token ids of a prompt in any form; raise InvalidRequestError if it cannot be scored."""
+        return self.builder.encoder.encode(prompt, has_answer=False).token_ids
+
+    def check_num_tops(self, top_k: Any) -> int:
+        """Return a number of most likely tokens as an integer; raise InvalidRequestError if there cannot be so many."""
+        try:
+            return int(check("top_k", top_k, integer(1, self._max_num_tops)))
+        except InvalidRequestError as error:
+            if self._max_num_tops != self.builder.config.max_logprobs:
+                raise
+            raise InvalidRequestError(
+                f"{error}; or start the engine with a higher max_logprobs", param="top_k"
+            ) from None
+
     @property
-    def _max_count(self) -> int:
+    def _max_num_tops(self) -> int:
         """Return the most tokens at one place whose logprobs may be asked for."""
         limit = self.builder.config.max_logprobs
         return min(COUNTS[-1] if limit < 0 else limit, self.builder.encoder.vocab_size)
@@ -164,29 +216,32 @@ class Scorer:
         places = f"[{'' if is_one else f'{shape[0]}, '}{shape[1]}, S]"
         if asked.ndim != 3 or asked.shape[:2] != shape or not np.issubdtype(asked.dtype, np.integer):
             raise refusal("token_ids", f"{asked.dtype} {list(np.shape(token_ids))}", f"integers {places}")
-        if not 1 <= asked.shape[2] <= self._max_count:
+        if not 1 <= asked.shape[2] <= self._max_num_tops:
             way_out = "start the engine with a higher max_logprobs"
-            raise refusal("token_ids", f"S of {asked.shape[2]}", f"1 to max_logprobs, {self._max_count}", way_out)
+            raise refusal("token_ids", f"S of {asked.shape[2]}", f"1 to max_logprobs, {self._max_num_tops}", way_out)
         if asked.size and not 0 <= asked.min() <= asked.max() < self.builder.encoder.vocab_size:
             outside = asked.min() if asked.min() < 0 else asked.max()
             raise refusal("token_ids", f"token id {outside}", f"0 to {self.builder.encoder.vocab_size - 1}")
         rows = [row[:length].astype(np.int32).tobytes() for row, length in zip(asked, lens, strict=True)]
         return ScoreKind(num_asked=asked.shape[2]), rows
 
-    def _arrays(self, shape: tuple[int, int], kind: ScoreKind) -> dict[str, np.ndarray]:
-        """Return the arrays of a result of `logprobs`, all zeros, by the fields of `TokenNumbers` that they are for."""
+    def _arrays(self, shape: tuple[int, ...], kind: ScoreKind) -> dict[str, np.ndarray]:
+        """Return arrays of zeros for the scores of places of this shape, by their fields of `TokenNumbers`.
+
+        Hidden states are those of rows [B, N − 1] and of one token more in each.
+        """
         if kind.is_hidden:
             hidden_size = self.batch.loop.runner.state.hidden.shape[1]
-            return {"hidden": np.zeros((shape[0], shape[1] + 1, hidden_size), np.float32)}
+            return {"hidden": _zeros((shape[0], shape[1] + 1, hidden_size), np.float32)}
         if kind.num_asked:
-            return {"asked_logprobs": np.zeros((*shape, kind.num_asked), np.float32)}
+            return {"asked_logprobs": _zeros((*shape, kind.num_asked), np.float32)}
         if kind.num_tops:
             return {
-                "top_token_ids": np.zeros((*shape, kind.num_tops), np.int32),
-                "top_logprobs": np.zeros((*shape, kind.num_tops), np.float32),
-                "log_rests": np.zeros(shape, np.float32),
+                "top_token_ids": _zeros((*shape, kind.num_tops), np.int32),
+                "top_logprobs": _zeros((*shape, kind.num_tops), np.float32),
+                "log_rests": _zeros(shape, np.float32),
             }
-        return {"logprobs": np.zeros(shape, np.float32)}
+        return {"logprobs": _zeros(shape, np.float32)}
 
     def _pairs(self, contexts: Any, continuations: Any) -> list[tuple[int, tuple[int, ...], list[int]]]:
         """Return (index of the context, its tokens, tokens of the continuation) for each continuation, in order."""
@@ -269,6 +324,8 @@ class Scorer:
                 raise JpagedError(f"{call}: sequence {indices[0]} failed: {request.error or 'it was aborted'}")
             for one, index in zip(request.sequences, indices, strict=True):
                 versions[index] = one.weight_versions[-1][1]
+                # Requests are in cycles, which would keep the arrays until Python looks for garbage.
+                one.numbers = None
         return versions
 
 
@@ -286,3 +343,11 @@ def _each_temperature(temperature: Any, num_rows: int) -> list[float]:
     if len(values) != num_rows:
         raise refusal("temperature", f"{len(values)} for {num_rows} rows", "one for all or one for each")
     return [float(check("temperature", one, number(1e-4, 2.0))) for one in values]
+
+
+def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
+    """Return an array of zeros that begins at a multiple of ALIGNMENT bytes, which a CPU's device takes uncopied."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

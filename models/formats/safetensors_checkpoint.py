@@ -21,11 +21,15 @@ from .files import INDEX_FILE, SINGLE_FILE
 from .float8 import STORED_DTYPE, dequantize, is_scale, map_matrices, scale_of, shared_block
 from .quantization import WAY_OUT, Float8Scheme
 
+FOR_TRANSFORMERS = {"format": "pt"}
+"""Metadata without which transformers reads no file."""
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 SHARD_BYTES = 5 * 10**9
 """Bytes of the tensors in one file that is written, at most; more are spread over several files."""
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()} | {"int32": "I32", "int64": "I64"}
+"""Dtype → what the header of a file that is written calls it."""
 
 
 class SafetensorsCheckpoint:
@@ -187,33 +191,32 @@ def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor], *, 
         shards[-1][name] = tensor
         num_bytes, total = num_bytes + size, total + size
     if len(shards) == 1:
-        _write_file(directory / SINGLE_FILE, tensors)
+        write_tensors(directory / SINGLE_FILE, tensors, FOR_TRANSFORMERS)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(directory / file_name, shard)
+        write_tensors(directory / file_name, shard, FOR_TRANSFORMERS)
         weight_map |= dict.fromkeys(shard, file_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
-    """Write one file of safetensors.
+def write_tensors(path: Path, tensors: Mapping[str, UnsavedTensor], metadata: Mapping[str, str]) -> None:
+    """Write one file of safetensors. Dtypes are float32, bfloat16, float16, int32 and int64.
 
-    The file has the length of the header in 8 bytes, the header, which is a JSON object with each tensor's dtype, shape
-    and place, and then the tensors' bytes one after the other. It is written here because the safetensors package would
-    need all tensors in memory at once. Source: https://github.com/huggingface/safetensors#format
+    The file has the length of the header in 8 bytes, the header, which is a JSON object with `metadata` and each
+    tensor's dtype, shape and place, and then the tensors' bytes one after the other. It is written here because the
+    safetensors package would need all tensors in memory at once. Source:
+    https://github.com/huggingface/safetensors#format
     """
-    codes = {dtype: code for code, dtype in _DTYPES.items()}
-    # transformers reads no file without the entry "format".
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": metadata}
     # Offsets, which count from the end of the header, follow from shapes and dtypes. So the header is complete before
     # the first tensor is made.
     offset = 0
     for name, tensor in tensors.items():
         start, offset = offset, offset + math.prod(tensor.shape) * tensor.dtype.itemsize
-        entry = {"dtype": codes[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, offset]}
+        entry = {"dtype": _CODES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, offset]}
         header[name] = entry
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # Tensor data begin at a multiple of 8 bytes, as the format asks.
