@@ -97,6 +97,14 @@ class StepResults:
         for sequence, own in zip(request.sequences, numbers, strict=True):
             sequence.numbers = own
 
+    def let_go(self, request: Request) -> None:
+        """Drop the arrays of a request that has ended, which its caller has.
+
+        Requests and their samples are in cycles, which would keep the arrays until Python looks for garbage.
+        """
+        for sequence in request.sequences:
+            sequence.numbers = None
+
     def append_scores(self, scored: ScoredPositions, scores: SampledRows) -> None:
         """Give each sequence the scores of its tokens in one batch of a step.
 

@@ -159,10 +159,9 @@ def _batches(
             log_rest=np.zeros(shape, np.float32),
         )
         for batch_row, (shard, row) in enumerate(batch_rows):
-            token_ids, *of_places = shard.arrays(row)
-            batch.token_ids[batch_row, : len(token_ids)] = token_ids
-            batch.mask[batch_row, : len(token_ids) - 1] = True
-            for target, values in zip(batch[2:], of_places, strict=True):
+            arrays = shard.arrays(row)
+            batch.mask[batch_row, : len(arrays[0]) - 1] = True
+            for target, values in zip((batch[0], *batch[2:]), arrays, strict=True):
                 target[batch_row, : len(values)] = values
         yield batch
 

@@ -322,10 +322,9 @@ class Scorer:
             indices = indices_of[request.request_id]
             if request.error is not None or request.state.finish_reason == "abort":
                 raise JpagedError(f"{call}: sequence {indices[0]} failed: {request.error or 'it was aborted'}")
+            self.batch.loop.core.results.let_go(request)
             for one, index in zip(request.sequences, indices, strict=True):
                 versions[index] = one.weight_versions[-1][1]
-                # Requests are in cycles, which would keep the arrays until Python looks for garbage.
-                one.numbers = None
         return versions
 
 
