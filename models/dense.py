@@ -68,14 +68,16 @@ def dense_logits(
     model: Any,
     ids_BN: Int[Array, "B N"],
     *,
+    mask_BN: Bool[Array, "B N"] | None = None,
     positions_BN: Int[Array, "B N"] | None = None,
     mask_BNN: Bool[Array, "B N N"] | None = None,
 ) -> Float[Array, "B N V"]:
     """Return the logits that follow each token of B sequences.
 
-    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Sequences start
-    at position 0 and may be padded at their ends, by any token ids. Sequences that are padded in front need
-    `positions_BN`, the position of each token, and `mask_BNN`, which tokens (axis 2) each token (axis 1) may see.
+    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Sequences may
+    be padded at their ends, by any token ids, or in front, where `mask_BN` says which tokens count: the first of them
+    has position 0, and none sees padding. For other positions and masks there are `positions_BN`, the position of each
+    token, and `mask_BNN`, which tokens (axis 2) each token (axis 1) may see. The logits of padding mean nothing.
 
     Entry [b, n] of the result are the scores of the token after token n of sequence b. Raises ValueError if the module
     cannot be called with (inputs, cache), or if its calls of `attend` differ from its `spec`. The calls of a module
@@ -84,6 +86,11 @@ def dense_logits(
     if fault := call_fault(model):
         raise ValueError(f"model: {fault}")
     num_sequences, length = ids_BN.shape
+    if mask_BN is not None:
+        mask_BN = jnp.asarray(mask_BN, bool)
+        mask_BNN = mask_BN[:, None] if mask_BNN is None else mask_BN[:, None] & mask_BNN
+        if positions_BN is None:  # Padding in front is at 0.
+            positions_BN = jnp.maximum(jnp.cumsum(mask_BN, axis=1, dtype=jnp.int32) - 1, 0)
     if positions_BN is None:
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
     inputs = unpaged_inputs(ids_BN.reshape(-1), positions_BN.reshape(-1))
@@ -97,13 +104,16 @@ def dense_logits(
     return model.logits(hidden_TD).reshape(num_sequences, length, -1)
 
 
-def dense_logprobs(model: Any, ids_BN: Int[Array, "B N"], temperature: float = 1.0) -> Float[Array, "B N1"]:
+def dense_logprobs(
+    model: Any, ids_BN: Int[Array, "B N"], temperature: float = 1.0, *, mask_BN: Bool[Array, "B N"] | None = None
+) -> Float[Array, "B N1"]:
     """Return the logprob of each token but the first of B sequences, [B, N − 1], as `Engine.logprobs` defines it.
 
     Entry [b, n] is the logprob of token n + 1 of sequence b, given the tokens before it, after the logits were divided
-    by `temperature`. `ids_BN` and `model` are as `dense_logits` takes them; sequences start at position 0. The first
-    token has no logprob, since nothing comes before it, and the logits behind the last one are not used.
+    by `temperature`. `ids_BN`, `model` and `mask_BN` are as `dense_logits` takes them. The first token has no logprob,
+    since nothing comes before it, and the logits behind the last one are not used; entries of padding, and of the first
+    token behind padding in front, mean nothing.
     """
-    logits = dense_logits(model, ids_BN)[:, :-1].astype(jnp.float32) / temperature
+    logits = dense_logits(model, ids_BN, mask_BN=mask_BN)[:, :-1].astype(jnp.float32) / temperature
     drawn = jnp.take_along_axis(logits, ids_BN[:, 1:, None], axis=2)[..., 0]
     return drawn - jax.nn.logsumexp(logits, axis=2)

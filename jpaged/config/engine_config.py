@@ -69,7 +69,9 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         None, "revision of a model from the hub", text("a branch, a tag or a commit of a model from the hub")
     )
     tokenizer: str | None = _option(
-        None, "tokenizer instead of the model's own: a directory, a .gguf file, or org/name[@revision]", rules.MODEL
+        None,
+        "tokenizer instead of the model's own: a directory, a .gguf file, org/name[@revision], or smollm2-135m",
+        rules.MODEL,
     )
     skip_tokenizer_init: bool = _option(False, "load no tokenizer: requests give token ids, and get no text", boolean)
     load_format: str = _option(

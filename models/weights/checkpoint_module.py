@@ -103,11 +103,7 @@ class CheckpointModule(nnx.Module):
     def _logits(
         self, tensors: Mapping[str, Array], ids: Int[Array, "B N"], mask: Bool[Array, "B N"] | None
     ) -> Float[Array, "B N V"]:
-        decoder = _decoder(self.origin, tensors)
-        if mask is None:
-            return dense_logits(decoder, ids)
-        positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)  # Padding in front is at 0.
-        return dense_logits(decoder, ids, positions_BN=positions, mask_BNN=mask[:, None, :])
+        return dense_logits(_decoder(self.origin, tensors), ids, mask_BN=mask)
 
     def decoder(self) -> Decoder:
         """Return the family's own module, with weights made of the parameters, as `jpaged.models.dense` takes it."""

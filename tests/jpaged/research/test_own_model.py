@@ -116,6 +116,15 @@ def test_it_draws_what_its_dense_forward_says(model, wanted):
     assert engine.stats()["preemptions"] > 0
 
 
+def test_a_dense_forward_takes_sequences_padded_in_front(model):
+    ids, mask = np.zeros((3, 20), np.int32), np.zeros((3, 20), bool)
+    for row, prompt in enumerate(PROMPTS[:3]):
+        ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, True
+    padded = dense_logprobs(model, jnp.asarray(ids), mask_BN=mask)
+    for row, prompt in zip(padded, PROMPTS, strict=False):
+        np.testing.assert_allclose(row[1 - len(prompt) :], dense_logprobs(model, jnp.array([prompt]))[0], atol=1e-5)
+
+
 def test_a_trainers_step_goes_into_the_engine_and_both_agree(model, wanted):
     graph, state = nnx.split(model)
     with Engine(model, **SIZES) as engine:
