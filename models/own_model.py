@@ -149,8 +149,9 @@ def open_own_model(
             raise ModelLoadError(f"model: {name} has no method {method!r}, wanted the name of one for {option}")
     if fault := call_fault(module, call):
         raise ModelLoadError(f"model: {fault}")
-    if not spec.activation_width:  # The field's 0 stands for this estimate of values per token.
-        spec = replace(spec, activation_width=16 * spec.hidden_size)
+    # Windows may be integers of numpy. An `activation_width` of 0 stands for an estimate of values per token.
+    layers = (replace(layer, window=layer.window and int(layer.window)) for layer in spec.layers)
+    spec = replace(spec, layers=tuple(layers), activation_width=spec.activation_width or 16 * spec.hidden_size)
     graph, state = split_module(module, call, head)
     arrays: dict[str, Any] = {}
     abstract: dict[Any, Any] = {}

@@ -47,7 +47,7 @@ class BatchRunner:
         Both are in the order of the prompts. The list of requests is empty for the form ENTRIES, whose results are the
         outputs alone. With another form it holds the requests that were computed. `call` names the calling method in
         errors and request ids, and `each_params` has one value per prompt. `priority` is one integer, a list with one
-        per prompt, or None. Requests of other callers go on meanwhile. `use_tqdm` shows a progress bar on a terminal.
+        per prompt, or None. Requests of other callers go on meanwhile. `use_tqdm` shows a progress bar.
 
         `number` is part of the seed of requests without one: None counts the requests of the engine, and an integer
         is used for all of them, which are then not counted.

@@ -127,9 +127,10 @@ def one_for_each(values: Any, num_prompts: int, name: str, kind: Any, kind_name:
 
 
 def progress_bar(num_requests: int, *, is_shown: bool) -> tqdm:
-    """Return a progress bar. It is shown only if `is_shown` is true and stderr is an open terminal."""
+    """Return a progress bar. It is shown only if `is_shown` is true and stderr is an open terminal or a notebook's."""
     is_open = sys.stderr is not None and not sys.stderr.closed
-    return tqdm(total=num_requests, desc="requests", unit="req", disable=None if is_shown and is_open else True)
+    where_open = False if "ipykernel" in sys.modules else None  # tqdm shows nothing for None without a terminal.
+    return tqdm(total=num_requests, desc="requests", unit="req", disable=where_open if is_shown and is_open else True)
 
 
 def _is_array(value: Any) -> bool:

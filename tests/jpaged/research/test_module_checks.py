@@ -321,6 +321,12 @@ def test_an_ordinary_module_draws_and_scores_what_its_dense_forward_says(kind):
     assert np.abs(ours - theirs).max() < 8e-3, "both round logits, which are about 1, to 16 bits: by 2 ** −8"
 
 
+def test_a_window_may_be_an_integer_of_numpy():
+    module = Small(layers=(replace(LAYER, window=np.int64(8)), LAYER), calls=((0, {"window": 8}), (1, {})))
+    with Engine(module, **SIZES) as engine:
+        assert engine.attention.startswith("native"), "the check of the backend writes the window as JSON"
+
+
 def test_a_module_that_cannot_be_traced_in_a_program_is_refused_at_start_with_the_cause():
     class Branches(Small):
         def logits(self, hidden):
