@@ -1,13 +1,18 @@
-"""The commands and examples of the README work as they are written there."""
+"""The commands and examples of the README work as they are written there, and the reference has all fields."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
+
+from jpaged import AttentionLayer, EngineConfig, ModelSpec
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -44,6 +49,16 @@ def test_ci_runs_the_second_command() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     for part in commands("b").splitlines()[1].split(" && "):
         assert part.removeprefix("python -m pip install ") in script
+
+
+def test_the_reference_has_every_field_of_a_spec_and_every_argument_of_attend() -> None:
+    reference = (ROOT / "docs" / "research_reference.md").read_text()
+    arguments = signature(PagedCache.attend).parameters.keys() - {"self"}
+    named = [one.name for described in (ModelSpec, AttentionLayer) for one in fields(described)]
+    assert [name for name in (*named, *arguments) if f"`{name}`" not in reference] == []
+    options = {one.name for one in fields(EngineConfig)}
+    listed = re.findall(r"^\| (`.*?) \|", reference.split("## Options that matter")[1].split("## ")[0], re.MULTILINE)
+    assert {name for row in listed for name in re.findall(r"`(\w+)", row)} <= options
 
 
 @pytest.mark.slow
