@@ -51,7 +51,7 @@ def test_a_call_runs_at_once_or_behind_the_step_of_another_thread():
     assert not lock.is_own
 
 
-@pytest.mark.filterwarnings("ignore:os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_fork_of_the_process_is_refused_and_does_not_wait_for_a_thread_that_it_lacks():
     lock, is_forked = StepLock(), threading.Event()
     is_held = threading.Event()
