@@ -11,17 +11,16 @@ flight.
 import sys
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from grpo import GROUP, LENGTH, rewards_of, train
 from own_model import VOCAB, Tiny
 
 from jpaged import Engine, SamplingParams
-from jpaged.models.dense import dense_logprobs
 
-GROUP, LENGTH, UPDATES, GROUPS, STALENESS, CLIP = 8, 16, 60, 8, 2, 0.2
+UPDATES, GROUPS, STALENESS = 60, 8, 2
 
 
 def prompts(seed: int) -> Iterator[list[int]]:
@@ -30,24 +29,6 @@ def prompts(seed: int) -> Iterator[list[int]]:
     while True:
         first = int(rng.integers(1, VOCAB - 3))
         yield [first, first + 1, first + 2]
-
-
-def rewards_of(ids: jax.Array) -> jax.Array:
-    """Return the reward of each sample [B], given prompts and outputs [B, N]: the share of ascending tokens."""
-    follows = ids[:, 1:] == (ids[:, :-1] + 1) % VOCAB
-    return follows[:, -LENGTH:].mean(axis=1)
-
-
-@nnx.jit
-def train(model: Tiny, optimizer: nnx.Optimizer, ids: jax.Array, drawn: jax.Array, advantages: jax.Array) -> None:
-    """Take one step on samples [B, N], of which the last LENGTH tokens were drawn with the logprobs `drawn`."""
-
-    def loss(model: Tiny) -> jax.Array:
-        ratio = jnp.exp(dense_logprobs(model, ids)[:, -LENGTH:] - drawn)
-        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-        return -jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None]).mean()
-
-    optimizer.update(model, nnx.grad(loss)(model))
 
 
 def main(seed: int = 0) -> tuple[list[float], int]:

@@ -28,7 +28,7 @@ from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
 from ..step.jax_settings import engine_settings
-from .engine_core import fault_of
+from .engine_core import STEPS_FAILED, fault_of
 from .inbox import Inbox
 from .step_lock import Result, StepLock
 from .step_results import OUTPUT_FAILED
@@ -424,6 +424,13 @@ class EngineLoop:
             except Exception as exception:  # A fault in one request's output must not stop other requests.
                 self.core.fail(request, OUTPUT_FAILED, cause=exception)
         return deltas
+
+    def fail(self, inbox: Inbox, error: Exception) -> None:
+        """End the unfinished requests of an inbox by an error, which they hold for their caller."""
+        for request in list(inbox.requests):
+            if not request.state.is_finished:
+                self.core.fail(request, STEPS_FAILED, cause=error)
+        self._distribute([])
 
     def drop(self, inbox: Inbox) -> None:
         """End all requests of an inbox, and forget them, since their outputs are not taken any more."""

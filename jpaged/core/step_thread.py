@@ -35,7 +35,7 @@ class StepThread:
         if inbox is not None:
             self._inboxes = [other for other in self._inboxes if other.requests and other is not inbox] + [inbox]
         if self._thread is None and self._has_work:
-            # A daemon: a program may end while requests are unfinished that nobody waits for.
+            # A daemon thread does not keep a program from ending while requests are unfinished.
             self._thread = threading.Thread(target=self._run, name="jpaged steps", daemon=True)
             self._thread.start()
 
@@ -60,11 +60,10 @@ class StepThread:
                     return
                 try:
                     self.loop.advance()
-                except Exception:
-                    # Requests that have ended with it hold the exception, and their callers raise it.
-                    logger.exception("steps failed, and all requests have ended")
+                except Exception as error:
+                    logger.exception("steps failed, and end the requests that this thread computes")
                     for inbox in self._inboxes:
-                        inbox.changes.set()
+                        self.loop.fail(inbox, error)  # Their callers raise it.
 
     def stop(self) -> None:
         """Let the thread end after its present step, and wait for that."""

@@ -32,7 +32,7 @@ from ..errors import InvalidRequestError
 
 INDEX_FILE = "index.json"
 FORMAT = 1
-"""Of the directory, named in its index."""
+"""Number of the directory's format, which its index names."""
 MAX_OPEN = 1024
 """Shards that stay open while sequences are read in a random order; opening one takes as long as 10 sequences."""
 

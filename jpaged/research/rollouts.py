@@ -50,7 +50,7 @@ class Rollouts:
         self._ended: dict[Request, int] = {}
         """Those that have ended and that nobody has taken, likewise, in the order of their ends."""
         self._errors: deque[Exception] = deque()
-        """Of prompts that were refused, for the next calls."""
+        """Errors of prompts that were refused; each of the next calls raises one."""
         self._next: tuple[int, NewRequest] | None = None
         """A prompt that found the queue full."""
         self._num_read, self._is_at_end, self._is_closed = 0, False, False
