@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from . import engine_check, kernel_items
 from .items import Item
 from .kernel_items import Rival
+from .scoring_check import scoring_item
 from .step_profile import profile_item
 
 GOALS = {**kernel_items.GOALS, **engine_check.GOALS}
@@ -19,4 +20,5 @@ def all_items(rival: Rival, environment: Mapping[str, str], *, has_command_buffe
     """
     correctness, *measured = kernel_items.kernel_items()
     small, *engine = engine_check.engine_items(environment, has_command_buffers=has_command_buffers)
-    return [correctness, small, *measured, *kernel_items.compared_items(rival), profile_item(), *engine]
+    compared = kernel_items.compared_items(rival)
+    return [correctness, small, *measured, *compared, profile_item(), *engine, scoring_item(environment)]

@@ -18,6 +18,7 @@ Script = Callable[[str], ModuleType]
 """Name → that module of the folder `scripts`."""
 ITEMS = (
     "correctness", "copy", "K1", "K2", "K3", "K5", "K6", "K4", "step", "engine-small", "engine-smollm2", "engine-8b",
+    "scores",
 )  # fmt: skip
 """Items that both scripts have."""
 

@@ -123,8 +123,15 @@ def test_kernels_are_checked_before_the_gpu_is_opened_as_the_engine_will_ask(
     monkeypatch.setattr(check_process, "load_backend", lambda entry: broken_kernels.Right)
     monkeypatch.setattr(check_process.jax, "__version_info__", (0, 11, 2))
     items = {item.name: item for item in script("gpu_check").ITEMS if item.environment is not None}
-    assert set(items) == {"engine-small", "engine-smollm2", "step", "engine-8b", "engine-8b-no-command-buffers"}
-    for name in ("step", "engine-8b", "engine-8b-no-command-buffers", "engine-small"):
+    assert set(items) == {
+        "engine-small",
+        "engine-smollm2",
+        "step",
+        "engine-8b",
+        "engine-8b-no-command-buffers",
+        "scores",
+    }
+    for name in ("step", "engine-8b", "engine-8b-no-command-buffers", "scores", "engine-small"):
         items[name].before_opening()
     *large, small = asked
     assert {request.shape for request in large} == {AttentionShape(32, 8, 128, (None,), "bfloat16")}
