@@ -73,4 +73,4 @@ def _medians(prepare: Callable[[], Any], ways: Mapping[str, Callable[[], Any]], 
 def scoring_item(environment: Mapping[str, str]) -> Item:
     """Return the item, in a process of its own with these variables."""
     about = "scores of drawn tokens beside their logprobs; speed of the likeliest"
-    return one("scores", 2.0, about, measure_scores, environment=dict(environment), before_opening=before_8b)
+    return one("scores", 1.3, about, measure_scores, environment=dict(environment), before_opening=before_8b)
