@@ -68,6 +68,20 @@ class GenerationArrays:
             raise refusal("max_tokens", shown(max_tokens), f"an integer ≥ {longest}, the tokens of the longest sample")
         return cls(**_columns(samples, longest if max_tokens is None else max_tokens))
 
+    def with_prompt_len(self, prompt_len: int) -> Self:
+        """Return these samples with P = `prompt_len`, so that jitted functions see one shape whatever was prompted.
+
+        Raise InvalidRequestError for fewer than the tokens of the longest prompt.
+        """
+        prompts, mask = _from_device(self.prompt_tokens), _from_device(self.prompt_mask)
+        longest = int(mask.sum(axis=1).max(initial=0))
+        if not is_integer(prompt_len) or prompt_len < longest:
+            raise refusal("prompt_len", shown(prompt_len), f"an integer ≥ {longest}, the tokens of the longest prompt")
+        padding = (0, 0), (max(0, prompt_len - mask.shape[1]), 0)
+        start = max(0, mask.shape[1] - prompt_len)
+        prompts, mask = (np.pad(array[:, start:], padding) for array in (prompts, mask))
+        return replace(self, prompt_tokens=on_device(prompts), prompt_mask=on_device(mask))
+
 
 def for_arrays(params: Any) -> SamplingParams:
     """Return a copy of `params` for results as arrays: with the logprob of each drawn token, and without text.
@@ -275,4 +289,4 @@ def on_device(array: np.ndarray) -> jax.Array:
 
 def _from_device(array: Any) -> np.ndarray:
     with jax.transfer_guard("allow"):
-        return np.asarray(array, np.float32)
+        return np.asarray(array)

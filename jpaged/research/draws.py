@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ..checks import check, integer, refusal, shown
@@ -39,7 +40,7 @@ def draw(logits: Float[Array, "*R V"], seed: Any, sample: Any, index: Any, param
     if getattr(logits, "ndim", 0) not in (1, 2):
         raise refusal("logits", shown(getattr(logits, "shape", logits)), "an array [V] or [R, V]")
     with trace_settings():
-        rows = jnp.asarray(logits, jnp.float32)
+        rows = _unsharded(jnp.asarray(logits, jnp.float32))
         rows = rows[None] if rows.ndim == 1 else rows
         num_rows = rows.shape[0]
         seed_low, seed_high = _halves(seed)
@@ -55,6 +56,13 @@ def draw(logits: Float[Array, "*R V"], seed: Any, sample: Any, index: Any, param
         parameters = SamplingRows(**{name: jnp.broadcast_to(value, (num_rows,)) for name, value in columns.items()})
         tokens = _draw(rows, parameters, SampleMode.GREEDY if params.is_greedy else SampleMode.RANDOM)
     return tokens[0] if logits.ndim == 1 else tokens
+
+
+def _unsharded(array: jax.Array) -> jax.Array:
+    """Return an array whose explicit axes of a mesh, if its type names any, are gathered: drawing sorts by blocks of
+    the vocabulary, and JAX does not split such work by itself."""
+    sharding = jax.typeof(array).sharding
+    return jax.sharding.reshard(array, sharding.update(spec=PartitionSpec())) if sharding.mesh.explicit_axes else array
 
 
 def _halves(seed: Any) -> tuple[Int[Array, "*R"], Int[Array, "*R"]]:

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from examples import own_model
-from jpaged import Engine, EngineConfig, SamplingParams
-from jpaged.models.dense import dense_logprobs
+from jpaged import Engine, EngineConfig, SamplingParams, draw
+from jpaged.models.dense import dense_logits, dense_logprobs
 from jpaged.startup.open_model import open_model
 from jpaged.step import step_sizes
 
@@ -150,7 +150,11 @@ def serve_module() -> None:
     """Serve a module by the names of its variables, and one without names, with arrays on a mesh with explicit axes."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     ids = list(range(1, 30))
-    expected = dense_logprobs(Named(), jnp.array([ids]))[0]
+    expected, expected_logits = (
+        dense_logprobs(Named(), jnp.array([ids]))[0],
+        dense_logits(Named(), jnp.array([ids]))[0, :28],
+    )
+    drawn = draw(expected_logits, 7, 0, np.arange(28), SamplingParams()).tolist()
     for has_names, own_rules, shape in ((True, {"rows": None}, (64, 128)), (False, {}, (64, 256))):
         module = Named(has_names=has_names)
         nnx.update(module, jax.tree.map(lambda array: place(array, mesh, ("fsdp",)), nnx.state(module)))
@@ -162,6 +166,8 @@ def serve_module() -> None:
             for _ in range(2):
                 np.testing.assert_allclose(engine.logprobs(ids), expected, rtol=0, atol=1e-5)
                 engine.update_params(nnx.state(module))
+            sharded = jax.device_put(np.asarray(expected_logits), NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
+            assert draw(sharded, 7, 0, np.arange(28), SamplingParams()).tolist() == drawn
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(nnx.state(module, nnx.Param)))
         wanted = [] if has_names else [f"{num_bytes:,} bytes on each of 2 devices"]
         warnings = [record.getMessage() for record in logged if record.levelno >= logging.WARNING]

@@ -59,6 +59,15 @@ def test_groups_are_those_of_generate_in_the_order_of_their_ends_or_of_the_promp
     with pytest.raises(StopIteration):
         next(rollouts)
     assert not engine.requests
+    longest = groups[0].prompt_tokens.shape[1]
+    for width in (longest + 3, longest):  # Wider, and back.
+        groups[0] = groups[0].with_prompt_len(width)
+        assert groups[0].prompt_tokens.shape == groups[0].prompt_mask.shape == (4, width)
+        prompts = [row[mask].tolist() for row, mask in zip(groups[0].prompt_tokens, groups[0].prompt_mask, strict=True)]
+        assert prompts == PROMPTS[:4]
+        assert bool(groups[0].prompt_mask[:, -1].all())
+    with pytest.raises(InvalidRequestError, match=f"prompt_len: got 1, allowed: an integer ≥ {longest}"):
+        groups[0].with_prompt_len(1)
 
 
 def test_as_many_prompts_are_read_as_may_be_in_flight_and_closing_aborts_them(engine: Engine) -> None:
