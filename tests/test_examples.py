@@ -75,6 +75,13 @@ def test_lm_eval_asks_all_three_questions():
 
 
 @pytest.mark.slow
+def test_a_training_state_in_the_layout_of_maxtext_is_served():
+    printed = run("-c", "import maxtext_state; print(maxtext_state.main())").splitlines()
+    assert float(printed[-1]) < 1e-4
+    assert "updates: 2, recompiled steps: 0" in printed
+
+
+@pytest.mark.slow
 def test_tunix_trains_with_our_rollout():
     pytest.importorskip("tunix", reason="pip install google-tunix")
     printed = run("tunix_rollout.py")
