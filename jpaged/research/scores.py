@@ -278,24 +278,12 @@ class Scorer:
     ) -> list[int]:
         """Compute the scores of rows, which go to `numbers_of(row)`; return the version of the weights for each row.
 
-        Rows with equal contexts and temperatures are samples of one request, as many as fit together. Rows without a
-        token to score are only checked. Raise JpagedError if a row was aborted or has failed.
+        Rows without a token to score are only checked. Raise JpagedError if a row was aborted or has failed.
         """
-        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for index, row in enumerate(rows):
-            # A context of one token has nothing to share: the sample computes its last token itself.
-            own = index if len(row.context) == 1 else -1
-            groups[row.context, row.temperature, own].append(index)
-        parts: list[list[int]] = []
-        for indices in groups.values():
-            context_len = len(rows[indices[0]].context)
-            num_tokens = context_len + max(len(rows[index].continuation) for index in indices) - 1
-            demand, max_num_seqs = self.batch.loop.scheduler.demand, self.builder.sizes.max_num_seqs
-            size = demand.max_samples(context_len - 1, num_tokens, min(max_num_seqs, len(indices)))
-            parts += [indices[start : start + size] for start in range(0, len(indices), size)]
         built: list[NewRequest | InvalidRequestError] = []
         rows_of: list[list[int]] = []
-        for indices in parts:
+        """The rows that are the samples of each request."""
+        for indices in self._shared_contexts(rows):
             first = rows[indices[0]]
             try:
                 new = self.builder.build_scored(
@@ -326,6 +314,23 @@ class Scorer:
             for one, index in zip(request.sequences, indices, strict=True):
                 versions[index] = one.weight_versions[-1][1]
         return versions
+
+    def _shared_contexts(self, rows: Sequence[_Row]) -> list[list[int]]:
+        """Return the indices of the rows that become one request each, its samples: rows of equal contexts and
+        temperatures, as many of them as the pages and `max_num_seqs` have room for at once."""
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            # A context of one token has nothing to share: the sample computes its last token itself.
+            own = index if len(row.context) == 1 else -1
+            groups[row.context, row.temperature, own].append(index)
+        demand, max_num_seqs = self.batch.loop.scheduler.demand, self.builder.sizes.max_num_seqs
+        parts = []
+        for indices in groups.values():
+            context_len = len(rows[indices[0]].context)
+            num_tokens = context_len + max(len(rows[index].continuation) for index in indices) - 1
+            size = demand.max_samples(context_len - 1, num_tokens, min(max_num_seqs, len(indices)))
+            parts += [indices[start : start + size] for start in range(0, len(indices), size)]
+        return parts
 
 
 def _are_several(value: Any) -> bool:
