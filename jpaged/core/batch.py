@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from numbers import Integral
 from typing import Any
 
@@ -124,6 +124,11 @@ class BatchRunner:
                 built.append(error)
         return built
 
+    def unused_id(self, request_id: str) -> str:
+        """Return this id, with a number behind it if an unfinished request has it: callers choose ids too."""
+        used = self.loop.requests
+        return next(one for one in chain([request_id], (f"{request_id}-{i}" for i in count(2))) if one not in used)
+
     def name(
         self,
         call: str,
@@ -150,7 +155,8 @@ class BatchRunner:
         named: dict[str, NewRequest | InvalidRequestError] = {}
         for index, new in enumerate(built):
             own_number = self.builder.num_requests + index if number is None else number
-            request_id = f"{call}-{own_number if number is None else next(self._uncounted_ids)}"
+            suffix = own_number if number is None else next(self._uncounted_ids)
+            request_id = self.unused_id(f"{call}-{suffix}")
             try:
                 if isinstance(new, InvalidRequestError):
                     raise new

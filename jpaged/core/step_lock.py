@@ -134,6 +134,16 @@ class StepLock:
             raise call.error
         return call.result
 
+    def post(self, name: str, command: Callable[[], object]) -> None:
+        """Let `command` run while no step runs, without waiting for the step of another thread, and drop its result.
+
+        If this or another thread holds the lock, the command runs at the end of its step, or with the next call.
+        """
+        self._calls.append(QueuedCall(name, command))
+        if not self._lock.locked() and os.getpid() == self._process:
+            with self.hold():
+                pass
+
     def _check_process(self) -> None:
         """Raise RuntimeError in a child of `os.fork`: it lacks the threads that compute, so that a step would hang."""
         if os.getpid() != self._process:

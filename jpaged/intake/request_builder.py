@@ -70,13 +70,20 @@ class RequestBuilder:
             raise refusal("sampling_params", type(params).__name__, "SamplingParams, BeamSearchParams")
         if self.encoder.tokenizer is None and isinstance(params, SamplingParams) and not params.stop:
             params = replace(params, detokenize=False)  # Nothing can make text of the tokens, and nothing looks for it.
-        max_num_seqs = self.sizes.max_num_seqs
-        checked = self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs)
+        checked = self.check(params)
         encoded = self.encoder.encode(prompt, has_answer=scoring is None)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
         options: dict[str, Any] = {"number": number, "arrival_time": arrival_time, "form": form, "scoring": scoring}
         return self._message(request_id, encoded, checked, **options)
+
+    def check(self, params: Params) -> CheckedParams:
+        """Return parameters after a check against the model and the engine's sizes, whatever the prompt is.
+
+        Raise InvalidRequestError for those that are wrong or that this engine does not serve.
+        """
+        max_num_seqs = self.sizes.max_num_seqs
+        return self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs)
 
     def build_encoded(
         self, request_id: str, encoded: EncodedPrompt, checked: CheckedParams, *, number: int

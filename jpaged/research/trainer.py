@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flax import nnx
@@ -17,6 +18,7 @@ from ..messages import Params, ResultForm
 from ..models.weights.live_weights import LiveWeights
 from ..sampling.sampling_params import SamplingParams
 from ..step.jax_settings import engine_settings
+from ..text.prompts import check_priority
 from .arrays import LogprobComparison, compare, for_arrays
 from .rollouts import Rollouts
 from .scores import Scorer
@@ -48,21 +50,28 @@ class Trainer:
         priority: int | None,
     ) -> Rollouts:
         """Return an iterator over the samples of prompts, which a thread computes; see `Engine.submit`."""
-        builder = self.batch.builder
+        builder, loop = self.batch.builder, self.batch.loop
+        loop.call("submit", partial(loop.check_ready, "submit"))
         params: Any = builder.default_params() if sampling_params is None else sampling_params
-        pairs: Iterator[tuple[Any, SamplingParams]]
-        if isinstance(prompts, Iterator):
-            params = for_arrays(params)
-            pairs = ((prompt, params) for prompt in prompts)
-        else:
-            prompts = as_prompts(prompts)
-            each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
-            pairs = iter(list(zip(prompts, map(for_arrays, each), strict=True)))
-            params = each[0] if each else SamplingParams()
         check("max_in_flight", max_in_flight, or_none(integer(1)))
         check("in_order", in_order, boolean)
+        if priority is not None:
+            check_priority(priority, builder.config.scheduling_policy)
+        pairs: Iterator[tuple[Any, SamplingParams]]
+        if isinstance(prompts, Iterator) or isinstance(params, Params):
+            shared = for_arrays(params)
+            builder.check(shared)  # Here, and not as the error of each prompt.
+            prompts = prompts if isinstance(prompts, Iterator) else iter(as_prompts(prompts))
+            pairs, num_samples = ((prompt, shared) for prompt in prompts), shared.n
+        else:
+            prompts = as_prompts(prompts)
+            each = list(
+                map(for_arrays, one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams"))
+            )
+            pairs = iter(list(zip(prompts, each, strict=True)))
+            num_samples = max((one.n for one in each), default=1)
         if max_in_flight is None:
-            max_in_flight = max(1, 2 * builder.sizes.max_num_seqs // params.n)
+            max_in_flight = max(1, 2 * builder.sizes.max_num_seqs // num_samples)
         options: dict[str, Any] = {"max_in_flight": max_in_flight, "in_order": in_order, "priority": priority}
         return Rollouts(self.batch, self.thread, pairs, **options)
 

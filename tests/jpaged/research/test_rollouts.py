@@ -1,6 +1,7 @@
 """Rollouts of `Engine.submit`: groups as arrays from the engine's own thread, while others score and update weights."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -111,7 +112,63 @@ def test_errors_are_raised_where_their_group_would_come_and_the_others_go_on(eng
     with pytest.raises(RuntimeError, match="shut down"):
         next(rollouts)
     with pytest.raises(RuntimeError, match="shut down"):
-        engine.submit(PROMPTS, GROUPS)
+        engine.submit([], GROUPS)
+
+
+def test_refused_prompts_count_and_come_in_their_place(engine) -> None:
+    """Else an iterator without end whose prompts are all refused would be read for ever."""
+    read: list[int] = []
+    refused = ([3] * SIZES["max_model_len"] for _ in prompts_without_end(read))
+    with engine.submit(refused, GROUPS, max_in_flight=3) as rollouts:
+        assert len(read) == 3
+        with pytest.raises(InvalidRequestError, match="prompt 0"):
+            next(rollouts)
+        assert len(read) == 4
+    prompts = [PROMPTS[0], [-1], PROMPTS[1]]
+    with engine.submit(prompts, GROUPS, in_order=True) as rollouts:
+        assert rollouts.take(1).prompt_indices.tolist() == [0, 0]
+        with pytest.raises(InvalidRequestError, match="prompt 1"):
+            rollouts.take(2)
+        assert rollouts.take(2).prompt_indices.tolist() == [2, 2]
+    options: dict[str, Any]
+    for options, name in (({"n": 99}, "n"), ({"logprobs": 50}, "logprobs"), ({"stop": "x"}, "stop")):
+        with pytest.raises(InvalidRequestError, match=f"^{name}: got"):
+            engine.submit(prompts_without_end([]), replace(GROUPS, **options))
+    with pytest.raises(InvalidRequestError, match="priority: got 1 under scheduling_policy fcfs"):
+        engine.submit(prompts_without_end([]), GROUPS, priority=1)
+    with engine.submit(PROMPTS, GROUPS, max_in_flight=4) as rollouts:
+        for wrong in ("3", None, True, 1.5, 0, 5):
+            with pytest.raises(InvalidRequestError, match="num_groups: got"):
+                rollouts.take(wrong)
+
+
+def test_no_group_is_lost_by_an_iterator_that_raises_or_by_ids_and_limits(engine, tiny) -> None:
+    def breaks_after(num_prompts: int) -> Iterator[list[int]]:
+        yield from PROMPTS[:num_prompts]
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        engine.submit(breaks_after(1), GROUPS, max_in_flight=2)
+    assert not engine.requests
+    with engine.submit(breaks_after(2), GROUPS, max_in_flight=2, in_order=True) as rollouts:
+        with pytest.raises(OSError, match="no more"):
+            rollouts.take(1)
+        assert [int(group.prompt_indices[0]) for group in rollouts] == [0, 1]
+    with Engine(tiny, params=OLD, **SIZES, limits={"waiting_requests": 2}) as other:
+        other.add_request("submit-1", PROMPTS[0], replace(PARAMS, max_tokens=60))
+        with other.submit(PROMPTS * 3, GROUPS, max_in_flight=8) as rollouts:
+            assert [len(rollouts.take(6).tokens) for _ in range(3)] == [12, 12, 12]
+
+
+def test_rollouts_that_nobody_holds_compute_no_more(engine) -> None:
+    for group in engine.submit(prompts_without_end([]), replace(GROUPS, max_tokens=60)):
+        assert group.tokens.shape == (2, 60)
+        break
+    deadline = time.monotonic() + 60
+    while engine.requests and time.monotonic() < deadline:  # They end with the step that was computed meanwhile.
+        time.sleep(0.01)
+    assert not engine.requests
+    assert engine.stats()["idle_faults"] == 0
 
 
 def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str) -> np.ndarray:
