@@ -43,7 +43,7 @@ def main(seed: int = 0) -> tuple[list[float], int]:
     ):
         for version in range(UPDATES):
             samples = rollouts.take(GROUPS)
-            staleness = max(staleness, version - int(samples.versions.min()))
+            staleness = max(staleness, version - int(samples.versions.min(where=samples.mask, initial=version)))
             ids = jnp.concatenate([samples.prompt_tokens, samples.tokens], axis=1)
             rewards = rewards_of(ids)
             groups = rewards.reshape(-1, GROUP)

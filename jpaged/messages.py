@@ -25,10 +25,12 @@ class ResultForm(enum.Enum):
 
 
 class Scoring(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a request computes that draws no token: the scores of given tokens, at its temperature."""
+    """What a request computes that draws no token: the scores of given tokens."""
 
     continuations: tuple[bytes, ...]
     """The tokens of each sample after the prompt, int32, at least one."""
+    temperatures: tuple[float, ...]
+    """The temperature at which each sample is scored."""
     first: int = 0
     """Index of the first token of each continuation that is scored."""
     kind: ScoreKind = OWN_SCORE

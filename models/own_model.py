@@ -7,6 +7,7 @@ cache, and `logits`, which returns the scores of chosen rows of them. Its `spec`
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -146,7 +147,9 @@ def open_own_model(
         raise ModelLoadError(f"model: {name}.spec: {fault}")
     for option, method in (("call", call), ("logits", head)):
         if not isinstance(method, str) or not callable(getattr(module, method, None)):
-            raise ModelLoadError(f"model: {name} has no method {method!r}, wanted the name of one for {option}")
+            raise ModelLoadError(
+                f"model: {name} has no method {reprlib.repr(method)}, wanted the name of one for {option}"
+            )
     if fault := call_fault(module, call):
         raise ModelLoadError(f"model: {fault}")
     # Windows may be integers of numpy. An `activation_width` of 0 stands for an estimate of values per token.

@@ -80,7 +80,7 @@ def _run(argv: list[str]) -> int:
     with closing(LineSource(args.prompt_file)) as lines:
         handle = open_model(config)
         check("--top-k", args.top_k, integer(1, handle.spec.vocab_size), error=ConfigError)
-        settings = make_settings(config, handle, weights_version=0, top_k=args.top_k, **options)
+        settings = make_settings(config, handle, None, weights_version=0, top_k=args.top_k, **options)
         index = read_index(directory)
         if index is not None and index.shards and not args.resume:
             got = f"{directory}, which has results"

@@ -54,13 +54,13 @@ def unpadded(prompts: Mapping[str, Any]) -> list[dict[str, Any]]:
     if mask is not None and lengths is not None:
         raise refusal("prompts", "a mask and lengths", "one of them")
     if lengths is not None:
-        counts = np.asarray(lengths)
+        counts = as_array("lengths", lengths)
         if counts.shape != ids.shape[:1] or not np.issubdtype(counts.dtype, np.integer):
             raise refusal("lengths", f"{counts.dtype} {list(counts.shape)}", f"integers [{len(ids)}], one a row")
         if outside := [int(count) for count in counts if not 1 <= count <= ids.shape[1]]:
             raise refusal("lengths", outside[0], f"1 to {ids.shape[1]}, the columns of prompt_token_ids")
         mask = np.arange(ids.shape[1]) < counts[:, None]
-    is_token = np.ones(ids.shape, bool) if mask is None else np.asarray(mask)
+    is_token = np.ones(ids.shape, bool) if mask is None else as_array("mask", mask)
     if is_token.shape != ids.shape:
         raise refusal("mask", f"the shape {list(is_token.shape)}", f"{list(ids.shape)}, that of prompt_token_ids")
     if not np.isin(is_token, (0, 1)).all():
@@ -89,11 +89,24 @@ def as_sequences(ids: Any) -> tuple[list[list[int]], bool]:
     if _is_array(ids):
         ids = np.asarray(ids).tolist()
     is_one = bool(ids) and is_integer(scalar(ids[0]))
-    # `tolist` makes Python integers of numpy's and JAX's. A scalar does not become a list, and is refused below.
-    sequences = [np.asarray(one).tolist() for one in ([ids] if is_one else ids)]
-    if not sequences or not all(isinstance(one, list) and one and all(map(is_integer, one)) for one in sequences):
+    sequences = [_as_ids(one) for one in ([ids] if is_one else ids)]
+    if not sequences or not all(one and all(map(is_integer, one)) for one in sequences):
         raise refusal("ids", shown(ids), allowed)
     return sequences, is_one
+
+
+def _as_ids(value: Any) -> list[Any]:
+    """Return the elements of a list, a tuple or an array, scalars of numpy and JAX as numbers; nothing of others."""
+    items = np.asarray(value).tolist() if _is_array(value) else value
+    return list(map(scalar, items)) if isinstance(items, list | tuple) else []
+
+
+def as_array(name: str, value: Any) -> np.ndarray:
+    """Return a caller's value as an array of numpy; raise InvalidRequestError if its rows have different lengths."""
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise refusal(name, shown(value), "an array, or lists of one length") from error
 
 
 def as_conversations(messages: Any) -> list[Any]:

@@ -14,12 +14,13 @@ from ..checks import is_integer, is_number, refusal, shown
 from ..config.engine_config import EngineConfig
 from ..messages import NewRequest, Params, ResultForm, Scoring
 from ..request import CacheKey, Request, SampleSequence
-from ..sampling.sampling_params import SamplingParams, ScoreKind
+from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
 from ..text.prompts import CheckedParams, EncodedPrompt, PromptEncoder, check_num_samples, check_priority
 
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel to the device as int32."""
+INT32_BYTES = 4
 
 
 class RequestBuilder:
@@ -52,15 +53,13 @@ class RequestBuilder:
         priority: Any = None,
         arrival_time: Any = None,
         form: ResultForm = ResultForm.ENTRIES,
-        scoring: Scoring | None = None,
     ) -> NewRequest:
         """Check the arguments, encode the prompt, and return the request's message; it is not queued.
 
         `prompt` is a text, token ids or a mapping, and `params` of None are `default_params`. Without a tokenizer there
         is no text, whatever they say of `detokenize`. `number` is part of the seed of a request without one. `priority`
         overrides that of the prompt's mapping. `arrival_time` is in seconds of `time.monotonic()`; None is now. `form`
-        is the form of the results. With `scoring` no token is drawn: those of its continuations are scored, and the
-        prompt with the longest one may be as long as the context. Raise InvalidRequestError if an argument is wrong.
+        is the form of the results. Raise InvalidRequestError if an argument is wrong.
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
@@ -71,11 +70,10 @@ class RequestBuilder:
         if self.encoder.tokenizer is None and isinstance(params, SamplingParams) and not params.stop:
             params = replace(params, detokenize=False)  # Nothing can make text of the tokens, and nothing looks for it.
         checked = self.check(params)
-        encoded = self.encoder.encode(prompt, has_answer=scoring is None)
+        encoded = self.encoder.encode(prompt)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
-        options: dict[str, Any] = {"number": number, "arrival_time": arrival_time, "form": form, "scoring": scoring}
-        return self._message(request_id, encoded, checked, **options)
+        return self._message(request_id, encoded, checked, number=number, arrival_time=arrival_time, form=form)
 
     def check(self, params: Params) -> CheckedParams:
         """Return parameters after a check against the model and the engine's sizes, whatever the prompt is.
@@ -98,31 +96,14 @@ class RequestBuilder:
         check_num_samples(checked.params, self.sizes.max_num_seqs)
         return self._message(request_id, encoded, checked, number=number)
 
-    def build_scored(
-        self,
-        context: Sequence[int],
-        continuations: Sequence[list[int]],
-        *,
-        temperature: float,
-        first: int,
-        kind: ScoreKind,
-        asked: tuple[bytes, ...],
-    ) -> NewRequest | None:
-        """Return the message of a request that scores continuations of one context; None if they have no token.
+    def check_scored(self, context: Sequence[int], continuation: Sequence[int]) -> None:
+        """Raise InvalidRequestError for a token outside the vocabulary, and for more tokens than a context has."""
+        self.encoder.encode([*context, *continuation[: self.sizes.max_model_len]], has_answer=False)
 
-        `temperature` and the fields of `Scoring` that the others become were checked. Raise InvalidRequestError for a
-        token outside the vocabulary, and for more tokens than the context of the model has.
-        """
-        for continuation in continuations:
-            self.encoder.encode([*context, *continuation[: self.sizes.max_model_len]], has_answer=False)
-        num_tokens = max(map(len, continuations))
-        if not num_tokens:
-            return None
-        params = SamplingParams(
-            n=len(continuations), temperature=temperature, max_tokens=num_tokens, logprobs=0, detokenize=False
-        )
-        packed = tuple(array("i", continuation).tobytes() for continuation in continuations)
-        scoring = Scoring(continuations=packed, first=first, kind=kind, asked=asked)
+    def build_scored(self, context: Sequence[int], scoring: Scoring) -> NewRequest:
+        """Return the message of a request that scores continuations of one context, all of which were checked."""
+        num_tokens = max(len(packed) // INT32_BYTES for packed in scoring.continuations)
+        params = SamplingParams(n=len(scoring.continuations), max_tokens=num_tokens, logprobs=0, detokenize=False)
         encoded = EncodedPrompt(list(context), None)
         return self._message("", encoded, CheckedParams(params), number=0, form=ResultForm.ARRAYS, scoring=scoring)
 
@@ -159,7 +140,7 @@ class RequestBuilder:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             form=form,
             scoring=scoring,
-            tempers_scores=scoring is not None or self.config.logprobs_mode == "tempered_logprobs",
+            tempers_scores=self.config.logprobs_mode == "tempered_logprobs",
         )
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..checks import is_integer, refusal, shown
+from ..checks import check, integer, is_integer, refusal, shown
 from ..errors import JpagedError
 from ..outputs import CompletionOutput, RequestOutput
 from ..request import Request, SampleSequence
@@ -53,16 +53,20 @@ class GenerationArrays:
     """For each sample why it failed; None for one that did not."""
 
     @classmethod
-    def of(cls, outputs: Sequence[RequestOutput], *, max_tokens: int | None = None) -> Self:
+    def of(cls, outputs: Sequence[RequestOutput], *, max_tokens: int | None = None, num_tops: int = 0) -> Self:
         """Return the samples of outputs of `Engine.step` or `generate`, which hold all tokens so far.
 
-        T is `max_tokens`, or the length of the longest sample for None; `prompt_indices` are places in `outputs`. Raise
-        InvalidRequestError for samples without logprobs, which `SamplingParams(logprobs=0)` asks for, for samples of
-        more than `max_tokens` tokens, and for what is no list of outputs.
+        T is `max_tokens`, or the length of the longest sample for None; K is `num_tops`, at most the K of
+        `SamplingParams(logprobs=K)`; `prompt_indices` are places in `outputs`. Raise InvalidRequestError for samples
+        without logprobs, which `SamplingParams(logprobs=0)` asks for, or with too few of them, for samples of more than
+        `max_tokens` tokens, for deltas, and for what is no list of outputs.
         """
         if not isinstance(outputs, Sequence) or not all(isinstance(output, RequestOutput) for output in outputs):
             raise refusal("outputs", shown(outputs), "a list of RequestOutput")
-        samples = [_of_output(index, output, one) for index, output in enumerate(outputs) for one in output.outputs]
+        check("num_tops", num_tops, integer(0))
+        samples = [
+            _of_output(index, output, one, num_tops) for index, output in enumerate(outputs) for one in output.outputs
+        ]
         longest = max((len(sample.tokens) for sample in samples), default=0)
         if max_tokens is not None and (not is_integer(max_tokens) or max_tokens < longest):
             raise refusal("max_tokens", shown(max_tokens), f"an integer ≥ {longest}, the tokens of the longest sample")
@@ -154,19 +158,37 @@ def _of_sample(prompt_index: int, sample: SampleSequence) -> _Sample:
     )
 
 
-def _of_output(prompt_index: int, output: RequestOutput, one: CompletionOutput) -> _Sample:
-    """Return a row of one sample of an output; raise InvalidRequestError if it has tokens without logprobs."""
+def _of_output(prompt_index: int, output: RequestOutput, one: CompletionOutput, num_tops: int) -> _Sample:
+    """Return a row of one sample of an output, with its `num_tops` most likely tokens at each place.
+
+    Raise InvalidRequestError if it has tokens without logprobs, too few most likely ones, or is a delta.
+    """
     if one.logprobs is None and one.token_ids:
         way_out = "ask for SamplingParams(logprobs=0)"
         raise refusal("outputs", f"{output.request_id} without logprobs", "samples with logprobs", way_out)
+    if one.weight_versions and one.weight_versions[-1].end != len(one.token_ids):
+        way_out = "leave output_kind out, or take the last outputs of FINAL_ONLY"
+        raise refusal("outputs", f"{output.request_id}, a delta", "outputs with all tokens of a sample", way_out)
     entries = zip(one.logprobs or (), one.token_ids, strict=True)
+    tops = None
+    if num_tops:
+        # The drawn token has an entry too, whatever its rank.
+        likeliest = [
+            sorted((entry.logprob, token_id) for token_id, entry in place.items() if entry.rank <= num_tops)[::-1]
+            for place in one.logprobs or ()
+        ]
+        if any(len(place) < num_tops for place in likeliest):
+            got = f"{output.request_id} with fewer than {num_tops} most likely tokens"
+            raise refusal("outputs", got, f"samples of SamplingParams(logprobs={num_tops}) or more")
+        pairs = np.array([place[:num_tops] for place in likeliest]).reshape(-1, num_tops, 2)
+        tops = pairs[..., 1].astype(np.int32), pairs[..., 0].astype(np.float32)
     return _Sample(
         prompt_index,
         output.prompt_token_ids,
         one.token_ids,
         [entry[token_id].logprob for entry, token_id in entries],
         one.log_kept_masses,
-        None,
+        tops,
         [(span.start, span.version) for span in one.weight_versions],
         one.finish_reason,
         output.error,

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ..checks import Unfit, check, one_line, or_none, refusal, shown
+from ..checks import Unfit, check, one_line, or_none, refusal, shown, text
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..models.formats.checkpoint import DTYPES, UnsavedTensor
@@ -98,7 +98,7 @@ def save_checkpoint(module: nnx.Module, directory: str | Path, *, dtype: Any = N
     if not isinstance(module, nnx.Module):
         raise refusal("module", type(module).__name__, "a module of load_module, or one of your own", error=ConfigError)
     chosen = check("dtype", dtype, or_none(_float_dtype), error=ConfigError)
-    path = Path(directory).expanduser()
+    path = Path(check("directory", directory, text("the path of a directory"), error=ConfigError)).expanduser()
     if not isinstance(module, CheckpointModule):
         tensors = _unsaved(_weights_of(module), chosen)
         with new_directory(path, overwrite=overwrite) as unfinished:
@@ -149,10 +149,11 @@ def _unsaved(arrays: Mapping[str, Any], dtype: str | None) -> dict[str, UnsavedT
     tensors = {}
     for name, array in arrays.items():
         is_array = isinstance(array, np.ndarray | jax.Array)
-        if not is_array or array.dtype.name not in DTYPES:
+        is_float = is_array and jnp.issubdtype(array.dtype, jnp.floating)
+        if not is_float or (dtype is None and array.dtype.name not in DTYPES):
             got = f"{array.dtype if is_array else type(array).__name__} in {name}"
-            allowed = f"arrays of {', '.join(DTYPES)}"
-            raise refusal("module", got, allowed, "cast it, or give it values", error=ConfigError)
+            way_out = "give the dtype to save it in" if is_float else "cast it, or give it values"
+            raise refusal("module", got, f"arrays of {', '.join(DTYPES)}", way_out, error=ConfigError)
         stored = jnp.dtype(dtype or array.dtype)
         tensors[name] = UnsavedTensor(tuple(array.shape), stored, partial(_on_host, array, stored))
     return tensors

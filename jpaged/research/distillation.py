@@ -22,6 +22,7 @@ from ..intake.offline import as_prompts
 from ..models.formats.checkpoint import DTYPES, UnsavedTensor
 from ..models.formats.safetensors_checkpoint import write_tensors
 from ..startup.open_model import ModelHandle
+from ..step.step_sizes import StepSizes
 from .distilled import INDEX_FILE, Index, Settings, ShardEntry, ShardReader, read_index
 from .scores import PackedTops, Scorer
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SHARD_TOKENS = 1 << 16
 """Tokens of a shard at most, unless a single sequence has more: 134 MB for 256 tops in float32."""
+UNFINISHED = ".unfinished"
+"""Ends the names of files that are being written."""
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids")
 
 
@@ -41,7 +44,7 @@ class DistillCounts(NamedTuple):
     num_tokens: int
     """Their tokens."""
     num_kept: int
-    """Sequences that the directory had already."""
+    """Sequences that were passed over: the directory has them, or they were given before in this call."""
 
 
 def distill(
@@ -77,6 +80,7 @@ def distill(
     settings = make_settings(
         engine.config,
         engine.handle,
+        engine.step_sizes,
         weights_version=engine.weights_version,
         top_k=num_tops,
         temperature=temperature,
@@ -95,7 +99,8 @@ def distill(
                 raise JpagedError(f"distill: {fault}; distill into another directory, and update them afterwards")
             writer.add(batch, tops)
 
-        for id_, prompt in numbered:
+        for given_id, prompt in numbered:
+            id_ = _as_id(given_id)
             token_ids = _token_ids(scorer, id_, prompt)
             if not writer.is_new(id_, token_ids):
                 num_kept += 1
@@ -114,19 +119,25 @@ def distill(
 def make_settings(
     config: EngineConfig,
     handle: ModelHandle,
+    sizes: StepSizes | None,
     *,
     weights_version: int,
     top_k: int,
     temperature: Any,
     logprobs_dtype: Any,
 ) -> Settings:
-    """Return the settings of a directory; raise InvalidRequestError for a wrong temperature or dtype."""
+    """Return the settings of a directory; raise InvalidRequestError for a wrong temperature or dtype.
+
+    `sizes` are the engine's, or None before there is one: then the dtypes that it computes in are None.
+    """
     is_given = handle.source is None or config.params is not None
     settings = Settings(
         model=config.model if handle.source is None else handle.source.identity,
         weights="given" if is_given else "random" if config.load_format == "dummy" else "files",
         weights_version=weights_version,
         hf_overrides=dict(config.hf_overrides),
+        dtype=None if sizes is None else sizes.dtype,
+        kv_cache_dtype=None if sizes is None else sizes.kv_cache_dtype,
         vocab_size=handle.spec.vocab_size,
         top_k=top_k,
         temperature=check("temperature", temperature, number(1e-4, 2.0)),
@@ -137,10 +148,13 @@ def make_settings(
 
 
 def check_settings(directory: Path, index: Index, settings: Settings) -> None:
-    """Raise InvalidRequestError if a directory has results of other settings; the message names the first one."""
+    """Raise InvalidRequestError if a directory has results of other settings; the message names the first one.
+
+    Dtypes of `settings` that are None are not compared.
+    """
     for name in Settings.__struct_fields__ if index.shards else ():
         got, stored = getattr(settings, name), getattr(index.settings, name)
-        if got != stored:
+        if got != stored and not (got is None and name in ("dtype", "kv_cache_dtype")):
             raise refusal(name, shown(got), f"{shown(stored)}, as the results in {directory}", "give another directory")
 
 
@@ -153,7 +167,8 @@ def _with_ids(prompts: Any, ids: Any) -> Iterator[tuple[Any, Any]]:
     each = as_prompts(prompts) if is_list else prompts
     if ids is None:
         return (_own_id(number, prompt) for number, prompt in enumerate(each))
-    if not is_list or not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) != len(each):
+    ids = ids.tolist() if getattr(ids, "ndim", None) == 1 else ids  # An array of numpy or JAX.
+    if not is_list or not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) != len(each):
         got = f"{len(ids)} for {len(each)} prompts" if is_list and isinstance(ids, Sequence) else shown(ids)
         raise refusal("ids", got, "a list with one for each prompt of a list", "or give each prompt as a mapping")
     return zip(ids, each, strict=True)
@@ -164,6 +179,14 @@ def _own_id(number: int, prompt: Any) -> tuple[Any, Any]:
     if not isinstance(prompt, Mapping) or "id" not in prompt:
         return number, prompt
     return prompt["id"], {key: value for key, value in prompt.items() if key != "id"}
+
+
+def _as_id(value: Any) -> str | int:
+    """Return the id of a sequence as a string or integer of Python; raise InvalidRequestError for anything else."""
+    id_ = scalar(value)
+    if not isinstance(id_, str | int) or isinstance(id_, bool):
+        raise refusal("id", shown(value), "a string or an integer")
+    return id_
 
 
 def _token_ids(scorer: Scorer, id_: Any, prompt: Any) -> list[int]:
@@ -194,7 +217,7 @@ class _DirectoryWriter:
             raise refusal("directory", got, "a new one, or one of distill") from error
         try:
             self._lock()
-            index = read_index(self.path) or Index(settings)
+            index = read_index(self.path) or self._new_index(settings)
             check_settings(self.path, index, settings)
             self._digests = self._read_digests(index)
             # A call without prompts leaves a directory that can be read, too.
@@ -210,21 +233,18 @@ class _DirectoryWriter:
     def __exit__(self, *error: object) -> None:
         os.close(self._descriptor)  # Which unlocks it.
 
-    def is_new(self, id_: Any, token_ids: list[int]) -> bool:
+    def is_new(self, id_: str | int, token_ids: list[int]) -> bool:
         """Return whether the directory lacks a sequence, and note that `add` will be given it.
 
-        Raise InvalidRequestError if the id is neither a string nor an integer, or belongs to other tokens.
+        Raise InvalidRequestError if the id belongs to other tokens.
         """
-        key = scalar(id_)
-        if not isinstance(key, str | int) or isinstance(key, bool):
-            raise refusal("id", shown(id_), "a string or an integer")
         digest = _digest(np.array(token_ids, np.int32))
-        if key not in self._digests:
-            self._digests[key] = digest
+        if id_ not in self._digests:
+            self._digests[id_] = digest
             return True
-        if self._digests[key] != digest:
+        if self._digests[id_] != digest:
             allowed = f"an id of its own for each sequence, and that of before for one that {self.path} has"
-            raise refusal("id", f"{shown(key)}, which other tokens have too", allowed)
+            raise refusal("id", f"{shown(id_)}, which other tokens have too", allowed)
         return False
 
     def add(self, sequences: Mapping[str | int, list[int]], tops: PackedTops) -> None:
@@ -250,6 +270,13 @@ class _DirectoryWriter:
         self._index = msgspec.structs.replace(self._index, shards=(*self._index.shards, entry))
         self._write_index()
 
+    def _new_index(self, settings: Settings) -> Index:
+        """Return the index of a new directory; raise InvalidRequestError if it has files of something else."""
+        others = [path.name for path in self.path.iterdir() if not path.name.endswith(UNFINISHED)]
+        if others:
+            raise refusal("directory", f"{self.path}, which has other files ({min(others)})", "a new or an empty one")
+        return Index(settings)
+
     def _lock(self) -> None:
         """Lock the directory until it is closed; on a file system without locks, do nothing."""
         try:
@@ -274,7 +301,7 @@ class _DirectoryWriter:
 
     def _replace(self, name: str, write: Callable[[Path], object]) -> None:
         """Put a file that `write` writes into the directory, in one step that a crash of the machine does not undo."""
-        temporary = self.path / f".{name}.unfinished"
+        temporary = self.path / f".{name}{UNFINISHED}"
         try:
             write(temporary)
             with temporary.open("rb") as file:

@@ -46,6 +46,9 @@ class Settings(msgspec.Struct, frozen=True):
     """Where they are from: "files", "given" as `params` or in a module, or "random"."""
     weights_version: int
     hf_overrides: dict[str, Any]
+    dtype: str | None
+    """The dtypes that the teacher's engine computed in, and held keys and values in."""
+    kv_cache_dtype: str | None
     vocab_size: int
     top_k: int
     temperature: float
@@ -198,7 +201,8 @@ class ShardReader:
             self._file: Any = safe_open(path, "numpy")
             self._ids: str = self._file.metadata()["ids"]
             self.offsets: np.ndarray = self._file.get_tensor("offsets")
-            if (len(self.offsets) - 1, self.offsets[-1]) != (entry.num_sequences, entry.num_tokens):
+            sizes = len(self.offsets) - 1, self.offsets[-1], np.diff(self.offsets).max(initial=0)
+            if sizes != (entry.num_sequences, entry.num_tokens, entry.max_len):
                 fault = "its sizes are not those of the index"
         except (SafetensorError, OSError, TypeError, KeyError) as error:  # TypeError: a file without metadata.
             fault = one_line(error)
@@ -220,8 +224,19 @@ class ShardReader:
         start, end = self.offsets[row : row + 2].tolist()
         places = slice(start - row, end - row - 1)
         token_ids = self._file.get_slice("token_ids")[start:end]
-        top_token_ids = self._file.get_slice("top_token_ids")[places]
-        top_logprobs, log_rest = (
-            self._file.get_slice(name)[places].astype(np.float32, copy=False) for name in ("top_logprobs", "log_rest")
+        top_token_ids, top_logprobs, log_rest = (
+            self._values(name, places) for name in ("top_token_ids", "top_logprobs", "log_rest")
         )
-        return token_ids, top_token_ids, top_logprobs, log_rest
+        return (
+            token_ids,
+            top_token_ids,
+            top_logprobs.astype(np.float32, copy=False),
+            log_rest.astype(np.float32, copy=False),
+        )
+
+    def _values(self, name: str, places: slice) -> np.ndarray:
+        """Return the rows of a tensor at these places; the file cannot slice a tensor at its end, for none."""
+        stored = self._file.get_slice(name)
+        if places.start == places.stop:
+            return np.zeros((0, *stored.get_shape()[1:]), np.int32)
+        return stored[places]

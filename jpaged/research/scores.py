@@ -9,6 +9,7 @@ Letters: B rows, N tokens of the longest row, K most likely tokens, S tokens tha
 from __future__ import annotations
 
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ..checks import boolean, check, integer, is_integer, number, refusal, scalar, shown
 from ..core.batch import BatchRunner
 from ..errors import InvalidRequestError, JpagedError
-from ..intake.offline import as_sequences
-from ..messages import NewRequest
+from ..intake.offline import as_array, as_sequences
+from ..messages import NewRequest, Scoring
 from ..sampling.sampling_params import COUNTS, ScoreKind
 from ..sampling.token_numbers import TokenNumbers
 from .arrays import on_device
@@ -114,6 +115,9 @@ class Scorer:
             kind = ScoreKind(num_tops=self.check_num_tops(top_k))
         if token_ids is not None:
             kind, asked = self._asked(token_ids, shape, is_one=is_one, lens=[len(one) - 1 for one in sequences])
+        max_len = self.builder.sizes.max_model_len - 1
+        if hidden and (longest := shape[1] + 1) > max_len:  # The state of the last token is computed too.
+            raise refusal("ids", f"{longest} tokens beside hidden", f"at most {max_len}, max_model_len less 1")
         # A token after the last one has no score, but the hidden state of the last one is that which would score it.
         after = [0] if hidden else []
         rows = [
@@ -211,11 +215,11 @@ class Scorer:
 
         `token_ids` is an array of integers [B, N − 1, S], or [N − 1, S] for one sequence; `lens` has N − 1 by row.
         """
-        asked = np.asarray(token_ids)
-        asked = asked[None] if is_one and asked.ndim == 2 else asked
+        given = as_array("token_ids", token_ids)
+        asked = given[None] if is_one and given.ndim == 2 else given
         places = f"[{'' if is_one else f'{shape[0]}, '}{shape[1]}, S]"
         if asked.ndim != 3 or asked.shape[:2] != shape or not np.issubdtype(asked.dtype, np.integer):
-            raise refusal("token_ids", f"{asked.dtype} {list(np.shape(token_ids))}", f"integers {places}")
+            raise refusal("token_ids", f"{given.dtype} {list(given.shape)}", f"integers {places}")
         if not 1 <= asked.shape[2] <= self._max_num_tops:
             way_out = "start the engine with a higher max_logprobs"
             raise refusal("token_ids", f"S of {asked.shape[2]}", f"1 to max_logprobs, {self._max_num_tops}", way_out)
@@ -278,30 +282,20 @@ class Scorer:
     ) -> list[int]:
         """Compute the scores of rows, which go to `numbers_of(row)`; return the version of the weights for each row.
 
-        Rows without a token to score are only checked. Raise JpagedError if a row was aborted or has failed.
+        Rows without a token to score are only checked. Raise InvalidRequestError for a row that cannot be scored, and
+        JpagedError if one was aborted or has failed.
         """
-        built: list[NewRequest | InvalidRequestError] = []
-        rows_of: list[list[int]] = []
-        """The rows that are the samples of each request."""
-        for indices in self._shared_contexts(rows):
-            first = rows[indices[0]]
+        for index, row in enumerate(rows):
             try:
-                new = self.builder.build_scored(
-                    first.context,
-                    [rows[index].continuation for index in indices],
-                    temperature=first.temperature,
-                    first=first.first,
-                    kind=kind,
-                    asked=tuple(rows[index].asked for index in indices),
-                )
+                self.builder.check_scored(row.context, row.continuation)
             except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {indices[0]}: {error}", param=error.param) from error
-            if new is not None:
-                built.append(new)
-                rows_of.append(indices)
+                noun = "continuation" if call == "score" else "prompt"
+                raise InvalidRequestError(f"{noun} {index}: {error}", param=error.param) from error
+        groups = self._shared_contexts(rows)
+        built = [self._request(rows, indices, kind) for indices in groups]
         versions = [self.batch.loop.versions.version] * len(rows)
         named = self.batch.name(call, built, number=0)
-        indices_of = dict(zip(named, rows_of, strict=True))
+        indices_of = dict(zip(named, groups, strict=True))
 
         def numbers_of_samples(request_id: str) -> list[TokenNumbers]:
             return [numbers_of(index) for index in indices_of[request_id]]
@@ -315,14 +309,26 @@ class Scorer:
                 versions[index] = one.weight_versions[-1][1]
         return versions
 
+    def _request(self, rows: Sequence[_Row], indices: Sequence[int], kind: ScoreKind) -> NewRequest:
+        """Return the message of a request that scores these rows, which have one context."""
+        chosen = [rows[index] for index in indices]
+        scoring = Scoring(
+            continuations=tuple(array("i", row.continuation).tobytes() for row in chosen),
+            temperatures=tuple(row.temperature for row in chosen),
+            first=chosen[0].first,  # That of all rows of a call.
+            kind=kind,
+            asked=tuple(row.asked for row in chosen),
+        )
+        return self.builder.build_scored(chosen[0].context, scoring)
+
     def _shared_contexts(self, rows: Sequence[_Row]) -> list[list[int]]:
-        """Return the indices of the rows that become one request each, its samples: rows of equal contexts and
-        temperatures, as many of them as the pages and `max_num_seqs` have room for at once."""
+        """Return the indices of the rows that become one request each, its samples: rows of equal contexts, as many of
+        them as the pages and `max_num_seqs` have room for at once. Rows without a token to score are left out."""
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
-            # A context of one token has nothing to share: the sample computes its last token itself.
-            own = index if len(row.context) == 1 else -1
-            groups[row.context, row.temperature, own].append(index)
+            if row.continuation:
+                # A context of one token has nothing to share: the sample computes its last token itself.
+                groups[row.context if len(row.context) > 1 else (row.context, index)].append(index)
         demand, max_num_seqs = self.batch.loop.scheduler.demand, self.builder.sizes.max_num_seqs
         parts = []
         for indices in groups.values():
@@ -342,7 +348,7 @@ def _are_several(value: Any) -> bool:
 
 def _each_temperature(temperature: Any, num_rows: int) -> list[float]:
     """Return a temperature for each row, of one number or of one for each; raise InvalidRequestError for others."""
-    each = temperature if isinstance(temperature, Sequence) else np.asarray(temperature).tolist()
+    each = temperature if isinstance(temperature, Sequence) else as_array("temperature", temperature).tolist()
     values = [each] * num_rows if not isinstance(each, Sequence) or isinstance(each, str) else list(each)
     if len(values) != num_rows:
         raise refusal("temperature", f"{len(values)} for {num_rows} rows", "one for all or one for each")

@@ -34,8 +34,7 @@ def score_rows(
     """Return the rows that score given tokens, in batches of one kind each, and the positions that each batch scores.
 
     `chunks` are those of a step, each with the index in the step of its first token. The hidden state at a position
-    scores the sequence's next token. The temperature of a row is 0, which stands for the model's own logits, unless the
-    request's scores are tempered. `max_logprobs` is the engine's limit.
+    scores the sequence's next token. `max_logprobs` is the engine's limit.
 
     Example: of a chunk of the positions 4 to 6, the first at token 10 of the step, `scored` is 5 to 6: the rows read
     the step's tokens 11 and 12, and score the sequence's tokens 6 and 7.
@@ -87,16 +86,26 @@ def _kind_of(sequence: SampleSequence) -> ScoreKind:
 def _columns(piece: _Piece) -> np.ndarray:
     """Return the SCORE_FIELDS of the rows of one piece, int32 [fields, R]."""
     sequence, positions, first_token = piece
-    request = sequence.request
-    columns = np.zeros((len(SCORE_FIELDS), len(positions)), np.int32)
-    columns[0] = np.arange(first_token, first_token + len(positions))
-    targets = sequence.token_ids[positions.start + 1 : positions.stop + 1]
-    if request.scoring is not None and len(targets) < len(positions):
+    num_rows, scoring = len(positions), sequence.request.scoring
+    targets = np.array(sequence.token_ids[positions.start + 1 : positions.stop + 1], np.int32)
+    if scoring is not None and len(targets) < num_rows:
         # The last token is no part of the sequence: nothing reads its keys and values.
-        targets.frombytes(request.scoring.continuations[sequence.index][-targets.itemsize :])
-    columns[1] = targets
-    columns[2] = np.float32(request.params.temperature if request.tempers_scores else 0.0).view(np.int32)
-    return columns
+        last = np.frombuffer(scoring.continuations[sequence.index], np.int32)[-1:]
+        targets = np.concatenate([targets, last])
+    columns = {
+        "token": np.arange(first_token, first_token + num_rows, dtype=np.int32),
+        "target": targets,
+        "temperature": np.full(num_rows, _temperature_of(sequence), np.float32).view(np.int32),
+    }
+    return np.stack([columns[name] for name in SCORE_FIELDS])
+
+
+def _temperature_of(sequence: SampleSequence) -> float:
+    """Return the temperature at which tokens of a sequence are scored; 0 stands for the model's own logits."""
+    request = sequence.request
+    if request.scoring is not None:
+        return request.scoring.temperatures[sequence.index]
+    return request.params.temperature if request.tempers_scores else 0.0
 
 
 def _asked(piece: _Piece, num_padded: int) -> np.ndarray:

@@ -23,11 +23,11 @@ MAX_NAMED = 50
 class TreeLayout(enum.Enum):
     """How a tree holds the weights of a model."""
 
-    TENSORS = "tensors"
+    TENSORS = "of tensors"
     """Under the names of a Hugging Face checkpoint, one array per tensor."""
-    STACKED = "stacked"
+    STACKED = "of stacked tensors"
     """Under these names without the layers' numbers, the tensors of all layers in one array [L, …]."""
-    OWN = "own"
+    OWN = "under the paths of the model's own weights"
     """Under the paths of the engine's own weights, in their shapes."""
 
 
@@ -103,7 +103,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
         del needed[twin.name]
     if faults:
         way_out = "nothing was changed; give all arrays of the model"
-        raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
+        raise ModelLoadError(f"params, a tree {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
     return CheckedTree(wanted.layout, needed)
 
 

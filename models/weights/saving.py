@@ -71,7 +71,8 @@ def new_directory(directory: Path, *, overwrite: bool = False) -> Iterator[Path]
     """Give an empty folder to write to, which becomes `directory` once the block has ended and its files are on disk.
 
     If the block raises, or this process is killed, no `directory` appears, and one that was there stays as it was. A
-    folder of another name may be left by a process that was killed: it begins with a dot. Raises ValueError for a
+    folder of another name may be left by a process that was killed: it begins with a dot. One that is killed between
+    the two renames that replace a checkpoint leaves the old and the new one under such names. Raises ValueError for a
     directory that is neither new nor empty, unless `overwrite` is true and it holds a checkpoint, which is then
     replaced as a whole, with everything else in it.
     """

@@ -602,7 +602,10 @@ class Host:
             params = replace(params, n=len(continuations), temperature=1.0, logprobs=0)
             max_tokens = max(map(len, continuations))
             packed = tuple(array("i", tokens).tobytes() for tokens in continuations)
-            options |= {"scoring": Scoring(continuations=packed, first=first), "form": ResultForm.ARRAYS}
+            options |= {
+                "scoring": Scoring(continuations=packed, temperatures=(1.0,) * len(packed), first=first),
+                "form": ResultForm.ARRAYS,
+            }
         request = Request(
             request_id=f"r{len(self.requests)}",
             number=len(self.requests),

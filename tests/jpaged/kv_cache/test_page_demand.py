@@ -155,7 +155,7 @@ def test_with_prompt_scores_only_scored_positions_may_come_from_the_cache():
 
 def test_of_a_sample_that_is_scored_what_comes_before_its_first_score_may_come_from_the_cache():
     """The logits of the context's last token score the first one of the continuation."""
-    scoring = Scoring(continuations=(array("i", [7, 8, 9]).tobytes(),), first=1)
+    scoring = Scoring(continuations=(array("i", [7, 8, 9]).tobytes(),), temperatures=(1.0,), first=1)
     demand, request = PageDemand(blocks_of()), request_of(10, 3, scoring=scoring)
     (sample,) = request.live
     assert (list(sample.token_ids[10:]), sample.max_len, sample.num_scored) == ([7, 8], 13, 10)

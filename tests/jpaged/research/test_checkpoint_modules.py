@@ -266,6 +266,7 @@ REFUSED = {
         lambda _: save_checkpoint(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))), "new"),
         ConfigError, "module: got ShapeDtypeStruct in bias, allowed: arrays of float32",
     ),
+    "no directory": (lambda _: save_checkpoint(nnx.Module(), ""), ConfigError, "directory: got '', allowed: the path"),
     "no batch": (lambda path: load_module(path)(jnp.zeros(3, int)), ValueError, r"ids: got the shape \(3,\), wanted"),
     "too many": (lambda path: load_module(path)(jnp.zeros((1, 65), int)), ValueError, "ids: got 65 tokens, wanted at"),
     "missing": (

@@ -86,6 +86,9 @@ def test_a_second_call_computes_what_is_missing_by_id(engine: Engine, distilled:
     again = distill(engine, [{"id": 2, "prompt_token_ids": [5, 6, 7]}, {"id": "b", "prompt": "hi"}], tmp_path, top_k=3)
     assert (first, again) == ((3, 9, 0), (1, 2, 1))
     assert [one.id for one in read_distilled(tmp_path)] == [*ids, "b"]
+    assert distill(engine, [[5], [6]], tmp_path, top_k=3, ids=np.arange(7, 9)) == (2, 2, 0)
+    assert distill(engine, [{"id": np.int64(9), "prompt_token_ids": [5]}], tmp_path, top_k=3) == (1, 1, 0)
+    assert [one.id for one in read_distilled(tmp_path)] == [*ids, "b", 7, 8, 9]
     with pytest.raises(InvalidRequestError, match=r"^id: got 'a', which other tokens have too"):
         distill(engine, [[5]], tmp_path, top_k=3, ids=["a"])
 
@@ -113,6 +116,8 @@ def test_what_is_wrong_is_refused_in_one_line_and_changes_nothing(engine: Engine
     (tmp_path / "file").touch()
     with pytest.raises(InvalidRequestError, match="which is no directory to write to"):
         distill(engine, SEQUENCES, tmp_path / "file", top_k=1)
+    with pytest.raises(InvalidRequestError, match=r"^directory: got .*, which has other files \(file\)"):
+        distill(engine, SEQUENCES, tmp_path, top_k=1)
     with pytest.raises(InvalidRequestError, match=r"^directory: got .*, which has no index.json"):
         read_distilled(tmp_path)
     assert files(distilled) == before
@@ -133,6 +138,13 @@ def test_a_second_writer_and_new_weights_are_refused(tiny: str, tmp_path: Path) 
             distill(engine, prompts(engine), tmp_path, top_k=2, shard_tokens=SHARD_TOKENS)
         with pytest.raises(InvalidRequestError, match=r"^weights_version: got 7, allowed: 0, as the results in"):
             distill(engine, [], tmp_path, top_k=2)
+    with (
+        Engine(tiny, **SIZES, kv_cache_dtype="bfloat16") as engine,
+        pytest.raises(
+            InvalidRequestError, match=r"^kv_cache_dtype: got 'bfloat16', allowed: 'float32', as the results"
+        ),
+    ):
+        distill(engine, [], tmp_path, top_k=2)
     assert [one.token_ids[0] for one in read_distilled(tmp_path)] == [5]
 
 
@@ -150,6 +162,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a shard is another one": lambda folder: (folder / SECOND).write_bytes((folder / FIRST).read_bytes()),
     "the index is no JSON": lambda folder: change_index(folder, "{", "("),
     "the index is of another format": lambda folder: change_index(folder, '"format": 1', '"format": 2'),
+    "the index has other sizes": lambda folder: change_index(folder, '"max_len": ', '"max_len": 1'),
     "a shard is elsewhere": lambda folder: change_index(folder, f'"{FIRST}"', f'"../{FIRST}"'),
 }
 

@@ -71,3 +71,16 @@ def test_what_cannot_be_drawn_is_refused(given, message):
     logits, params, *seed = given
     with pytest.raises(InvalidRequestError, match=message):
         draw(logits, *seed or [0], 0, 0, params)
+
+
+@pytest.mark.parametrize("name", ["seed", "sample", "index"])
+@pytest.mark.parametrize("value", [1.7, "x", True, 1 << 65, [0, 1, 2], jnp.zeros(3, int)], ids=repr)
+def test_numbers_of_rows_that_are_none_are_refused(name, value):
+    numbers = {"seed": 0, "sample": 0, "index": 0, name: value}
+    with pytest.raises(InvalidRequestError, match=f"^{name}: got"):
+        draw(jnp.ones((2, 5)), **numbers, params=SamplingParams())
+    if name != "seed":
+        with pytest.raises(InvalidRequestError, match=f"^{name}: got -1"):
+            draw(jnp.ones(5), **{**numbers, name: -1}, params=SamplingParams())
+    with pytest.raises(InvalidRequestError, match=r"^logits: got \(0, 5\)"):
+        draw(jnp.ones((0, 5)), 0, 0, 0, SamplingParams())

@@ -255,6 +255,20 @@ def test_outputs_of_steps_become_arrays(engine: Engine) -> None:
     for name in ("prompt_tokens", "prompt_mask", "tokens", "logprobs", "mask", "is_truncated", "versions"):
         assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
     assert np.array_equal(found.prompt_indices, wanted.prompt_indices)
+    tops = replace(GROUPS, logprobs=3)
+    wanted, likeliest = engine.generate(PROMPTS, tops, return_arrays=True), engine.generate(PROMPTS, tops)
+    for num_tops in (1, 3):
+        found = GenerationArrays.of(likeliest, max_tokens=12, num_tops=num_tops)
+        assert np.array_equal(found.top_token_ids, wanted.top_token_ids[..., :num_tops])
+        assert np.array_equal(found.top_logprobs, wanted.top_logprobs[..., :num_tops])
+    with pytest.raises(InvalidRequestError, match=r"outputs: got .* with fewer than 4 most likely tokens"):
+        GenerationArrays.of(likeliest, num_tops=4)
+    engine.add_request("deltas", PROMPTS[0], replace(GROUPS, output_kind="delta"))
+    (first,) = engine.step()
+    (second,) = engine.step()
+    assert GenerationArrays.of([first]).mask.all()
+    with pytest.raises(InvalidRequestError, match="outputs: got deltas, a delta, allowed: outputs with all tokens"):
+        GenerationArrays.of([second])
     plain = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False))
     with pytest.raises(InvalidRequestError, match=r"outputs: got .* without logprobs"):
         GenerationArrays.of(plain)

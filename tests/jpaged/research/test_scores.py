@@ -115,6 +115,19 @@ def test_more_continuations_than_fit_together_are_scored_in_parts(tiny) -> None:
         np.testing.assert_allclose(scores.sums[row], exact[np.arange(40), answer].sum(), atol=1e-3)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_context_is_computed_once_for_all_temperatures_and_low_ones_leave_nothing(tiny: str) -> None:
+    context, temperatures = CONTEXTS[4], [1.0, 0.5, 0.25, 2.0]
+    with Engine(tiny, **SIZES, max_logprobs=100, enable_prefix_caching=False) as engine:
+        scores = engine.score([context], [[[7, 8]] * 4], temperature=temperatures)
+        assert engine.stats()["step_tokens"] <= len(context) + 2 * 4
+        _, _, log_rest = engine.logprobs(context, top_k=3, temperature=0.002)
+    for row, temperature in enumerate(temperatures):
+        exact = log_softmax([*context, 7, 8], temperature)[len(context) - 1 : -1]
+        np.testing.assert_allclose(scores.logprobs[row], exact[[0, 1], [7, 8]], atol=1e-4)
+    assert float(log_rest.min()) < -100
+
+
 def test_token_ids_may_be_arrays_and_scalars_of_jax(engine: Engine) -> None:
     ids, ends = [5, 6, 7], [[8, 9], [10]]
     scalars, arrays = [jnp.int32(one) for one in ids], [jnp.array(one) for one in ends]
@@ -131,8 +144,8 @@ def test_what_cannot_be_scored_is_refused_in_one_line(engine: Engine) -> None:
         (([[5]], [[]]), "continuation of context 0: got no token, allowed: at least one"),
         (([[]], [[5]]), "context 0: got no token, allowed: at least one"),
         (([[5], [6]], [[5]]), "continuations: got 1 for 2 contexts"),
-        (([[5]], [[VOCAB]]), f"prompt 0: prompt: got token id {VOCAB}, out of vocabulary"),
-        (([[5] * 120], [[6] * 9]), "prompt 0: prompt: got 129 tokens, allowed: at most 128"),
+        (([[5, 6]], [[[7], [8], [VOCAB]]]), f"continuation 2: prompt: got token id {VOCAB}, out of vocabulary"),
+        (([[5] * 120], [[6] * 9]), "continuation 0: prompt: got 129 tokens, allowed: at most 128"),
         ((5, [[6]]), "contexts: got 5, allowed: a list"),
     ):
         with pytest.raises(InvalidRequestError, match=f"^{message}"):
@@ -150,7 +163,17 @@ def test_what_cannot_be_scored_is_refused_in_one_line(engine: Engine) -> None:
         ({"token_ids": np.full((2, 1), VOCAB)}, f"token_ids: got token id {VOCAB}, allowed: 0 to {VOCAB - 1}"),
         ({"token_ids": np.zeros((2, 1))}, "token_ids: got float64"),
         ({"top_k": 2, "hidden": True}, "top_k and hidden: got several"),
+        ({"token_ids": [[1, 2], [3]]}, r"token_ids: got .*, allowed: an array, or lists of one length"),
+        ({"temperature": {}}, "temperature: got {}, allowed: a number"),
     ):
         with pytest.raises(InvalidRequestError, match=f"^{message}"):
             engine.logprobs(ids, **options)
+    for ragged in ([[1, [2, 3]]], [[1, 2], [[1, 2], [3]]], [[1], 2]):
+        with pytest.raises(InvalidRequestError, match=r"^ids: got"):
+            engine.logprobs(ragged)
+    with pytest.raises(InvalidRequestError, match=r"^ids: got 128 tokens beside hidden, allowed: at most 127"):
+        engine.logprobs([5] * 128, hidden=True)
+    for name, value in (("mask", [[1], [1, 0]]), ("lengths", [[1], [1, 2]])):
+        with pytest.raises(InvalidRequestError, match=f"^{name}: got"):
+            engine.generate({"prompt_token_ids": np.ones((2, 2), int), name: value})
     assert engine.logprobs(ids).shape == (2,)
