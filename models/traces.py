@@ -77,5 +77,8 @@ def computes_outputs(traced: Any, indices: Container[int]) -> bool:
 
 
 def _reduced(traced: Any, indices: Container[int]) -> tuple[Any, list[bool]]:
-    """Return the part of a closed jaxpr that these outputs need, and which inputs that part uses."""
+    """Return a closed jaxpr without dead code, and for each input whether it is used; only these outputs count.
+
+    The elimination is JAX's own, `dce_jaxpr`, for which it has no public name.
+    """
     return partial_eval.dce_jaxpr(traced.jaxpr, [place in indices for place in range(len(traced.jaxpr.outvars))])

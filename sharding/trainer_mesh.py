@@ -68,7 +68,7 @@ class AxisTable:
         As in Flax, a name without a rule is that of a mesh axis, or else of an axis that is whole. Axes that
         LOGICAL_TO_MESH holds whole, such as embed, are whole also where the trainer splits them.
         """
-        if LOGICAL_TO_MESH.get(name, TENSOR_AXIS) is None:
+        if name in LOGICAL_TO_MESH and LOGICAL_TO_MESH[name] is None:
             return False
         axes = self.axes_of(name) if name in self.rules else (name,)
         return not set(axes).isdisjoint(self.tensor_axes)

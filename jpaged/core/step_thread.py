@@ -31,7 +31,10 @@ class StepThread:
         atexit.register(_stop, weakref.ref(self))
 
     def serve(self, inbox: Inbox | None = None) -> None:
-        """Make sure that the requests of `inbox`, or of all inboxes so far, are computed. Runs between steps."""
+        """Make sure that the requests of `inbox`, or of all inboxes so far, are computed. Runs between steps.
+
+        Inboxes without requests are forgotten here.
+        """
         if inbox is not None:
             self._inboxes = [other for other in self._inboxes if other.requests and other is not inbox] + [inbox]
         if self._thread is None and self._has_work:

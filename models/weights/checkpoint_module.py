@@ -231,14 +231,18 @@ def load_checkpoint_module(
 
 
 def _logical_axes(plan: _Plan) -> dict[str, Axes]:
-    """Return the logical axes of each tensor: those of the weight that it becomes, or a part of."""
+    """Return the logical axes of each tensor: those of the weight that it becomes, or a part of.
+
+    Example: a weight of the axes ("embed", "mlp"), [in, out], is made of a tensor [out, in], so ("mlp", "embed").
+    """
     axes = dict[str, Axes]()
     for path, leaf in nnx.to_flat_state(plan.live.abstract.state):
         metadata = leaf.get_metadata()
         for piece in plan.recipes.pieces[path]:
-            # A weight W [in, out] is a tensor Wᵀ [out, in], unless the tensor is stored transposed.
+            # The tensor of a matrix W is Wᵀ, unless it is stored transposed; other tensors are their weights.
             is_reversed = ("matrix" in metadata) is not piece.is_transposed
-            axes[piece.tensor] = metadata["logical_axes"][:: -1 if is_reversed else 1]
+            own = metadata["logical_axes"]
+            axes[piece.tensor] = tuple(reversed(own)) if is_reversed else own
     return axes
 
 

@@ -99,14 +99,15 @@ def statistics_elsewhere(missing: Collection[str], leaves: Mapping[str, Any]) ->
     optimizers are passed over. Raises ModelLoadError if several subtrees have one, and for a leaf that looks like one,
     as "norn.mean" does for "norm.mean", but is none: the old statistics would stay unnoticed.
     """
-    places = {name: likeliest_prefixes(_prefixes_of(leaves, [name])) for name in missing}
-    if ambiguous := next((prefixes for prefixes in places.values() if len(prefixes) > 1), None):
+    prefixes_of = {name: likeliest_prefixes(_prefixes_of(leaves, [name])) for name in missing}
+    if ambiguous := next((prefixes for prefixes in prefixes_of.values() if len(prefixes) > 1), None):
         raise ModelLoadError(f"params: {ambiguity_message(ambiguous)}")
-    found = {name: leaves[prefixes[0] + name] for name, prefixes in places.items() if prefixes}
-    taken = {prefixes[0] + name for name, prefixes in places.items() if prefixes}
-    last_parts = {name.rpartition(".")[2] for name in missing - found.keys()}
-    alike = [name for name in leaves if name.rpartition(".")[2] in last_parts and name not in taken]
-    if strange := likeliest_prefixes([name for name in alike if name not in missing]):
-        fault = f"{strange[0]} has no place in the model, and {min(missing - found.keys())} is missing"
+    leaf_of = {name: prefixes[0] + name for name, prefixes in prefixes_of.items() if prefixes}
+    still_missing = set(missing) - leaf_of.keys()
+    last_parts = {name.rpartition(".")[2] for name in still_missing}
+    alike = [leaf for leaf in leaves if leaf.rpartition(".")[2] in last_parts]
+    left_over = [leaf for leaf in alike if leaf not in leaf_of.values() and leaf not in missing]
+    if strange := likeliest_prefixes(left_over):
+        fault = f"{strange[0]} has no place in the model, and {min(still_missing)} is missing"
         raise ModelLoadError(f"params: {fault}; nothing was changed; give running statistics under their own paths")
-    return found
+    return {name: leaves[leaf] for name, leaf in leaf_of.items()}
