@@ -1,6 +1,6 @@
 """Measures scoring: tokens computed for continuations that share contexts, and the speed of the likeliest tokens.
 
-    python scripts/bench/scores.py --output docs/measurements/scores.json      # 10 minutes
+    python scripts/bench/scores.py --output docs/measurements/scores.json      # 20 minutes
 
 SmolLM2-135M in float32. 300 continuations of 75 contexts of 50 to 500 tokens, in shuffled order, and the likeliest
 tokens at several temperatures, against the module's own dense forward. Then `logprobs(ids, top_k=K)` beside
