@@ -157,10 +157,12 @@ class Rollouts:
         """Read prompts and queue them, until `max_in_flight` are in flight beside those that leave, or none is left.
 
         A prompt that is refused has its error in the place of its group. One that finds the queue full waits for the
-        next refill.
+        next refill. While the engine sleeps nothing is read, and groups that have ended can be taken.
         """
         self._full = None
         while not self._is_at_end and self.num_in_flight < self.max_in_flight + num_leaving:
+            if self._loop.sleep.missing:
+                return
             if self._next is None:
                 self._read()
             if self._next is None:

@@ -99,6 +99,15 @@ def test_errors_are_raised_where_their_group_would_come_and_the_others_go_on(eng
             next(rollouts)
         engine.wake_up()
         assert len(rollouts.take(2).errors) == 4
+    with engine.submit(PROMPTS[:3], GROUPS, max_in_flight=2) as rollouts:
+        while not all(request.state.is_finished for request in list(engine.requests.values())):
+            time.sleep(0.01)
+        engine.sleep(mode="keep")
+        assert len(rollouts.take(2).errors) == 4  # What has ended is given; the third prompt is read later.
+        with pytest.raises(ConfigError, match="submit: got an engine that sleeps"):
+            next(rollouts)
+        engine.wake_up()
+        assert next(rollouts).prompt_indices.tolist() == [2, 2]
     monkeypatch.setattr(engine.runner, "dispatch", lambda inputs: 1 / 0)
     with engine.submit(PROMPTS[:1], GROUPS) as rollouts, pytest.raises(ZeroDivisionError):
         next(rollouts)
