@@ -44,7 +44,8 @@ class TokenNumbers:
         if self.log_rests is not None and self.top_logprobs is not None and scores.top_logprobs is not None:
             others = scores.top_logprobs[rows, self.top_logprobs.shape[1] :]
             if others.shape[1]:
-                log_others = np.logaddexp.reduce(np.asarray(others), axis=1)
+                # The first is the largest. Without it all of them may be too small for the exponential.
+                log_others = others[:, 0] + np.log(np.exp(others - others[:, :1]).sum(axis=1))
                 self.log_rests[start:end] = np.logaddexp(self.log_rests[start:end], log_others)
 
     def put_drawn(self, index: int, scores: TokenScores, row: int) -> None:
