@@ -28,7 +28,8 @@ class Rollouts:
     nobody has taken; whenever one is taken, the next prompt is read. One thread at a time may take groups.
 
     A prompt that is refused, or whose computation has failed, raises its error from the call that would have returned
-    it; the next call goes on with the others. `close`, or the end of a `with` block, aborts what is in flight.
+    it; the next call goes on with the others. `close`, the end of a `with` block, or that nobody holds this any more
+    aborts what is in flight.
     """
 
     def __init__(
