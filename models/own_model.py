@@ -116,7 +116,9 @@ class OwnModel:
             key, known = f"{self.name}.{'.'.join(map(str, path))}", self.axes.names
             if unknown := [name for each in names for name in each if name not in known]:
                 fault = f"{key} has the logical axis {unknown[0]!r}, wanted {', '.join(known)}"
-                raise ModelLoadError(f"model: {fault}; or give mesh and sharding_rules with that name")
+                raise ModelLoadError(
+                    f"model: {fault}; or give mesh and sharding_rules with that name, None to leave it whole"
+                )
             axis = next((axis for axis, each in enumerate(names) if any(map(self.axes.is_split, each))), None)
             if axis is not None and leaf.shape[axis] % mesh.size:
                 fault = f"{key} has {leaf.shape[axis]} places along {names[axis][0]!r}"

@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -32,9 +33,11 @@ def commands(label: str) -> str:
     return next(block for block in blocks("sh") if block.startswith(f"# ({label})"))
 
 
-def test_the_python_example_prints_an_answer() -> None:
+def test_the_python_examples_print_an_answer_and_a_stream() -> None:
+    first, streaming, *_ = blocks("python")
+    streaming = indent(f"print('== stream')\n{streaming}", "    ")  # Into the block of the first one's engine.
     run = subprocess.run(
-        [sys.executable, "-c", blocks("python")[0]],
+        [sys.executable, "-c", first + streaming],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -42,7 +45,9 @@ def test_the_python_example_prints_an_answer() -> None:
         env=users_environment(),
     )
     assert run.returncode == 0, run.stderr
-    assert "Paris" in run.stdout
+    answer, stream = run.stdout.split("== stream\n")
+    assert "Paris" in answer
+    assert len(stream) > 100
 
 
 def test_ci_runs_the_second_command() -> None:

@@ -41,7 +41,7 @@ def distill_parser() -> FlagParser:
         "jpaged.research.read_distilled reads them.",
         allow_abbrev=False,
     )
-    help = ".txt: a text per line; .jsonl: an object per line, with prompt or prompt_token_ids, and id; - or a pipe"
+    help = ".txt: a text per line; .jsonl, - or a pipe: an object per line, with prompt or prompt_token_ids, and id"
     parser.add_argument("--prompt-file", metavar="F", required=True, help=help)
     parser.add_argument("-o", "--output", metavar="DIR", required=True, help="the directory")
     parser.add_argument("--resume", action="store_true", help="go on with what is missing from the directory")

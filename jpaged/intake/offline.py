@@ -85,7 +85,8 @@ def as_sequences(ids: Any) -> tuple[list[list[int]], bool]:
     """
     allowed = "a list or an array of token ids, or a list of such"
     if isinstance(ids, str | Mapping) or not (isinstance(ids, Sequence) or _is_array(ids)):
-        raise refusal("ids", shown(ids), allowed)
+        way_out = "give each row without its padding, as a list" if isinstance(ids, Mapping) else ""
+        raise refusal("ids", shown(ids), allowed, way_out)
     if _is_array(ids):
         ids = np.asarray(ids).tolist()
     is_one = bool(ids) and is_integer(scalar(ids[0]))

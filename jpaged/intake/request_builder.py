@@ -63,6 +63,10 @@ class RequestBuilder:
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
+        if isinstance(prompt, Params):
+            raise refusal(
+                "prompt", type(prompt).__name__, "a prompt", "the arguments are: request id, prompt, parameters"
+            )
         arrival_time = _as_arrival_time(arrival_time)
         params = self.default_params() if params is None else params
         if not isinstance(params, Params):

@@ -40,6 +40,9 @@ class GenerationArrays:
     """Whether there is a token."""
     is_truncated: Bool[Array, " B"]
     """Whether a sample had no end of its own: it ended by its length, an abort or an error."""
+    is_aborted: Bool[Array, " B"]
+    """Whether a sample was aborted, as by `sleep` or `update_params(in_flight="abort")`: it is truncated too, and lacks
+    tokens that it would have had."""
     top_token_ids: Int[Array, "B T K"] | None
     """int32; the K tokens that were most likely at each place, the most likely one first, for
     `SamplingParams(logprobs=K)`; None if no sample asks for them."""
@@ -231,6 +234,7 @@ def _columns(samples: Sequence[_Sample], num_tokens: int) -> dict[str, Any]:
         "top_logprobs": on_device(top_logprobs) if num_tops else None,
         "mask": on_device(mask),
         "is_truncated": on_device(np.array([sample.finish_reason != "stop" for sample in samples], bool)),
+        "is_aborted": on_device(np.array([sample.finish_reason == "abort" for sample in samples], bool)),
         "versions": on_device(versions),
         "prompt_indices": on_device(np.array([sample.prompt_index for sample in samples], np.int32)),
         "errors": tuple(sample.error for sample in samples),

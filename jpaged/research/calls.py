@@ -47,8 +47,8 @@ class ResearchCalls:
         the new weights; its `versions` tell. With `in_order` a group is at most ⌈max_in_flight ÷ G⌉ versions older than
         the weights if each G groups that are taken make one version.
 
-        Raise InvalidRequestError for wrong arguments, ConfigError for an engine that sleeps, and what an iterator of
-        prompts raises while the first ones are read. Errors of prompts are raised by the result.
+        Raise InvalidRequestError for wrong arguments, and ConfigError for an engine that sleeps. Errors of prompts, and
+        of their iterator, are raised by the result.
         """
         return self._trainer.submit(
             prompts, sampling_params, max_in_flight=max_in_flight, in_order=in_order, priority=priority

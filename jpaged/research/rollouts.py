@@ -49,9 +49,9 @@ class Rollouts:
         self._inbox = Inbox()
         self._index_of: dict[Request, int] = {}
         """Requests in flight in the order of their prompts, each with the index of its prompt."""
-        self._ended: dict[int, Request | InvalidRequestError] = {}
-        """By the index of its prompt what nobody has taken, in the order of the ends: requests, and errors of prompts
-        that were refused."""
+        self._ended: dict[int, Request | Exception] = {}
+        """By the index of its prompt what nobody has taken, in the order of the ends: requests, errors of prompts that
+        were refused, and what the iterator of prompts has raised in place of one."""
         self._next: tuple[int, NewRequest] | None = None
         """A prompt that found the queue full."""
         self._full: QueueFullError | None = None
@@ -83,9 +83,9 @@ class Rollouts:
 
         Wait until `num_groups` have ended, or all that are left once the prompts have come to their end. Raise
         StopIteration if none is left, the exception of a group that has failed, InvalidRequestError for a prompt that
-        is refused, ConfigError if the engine sleeps, RuntimeError if it was shut down, QueueFullError if requests of
-        others leave no room for any of these, and whatever the iterator of prompts raises. Other groups that have ended
-        stay for the next call then.
+        is refused, what the iterator of prompts has raised in place of one, ConfigError if the engine sleeps,
+        RuntimeError if it was shut down, and QueueFullError if requests of others leave no room for any of these. Other
+        groups that have ended stay for the next call then.
         """
         check("num_groups", num_groups, integer(1, self.max_in_flight))
         while True:
@@ -128,7 +128,7 @@ class Rollouts:
         samples = None
         if failed is None:
             samples = generation_arrays([one for one in groups if isinstance(one, Request)], indices)
-        self._refill(num_leaving=len(indices))  # Before they leave, since the iterator of prompts may raise.
+        self._refill(num_leaving=len(indices))  # Before they leave: an interrupt may end it.
         for index in indices:
             del self._ended[index]
         if samples is not None:
@@ -185,6 +185,9 @@ class Rollouts:
         except StopIteration:
             self._is_at_end = True
             return
+        except Exception as error:
+            self._is_at_end, self._ended[self._num_read] = True, error
+            return
         index, self._num_read = self._num_read, self._num_read + 1
         try:
             options: dict[str, Any] = {"number": 0, "priority": self._priority, "form": ResultForm.ARRAYS}
@@ -208,7 +211,7 @@ class Rollouts:
         self._thread.serve(self._inbox)
 
 
-def _failure_of(group: Request | InvalidRequestError) -> Exception | None:
+def _failure_of(group: Request | Exception) -> Exception | None:
     """Return why a prompt has no samples; None if it has."""
     return group.failure if isinstance(group, Request) else group
 

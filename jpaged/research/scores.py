@@ -102,6 +102,8 @@ class Scorer:
 
     def logprobs(self, ids: Any, *, temperature: Any, top_k: Any, token_ids: Any, hidden: Any) -> Any:
         """Return the logprobs of all tokens but the first, or what else is asked for; see `Engine.logprobs`."""
+        if isinstance(ids, jax.core.Tracer):
+            raise refusal("ids", "a traced array", "an array of token ids", "call it outside of jitted functions")
         sequences, is_one = as_sequences(ids)
         check("hidden", hidden, boolean)
         named = {"top_k": top_k, "token_ids": token_ids, "hidden": hidden or None}

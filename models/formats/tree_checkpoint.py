@@ -89,7 +89,9 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     Raises ModelLoadError for two leaves of the same name, for more than MAX_DEPTH levels, and if `tree` is no level.
     """
     if _children(tree) is None:
-        raise ModelLoadError(f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested tree of names and arrays")
+        raise ModelLoadError(
+            f"{PARAMS}: got {type(tree).__name__}, wanted a flat or nested tree of names and arrays, as nnx.state gives"
+        )
     found: dict[str, Any] = {}
     for name, leaf in _flat_leaves(tree):
         if name in found:

@@ -103,7 +103,8 @@ def test_errors_are_raised_where_their_group_would_come_and_the_others_go_on(eng
         while not all(request.state.is_finished for request in list(engine.requests.values())):
             time.sleep(0.01)
         engine.sleep(mode="keep")
-        assert len(rollouts.take(2).errors) == 4  # What has ended is given; the third prompt is read later.
+        ended = rollouts.take(2)  # What has ended is given; the third prompt is read later.
+        assert ended.is_aborted.tolist() == [False] * 4
         with pytest.raises(ConfigError, match="submit: got an engine that sleeps"):
             next(rollouts)
         engine.wake_up()
@@ -116,6 +117,12 @@ def test_errors_are_raised_where_their_group_would_come_and_the_others_go_on(eng
         patched.setattr(engine._loop, "advance", lambda: 1 / 0)
         with engine.submit(PROMPTS[:1], GROUPS) as rollouts, pytest.raises(ZeroDivisionError):
             next(rollouts)
+    with engine.submit(PROMPTS[:1], replace(GROUPS, max_tokens=90)) as rollouts:
+        engine.sleep()
+        engine.wake_up()
+        aborted = next(rollouts)
+        assert (aborted.is_aborted.all(), aborted.is_truncated.all()) == (True, True)
+        assert int(aborted.mask.sum()) < 180
     rollouts = engine.submit(prompts_without_end([]), GROUPS)
     engine.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -156,13 +163,22 @@ def test_no_group_is_lost_by_an_iterator_that_raises_or_by_ids_and_limits(engine
         yield from PROMPTS[:num_prompts]
         raise OSError("no more")
 
-    with pytest.raises(OSError, match="no more"):
-        engine.submit(breaks_after(1), GROUPS, max_in_flight=2)
-    assert not engine.requests
-    with engine.submit(breaks_after(2), GROUPS, max_in_flight=2, in_order=True) as rollouts:
-        with pytest.raises(OSError, match="no more"):
-            rollouts.take(1)
-        assert [int(group.prompt_indices[0]) for group in rollouts] == [0, 1]
+    for max_in_flight in (2, 4):
+        with engine.submit(breaks_after(2), GROUPS, max_in_flight=max_in_flight, in_order=True) as rollouts:
+            assert [int(next(rollouts).prompt_indices[0]) for _ in range(2)] == [0, 1]
+            with pytest.raises(OSError, match="no more"):
+                next(rollouts)
+            with pytest.raises(StopIteration):
+                next(rollouts)
+
+    def is_interrupted() -> Iterator[list[int]]:
+        yield PROMPTS[0]
+        raise KeyboardInterrupt
+
+    with engine.submit(is_interrupted(), GROUPS, max_in_flight=1) as rollouts:
+        with pytest.raises(KeyboardInterrupt):
+            next(rollouts)
+        assert [int(group.prompt_indices[0]) for group in rollouts] == [0]
     with Engine(tiny, params=OLD, **SIZES, limits={"waiting_requests": 2}) as other:
         other.add_request("submit-1", PROMPTS[0], replace(PARAMS, max_tokens=60))
         with other.submit(PROMPTS * 3, GROUPS, max_in_flight=8) as rollouts:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -171,6 +172,12 @@ def test_what_cannot_be_scored_is_refused_in_one_line(engine: Engine) -> None:
     for ragged in ([[1, [2, 3]]], [[1, 2], [[1, 2], [3]]], [[1], 2]):
         with pytest.raises(InvalidRequestError, match=r"^ids: got"):
             engine.logprobs(ragged)
+    with pytest.raises(InvalidRequestError, match=r"^ids: got {.*give each row without its padding, as a list"):
+        engine.logprobs({"prompt_token_ids": np.ones((2, 2), int), "mask": np.ones((2, 2), bool)})
+    with pytest.raises(InvalidRequestError, match=r"^ids: got a traced array, .* outside of jitted functions"):
+        jax.jit(engine.logprobs)(jnp.ones(3, int))
+    with pytest.raises(InvalidRequestError, match=r"^prompt: got SamplingParams, .* request id, prompt, parameters"):
+        engine.add_request("a prompt", SamplingParams())
     with pytest.raises(InvalidRequestError, match=r"^ids: got 128 tokens beside hidden, allowed: at most 127"):
         engine.logprobs([5] * 128, hidden=True)
     for name, value in (("mask", [[1], [1, 0]]), ("lengths", [[1], [1, 2]])):
