@@ -53,11 +53,11 @@ class Rollouts:
         """By the index of its prompt what nobody has taken, in the order of the ends: requests, errors of prompts that
         were refused, and what the iterator of prompts has raised in place of one."""
         self._next: tuple[int, NewRequest] | None = None
-        """A prompt that found the queue full."""
+        """A prompt that found the queue full, or the engine asleep."""
         self._full: QueueFullError | None = None
-        """What that prompt was told."""
+        """What a prompt was told that found the queue full."""
         self._num_read, self._is_at_end = 0, False
-        # Rollouts that their caller drops without `close` must not go on computing for nobody.
+        # Requests of rollouts that nobody holds any more are ended as by `close`.
         self._dropping = weakref.finalize(self, _drop_later, self._loop, thread, self._inbox)
         self._dropping.atexit = False
         try:
@@ -90,7 +90,7 @@ class Rollouts:
         check("num_groups", num_groups, integer(1, self.max_in_flight))
         while True:
             self._refill()
-            self._loop.call("submit", self._collect)
+            is_asleep = self._loop.call("submit", self._collect)
             wanted = min(num_groups, self.num_in_flight) if self._is_at_end else num_groups
             if not wanted:
                 raise StopIteration
@@ -102,7 +102,7 @@ class Rollouts:
                 return self._give(ready[:wanted])
             if not self._index_of and self._full is not None:
                 raise self._full  # Nothing of this is computed, so that no end of a group can make room.
-            self._wait()
+            self._wait(is_asleep=is_asleep)
 
     def close(self) -> None:
         """Abort the requests in flight; further calls, and further groups, find nothing left."""
@@ -120,50 +120,55 @@ class Rollouts:
         self.close()
 
     def _give(self, indices: list[int]) -> GenerationArrays:
-        """Return these groups, which have ended, and read as many prompts more. Raise the exception of the first one
-        that has failed, which is then taken alone."""
-        groups = [self._ended[index] for index in indices]
-        failed = next((place for place, one in enumerate(groups) if _failure_of(one) is not None), None)
-        indices, groups = (indices, groups) if failed is None else ([indices[failed]], [groups[failed]])
-        samples = None
-        if failed is None:
-            samples = generation_arrays([one for one in groups if isinstance(one, Request)], indices)
-        self._refill(num_leaving=len(indices))  # Before they leave: an interrupt may end it.
+        """Return the groups of these prompts, which have ended; or raise the exception of the first one that has
+        failed, which is then taken alone."""
+        requests: list[Request] = []
+        for index in indices:
+            group = self._ended[index]
+            failure = group.failure if isinstance(group, Request) else group
+            if failure is not None:
+                if isinstance(group, Request):
+                    failure.add_note(f"prompt {index}: {group.error}")
+                self._let_go([index])
+                raise failure
+            assert isinstance(group, Request)
+            requests.append(group)
+        samples = generation_arrays(requests, indices)
+        self._let_go(indices)
+        return samples
+
+    def _let_go(self, indices: list[int]) -> None:
+        """Drop groups that are taken, once as many prompts more were read: an interrupt of that loses no group."""
+        self._refill(num_leaving=len(indices))
         for index in indices:
             del self._ended[index]
-        if samples is not None:
-            return samples
-        (group,) = groups
-        failure = _failure_of(group)
-        assert failure is not None
-        if isinstance(group, Request):
-            failure.add_note(f"prompt {indices[0]}: {group.error}")
-        raise failure
 
-    def _wait(self) -> None:
-        """Wait until a request has ended. Raise ConfigError or RuntimeError if the engine computes nothing."""
-        self._loop.check_open()
-        if self._loop.sleep.missing:
+    def _wait(self, *, is_asleep: bool) -> None:
+        """Wait until a request in flight has ended, if there is any. Raise ConfigError if the engine sleeps."""
+        if is_asleep:
             way_out = f"{self._loop.sleep.way_out}; the samples in flight go on then"
             raise refusal("submit", "an engine that sleeps", "one that is awake", way_out, error=ConfigError)
-        self._inbox.changes.wait()
+        if self._index_of:  # There is none if the engine slept at the last refill, and has been woken since.
+            self._inbox.changes.wait()
 
-    def _collect(self) -> None:
-        """Take what has ended out of the inbox. Runs between steps."""
+    def _collect(self) -> bool:
+        """Take what has ended out of the inbox, and return whether the engine sleeps.
+
+        Runs between steps: while weights are updated an engine lacks them too, and sleeps no longer than the update.
+        """
         self._loop.check_open()
         for request, _ in self._loop.last_outputs(self._inbox.take()):
             self._ended[self._index_of.pop(request)] = request
+        return bool(self._loop.sleep.missing)
 
     def _refill(self, num_leaving: int = 0) -> None:
         """Read prompts and queue them, until `max_in_flight` are in flight beside those that leave, or none is left.
 
         A prompt that is refused has its error in the place of its group. One that finds the queue full waits for the
-        next refill. While the engine sleeps nothing is read, and groups that have ended can be taken.
+        next refill, and so does one that finds the engine asleep: groups that have ended can be taken then.
         """
         self._full = None
         while not self._is_at_end and self.num_in_flight < self.max_in_flight + num_leaving:
-            if self._loop.sleep.missing:
-                return
             if self._next is None:
                 self._read()
             if self._next is None:
@@ -171,6 +176,8 @@ class Rollouts:
             index, new = self._next
             try:
                 self._loop.call("submit", partial(self._queue, index, new))
+            except ConfigError:
+                return
             except QueueFullError as error:
                 self._full = error
                 return
@@ -209,11 +216,6 @@ class Rollouts:
         builder.num_requests += 1
         self._index_of[request] = index
         self._thread.serve(self._inbox)
-
-
-def _failure_of(group: Request | Exception) -> Exception | None:
-    """Return why a prompt has no samples; None if it has."""
-    return group.failure if isinstance(group, Request) else group
 
 
 def _drop(loop: EngineLoop, thread: StepThread, inbox: Inbox) -> None:
