@@ -134,6 +134,10 @@ class StepLock:
             raise call.error
         return call.result
 
+    def read(self, name: str, command: Callable[[], Result]) -> Result:
+        """Return what `command` reads while no other thread changes the engine, also from inside of a step."""
+        return command() if self.is_own else self.call(name, command)
+
     def post(self, name: str, command: Callable[[], object]) -> None:
         """Let `command` run while no step runs, without waiting for the step of another thread, and drop its result.
 

@@ -70,7 +70,7 @@ class ResearchCalls:
 
         They are the arrays that steps read: copy those that are to outlive the next update.
         """
-        return self._trainer.params
+        return self._loop.lock.read("params", lambda: self._trainer.params)
 
     @overload
     def logprobs(self, ids: Any, /, *, temperature: Any = 1.0) -> Float[Array, "*B N1"]:
@@ -188,4 +188,4 @@ class ResearchCalls:
 
     def is_sleeping(self) -> bool:
         """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""
-        return bool(self._loop.sleep.missing)
+        return self._loop.lock.read("is_sleeping", lambda: bool(self._loop.sleep.missing))

@@ -254,6 +254,8 @@ def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_
 
         def score() -> None:
             while not is_over.is_set():
+                assert engine.params
+                assert not engine.is_sleeping(), "an update lacks weights for a moment, which nobody sees"
                 scores = np.asarray(engine.logprobs(scored))
                 distances = [np.abs(scores - one).max(axis=1) for one in wanted]
                 assert (np.minimum(*distances) < 1e-5).all(), "scores of one version each"
