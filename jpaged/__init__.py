@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .research.draws import draw
     from .sampling.logits_processor import LogitsProcessor
     from .sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from .structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
     "research.draws": ("draw",),
     "sampling.logits_processor": ("LogitsProcessor",),
     "sampling.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "structured_outputs": ("StructuredOutputsParams",),
 }
 """Module → the public names that it defines."""
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -46,7 +48,7 @@ __all__ = [
     "LLM", "AttentionLayer", "BeamSearchParams", "CheckpointModule", "CompletionOutput", "ConfigError", "Engine",
     "EngineConfig", "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob",
     "LogprobComparison", "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "WeightVersion", "draw", "load_module", "save_checkpoint",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "WeightVersion", "draw", "load_module", "save_checkpoint",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

@@ -11,10 +11,9 @@ ENGINE_OPTIONS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint",
 )  # fmt: skip
-SAMPLING_PARAMETERS = ("structured_outputs",)
 PROMPT_KEYS = ("multi_modal_data", "lora_request")
 FLAGS = (
-    *ENGINE_OPTIONS, *SAMPLING_PARAMETERS, "json_schema", "regex", "grammar", "choice", "lora", "image", "trace",
+    *ENGINE_OPTIONS, "lora", "image", "trace",
 )  # fmt: skip
 """Flags of `jpaged generate`, written as the names of their options."""
 LINE_KEYS = (*FLAGS, *PROMPT_KEYS)

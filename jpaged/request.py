@@ -228,6 +228,9 @@ class Request:
     """Sequences of tokens that may not be generated."""
     beams: SampleSearch | None = None
     """The search whose running beams its samples are: the host chooses their next tokens."""
+    grammar: object | None = None
+    """A matcher of the grammar that its output follows, at the grammar's start; opaque to everything but the output
+    processor. None without a grammar."""
     needs_prompt_scores: bool = field(init=False)
     """Whether its prompt's logprobs are wanted. Every prompt position must then be computed, not found in the cache."""
     sequences: list[SampleSequence] = field(default_factory=list)
@@ -319,6 +322,12 @@ class Request:
     def first_scored(self) -> int:
         """Return the first position whose logits score a token of a continuation that is asked for."""
         return self.prompt_len - 1 + (0 if self.scoring is None else self.scoring.first)
+
+    @property
+    def awaits_each_token(self) -> bool:
+        """Return whether the host must see each token before it can say what comes next, so that the device never
+        draws several tokens of a sample by itself."""
+        return self.beams is not None or self.grammar is not None
 
     @property
     def has_numbers(self) -> bool:

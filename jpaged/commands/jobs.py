@@ -182,7 +182,7 @@ class JobReader:
             return SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
         for name in own_params:
             if name not in BEAM_LINE_FIELDS:
-                check_name(name, FIELDS, "parameter", not_available=not_available.SAMPLING_PARAMETERS)
+                check_name(name, FIELDS, "parameter")
                 allowed = f"allowed: {', '.join(BEAM_LINE_FIELDS)}; leave it out, or leave --beam-width out"
                 raise InvalidRequestError(f"{name}: has no effect in a beam search, {allowed}", param=name)
         return BeamSearchParams(**{"max_tokens": None, **self.beams, **own_params})

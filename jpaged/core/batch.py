@@ -161,8 +161,8 @@ class BatchRunner:
                 if isinstance(new, InvalidRequestError):
                     raise new
                 new = msgspec.structs.replace(new, request_id=request_id, number=own_number)
-                # `make` checks that the request fits, and asks the scheduling policy for its key.
-                named[request_id] = msgspec.structs.replace(new, policy_key=self.loop.make(new).policy_key)
+                # This checks that the request fits, too.
+                named[request_id] = msgspec.structs.replace(new, policy_key=self.loop.core.policy_key(new))
             except InvalidRequestError as error:
                 if raises:
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error

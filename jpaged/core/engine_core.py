@@ -3,8 +3,9 @@
     schedule → build → dispatch → (in flight) → read → retire
 
 `EngineCore.dispatch` does the first three, `EngineCore.retire` the last two; between them up to two steps are in
-flight. The engine, the simulation in the tests and `scripts/bench/scheduler.py` all drive this one object. It knows no
-array but the sampled rows of a step.
+flight. A step with masks, those of grammars, is sampled once the host knows all tokens before it: when it has become
+the oldest step in flight. The engine, the simulation in the tests and `scripts/bench/scheduler.py` all drive this one
+object. It knows no array but the sampled rows and the masks of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ..checks import one_line
 from ..messages import NewRequest
@@ -107,7 +110,16 @@ class EngineCore:
         )
         if new.policy_key is None:
             self.scheduler.check(request)
+        if new.grammar:
+            request.grammar = self.outputs.grammars.matcher(new.grammar)
         return request
+
+    def policy_key(self, new: NewRequest) -> Any:
+        """Return the key that the scheduling policy gives the request of a message.
+
+        Raise InvalidRequestError if the page pool could not hold the request even if it ran alone.
+        """
+        return self.make(msgspec.structs.replace(new, grammar="")).policy_key
 
     def add(self, new: NewRequest) -> Request:
         """Queue the request of a message, and return it.
@@ -186,6 +198,7 @@ class EngineCore:
             return work
         inputs, rows = self.builder.build(work)
         built_s = time.perf_counter()
+        assert not any(step.awaits_masks for step in self.in_flight), "its hidden states would be lost"
         step = StepInFlight(work, inputs, rows, self.runner.dispatch(inputs))
         self.num_steps += 1
         if observer is not None:
@@ -194,6 +207,7 @@ class EngineCore:
             step = step._replace(record=record)
             self._tell(observer.dispatched, record)
         self.in_flight.append(step)
+        self._sample_oldest()
         self.num_step_tokens += work.num_tokens
         # A step that decodes K tokens per sequence computes its whole bucket K times. A step without a layout only
         # copies pages or changes page tables, and computes no rows.
@@ -220,10 +234,24 @@ class EngineCore:
         self.results.end_scored(step.work)
         if sampled is not None:
             self.results.append(step.rows.samples, step.inputs.decode_lens, sampled)
+        self._sample_oldest()
         if record is not None and self.observer is not None:
             record.read_s, record.process_s, record.is_retired = read_s - start_s, time.perf_counter() - read_s, True
             self._tell(self.observer.retired, record)
         return step.rows.samples
+
+    def _sample_oldest(self) -> None:
+        """Start the sampler of the oldest step in flight, if that still awaits the masks of its rows.
+
+        All earlier steps have retired, so the matchers have taken every token before this step's. Requests whose
+        grammar takes too much work end by an error.
+        """
+        if self.in_flight and (step := self.in_flight[0]).awaits_masks:
+            masks, failures = self.outputs.masks(step.rows.samples)
+            for sequence, message in failures:
+                self.fail(sequence.request, message)
+            outputs = self.runner.sample(step.inputs, step.outputs, masks)
+            self.in_flight[0] = step._replace(outputs=outputs)
 
     def _tell(self, observe: Callable[[StepRecord], None], record: StepRecord) -> None:
         """Call a method of the observer. An observer that raises is dropped, and the step goes on."""
@@ -266,6 +294,7 @@ class EngineCore:
                 break
             self.in_flight.popleft()
             self.scheduler.retire(work)
+            self._sample_oldest()
 
     def recover(self, error: BaseException) -> None:
         """Queue all unfinished requests anew after a step has failed with `error`, from the tokens that the host knows.

@@ -19,6 +19,7 @@ from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import BeamSearch, BeamStep
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_output import SchedulerOutput
+from ..text.grammar import GrammarFailure
 from .step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from ..text.output_processor import OutputProcessor
 
 NOT_FINITE = "the model gave NaN or infinite logits for this request"
-NO_TOKEN_LEFT = f"{NOT_FINITE}, or its rules, such as allowed_token_ids and bad_words, leave no token to draw"
+NO_TOKEN_LEFT = (
+    f"{NOT_FINITE}, or its rules, such as structured_outputs, allowed_token_ids, bad_words and min_tokens, together "
+    "leave no token to draw"
+)
 OUTPUT_FAILED = "internal error while its output was made"
 
 
@@ -41,6 +45,11 @@ class StepInFlight(NamedTuple):
     outputs: StepOutputs
     record: StepRecord | None = None
     """What the observer is told of it; None without one."""
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Return whether its sampler has still to be started, by `Runner.sample`."""
+        return self.outputs.columns is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -186,7 +195,7 @@ class StepResults:
         if not is_finite.all():
             for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
                 if not sequence.state.is_finished:
-                    has_rules = sequence.request.params.has_rules
+                    has_rules = sequence.request.params.has_rules or sequence.request.grammar is not None
                     self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
         row = 0
         scores = sampled.scores
@@ -281,14 +290,17 @@ class StepResults:
         """Apply stop rules, text and page bookkeeping to the token that was appended to a sequence last.
 
         `row` is the token's row in `sampled`. The request's first token sets `first_token_time`. The sequence ends if a
-        stop rule says so (EOS, a stop token or string, or its full length). If the rules or the text raise an
-        exception, the whole request ends with an error, and other requests go on.
+        stop rule says so (EOS, a stop token or string, the end of its grammar, or its full length). If the rules or the
+        text raise an exception, the whole request ends with an error, and other requests go on.
         """
         request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = self.clock()
         try:
             end = self.outputs.check_stop(sequence, sampled, row)  # The state to end in; None if it goes on.
+        except GrammarFailure as failure:
+            self.fail(request, str(failure))
+            return
         except Exception as exception:  # A fault in one request's output must not stop other requests.
             self.fail(request, OUTPUT_FAILED, cause=exception)
             return

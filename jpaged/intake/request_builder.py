@@ -139,6 +139,7 @@ class RequestBuilder:
             max_tokens=min(room, params.max_tokens or room),
             stop_ids=params.end_ids(self.encoder.eos_token_ids),
             bad_words=checked.bad_words,
+            grammar=self.encoder.grammar_after(token_ids, checked),
             cache_salt=encoded.cache_salt,
             priority=encoded.priority,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,

@@ -77,6 +77,11 @@ def pack_columns(
     return np.frombuffer(packed, np.int32)
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """Return the words of a mask, int32: a bit for each token of the vocabulary."""
+    return -(-vocab_size // 32)
+
+
 def score_of(logprobs: int | None, *, wants_mass: bool = False) -> Score:
     """Return what rows get for the parameter `logprobs` or `prompt_logprobs`, as bits of `Score`.
 

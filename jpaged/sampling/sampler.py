@@ -142,19 +142,38 @@ def sample(
     mode: SampleMode,
     settings: SampleSettings = PLAIN,
     rules: LogitRulesState | None = None,
+    masks: Int[Array, "R W"] | None = None,
 ) -> SampledRows:
     """Return a token for every row, with whether its logits are finite; with scores in the modes SCORED and FULL.
 
     `logits_RV` are the model's logits of R rows over a vocabulary of V tokens. `rows` are the parameters of the rows,
-    and `rules` the logit rules of all state slots (None if the mode reads none). There are three passes. First, each
-    row gets its likeliest token, as if all were greedy; mode GREEDY ends here. Second, rows that need rules or a draw
-    are computed in batches of similar work, which replace these results; mode RANDOM ends here. Third, in the modes
-    SCORED and FULL, rows that ask for scores are scored in batches. The scores of other rows mean nothing.
+    and `rules` the logit rules of all state slots (None if the mode reads none). `masks` have a bit for each token, 32
+    in a word: a row draws only tokens whose bit is set. None allows all tokens. They come after all rules, and raw and
+    tempered logprobs are those of the logits before them.
+
+    There are three passes. First, each row gets its likeliest token, as if all were greedy; mode GREEDY ends here.
+    Second, rows that need rules or a draw are computed in batches of similar work, which replace these results; mode
+    RANDOM ends here. Third, in the modes SCORED and FULL, rows that ask for scores are scored in batches. The scores of
+    other rows mean nothing.
     """
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
     control_flow = settings.control_flow
-    batch = _Batch(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules, mode is SampleMode.FULL)
+    model_logits = allowed_logits = block_rows(logits_RV)
+    mask_bias_RV = None
+    if masks is not None:
+        mask_bias_RV = mask_bias(masks, logits_RV.shape[1])
+        allowed_logits = block_rows(logits_RV + mask_bias_RV)
+    batch = _Batch(
+        logits=allowed_logits,
+        model_logits=model_logits,
+        mask_bias_RV=mask_bias_RV,
+        vocab_size=logits_RV.shape[1],
+        rows=rows,
+        settings=settings,
+        rules=rules,
+        has_masses=mode is SampleMode.FULL,
+    )
     likeliest, is_finite_before_rules = _first_maximum(batch.logits, batch.vocab_size), is_finite_row(batch.logits)
     if mode is SampleMode.GREEDY:
         return SampledRows(likeliest, is_finite_before_rules)
@@ -185,6 +204,17 @@ def sample(
     scores = control_flow.for_row_batches(rows.score > 0, row_work, score, no_scores, num_keys=len(RowWork))
     scores = replace(scores, log_kept_masses=drawn.log_masses if batch.has_masses else None)
     return SampledRows(token_ids, is_finite, scores)
+
+
+def mask_bias(masks: Int[Array, "R W"], vocab_size: int) -> Float[Array, "R V"]:
+    """Return 0 for each token whose bit is set in a row of `masks`, and −inf for each other one.
+
+    Token t has bit t % 32 of word t // 32; bits beyond the vocabulary mean nothing. To be added, so that a NaN among
+    the logits stays one.
+    """
+    bits_RWb = masks[:, :, None] >> jnp.arange(32, dtype=masks.dtype) & 1
+    bits_RV = bits_RWb.reshape(masks.shape[0], -1)[:, :vocab_size]
+    return jnp.where(bits_RV != 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 def _row_work(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
@@ -219,6 +249,11 @@ class _Batch:
     """The logits of R rows with their parameters. Its methods sample and score some of the rows."""
 
     logits: BlockRows
+    """The model's logits, with −inf for tokens that the masks forbid."""
+    model_logits: BlockRows
+    """The model's logits as they are."""
+    mask_bias_RV: Float[Array, "R V"] | None
+    """What the masks add to the logits; None without masks."""
     vocab_size: int
     rows: SamplingRows
     settings: SampleSettings
@@ -229,8 +264,8 @@ class _Batch:
     def with_rules(self, selection: RowSelection, use: Callable[[BlockRows], T]) -> T:
         """Return `use(logits)` for the logits of the selected rows, after the rules of their state slots.
 
-        `use` gets the logits of r rows in blocks. If no selected row has rules (all have the ruled slot 0), it reads
-        the model's logits in place, without a copy. This is decided when the program runs, if the control flow has
+        `use` gets the logits of r rows in blocks, after their masks. If no selected row has rules (all have the ruled
+        slot 0), it reads `logits` in place, without a copy. This is decided when the program runs, if the control flow has
         branches. Otherwise rules are always applied; those of slot 0 change nothing. If there are no rules at all
         (None), the program has no code for them.
         """
@@ -242,9 +277,10 @@ class _Batch:
         def use_ruled() -> T:
             num_rows = len(params.top_k)
             # The slice cuts off what fills up the last block.
-            logits_rV = self.logits.blocks[selection].reshape(num_rows, -1)[:, : self.vocab_size]
+            logits_rV = self.model_logits.blocks[selection].reshape(num_rows, -1)[:, : self.vocab_size]
             ruled_rV = apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
-            return use(block_rows(ruled_rV))
+            # Masks come last: a caller's logits processor may replace any logit.
+            return use(block_rows(ruled_rV if self.mask_bias_RV is None else ruled_rV + self.mask_bias_RV[selection]))
 
         return self.settings.control_flow.compute_if(jnp.any(params.ruled_slot > 0), use_ruled, lambda: use(unruled))
 
@@ -306,7 +342,7 @@ class _Batch:
             )
         is_tempered = self.settings.logprobs_mode == "tempered_logprobs"
         temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
-        return compute(self.logits._replace(selection=selection), token_ids, temperature)
+        return compute(self.model_logits._replace(selection=selection), token_ids, temperature)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]

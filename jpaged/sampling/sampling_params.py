@@ -14,9 +14,9 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .. import not_available
 from ..checks import INT64, CheckedFields, Unfit, boolean, described, integer, is_number, number, or_none
 from ..errors import InvalidRequestError
+from ..structured_outputs import StructuredOutputsParams, structured_outputs
 from .parameter import Column, Flag, arguments, biases, parameter, some_token_ids, stop_strings, token_ids, words
 
 INT32, FLOAT32, RULE = Column
@@ -63,14 +63,12 @@ def _early_stopping(value: Any) -> bool | str:
 
 @described
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(
-    CheckedFields, kind="parameter", error=InvalidRequestError, not_available=not_available.SAMPLING_PARAMETERS
-):
+class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError):
     """How one request is sampled. Raises InvalidRequestError naming the field, the value and what is allowed.
 
     Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, the engine's
-    `logits_processors`, `repetition_penalty`, `frequency_penalty` and `presence_penalty`. Then come `temperature`,
-    `min_p`, `top_k` and `top_p`, each over the tokens that the one before left.
+    `logits_processors`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`, and what `structured_outputs`
+    allow. Then come `temperature`, `min_p`, `top_k` and `top_p`, each over the tokens that the one before left.
     """
 
     n: int = parameter(
@@ -195,6 +193,11 @@ class SamplingParams(
         "them; at most 128",
         Flag("TEXT"),
         is_rule=True,
+    )
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = parameter(
+        None,
+        or_none(structured_outputs),
+        "what the output must look like: a StructuredOutputsParams, or a mapping of its fields",
     )
     extra_args: Mapping[str, float] | None = parameter(
         None, or_none(arguments), "arguments of the engine's logits_processors, by name", is_rule=True, hash=False

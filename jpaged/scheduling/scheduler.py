@@ -401,7 +401,7 @@ class Scheduler(Lifecycle):
 
         `sequences` are all running ones. No other work may be due: no chunk, no preemption, no queued request, and no
         running sequence that waits to decode. The sampling mode of each request must allow it, and the host must not
-        choose its tokens. With `max_decode_steps=1`, or no sequence in `decodes`, the result is False.
+        await each of its tokens. With `max_decode_steps=1`, or no sequence in `decodes`, the result is False.
         """
         work = self._work
         if self.config.max_decode_steps == 1 or not decodes:
@@ -411,8 +411,7 @@ class Scheduler(Lifecycle):
         # A sequence that has drawn its last possible token has nothing to decode; the host is about to read the token.
         is_all = all(s.num_computed < s.decode_limit or s.num_computed == s.max_len - 1 for s in sequences)
         modes = self.config.several_modes
-        # In a beam search the host chooses every next token.
-        return is_all and all(s.request.mode in modes and s.request.beams is None for s in decodes)
+        return is_all and all(s.request.mode in modes and not s.request.awaits_each_token for s in decodes)
 
     def _decode_lens(self, decodes: list[SampleSequence]) -> list[int]:
         """Return how many tokens each of `decodes` decodes one after another in this step; empty means one token each.

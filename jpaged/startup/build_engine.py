@@ -158,7 +158,7 @@ def build_engine(
     live = LiveWeights(programs.weights, engine.mesh)
     plan = CompilePlan(
         programs.lower,
-        occasional={**live.programs(), **programs.lower_scores},
+        occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked},
         num_compilers=_num_compilers(device.platform),
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
@@ -182,7 +182,7 @@ def build_engine(
             plan.wait()
         preemption = _preemption(config, sizes, builder, runner)
         scheduler = _scheduler(config, sizes, builder, preemption, engine.num_decode_steps)
-        outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids)
+        outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids, grammars=handle.grammars)
         core = EngineCore(
             scheduler=scheduler, builder=builder, runner=runner, outputs=outputs, clock=time.monotonic, seed=config.seed
         )

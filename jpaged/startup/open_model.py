@@ -27,6 +27,7 @@ from ..models.own_model import OwnModel, open_own_model
 from ..models.weights.checkpoint_module import CheckpointModule
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
+from ..text.grammar import Grammars
 from ..text.prompts import PromptEncoder
 from ..text.tokenizer import MORE_FILES, TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model, resolve_tokenizer
@@ -58,6 +59,8 @@ class ModelHandle:
 
     The config of a GGUF file has all tokens that its metadata name as ends or that llama.cpp knows by their text.
     """
+    grammars: Grammars | None
+    """Compiles the grammars of requests; None without a tokenizer."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -100,7 +103,8 @@ class ModelHandle:
         rendered by `chat_template`, a Jinja2 text, or by the model's own template if it is None.
         """
         limit = config.limits["waiting_tokens"]
-        return PromptEncoder(self.tokenizer, rules_spec, max_model_len, chat_template, limit, self.eos_token_ids)
+        options = chat_template, limit, self.eos_token_ids, self.grammars
+        return PromptEncoder(self.tokenizer, rules_spec, max_model_len, *options)
 
 
 def open_model(config: EngineConfig) -> ModelHandle:
@@ -137,7 +141,13 @@ def open_model(config: EngineConfig) -> ModelHandle:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
     arrays = config.params if config.params is not None and lies_on_several_devices(config.params) else None
-    return ModelHandle(source, model_config, checkpoint, arrays, tokenizer, defaults, end_ids)
+    grammars = _grammars(tokenizer, model_config.spec, end_ids)
+    return ModelHandle(source, model_config, checkpoint, arrays, tokenizer, defaults, end_ids, grammars)
+
+
+def _grammars(tokenizer: Tokenizer | None, model: ModelSpec, eos_token_ids: frozenset[int]) -> Grammars | None:
+    """Return what compiles the grammars of requests; nothing is compiled or imported yet. None without a tokenizer."""
+    return None if tokenizer is None else Grammars(tokenizer, model.vocab_size, eos_token_ids)
 
 
 def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: str) -> ModelHandle:
@@ -163,7 +173,9 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.spec.vocab_size, config.tokenizer)
     end_ids = _end_ids(model.spec.eos_token_ids, tokenizer, model.spec)
-    return ModelHandle(None, model, None, arrays if config.params is None else config.params, tokenizer, {}, end_ids)
+    arrays = arrays if config.params is None else config.params
+    grammars = _grammars(tokenizer, model.spec, end_ids)
+    return ModelHandle(None, model, None, arrays, tokenizer, {}, end_ids, grammars)
 
 
 def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: ModelSpec) -> frozenset[int]:

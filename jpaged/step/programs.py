@@ -5,6 +5,7 @@
     ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
     ("forward_decodes", T)    instead of that in some buckets, when every row has one token
     ("sample", S, mode)       after a forward, in the sample bucket S
+    ("sample_masked", S, mode)   instead of that, where a row has a grammar
     ("score", S, kind)        after a forward, for each batch of given tokens that are scored
     ("decode", T, mode)       instead of both, when every row decodes several tokens
     ("tables",)               before a step whose page-table changes do not fit its buffer
@@ -33,7 +34,7 @@ from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, new_rules, rule_shapes, set_rules
-from ..sampling.sample_columns import SAMPLE_FIELDS, SCORE_FIELDS
+from ..sampling.sample_columns import SAMPLE_FIELDS, SCORE_FIELDS, num_mask_words
 from ..sampling.sampler import PLAIN, SampledRows, SampleSettings
 from ..sampling.sampling_params import SampleMode, ScoreKind, score_kinds
 from ..scheduling.buckets import Buckets
@@ -93,10 +94,10 @@ def decode_key(buckets: Buckets, num_rows: int, mode: SampleMode) -> Key | None:
     return None if decode_mode is None else ("decode", buckets.tokens_for(num_rows), decode_mode)
 
 
-def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
-    """Return the key of the sample program for this many rows of a mode."""
+def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode, *, is_masked: bool = False) -> Key:
+    """Return the key of the sample program for this many rows of a mode; `is_masked`: rows have masks."""
     mode = buckets.mode_for(mode)
-    return ("sample", buckets.samples_for(num_samples, mode), mode)
+    return ("sample_masked" if is_masked else "sample", buckets.samples_for(num_samples, mode), mode)
 
 
 def score_key(num_rows: int, kind: ScoreKind) -> Key:
@@ -165,9 +166,12 @@ class Programs:
         if options.num_decode_steps > 1:
             for size, mode in product(buckets.decode_sizes, buckets.decode_modes):
                 self.lower["decode", size, mode] = partial(self._lower_decode, builder.layouts[size, True], mode)
+        self.lower_masked: dict[Key, Lower] = {}
+        """The sample programs for rows with masks, which only requests with a grammar need."""
         for mode in buckets.modes:
             for size in buckets.sample_sizes(mode):
                 self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
+                self.lower_masked["sample_masked", size, mode] = partial(self._lower_sample, size, mode, is_masked=True)
         score_programs = product(buckets.sample_sizes(SampleMode.FULL), score_kinds(options.settings.max_logprobs))
         self.lower_scores: dict[Key, Lower] = {
             score_key(size, kind): partial(self._lower_score, size, kind) for size, kind in score_programs
@@ -237,32 +241,35 @@ class Programs:
         """Return the shapes of the logit rules for a program of that mode; None if it reads none."""
         return self._rules if mode is SampleMode.FULL else None
 
-    def _sample_program(self, num_rows: int, mode: SampleMode) -> Program:
+    def _sample_program(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> Program:
         """Return the function of a sample program, for this many rows in one mode, and its arguments as shapes.
 
-        The function has four arguments: the weights that logits need, as a flat tuple of arrays; the sampling state,
+        The function has five arguments: the weights that logits need, as a flat tuple of arrays; the sampling state,
         which is the last token of each state slot and the logit rules (None if the mode reads none); the hidden states
-        of the last forward program, [T, D]; and SAMPLE_FIELDS columns, int32 [fields, S]. S is the largest sample
-        bucket in all sample programs, as forward programs return these columns; this one reads the first `num_rows`.
+        of the last forward program, [T, D]; SAMPLE_FIELDS columns, int32 [fields, S]; and the masks of the rows, int32
+        [num_rows, W], or None. S is the largest sample bucket in all sample programs, as forward programs return these
+        columns; this one reads the first `num_rows`.
         The result is that of `sample_rows`: the new sampling state, and a sampled token of each row.
         """
         leaves, unflatten = self.weights.split_logits()
 
         def run(
-            leaves: Leaves, state: SamplingState, hidden: jax.Array, columns: jax.Array
+            leaves: Leaves, state: SamplingState, hidden: jax.Array, columns: jax.Array, masks: jax.Array | None
         ) -> tuple[SamplingState, SampledRows]:
             weights, settings = unflatten(leaves), self._options.settings
             columns = columns[:, :num_rows]
-            return sample_rows(self.weights.graph, weights, state, hidden, columns, mode, settings, self._mesh)
+            return sample_rows(self.weights.graph, weights, state, hidden, columns, mode, settings, self._mesh, masks)
 
-        run.__name__ = f"sample_{num_rows}_{mode.value}"
+        run.__name__ = f"sample_{'masked_' if is_masked else ''}{num_rows}_{mode.value}"
         state = self.state.last_tokens, self._rules_of(mode)
         columns = self._shape((len(SAMPLE_FIELDS), self._buckets.max_samples), jnp.int32)
-        return run, (tuple(leaves), state, self.state.hidden, columns)
+        words_per_mask = num_mask_words(self._builder.rules_spec.vocab_size)
+        masks = self._shape((num_rows, words_per_mask), jnp.int32) if is_masked else None
+        return run, (tuple(leaves), state, self.state.hidden, columns, masks)
 
-    def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
+    def _lower_sample(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> jax.stages.Lowered:
         """Lower the sample program of one mode for this many rows; its argument 1, the sampling state, is donated."""
-        run, arguments = self._sample_program(num_rows, mode)
+        run, arguments = self._sample_program(num_rows, mode, is_masked=is_masked)
         return jax.jit(run, donate_argnums=1).lower(*arguments)
 
     def _lower_score(self, num_rows: int, kind: ScoreKind) -> jax.stages.Lowered:

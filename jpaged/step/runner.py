@@ -1,6 +1,7 @@
 """Runs steps on the device. Owns everything that takes device memory: weights, device state, executables, host pages.
 
     dispatch(step)   page moves ─▶ page-table changes ─▶ logit rules ─▶ forward + sample, or decode   (all enqueued)
+    sample(step)     the sampler of a step with masks, which the host did not know at the step's dispatch
     StepOutputs      sampled rows on the device, already on their way to the host; `read` waits for them
 
 Calls return before the device is done, so that the host prepares the next step meanwhile. Every executable takes the
@@ -49,8 +50,11 @@ class StepOutputs:
     """
 
     sampled: SampledRows | None
+    """None if no row is sampled, or if `Runner.sample` has still to be called."""
     scored: tuple[SampledRows, ...] = ()
     """Scores of given tokens, one object for each of `StepInputs.scores`."""
+    columns: jax.Array | None = None
+    """SAMPLE_FIELDS of the rows, int32 [fields, S], while `Runner.sample` has still to be called; None otherwise."""
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.sampled, self.scored)):
@@ -111,6 +115,7 @@ class Runner:
         Returns before the device is done; waits only if more than MAX_SWAPS_UNDER_WAY batches of swapped pages would be
         under way, or for an executable that is not compiled yet. A step with `decode_lens` runs a decode program. Any
         other step with rows runs a forward program, and then a sampler for sampled rows and programs for scored tokens.
+        The sampler of a step with masks is left to `sample`, which must be called before the next step is dispatched.
         """
         self._move(step.moves)
         for changes in step.table_updates:
@@ -124,8 +129,20 @@ class Runner:
         if step.decode_lens:
             return StepOutputs(self._decode(step))
         columns = self._forward(step)
-        sampled = self._sample(columns, step.num_samples, step.mode) if step.num_samples else None
-        return StepOutputs(sampled, tuple(self._score(step)))
+        scored = tuple(self._score(step))
+        if step.has_masks:
+            return StepOutputs(None, scored, columns)
+        return StepOutputs(self._sample(columns, step) if step.num_samples else None, scored)
+
+    def sample(self, step: StepInputs, outputs: StepOutputs, masks: np.ndarray) -> StepOutputs:
+        """Start the sampler of a step with masks, and return its outputs, now with the sampled rows.
+
+        `outputs` are those of its dispatch, after which no other step may have been dispatched: the hidden states on
+        the device must be those of this step. `masks`, int32 [num_samples, W], have a bit for each token that a row may
+        draw; see `sampler.sample`.
+        """
+        assert outputs.columns is not None, "the step has no sampler to start"
+        return StepOutputs(self._sample(outputs.columns, step, masks), outputs.scored)
 
     def measure_swap(self) -> float:
         """Return the bytes per second of swapping pages, measured on a round trip of MAX_MOVES pages.
@@ -208,18 +225,24 @@ class Runner:
             asked = None if batch.asked is None else self._put(batch.asked)
             yield self._run(key, leaves, self.state.hidden, self._put(batch.columns), asked)
 
-    def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
+    def _sample(self, columns: jax.Array, step: StepInputs, masks: np.ndarray | None = None) -> SampledRows:
         """Start the sample program on the hidden states of the last forward program; return the sampled rows.
 
-        `columns` are the SAMPLE_FIELDS of `num_rows` rows, then padding, int32 [fields, S]; the results are padded to
-        the sample bucket. If `mode` has no sample programs, those of the next mode that has some are used. Returns
-        before the results are computed. The last tokens of the state slots are donated and replaced. A program of mode
-        FULL does the same with the logit rules; others take None for them and return None, so that `self.rules` stays.
+        `columns` are the SAMPLE_FIELDS of the step's samples, then padding, int32 [fields, S]; the results are padded
+        to the sample bucket, as `masks` are here, if there are any. If the step's mode has no sample programs, those of
+        the next mode that has some are used. Returns before the results are computed. The last tokens of the state
+        slots are donated and replaced. A program of mode FULL does the same with the logit rules; others take None for
+        them and return None, so that `self.rules` stays.
         """
-        mode = self.buckets.mode_for(mode)
-        key = sample_key(self.buckets, num_rows, mode)
+        mode = self.buckets.mode_for(step.mode)
+        key = sample_key(self.buckets, step.num_samples, mode, is_masked=masks is not None)
+        padded_masks = None
+        if masks is not None:
+            num_rows = self.buckets.samples_for(step.num_samples, mode)
+            padded_masks = self._put(np.pad(masks, ((0, num_rows - len(masks)), (0, 0)), constant_values=-1))
         state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
-        (last_tokens, rules), sampled = self._run(key, self.store.logits_leaves, state, self.state.hidden, columns)
+        arguments = self.store.logits_leaves, state, self.state.hidden, columns, padded_masks
+        (last_tokens, rules), sampled = self._run(key, *arguments)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules
         return sampled

@@ -196,19 +196,19 @@ def sample_rows(
     mode: SampleMode,
     settings: SampleSettings,
     mesh: Mesh | None = None,
+    masks: Int[Array, "R W"] | None = None,
 ) -> tuple[SamplingState, SampledRows]:
     """Sample one token for each of R rows, padding included; return the new sampling state and the sampled rows.
 
-    `graph` and `weights` are the two halves of the model (`merged_model`); only the weights that logits need are used.
-    `state` is the last token of each state slot, and the logit rules, None if the mode reads none. `columns` are the
-    SAMPLE_FIELDS of the rows; the field "token" says which hidden state a row is sampled from. The row's token is
-    written to its state slot (padding writes slot 0), and is counted in the
-    logit rules of that slot if there are rules. `mesh` is None on a single device.
+    `graph` and `weights` are the halves of the model (`merged_model`), with the weights that logits need. `state` is
+    the last token of each state slot, and the logit rules, None if the mode reads none. `columns` are the SAMPLE_FIELDS
+    of the rows; "token" says which hidden state a row is sampled from. The row's token is written to its state slot
+    (padding writes slot 0) and counted in its rules. `mesh` is None on a single device, `masks` if no row has any.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
     logits_RV = whole_logits(merged_model(graph, weights), hidden_TD[columns[TOKEN]], mesh)
     last_tokens, rules = state
-    sampled = sample_logits(logits_RV, rows, mode, settings, rules)
+    sampled = sample_logits(logits_RV, rows, mode, settings, rules, masks)
     if rules is not None:
         rules = record_tokens(rules, rows.ruled_slot, sampled.token_ids)
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled

@@ -128,9 +128,10 @@ class StepInputBuilder:
         and those behind a sequence's last page, are left from earlier."""
         self.next_positions = np.zeros(num_slots, np.intp)
         """Position of the token that a decode in each state slot computes next."""
-        # For each slot, written when a sequence gets it: prompt length, index in MODES, SAMPLE_FIELDS.
+        # For each slot, written when a sequence gets it: prompt length, index in MODES, grammar or not, SAMPLE_FIELDS.
         self.prompt_lens = np.zeros(num_slots, np.intp)
         self.modes = np.zeros(num_slots, np.intp)
+        self.has_grammar = np.zeros(num_slots, bool)
         self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - len(STEP_FIELDS), num_slots), np.int32)
         self._last_decode: _Packed | None = None
         """The previous step and its rows, if each row decoded one token and every sequence still has its slot."""
@@ -198,7 +199,9 @@ class StepInputBuilder:
         table_updates = self._fill_changes(view, changes, layout)
         self._fill_rows(view, rows, layout)
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
-        samples, mode = self._fill_samples(view["samples"], rows, work)
+        samples, slots = self._fill_samples(view["samples"], rows, work)
+        # Each mode can do what the modes before it do, so the highest one serves all samples.
+        mode, any_grammar = MODES[self.modes[slots].max(initial=0)], bool(self.has_grammar[slots].any())
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples)
         chunks = zip(work.chunks, rows.chunk_starts(len(work.chunks)), strict=True)
         scored, scores = score_rows(chunks, self.buckets, self.max_logprobs) if work.chunks else ([], ())
@@ -210,6 +213,7 @@ class StepInputBuilder:
             layout=layout,
             num_samples=len(samples),
             mode=mode,
+            has_masks=any_grammar,
             decode_lens=work.decode_lens,
             scores=scores,
         )
@@ -235,7 +239,8 @@ class StepInputBuilder:
         self._fill_positions(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
-        inputs = StepInputs(moves, table_updates, {}, packed, layout, num_samples=last.num_samples, mode=last.mode)
+        samples = {"num_samples": last.num_samples, "mode": last.mode, "has_masks": last.has_masks}
+        inputs = StepInputs(moves, table_updates, {}, packed, layout, **samples)
         return _Packed(inputs, previous.step_rows, rows)
 
     def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:
@@ -260,10 +265,11 @@ class StepInputBuilder:
         )
 
     def _assign_slot(self, sequence: SampleSequence) -> None:
-        """Store what stays the same while a sequence has its state slot: prompt length, sampling mode and columns."""
+        """Store what stays the same while a sequence has its state slot: prompt length, sampling mode, columns."""
         slot, request = sequence.seq_slot, sequence.request
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
+        self.has_grammar[slot] = request.grammar is not None
         self.sample_rows[:, slot] = pack_columns(
             request.params,
             seq_slot=slot,
@@ -385,8 +391,8 @@ class StepInputBuilder:
 
     def _fill_samples(
         self, columns: np.ndarray, rows: _RowVectors, work: SchedulerOutput
-    ) -> tuple[list[SampleSequence], SampleMode]:
-        """Write the SAMPLE_FIELDS of all samples into `columns` [fields, samples]; return their sequences and the mode.
+    ) -> tuple[list[SampleSequence], np.ndarray]:
+        """Write the SAMPLE_FIELDS of all samples into `columns` [fields, samples]; return their sequences and slots.
 
         Samples are in the order of the work: each decode, then the samples drawn from each chunk, none, one or several.
         With one decode in row 0, a chunk in row 2 with no samples and a chunk in row 1 with three, `row_of_sample` is
@@ -411,8 +417,7 @@ class StepInputBuilder:
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         # SAMPLE_FIELDS begin with STEP_FIELDS, the three above; the others were packed when the sequence got its slot.
         columns[len(STEP_FIELDS) :, :num_samples] = self.sample_rows.take(slots, axis=1)
-        # Each mode can do what the modes before it do, so the highest one serves all samples.
-        return samples, MODES[self.modes[slots].max(initial=0)]
+        return samples, slots
 
 
 def _padded_batches(columns: np.ndarray, batch_size: int) -> tuple[np.ndarray, ...]:

@@ -49,6 +49,9 @@ class StepInputs:
     """Rows that get a token."""
     mode: SampleMode = SampleMode.GREEDY
     """Cheapest sampling mode that serves all of them."""
+    has_masks: bool = False
+    """Whether some of the samples may draw only certain tokens, which the host knows later: `Runner.sample` then draws
+    the tokens of the step, and not `Runner.dispatch`."""
     decode_lens: list[int] = field(default_factory=list)
     """Most tokens that each of these rows gets from this step; empty if each gets one."""
     scores: tuple[ScoreBatch, ...] = ()

@@ -5,7 +5,7 @@ It knows tokens, text and stop rules; it knows nothing of pages or devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -16,10 +16,14 @@ from ..sampling.sampling_params import RequestOutputKind
 from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import Beam, BeamSearch
 from .detokenizer import Detokenizer
+from .grammar import GrammarFailure, Matcher
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..sampling.sampler import SampledRows
     from ..sampling.token_scores import TokenScores
+    from .grammar import Grammars
     from .tokenizer import Tokenizer
 
 
@@ -31,6 +35,8 @@ class SequenceOutput:
     """
 
     detokenizer: Detokenizer | None
+    matcher: Matcher | None = None
+    """Where in its request's grammar the sample is; None without a grammar."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """One entry per output token; empty unless the request asked for logprobs."""
     cumulative_logprob: float = 0.0
@@ -53,21 +59,24 @@ class SequenceOutput:
 class OutputProcessor:
     """Applies the stop rules of every sequence, keeps its text and logprobs, and makes outputs of them."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int]):
-        """Start without sequences. `tokenizer` may be None if no request wants text.
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int], grammars: Grammars | None = None
+    ):
+        """Start without sequences. `tokenizer` may be None if no request wants text, `grammars` if none has a grammar.
 
         If a sequence ends by a token among `eos_token_ids`, its stop reason stays None, unless its request ignores EOS.
         """
         self.tokenizer = tokenizer
+        self._grammars = grammars
         self.eos_token_ids = frozenset(eos_token_ids)
         self._token_text = _TokenTexts(tokenizer).__getitem__
 
     def start(self, sequence: SampleSequence) -> None:
         """Give a sequence an empty output, and set `sequence.needs_every_token`.
 
-        If its request wants text, the output has a detokenizer, for which the engine must have a tokenizer. Every token
-        must be passed to `check_stop` if the request wants text or `Logprob` entries; otherwise only a token that may
-        end the sequence has to be.
+        If its request wants text, the output has a detokenizer, for which the engine must have a tokenizer. If it has a
+        grammar, the output has a matcher at its start. Every token must be passed to `check_stop` if the request has a
+        grammar, or wants text or `Logprob` entries; otherwise only a token that may end the sequence has to be.
         """
         params = sequence.request.params
         detokenizer = None
@@ -82,13 +91,33 @@ class OutputProcessor:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        sequence.output = SequenceOutput(detokenizer)
+        grammar = sequence.request.grammar
+        matcher = grammar.copy() if isinstance(grammar, Matcher) else None
+        sequence.output = SequenceOutput(detokenizer, matcher)
         has_entries = params.logprobs is not None and not sequence.request.has_numbers
-        sequence.needs_every_token = detokenizer is not None or has_entries
+        sequence.needs_every_token = detokenizer is not None or matcher is not None or has_entries
 
     def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
         """Set up the output of a fork, which has its parent's tokens and so its parent's text and logprobs."""
         self._replay(child, _output_of(parent))
+
+    def masks(self, samples: Sequence[SampleSequence]) -> tuple[np.ndarray, list[tuple[SampleSequence, str]]]:
+        """Return which tokens each sample may draw next, and the samples whose grammar cannot go on, each with the
+        reason.
+
+        The masks are int32 [samples, W], with a bit for each token (`sampler.mask_bias`). Samples without a grammar may
+        draw every token, as may those that have ended or failed, whose token is not used.
+        """
+        matchers = [None if sample.state.is_finished else _output_of(sample).matcher for sample in samples]
+        masks = self.grammars.masks(matchers)
+        failed = [(sample, matcher.failure) for sample, matcher in zip(samples, matchers, strict=True) if matcher]
+        return masks, [(sample, failure) for sample, failure in failed if failure]
+
+    @property
+    def grammars(self) -> Grammars:
+        """Return the grammars of the engine's tokenizer, without which no request has one."""
+        assert self._grammars is not None, "a grammar without a tokenizer"
+        return self._grammars
 
     def restart(self, sequence: SampleSequence) -> None:
         """Rebuild the output of a sequence whose last tokens were dropped and will be drawn again.
@@ -119,6 +148,8 @@ class OutputProcessor:
         token_ids = sequence.token_ids[sequence.request.prompt_len :]
         if output.detokenizer is not None:
             output.detokenizer.append(token_ids)
+        if output.matcher is not None:
+            output.matcher.advance_all(token_ids)
         output.logprobs = old.logprobs[: len(token_ids)]
         for entries, token_id in zip(output.logprobs, token_ids, strict=False):
             output.cumulative_logprob += entries[token_id].logprob
@@ -129,8 +160,9 @@ class OutputProcessor:
 
         Return the state that the sequence ends in, or None if it goes on. `row` is the token's row in `sampled`. Its
         logprobs are kept here only if the request asked for them and does not keep plain numbers. A stop token is not
-        part of the text. Stop tokens go before stop strings, and these before the length. The stop reason is set for a
-        stop string and for a token of `stop_token_ids`, but not for an EOS token unless EOS is ignored.
+        part of the text. Stop tokens go before stop strings, these before the end of the grammar, and that before the
+        length. The stop reason is set for a stop string and for a token of `stop_token_ids`, but not for an EOS token
+        unless EOS is ignored. Raise GrammarFailure if the grammar cannot go on, or ends before `min_tokens`.
         """
         params, token_id, output = sequence.request.params, sequence.token_ids[-1], _output_of(sequence)
         if params.logprobs is not None and not sequence.request.has_numbers:
@@ -141,8 +173,16 @@ class OutputProcessor:
             if token_id in (params.stop_token_ids or ()) and (params.ignore_eos or token_id not in self.eos_token_ids):
                 sequence.stop_reason = token_id
             return RequestState.FINISHED_STOPPED
+        is_grammar_over = output.matcher is not None and output.matcher.advance(token_id)
+        if is_grammar_over and sequence.num_output_tokens < params.min_tokens:
+            num_tokens = sequence.num_output_tokens
+            raise GrammarFailure(f"its grammar ended after {num_tokens} tokens, before min_tokens, {params.min_tokens}")
+        if is_grammar_over and token_id in self.eos_token_ids:  # EOS ends the grammar though the request ignores EOS.
+            return RequestState.FINISHED_STOPPED
         if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
             sequence.stop_reason = stop
+            return RequestState.FINISHED_STOPPED
+        if is_grammar_over:
             return RequestState.FINISHED_STOPPED
         return RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
 

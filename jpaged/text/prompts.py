@@ -17,6 +17,9 @@ from ..errors import InvalidRequestError
 from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
+from ..structured_outputs import StructuredOutputsParams
+from .grammar import Grammars
+from .thinking import Thinking, thinking_after
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger("jpaged")
@@ -49,6 +52,8 @@ class CheckedParams:
     params: Params
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The tokens of each bad word, without and with a space before it."""
+    grammar: str = ""
+    """The grammar of `structured_outputs` where nothing stands before the answer; empty without them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class PromptEncoder:
     max_waiting_tokens: int | None = None
     """The engine's limit `waiting_tokens`: a longer prompt could never be queued."""
     eos_token_ids: frozenset[int] = frozenset()
+    grammars: Grammars | None = None
+    """Compiles what `structured_outputs` ask for; None for an engine without a tokenizer."""
     _bos_warning: threading.Lock = field(default_factory=threading.Lock, init=False, compare=False, repr=False)
     """Acquired by the first prompt with two BOS tokens, which is the only one that is warned of."""
 
@@ -101,7 +108,8 @@ class PromptEncoder:
 
         `max_logprobs` is the engine's option, −1 for no limit. `max_num_seqs` bounds the samples; None if it is not
         chosen yet. Checked are the number of samples, token ids, numbers of logprobs, whether there is a tokenizer for
-        text, and the logit rules; of a beam search only its width. Raise InvalidRequestError, which names the field.
+        text, the logit rules, and the structure of the output; of a beam search only its width. Raise
+        InvalidRequestError, which names the field.
         """
         if max_num_seqs is not None:
             check_num_samples(params, max_num_seqs)
@@ -122,7 +130,34 @@ class PromptEncoder:
             got = f"{shown(list(params.allowed_token_ids))}, which all end the output"
             allowed = f"some that do not while min_tokens is {params.min_tokens}"
             raise refusal("allowed_token_ids", got, allowed, "add one or leave min_tokens out")
-        return CheckedParams(params, self._bad_words(params))
+        grammar = ""
+        if (wanted := params.structured_outputs) is not None:
+            assert isinstance(wanted, StructuredOutputsParams)
+            grammar = self._grammars().grammar_of(wanted)
+        return CheckedParams(params, self._bad_words(params), grammar)
+
+    def grammar_after(self, token_ids: list[int], checked: CheckedParams) -> str:
+        """Return the grammar of the output after a prompt, ready for a request; empty without `structured_outputs`.
+
+        It begins with a thought where the model may think before it answers.
+        """
+        if not checked.grammar:
+            return ""
+        tokenizer = self._tokenizer_for("structured_outputs", "a request with them", "none")
+        thinking = thinking_after(tokenizer, token_ids, self.chat_template)
+        if thinking is Thinking.NONE:
+            return checked.grammar
+        assert isinstance(checked.params, SamplingParams)
+        assert isinstance(checked.params.structured_outputs, StructuredOutputsParams)
+        return self._grammars().grammar_of(checked.params.structured_outputs, thinking)
+
+    def _grammars(self) -> Grammars:
+        """Return the compiler of grammars; refuse a request that needs one where there is no tokenizer."""
+        if self.grammars is None:
+            allowed = "none, since the engine has no tokenizer"
+            way_out = "start the engine with one: its files beside config.json, or --tokenizer DIR"
+            raise refusal("structured_outputs", "a request with them", allowed, way_out)
+        return self.grammars
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
         """Raise InvalidRequestError if a beam search needs the logprobs of more tokens per beam than the engine gives.

@@ -1,0 +1,308 @@
+"""Compiles what an output must look like, and says after each token which ones may come next.
+
+The package llguidance does the work: an Earley parser over lexemes, whose masks are bits by token id. Every request has
+a parser of its own, since copies of one share its automaton and its limits: what one request reached would end another.
+The samples of one request do share it. Nothing here knows steps or devices; masks are numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..checks import refusal
+from ..errors import InvalidRequestError
+from ..sampling.sample_columns import num_mask_words
+from ..structured_outputs import StructuredOutputsParams, parsed_json
+from .ecma_regex import whole_match_regex
+from .json_schema import enforced_schema, located
+from .thinking import BEGIN, END, Thinking
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_PREPARED = 256
+"""Compiled parsers that wait for their requests."""
+WHITE_SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
+"""Between two tokens of JSON, at most once. Without a bound, small models fill their output with it."""
+MAX_THREADS = 4
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 70_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""Of one parser: some tens of milliseconds to compile it, about five for a mask, and up to about 100 MB. A string of
+JSON with a maximum length has about four states for each character."""
+ANSWER = "answer"
+"""The grammar of the answer behind a thought."""
+NAME = "structured_outputs"
+
+
+class GrammarFailure(Exception):  # noqa: N818
+    """A request cannot go on because of its grammar. The message is the request's error, and none of its text."""
+
+
+class Matcher:
+    """Where in a grammar one sample is."""
+
+    def __init__(self, parser: LLMatcher):
+        self.parser = parser
+
+    def copy(self) -> Matcher:
+        """Return a matcher at the same place, for another sample of the same request."""
+        return Matcher(self.parser.deep_copy())
+
+    def advance(self, token_id: int) -> bool:
+        """Take the next token of the sample; return whether the grammar is over, so that none can follow.
+
+        Raise GrammarFailure if the grammar does not allow the token, or takes too much work.
+        """
+        if not self.parser.consume_token(token_id):
+            raise GrammarFailure(self.failure or "its grammar does not allow the token that was drawn")
+        return self.parser.is_stopped()
+
+    def advance_all(self, token_ids: Sequence[int]) -> None:
+        """Take tokens that `advance` has taken before. If it fails now, `failure` says so."""
+        self.parser.consume_tokens(list(token_ids))
+
+    @property
+    def failure(self) -> str:
+        """Return why the grammar cannot go on; empty while it can."""
+        if not self.parser.is_error():
+            return ""
+        return f"its grammar cannot go on: {_told(self.parser.get_error())}"
+
+
+class Grammars:
+    """The grammars of all requests of one model. Threads may share it.
+
+    llguidance is imported, and its tables of the vocabulary are made, when the first grammar is compiled.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]):
+        """`vocab_size` is the width of the model's logits, and a model's `eos_token_ids` end an output."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._prepared: OrderedDict[bytes, Matcher] = OrderedDict()
+        """SHA-256 of a grammar → a matcher at its start, which the next request with this grammar takes."""
+        self._lock = threading.Lock()
+        """Guards `_prepared`, and the first use of llguidance."""
+
+    def grammar_of(self, params: StructuredOutputsParams, thinking: Thinking = Thinking.NONE) -> str:
+        """Return the grammar of an output, compiled and ready for a request.
+
+        `thinking` says what may stand before the answer. Raise InvalidRequestError, which names the place in a schema,
+        if the parameters cannot be enforced, if llguidance is not installed, or without a tokenizer.
+        """
+        text = self._text_of(params, thinking)
+        if self._key(text) not in self._prepared:
+            self._prepare(text, params)
+        return text
+
+    def matcher(self, grammar: str) -> Matcher:
+        """Return a matcher at the start of a grammar of `grammar_of`, which no other request has."""
+        with self._lock:
+            prepared = self._prepared.pop(self._key(grammar), None)
+        return prepared or Matcher(self._compiled(grammar))
+
+    def masks(self, matchers: Sequence[Matcher | None]) -> np.ndarray:
+        """Return which tokens may come next, int32 [matchers, W] with a bit for each token; None allows all.
+
+        A matcher that cannot go on has a `failure` afterwards; its own mask then means nothing.
+        """
+        width = num_mask_words(self._vocab_size)
+        masks = np.full((len(matchers), max(width, num_mask_words(self._num_ids))), -1, np.int32)
+        jobs = [(matcher.parser, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        if jobs:
+            num_rows, num_words = masks.shape
+            self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, num_words * masks.itemsize, num_rows)
+        return masks if masks.shape[1] == width else np.ascontiguousarray(masks[:, :width])
+
+    def _prepare(self, text: str, params: StructuredOutputsParams) -> None:
+        """Compile a grammar for the request that comes with it; raise InvalidRequestError if that fails."""
+        parser = self._compiled(text)
+        if parser.is_error():
+            raise self._refusal(params, parser.get_error())
+        with self._lock:
+            self._prepared[self._key(text)] = Matcher(parser)
+            while len(self._prepared) > MAX_PREPARED:
+                self._prepared.popitem(last=False)
+
+    def _compiled(self, text: str) -> LLMatcher:
+        """Return a new parser, which may be in an error. Other threads run meanwhile."""
+        llguidance, tokenizer = self._llguidance, self._ll_tokenizer
+        limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
+        return llguidance.LLMatcher(tokenizer, text, limits=limits, log_level=0)
+
+    def _text_of(self, params: StructuredOutputsParams, thinking: Thinking) -> str:
+        """Return a grammar as the JSON that llguidance reads: a list of grammars, of which the first one begins."""
+        llguidance = self._llguidance
+        match params.kind:
+            case "json" | "json_object":
+                schema = enforced_schema(self._schema_of(params), closes_objects=params.disable_additional_properties)
+                text = self._json_grammar(schema, params)
+            case "regex":
+                text = llguidance.LLMatcher.grammar_from_regex(whole_match_regex(str(params.regex)))
+            case "choice":
+                quoted = (json.dumps(choice, ensure_ascii=False) for choice in params.choice or ())
+                text = llguidance.LLMatcher.grammar_from_lark(f"start: {' | '.join(quoted)}")
+            case _:
+                try:
+                    text = llguidance.grammar_from("grammar", str(params.grammar))
+                except ValueError as error:
+                    raise self._refusal(params, str(error)) from None
+        prefix = self._thought(thinking, "\\n{1,2}" if params.kind.startswith("json") else "")
+        if not prefix:
+            return text
+        grammars = json.loads(text)["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": prefix}, {**grammars[0], "name": ANSWER}, *grammars[1:]]})
+
+    def _schema_of(self, params: StructuredOutputsParams) -> Any:
+        return {"type": "object"} if params.json is None else parsed_json(str(params.json))
+
+    def _json_grammar(self, schema: Any, params: StructuredOutputsParams) -> str:
+        """Return the grammar of an enforced schema."""
+        options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+        if params.disable_any_whitespace:
+            options["whitespace_flexible"] = False
+        else:
+            options["whitespace_pattern"] = params.whitespace_pattern or WHITE_SPACE
+        text: str = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        return text
+
+    def _thought(self, thinking: Thinking, separator: str) -> str:
+        """Return a Lark grammar of a thought and the answer behind it; empty if the answer comes at once.
+
+        The thought is any text up to its end, then `separator`, an expression, may stand before the answer.
+        """
+        if thinking is Thinking.NONE:
+            return ""
+        begin, end, blank = self._mark(BEGIN), self._mark(END), f" (/{separator}/)?" if separator else ""
+        if end.startswith("<["):
+            thought = f"thought: TEXT {end}\nTEXT: /(?s:.*)/"
+        else:  # Several tokens may write the end, so the text itself is searched for it.
+            thought = "thought[lazy]: /(?s:.*)" + END.replace("/", r"\/") + "/"
+        start = f"thought{blank}" if thinking is Thinking.OPEN else f"({begin} thought{blank})?"
+        return f"start: {start} @{ANSWER}\n{thought}"
+
+    def _mark(self, text: str) -> str:
+        """Return how a grammar names a mark of thinking: by its id if it is a special token, else as text."""
+        assert self._tokenizer is not None
+        token_id = self._tokenizer.backend.token_to_id(text)
+        is_special = token_id is not None and token_id in self._tokenizer.special_ids
+        return f"<[{token_id}]>" if is_special else json.dumps(text)
+
+    def _refusal(self, params: StructuredOutputsParams, message: str) -> InvalidRequestError:
+        """Return the error for parameters that llguidance refuses with this message."""
+        place = ""
+        if params.kind == "json":
+            schema = enforced_schema(self._schema_of(params), closes_objects=params.disable_additional_properties)
+            place = located(schema, lambda part: _told(self._compiled(self._json_grammar(part, params)).get_error()))
+        got = f"one that cannot be enforced{f', at {place}' if place else ''}: {_told(message)}"
+        return refusal(params.kind, got, "what docs/structured_outputs.md lists")
+
+    def _key(self, text: str) -> bytes:
+        return sha256(text.encode()).digest()
+
+    @cached_property
+    def _llguidance(self) -> Any:
+        try:
+            import llguidance
+        except ImportError:
+            way_out = "install it: pip install 'jpaged[structured]'"
+            raise refusal(NAME, "a request with them", "none without the package llguidance", way_out) from None
+        return llguidance
+
+    @cached_property
+    def _executor(self) -> Any:
+        return self._llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+
+    @property
+    def _num_ids(self) -> int:
+        """Return the ids that a mask has bits for: those of the tokenizer and of the logits."""
+        assert self._tokenizer is not None
+        return max(self._vocab_size, self._tokenizer.vocab_size)
+
+    @property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        with self._lock:
+            return self._made_tokenizer
+
+    @cached_property
+    def _made_tokenizer(self) -> LLTokenizer:
+        """Return llguidance's tables of the vocabulary, which take up to some seconds to make.
+
+        The package `tokenizers` is asked first. What llguidance cannot read of it, it gets as the bytes of each token.
+        """
+        if self._tokenizer is None:
+            allowed = "none, since the engine has no tokenizer"
+            raise refusal(NAME, "a request with them", allowed, "start the engine with one: --tokenizer DIR")
+        make, options = self._llguidance.LLTokenizer, {"n_vocab": self._num_ids}
+        if self._eos_token_ids:
+            options["eos_token"] = self._eos_token_ids
+        try:
+            return make(self._tokenizer.backend.to_str(), **options)
+        except Exception:  # llguidance has no class of errors of its own.
+            pass
+        try:
+            return make(self._llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)), **options)
+        except Exception as error:
+            allowed = f"a tokenizer that llguidance can read ({_told(str(error))})"
+            raise refusal(NAME, "a request with them", allowed, "leave them out") from None
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for one: the bytes of each token."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else tokenizer.eos_token_id or 0
+        self.bos_token_id = tokenizer.bos_token_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, data: bytes) -> list[int]:
+        return self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
+
+
+def _told(message: str) -> str:
+    """Return an error of llguidance in words of its own, without what it quotes of a request.
+
+    Its messages hold expressions and names of a schema, which a caller's error must not repeat.
+    """
+    if "regex parse error" in message:
+        message = message.rpartition("error:")[2] or message
+    line = message.strip().partition("\n")[0]
+    for begin, told in _TOLD.items():
+        if begin in line:
+            return told
+    bare = re.sub(r"(['\"`/]).*?\1|\(.*|:\s.*", "…", line)
+    return bare[:200]
+
+
+_TOLD = {
+    "Unable to determine if regex is empty": "its patterns are too complex together",
+    "too many": "it takes more work than a request may",
+    "too large": "it takes more work than a request may",
+    "fuel": "it takes more work than a request may",
+    "too complex": "it takes more work than a request may",
+    "limit": "it takes more work than a request may",
+    "Unsatisfiable schema": "nothing satisfies it",
+    "oneOf constraints": "several options of a oneOf may hold at once: give anyOf, or options with a const that differs",
+    "min/maxProperties": "minProperties and maxProperties need that every named property is required",
+    "not disjoint": "patterns of patternProperties overlap",
+    "circular": "a $ref that leads back to itself has other keywords beside it",
+}
+"""What a message of llguidance holds → what is said of it."""
