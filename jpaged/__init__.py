@@ -48,7 +48,8 @@ __all__ = [
     "LLM", "AttentionLayer", "BeamSearchParams", "CheckpointModule", "CompletionOutput", "ConfigError", "Engine",
     "EngineConfig", "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob",
     "LogprobComparison", "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "WeightVersion", "draw", "load_module", "save_checkpoint",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "WeightVersion", "draw", "load_module",
+    "save_checkpoint",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

@@ -27,8 +27,10 @@ JSON_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additio
 
 
 def parsed_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises Unfit if it is no JSON, has a key twice in an object, or nests deeper than
-    MAX_SCHEMA_DEPTH."""
+    """Return the value of a JSON text.
+
+    Raises Unfit if it is no JSON, has a key twice in an object, or nests deeper than MAX_SCHEMA_DEPTH.
+    """
 
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
@@ -146,8 +148,8 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = checked(
         None,
         or_none(_text("a regular expression", MAX_REGEX_BYTES)),
-        "the white space that JSON may have between two of its tokens; default: a space, or one or two line ends and an "
-        "indent of at most 20",
+        "the white space that JSON may have between two of its tokens; default: a space, or one or two line ends and "
+        "an indent of at most 20",
     )
     disable_any_whitespace: bool = checked(False, boolean, "JSON without white space between its tokens")
     disable_additional_properties: bool = checked(
@@ -166,6 +168,11 @@ class StructuredOutputsParams(
                 self._refuse(name, f"nothing beside {given[0]}, which is no JSON", "leave it out")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             self._refuse("whitespace_pattern", "none with disable_any_whitespace", "leave one of them out")
+
+    def __str__(self) -> str:
+        """Return what is asked for in a few words, whatever the length of a schema."""
+        value = getattr(self, self.kind)
+        return self.kind if value is True else f"{self.kind} of {len(value)} {'texts' if self.choice else 'characters'}"
 
     @property
     def kind(self) -> str:

@@ -54,6 +54,7 @@ LAYERS = {
         ("request",),
         ("config", "messages", "outputs"),
         ("sampling",),
+        ("structured_outputs",),
         ("checks",),
         ("errors", "not_available"),
     ),

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import not_available
@@ -18,6 +19,7 @@ from ..config.engine_config import ALIASES, PYTHON_ONLY, EngineConfig
 from ..errors import ConfigError
 from ..sampling.parameter import Flag
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
+from ..structured_outputs import StructuredOutputsParams
 
 
 def _flags_of(params: type[SamplingParams | BeamSearchParams]) -> dict[str, Flag]:
@@ -28,6 +30,8 @@ def _flags_of(params: type[SamplingParams | BeamSearchParams]) -> dict[str, Flag
 SAMPLING_FLAGS, BEAM_FLAGS = _flags_of(SamplingParams), _flags_of(BeamSearchParams)
 SAMPLING_DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
 """The value of each sampling parameter that no flag, model or line gives: outputs have no limit but the context."""
+STRUCTURE_FLAGS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Flags of structured output, and keys of a line of a file → the field of StructuredOutputsParams that each sets."""
 FIRST_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
 """Sampling parameters that --help shows first, because most users want them."""
 
@@ -75,6 +79,14 @@ def generate_parser() -> FlagParser:
     chat.add_argument("--system", metavar="TEXT", help="system message before each text prompt")
     chat.add_argument("--chat-template", metavar="F", help="a Jinja template to use instead of the model's")
     _add_sampling_flags(parser.add_argument_group("sampling"))
+    structure = parser.add_argument_group("structured output", "the whole output is one of these; give at most one")
+    help = "JSON that this schema allows (draft 2020-12): a file, or the schema itself"
+    structure.add_argument("--json-schema", metavar="F", action=_Once, help=help)
+    structure.add_argument("--regex", metavar="REGEX", action=_Once, help="a text that this expression matches")
+    help = "one of these texts (repeatable)"
+    structure.add_argument("--choice", metavar="TEXT", action="append", help=help)
+    help = "a text of this grammar, Lark or GBNF: a file, or the grammar itself"
+    structure.add_argument("--grammar", metavar="F", action=_Once, help=help)
     add_engine_flags(parser.add_argument_group("engine"))
     return parser
 
@@ -121,7 +133,28 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
         given["logit_bias"] = dict(given["logit_bias"])
         if len(given["logit_bias"]) < len(args.logit_bias):
             raise refusal("--logit-bias", "a token id twice", "each once", "leave one of them out", error=ConfigError)
+    if wanted := {kind: getattr(args, flag) for flag, kind in STRUCTURE_FLAGS.items() if getattr(args, flag)}:
+        for kind, flag, start in ("json", "--json-schema", "{"), ("grammar", "--grammar", ""):
+            if kind in wanted:
+                wanted[kind] = _text_or_file(flag, wanted[kind], start)
+        given["structured_outputs"] = StructuredOutputsParams(**wanted)
     return given
+
+
+def _text_or_file(flag: str, value: str, start: str) -> str:
+    """Return the text of the file `value`, or `value` itself if it is no path but a text.
+
+    A JSON schema is a text if it begins with `start`, and a grammar if it has a colon, or = as GBNF has. Raises
+    ConfigError for a file that cannot be read or is no UTF-8.
+    """
+    is_text = value.lstrip().startswith(start) if start else ":" in value and not Path(value).is_file()
+    if is_text:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise refusal(flag, f"{shown(value)} ({reason})", "a file, or the text itself", error=ConfigError) from error
 
 
 def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -138,7 +171,8 @@ def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     # Sampling parameters that a beam search does not have.
     others = [name for name in sampling if name not in ("max_tokens", "ignore_eos")]
     if others:
-        flag = _spellings(others[0], SAMPLING_FLAGS[others[0]])[-1]
+        structures = ["--" + flag.replace("_", "-") for flag in STRUCTURE_FLAGS if getattr(args, flag)]
+        flag = structures[0] if structures else _spellings(others[0], SAMPLING_FLAGS[others[0]])[-1]
         raise ConfigError(f"{flag}: has no effect with --beam-width, which samples nothing; leave one of them out")
     return {**_given(args, BEAM_FLAGS), **sampling}
 

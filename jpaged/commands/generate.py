@@ -217,6 +217,7 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
     """
     source, tokenizer, beams = handle.source, handle.tokenizer, reader.beams
     assert source is not None, "a command serves models from files"
+    structure = reader.defaults.get("structured_outputs")
     template = reader.encoder.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
     return options_key(
         {
@@ -225,7 +226,7 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
             "tokenizer": config.tokenizer,
             "hf_overrides": config.hf_overrides,
             "logprobs_mode": config.logprobs_mode,
-            "sampling": {**SAMPLING_DEFAULTS, **reader.defaults},
+            "sampling": {**SAMPLING_DEFAULTS, **reader.defaults, "structured_outputs": structure and vars(structure)},
             "beams": None if beams is None else vars(BeamSearchParams(**{"max_tokens": None, **beams})),
             "use_chat": reader.use_chat,
             "system": reader.system,

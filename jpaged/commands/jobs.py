@@ -24,7 +24,7 @@ from ..errors import ConfigError, InvalidRequestError
 from ..messages import Params
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, CheckedParams, EncodedPrompt, PromptEncoder, check_priority
-from .flags import BEAM_FLAGS
+from .flags import BEAM_FLAGS, STRUCTURE_FLAGS
 from .lines import IdTable, LineSource, line_digest
 from .resume import FinishedRecords
 
@@ -314,10 +314,11 @@ def decoded_line(line: bytes) -> str:
 
 
 def parsed_record(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line, with `num_samples` renamed to `n`.
+    """Return the JSON object of a line, with `num_samples` renamed to `n`, and `json_schema`, `regex`, `choice` and
+    `grammar` moved into `structured_outputs`.
 
     Raises InvalidRequestError if the line is no JSON object, if the object or one inside it has a key twice, or if both
-    names are given. Keys and values are not checked further.
+    names of a parameter are given. Keys and values are not checked further.
     """
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
@@ -332,6 +333,10 @@ def parsed_record(line: str) -> dict[str, Any]:
         if "n" in record:
             raise InvalidRequestError("num_samples: is another name of n, got both; leave one out", param="num_samples")
         record["n"] = record.pop("num_samples")
+    if wanted := {kind: record.pop(key) for key, kind in STRUCTURE_FLAGS.items() if key in record}:
+        if "structured_outputs" in record:
+            raise refusal("structured_outputs", f"it and {next(iter(wanted))}", "one of them", "leave one out")
+        record["structured_outputs"] = wanted
     return record
 
 

@@ -160,14 +160,14 @@ def sample(
         settings = replace(settings, max_logprobs=0)
     control_flow = settings.control_flow
     model_logits = allowed_logits = block_rows(logits_RV)
-    mask_bias_RV = None
+    bias_RV = None
     if masks is not None:
-        mask_bias_RV = mask_bias(masks, logits_RV.shape[1])
-        allowed_logits = block_rows(logits_RV + mask_bias_RV)
+        bias_RV = mask_bias(masks, logits_RV.shape[1])
+        allowed_logits = block_rows(logits_RV + bias_RV)
     batch = _Batch(
         logits=allowed_logits,
         model_logits=model_logits,
-        mask_bias_RV=mask_bias_RV,
+        mask_bias=bias_RV,
         vocab_size=logits_RV.shape[1],
         rows=rows,
         settings=settings,
@@ -252,7 +252,7 @@ class _Batch:
     """The model's logits, with −inf for tokens that the masks forbid."""
     model_logits: BlockRows
     """The model's logits as they are."""
-    mask_bias_RV: Float[Array, "R V"] | None
+    mask_bias: Float[Array, "R V"] | None
     """What the masks add to the logits; None without masks."""
     vocab_size: int
     rows: SamplingRows
@@ -265,8 +265,8 @@ class _Batch:
         """Return `use(logits)` for the logits of the selected rows, after the rules of their state slots.
 
         `use` gets the logits of r rows in blocks, after their masks. If no selected row has rules (all have the ruled
-        slot 0), it reads `logits` in place, without a copy. This is decided when the program runs, if the control flow has
-        branches. Otherwise rules are always applied; those of slot 0 change nothing. If there are no rules at all
+        slot 0), it reads `logits` in place, without a copy. This is decided when the program runs, if the control flow
+        has branches. Otherwise rules are always applied; those of slot 0 change nothing. If there are no rules at all
         (None), the program has no code for them.
         """
         rules, params = self.rules, self.rows.at(selection)
@@ -280,7 +280,7 @@ class _Batch:
             logits_rV = self.model_logits.blocks[selection].reshape(num_rows, -1)[:, : self.vocab_size]
             ruled_rV = apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
             # Masks come last: a caller's logits processor may replace any logit.
-            return use(block_rows(ruled_rV if self.mask_bias_RV is None else ruled_rV + self.mask_bias_RV[selection]))
+            return use(block_rows(ruled_rV if self.mask_bias is None else ruled_rV + self.mask_bias[selection]))
 
         return self.settings.control_flow.compute_if(jnp.any(params.ruled_slot > 0), use_ruled, lambda: use(unruled))
 

@@ -23,7 +23,7 @@ from ..pallas_kernels.ragged_paged_attention.interface import Backend, PlanRows
 from ..request import SampleSequence
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
-from ..sampling.sampling_params import MODES, SampleMode, sample_mode
+from ..sampling.sampling_params import MODES, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
 from .score_inputs import score_rows
@@ -239,8 +239,7 @@ class StepInputBuilder:
         self._fill_positions(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
-        samples = {"num_samples": last.num_samples, "mode": last.mode, "has_masks": last.has_masks}
-        inputs = StepInputs(moves, table_updates, {}, packed, layout, **samples)
+        inputs = replace(last, moves=moves, table_updates=table_updates, rules={}, packed=packed)
         return _Packed(inputs, previous.step_rows, rows)
 
     def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:

@@ -11,16 +11,17 @@ import json
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..checks import refusal
-from ..errors import InvalidRequestError
+from ..errors import JpagedError
 from ..sampling.sample_columns import num_mask_words
 from ..structured_outputs import StructuredOutputsParams, parsed_json
 from .ecma_regex import whole_match_regex
@@ -31,8 +32,13 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_PREPARED = 256
-"""Compiled parsers that wait for their requests."""
+MAX_PREPARED = 64
+"""Grammars that are remembered, each with a parser for the next request that asks for it."""
+MAX_SPARE_S = 0.01
+"""Seconds that compiling may take where a parser is made before a request asks for it: slow ones are large."""
+SPARE_DELAY_S = 0.05
+"""After this the request that took the last parser has its first token, which compiling would have delayed."""
+MAX_SPARES_TO_MAKE = 8
 WHITE_SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 """Between two tokens of JSON, at most once. Without a bound, small models fill their output with it."""
 MAX_THREADS = 4
@@ -95,10 +101,15 @@ class Grammars:
         """`vocab_size` is the width of the model's logits, and a model's `eos_token_ids` end an output."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._prepared: OrderedDict[bytes, Matcher] = OrderedDict()
-        """SHA-256 of a grammar → a matcher at its start, which the next request with this grammar takes."""
-        self._lock = threading.Lock()
-        """Guards `_prepared`, and the first use of llguidance."""
+        self._texts: OrderedDict[tuple[StructuredOutputsParams, Thinking], str] = OrderedDict()
+        """What requests asked for lately → the grammar's text."""
+        self._spares: OrderedDict[str, Matcher] = OrderedDict()
+        """A grammar's text → a matcher at its start, which the next request with this grammar takes."""
+        self._to_make: set[str] = set()
+        """Grammars that the worker compiles again."""
+        self._lock = threading.RLock()
+        """Guards these three, and the first use of llguidance."""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="jpaged-grammar")
 
     def grammar_of(self, params: StructuredOutputsParams, thinking: Thinking = Thinking.NONE) -> str:
         """Return the grammar of an output, compiled and ready for a request.
@@ -106,16 +117,30 @@ class Grammars:
         `thinking` says what may stand before the answer. Raise InvalidRequestError, which names the place in a schema,
         if the parameters cannot be enforced, if llguidance is not installed, or without a tokenizer.
         """
-        text = self._text_of(params, thinking)
-        if self._key(text) not in self._prepared:
-            self._prepare(text, params)
+        asked = params, thinking
+        with self._lock:
+            text = self._texts.get(asked)
+            if text is not None and text in self._spares:
+                return text
+        text = self._text_of(params, thinking) if text is None else text
+        parser = self._compiled(text)
+        if parser.is_error():
+            raise self._refusal(params, parser.get_error())
+        self._keep(text, Matcher(parser))
+        with self._lock:
+            self._texts[asked] = text
+            while len(self._texts) > MAX_PREPARED:
+                self._texts.popitem(last=False)
         return text
 
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the start of a grammar of `grammar_of`, which no other request has."""
         with self._lock:
-            prepared = self._prepared.pop(self._key(grammar), None)
-        return prepared or Matcher(self._compiled(grammar))
+            spare = self._spares.pop(grammar, None)
+            if grammar not in self._to_make and len(self._to_make) < MAX_SPARES_TO_MAKE:
+                self._to_make.add(grammar)
+                self._worker.submit(self._make_spare, grammar)
+        return spare or Matcher(self._compiled(grammar))
 
     def masks(self, matchers: Sequence[Matcher | None]) -> np.ndarray:
         """Return which tokens may come next, int32 [matchers, W] with a bit for each token; None allows all.
@@ -130,15 +155,21 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, num_words * masks.itemsize, num_rows)
         return masks if masks.shape[1] == width else np.ascontiguousarray(masks[:, :width])
 
-    def _prepare(self, text: str, params: StructuredOutputsParams) -> None:
-        """Compile a grammar for the request that comes with it; raise InvalidRequestError if that fails."""
-        parser = self._compiled(text)
-        if parser.is_error():
-            raise self._refusal(params, parser.get_error())
+    def _make_spare(self, text: str) -> None:
+        """Compile a grammar again, for the next request that asks for it. Runs on the worker."""
+        time.sleep(SPARE_DELAY_S)
+        start_s = time.perf_counter()
+        spare = None if text in self._spares else Matcher(self._compiled(text))
         with self._lock:
-            self._prepared[self._key(text)] = Matcher(parser)
-            while len(self._prepared) > MAX_PREPARED:
-                self._prepared.popitem(last=False)
+            self._to_make.discard(text)
+            if spare is not None and time.perf_counter() - start_s < MAX_SPARE_S:
+                self._keep(text, spare)
+
+    def _keep(self, text: str, spare: Matcher) -> None:
+        with self._lock:
+            self._spares[text] = spare
+            while len(self._spares) > MAX_PREPARED:
+                self._spares.popitem(last=False)
 
     def _compiled(self, text: str) -> LLMatcher:
         """Return a new parser, which may be in an error. Other threads run meanwhile."""
@@ -204,7 +235,7 @@ class Grammars:
         is_special = token_id is not None and token_id in self._tokenizer.special_ids
         return f"<[{token_id}]>" if is_special else json.dumps(text)
 
-    def _refusal(self, params: StructuredOutputsParams, message: str) -> InvalidRequestError:
+    def _refusal(self, params: StructuredOutputsParams, message: str) -> JpagedError:
         """Return the error for parameters that llguidance refuses with this message."""
         place = ""
         if params.kind == "json":
@@ -212,9 +243,6 @@ class Grammars:
             place = located(schema, lambda part: _told(self._compiled(self._json_grammar(part, params)).get_error()))
         got = f"one that cannot be enforced{f', at {place}' if place else ''}: {_told(message)}"
         return refusal(params.kind, got, "what docs/structured_outputs.md lists")
-
-    def _key(self, text: str) -> bytes:
-        return sha256(text.encode()).digest()
 
     @cached_property
     def _llguidance(self) -> Any:
@@ -249,7 +277,8 @@ class Grammars:
         if self._tokenizer is None:
             allowed = "none, since the engine has no tokenizer"
             raise refusal(NAME, "a request with them", allowed, "start the engine with one: --tokenizer DIR")
-        make, options = self._llguidance.LLTokenizer, {"n_vocab": self._num_ids}
+        make = self._llguidance.LLTokenizer
+        options: dict[str, Any] = {"n_vocab": self._num_ids}
         if self._eos_token_ids:
             options["eos_token"] = self._eos_token_ids
         try:
@@ -300,7 +329,7 @@ _TOLD = {
     "too complex": "it takes more work than a request may",
     "limit": "it takes more work than a request may",
     "Unsatisfiable schema": "nothing satisfies it",
-    "oneOf constraints": "several options of a oneOf may hold at once: give anyOf, or options with a const that differs",
+    "oneOf constraints": "several options of a oneOf may hold at once: give anyOf",
     "min/maxProperties": "minProperties and maxProperties need that every named property is required",
     "not disjoint": "patterns of patternProperties overlap",
     "circular": "a $ref that leads back to itself has other keywords beside it",

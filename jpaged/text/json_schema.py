@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..checks import nearest, refusal, shown
-from ..errors import InvalidRequestError
+from ..errors import JpagedError
 from .ecma_regex import portable_regex
 
 Schema = dict[str, Any] | bool
@@ -83,12 +83,12 @@ def enforced_schema(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
 
 
 def located(schema: dict[str, Any], error_of: Callable[[dict[str, Any]], str]) -> str:
-    """Return the place of the innermost part of a schema that fails by itself as the whole does; empty if only the whole
-    does.
+    """Return the place of the innermost part of a schema that fails by itself as the whole does.
 
-    `error_of` gives the error of a schema, empty if it has none. Definitions go with each part.
+    The place is empty if only the whole schema fails. `error_of` gives the error of a schema, empty if it has none.
+    Definitions go with each part.
     """
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     place, part, error = "#", schema, error_of(schema)
     num_tries = 0
     while True:
@@ -212,7 +212,8 @@ class _Schema:
             return portable_regex(value)
         if name == "format":
             if value not in FORMATS:
-                raise _refused(path, f"the format {shown(value)}", ", ".join(FORMATS), "leave it out, or give a pattern")
+                way_out = "leave it out, or give a pattern"
+                raise _refused(path, f"the format {shown(value)}", ", ".join(FORMATS), way_out)
             return value
         self._refs.append((path, value))
         return value
@@ -261,7 +262,8 @@ class _Schema:
     def _resolved(self, schema: Any) -> Any:
         """Return the schema that a schema which is nothing but a reference leads to, and any other schema as it is."""
         for _ in range(MAX_REF_DEPTH):
-            if not (isinstance(schema, dict) and "$ref" in schema and not schema.keys() - {"$ref", "$defs", "definitions"}):
+            is_reference = isinstance(schema, dict) and "$ref" in schema
+            if not is_reference or schema.keys() - {"$ref", "$defs", "definitions"}:
                 break
             schema = self._target(schema["$ref"])
         return schema
@@ -403,6 +405,6 @@ def _escaped(name: str) -> str:
     return shown(name)[1:-1].replace("~", "~0").replace("/", "~1")
 
 
-def _refused(path: str, got: object, allowed: str, way_out: str = "") -> InvalidRequestError:
+def _refused(path: str, got: object, allowed: str, way_out: str = "") -> JpagedError:
     """Return the error for a part of a schema."""
     return refusal("json", f"{got} at {path[:500]}", allowed, way_out)

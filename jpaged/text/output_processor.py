@@ -59,9 +59,7 @@ class SequenceOutput:
 class OutputProcessor:
     """Applies the stop rules of every sequence, keeps its text and logprobs, and makes outputs of them."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int], grammars: Grammars | None = None
-    ):
+    def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int], grammars: Grammars | None = None):
         """Start without sequences. `tokenizer` may be None if no request wants text, `grammars` if none has a grammar.
 
         If a sequence ends by a token among `eos_token_ids`, its stop reason stays None, unless its request ignores EOS.

@@ -97,7 +97,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     def forward(leaves: Any, state: DeviceState, inputs: Any) -> Any:
         return state, jnp.zeros((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
 
-    def sample(num_rows: int, leaves: Any, kept: Any, hidden: Any, columns: Any) -> Any:
+    def sample(num_rows: int, leaves: Any, kept: Any, hidden: Any, columns: Any, masks: Any) -> Any:
         drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN_TOKEN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
         return kept, drawn
 
@@ -115,7 +115,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
         programs[layout_key(step_layout)] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
     for mode in buckets.modes:
         for size in buckets.num_samples:
-            shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
+            shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns, None
             programs["sample", size, mode] = lower(partial(sample, size), *shapes)
     plan = CompilePlan(programs)
     plan.start(programs)

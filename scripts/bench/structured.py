@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from live_weights import processor, seconds
 
 from jpaged import Engine, InvalidRequestError, SamplingParams
+from jpaged.structured_outputs import StructuredOutputsParams
 from jpaged.text.grammar import Grammars
 from jpaged.text.tokenizer import load_tokenizer
-from jpaged.structured_outputs import StructuredOutputsParams
 
 MODEL = "smollm2-135m"
 ITEMS: dict[str, Any] = {

@@ -90,6 +90,9 @@ class Life:
         self.scorer = random.Random(f"{seed} given tokens")
         """Draws for requests that score given tokens, likewise."""
         self.scored_share = self.scorer.choice([0.0, 0.0, 0.2, 0.6])
+        self.grammarian = random.Random(f"{seed} grammar")
+        """Draws for requests with a grammar, likewise."""
+        self.grammar_share = self.grammarian.choice([0.0, 0.0, 0.0, 0.3, 0.8])
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
@@ -287,6 +290,8 @@ class Life:
         )
         prompt = self._prompt()
         scoring = self._scoring(prompt) if self.scorer.random() < self.scored_share else {}
+        has_grammar = not scoring and self.grammarian.random() < self.grammar_share
+        grammar = self.grammarian.randrange(1, 1 << 40) if has_grammar else None
         try:
             request = host.add(
                 prompt,
@@ -296,12 +301,14 @@ class Life:
                 cache_key=rng.choice(self.keys) if rng.random() < 0.4 else self.keys[0],
                 scores=(rng.random() < shares["scores"]) and not scoring,
                 needs_every_token=rng.random() < 0.2,
+                grammar=grammar,
                 **scoring,
             )
         except (InvalidRequestError, QueueFullError) as error:
             self._happen(f"refused: {type(error).__name__}")
             return
         self._happen("given tokens") if scoring else None
+        self._happen("grammar") if has_grammar else None
         self.log_event("add", request.number, prompt, request.max_tokens, n, request.cache_key, *scoring.values())
 
     def _scoring(self, prompt):

@@ -36,6 +36,7 @@ from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.scheduler_config import SchedulerConfig
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
+from jpaged.text.grammar import Matcher
 from jpaged.text.output_processor import OutputProcessor, weight_versions
 
 from .invariants import check_scheduler
@@ -50,6 +51,10 @@ UNDRAWN = 9
 NAN = 0
 """The key that is not finite. No other key is 0."""
 ENDLESS = 1 << 40
+GRAMMAR_END, GRAMMAR_STUCK = 17, 97
+"""One state of a grammar in so many is its end, or one from which it cannot go on."""
+ALL_TOKENS = -1
+"""The mask of a row without a grammar."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,12 @@ class Model:
         """Return whether the logits after the first `end` tokens are finite."""
         return not any(NAN in keys[max(0, end - span) : end] for keys, span in zip(histories, self.spans, strict=True))
 
-    def draw(self, histories, end, sample_row):
-        """Return the token after the first `end` ones; None if the logits are not finite."""
+    def draw(self, histories, end, sample_row, mask=ALL_TOKENS):
+        """Return the token after the first `end` ones, which a mask changes; None if the logits are not finite."""
         seen = [tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)]
         if not self.is_finite(histories, end):
             return None
-        number = hash((tuple(seen), sample_row)) % VOCAB
+        number = hash((tuple(seen), sample_row if mask == ALL_TOKENS else (*sample_row, mask))) % VOCAB
         if self.stop_share and number % self.stop_share < 2:
             return (EOS, STOP_TOKEN)[number % self.stop_share]
         if self.poison_share and number % self.poison_share == 2:
@@ -97,10 +102,59 @@ class Model:
         return max(number, 10)
 
 
+def next_state(state, token):
+    """Return the state of a grammar after one more token."""
+    return hash((state, token))
+
+
+def is_over(state):
+    return state % GRAMMAR_END == 0
+
+
+def is_stuck(state):
+    return state % GRAMMAR_STUCK == 0
+
+
+def mask_of(state):
+    """Return the mask of a state, which stands for the tokens that may come next."""
+    return state % VOCAB
+
+
+class SymbolicMatcher(Matcher):
+    """A matcher whose state is a number, and depends on all tokens in their order."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def copy(self):
+        return SymbolicMatcher(self.state)
+
+    def advance(self, token_id):
+        self.state = next_state(self.state, token_id)
+        return is_over(self.state)
+
+    def advance_all(self, token_ids):
+        for token_id in token_ids:
+            self.advance(token_id)
+
+    @property
+    def failure(self):
+        return "stuck" if is_stuck(self.state) else ""
+
+
+class SymbolicGrammars:
+    """Grammars that are numbers: a mask is a number for each row."""
+
+    def masks(self, matchers):
+        return np.array([[ALL_TOKENS if one is None else mask_of(one.state)] for one in matchers], np.int64)
+
+
 class Solo:
     """One sequence that is computed by itself, without pages, steps or code of the host core."""
 
-    def __init__(self, model, *, prompt, params, seed, sample_index, max_tokens, extra=0):
+    def __init__(self, model, *, prompt, params, seed, sample_index, max_tokens, extra=0, grammar=None):
+        self.grammar = grammar
+        """The state of its grammar, which each of its output tokens changes; None without one."""
         self.model, self.params, self.extra = model, params, extra
         self.is_pure = True
         """All of its keys are those of its present `extra`."""
@@ -137,16 +191,25 @@ class Solo:
             self.tokens.append(token)
 
     def next_token(self):
-        """Return the token that it draws now; None if its logits are not finite."""
-        return self.model.draw(self.keys, len(self.tokens), (len(self.tokens) - self.prompt_len, *self.row))
+        """Return the token that it draws now; None if its logits are not finite, or its grammar cannot go on."""
+        if self.grammar is not None and is_stuck(self.grammar):
+            return None
+        mask = ALL_TOKENS if self.grammar is None else mask_of(self.grammar)
+        return self.model.draw(self.keys, len(self.tokens), (len(self.tokens) - self.prompt_len, *self.row), mask)
 
     def append(self, token):
         self.model.append(self.keys, self.extra, len(self.tokens), token)
         self.tokens.append(token)
         if len(self.tokens) > self.prompt_len:
             is_end = token == EOS and not self.params.ignore_eos
-            if is_end or token in (self.params.stop_token_ids or ()):
+            if (
+                is_end
+                or token in (self.params.stop_token_ids or ())
+                or (self.grammar is not None and is_over(state := next_state(self.grammar, token)))
+            ):
                 self.end = RequestState.FINISHED_STOPPED
+            elif self.grammar is not None and len(self.tokens) < self.max_len:
+                self.grammar = state
             elif len(self.tokens) == self.max_len:
                 self.end = RequestState.FINISHED_LENGTH
 
@@ -186,15 +249,19 @@ class SymbolicDevice:
         self.pending_writers = {}
         """Page → the row that writes it in this step."""
         self.scored = []
+        self.hidden = None
+        """What the sampler of the last step with masks reads."""
         self.counts = Counter()
         """Page moves of each kind, and changes of the page tables."""
 
     def run(self, step, moves, extras):
         """Run one step after its moves; return the drawn tokens, None where the logits were not finite.
 
+        A step with masks draws nothing here: `sample` does.
+
         `extras`: state slot → what its keys depend on besides tokens, such as an adapter.
         """
-        self.scored = []
+        self.scored, self.hidden = [], None
         self._move(moves)
         for changes in step.table_updates:
             self._change_tables(changes.tolist())
@@ -241,7 +308,13 @@ class SymbolicDevice:
                 row, end = row_of_token[one]
                 rows.append((end - 1, given, self.model.is_finite(histories[row], end)))
             self.scored.append(rows)
-        return self._sample(view["samples"], num_samples, row_of_token, histories)
+        self.hidden = view["samples"], num_samples, row_of_token, histories
+        return None if step.has_masks else self._sample(*self.hidden)
+
+    def sample(self, masks):
+        """Draw the tokens of the last step that was run, one mask for each."""
+        assert self.hidden is not None, "another step has overwritten the hidden states"
+        return self._sample(*self.hidden, masks)
 
     def _decode(self, view, num_rows, num_steps, extras):
         """Decode all rows token by token, each until it has its steps or has drawn an end; return [steps][samples]."""
@@ -272,7 +345,7 @@ class SymbolicDevice:
                     (drawn[index][sample],) = self._sample(one, 1, {row: (0, len(history[0]))}, [history])
         return drawn
 
-    def _sample(self, samples, num_samples, row_of_token, histories):
+    def _sample(self, samples, num_samples, row_of_token, histories, masks=None):
         columns = dict(zip(SAMPLE_FIELDS, samples, strict=True))
         floats = np.array([columns[name] for name in ("temperature", "top_p", "min_p")], np.int32)
         temperatures, top_ps, min_ps = floats.view(np.float32).tolist()
@@ -289,7 +362,9 @@ class SymbolicDevice:
                 top_ps[sample],
                 min_ps[sample],
             )
-            token = self.model.draw(histories[row], end, sample_row)
+            token = self.model.draw(
+                histories[row], end, sample_row, ALL_TOKENS if masks is None else int(masks[sample][0])
+            )
             drawn.append(token)
             slot = columns["slot"][sample]
             assert slot > 0, "a token is drawn in the null slot"
@@ -413,7 +488,7 @@ class SymbolicRunner:
         self.is_late = is_late
         self.fault = None
         """The next fault: "dispatch before", "dispatch after" or "read"; None: no fault."""
-        self.num_update_batches = 0
+        self.num_update_batches = self.num_masked = 0
         self.device = None
         self.reset()
 
@@ -426,11 +501,21 @@ class SymbolicRunner:
         self._fail("dispatch before")
         # Moves are read now, everything else when the device runs the step.
         self.num_update_batches += len(step.table_updates)
-        handle = _Results(self, step, list(step.moves), self.extras_of_slots())
+        handle = _Results(self, step, list(step.moves), self.extras_of_slots(), step.has_masks or None)
         self.queue.append(handle)
         if not self.is_late():
             self.drain()
         self._fail("dispatch after")
+        return handle
+
+    def sample(self, step, outputs, masks):
+        assert outputs.columns, "the step has drawn its tokens"
+        assert len(masks) == step.num_samples, "a mask for each sample"
+        self.num_masked += 1
+        handle = _Sampled(self, step, outputs, masks)
+        self.queue.append(handle)
+        if not self.is_late():
+            self.drain()
         return handle
 
     def drain(self, last=None):
@@ -450,8 +535,8 @@ class SymbolicRunner:
 
 
 class _Results:
-    def __init__(self, runner, step, moves, extras):
-        self.runner, self.step, self.moves, self.extras = runner, step, moves, extras
+    def __init__(self, runner, step, moves, extras, columns):
+        self.runner, self.step, self.moves, self.extras, self.columns = runner, step, moves, extras, columns
         self.drawn, self.scored = None, []
 
     def run(self):
@@ -479,6 +564,22 @@ class _Results:
             scores = TokenScores(positions.astype(np.float32), np.ones_like(targets), nothing.astype(int), nothing)
             found.append(SampledRows(targets, is_finite, scores))
         return found
+
+
+def _is_stuck(sequence):
+    """Return whether a sequence has ended since its grammar cannot go on, as its step's sampler finds."""
+    return sequence.request.grammar is not None and sequence.state is RequestState.FINISHED_ERROR
+
+
+class _Sampled(_Results):
+    """The results of a step with masks, whose sampler runs after the step itself."""
+
+    def __init__(self, runner, step, outputs, masks):
+        super().__init__(runner, step, [], {}, None)
+        self.outputs, self.masks = outputs, masks
+
+    def run(self):
+        self.drawn, self.scored = self.runner.device.sample(self.masks), self.outputs.scored
 
 
 class Host:
@@ -552,7 +653,7 @@ class Host:
             scheduler=self.scheduler,
             builder=builder,
             runner=self.runner,
-            outputs=InterruptedOutputs(None, eos_token_ids=[EOS]),
+            outputs=InterruptedOutputs(None, eos_token_ids=[EOS], grammars=SymbolicGrammars()),
             clock=lambda: self.now,
         )
         self.requests = []
@@ -590,11 +691,13 @@ class Host:
         cache_key=None,
         continuations=(),
         first=0,
+        grammar=None,
         **options,
     ):
         """Queue a request, whose number is its index in `requests`.
 
         With `continuations`, lists of tokens, it draws nothing, and scores them from the token `first` of each on.
+        `grammar` is the first state of its grammar.
         """
         assert max_tokens >= 1
         params = params or SamplingParams(detokenize=False)
@@ -617,6 +720,7 @@ class Host:
             num_groups=self.arithmetic.num_groups,
             cache_key=cache_key or CacheKey(),
             stop_ids=params.end_ids(frozenset([EOS])),
+            grammar=None if grammar is None else SymbolicMatcher(grammar),
             **options,
         )
         self.versions.tag(request)
@@ -634,6 +738,7 @@ class Host:
             sample_index=request.sequences[0].index,
             max_tokens=max_tokens,
             extra=extra,
+            grammar=grammar,
         )
         for sequence in request.sequences:
             sequence.needs_every_token |= needs_every_token
@@ -964,6 +1069,8 @@ class Host:
         samples = [*work.decodes, *(sample for chunk in work.chunks for sample in chunk.samples)]
         assert len(set(samples)) == len(samples), "a sequence draws twice"
         for sequence in (*rows, *samples):
+            if _is_stuck(sequence):
+                continue
             assert sequence.state is RequestState.RUNNING, "scheduled without running"
             assert sequence.seq_slot > 0, "scheduled without a slot"
         for chunk in work.chunks:
@@ -1028,11 +1135,14 @@ class Host:
         owner_of_slot = {sequence.seq_slot: sequence for sequence in self._running()}
         # The pages of a prompt belong to all sequences that draw from its last position.
         sharers = {chunk.sequence: set(chunk.samples) | {chunk.sequence} for chunk in work.chunks}
+        rows = [*work.decodes, *(chunk.sequence for chunk in work.chunks)]
         written = {}
         if step.layout is not None:
             view = step.layout.view(step.packed)
             starts, seq_slots = view["query_starts"].tolist(), view["seq_slots"].tolist()
             for row in range(view["counts"][1]):
+                if seq_slots[row] not in owner_of_slot and any(map(_is_stuck, rows)):
+                    continue  # It ended when this step was sampled, and has lost its slot.
                 sequence = owner_of_slot[seq_slots[row]]
                 for group, slots in enumerate(view["slot_mapping"].tolist()):
                     for page in dict.fromkeys(slot // size for slot in slots[starts[row] : starts[row + 1]]):

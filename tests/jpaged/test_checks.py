@@ -167,6 +167,5 @@ def test_checked_objects_are_frozen_equal_when_copied_and_checked_again_when_rep
 
 def test_no_name_is_both_there_and_not_available():
     assert not set(EngineConfig.__dataclass_fields__) & set(not_available.ENGINE_OPTIONS)
-    assert not set(FIELDS) & set(not_available.SAMPLING_PARAMETERS)
     assert not {*PROMPT_KEYS, *PROMPT_EXTRAS} & set(not_available.PROMPT_KEYS)
     assert not {*FIELDS, *EngineConfig.__dataclass_fields__, *PROMPT_KEYS} & set(not_available.LINE_KEYS)

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import not_available
 from jpaged.checks import INT64, shown
 from jpaged.errors import InvalidRequestError
 from jpaged.sampling.parameter import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS
@@ -158,15 +157,13 @@ def test_which_parameters_are_rules():
 
 def test_the_interface_is_what_is_there_and_what_is_refused_by_name():
     """Every parameter of vLLM's that a script may carry is one or the other."""
-    assert {*FIELDS, *not_available.SAMPLING_PARAMETERS} == {
+    assert {*FIELDS} == {
         "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
         "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
         "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
         "output_kind", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "extra_args",
         "log_kept_mass",
     }  # fmt: skip
-    with pytest.raises(InvalidRequestError, match=r"^structured_outputs: not available in this version"):
-        SamplingParams(structured_outputs={"json": {}})
     with pytest.raises(InvalidRequestError, match=r"^temprature: unknown parameter; did you mean temperature\?"):
         SamplingParams(temprature=1)
 
