@@ -212,7 +212,7 @@ def mask_bias(masks: Int[Array, "R W"], vocab_size: int) -> Float[Array, "R V"]:
     Token t has bit t % 32 of word t // 32; bits beyond the vocabulary mean nothing. To be added, so that a NaN among
     the logits stays one.
     """
-    bits_RWb = masks[:, :, None] >> jnp.arange(32, dtype=masks.dtype) & 1
+    bits_RWb = masks[:, :, None] >> jnp.arange(32, dtype=masks.dtype)[None, None] & 1
     bits_RV = bits_RWb.reshape(masks.shape[0], -1)[:, :vocab_size]
     return jnp.where(bits_RV != 0, 0.0, -jnp.inf).astype(jnp.float32)
 

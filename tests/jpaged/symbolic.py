@@ -202,15 +202,15 @@ class Solo:
         self.tokens.append(token)
         if len(self.tokens) > self.prompt_len:
             is_end = token == EOS and not self.params.ignore_eos
-            if (
-                is_end
-                or token in (self.params.stop_token_ids or ())
-                or (self.grammar is not None and is_over(state := next_state(self.grammar, token)))
-            ):
+            if is_end or token in (self.params.stop_token_ids or ()):
                 self.end = RequestState.FINISHED_STOPPED
-            elif self.grammar is not None and len(self.tokens) < self.max_len:
-                self.grammar = state
-            elif len(self.tokens) == self.max_len:
+                return
+            if self.grammar is not None:
+                self.grammar = next_state(self.grammar, token)
+                if is_over(self.grammar):
+                    self.end = RequestState.FINISHED_STOPPED
+                    return
+            if len(self.tokens) == self.max_len:
                 self.end = RequestState.FINISHED_LENGTH
 
     def run(self):

@@ -35,6 +35,7 @@ FLOORS = {
     "fork prefilling": 60,
     "fork swapped": 10,
     "fork waiting": 200,
+    "grammar": 400,
     "hit": 300,
     "host hit": 100,
     "host pool full": 100,
