@@ -108,7 +108,8 @@ def _schema(value: Any) -> str:
 def _choices(value: Any) -> tuple[str, ...]:
     """Take a list of texts that are not empty, as a tuple without repetitions."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
-        raise Unfit("a list of at least one text, none of which is empty")
+        got = f"a list of {len(value)}" if isinstance(value, list | tuple) else f"one {type(value).__name__}"
+        raise Unfit("a list of at least one text, none of which is empty", got=got)
     if len(value) > MAX_CHOICES:
         raise Unfit(f"at most {MAX_CHOICES} texts", got=f"{len(value)} texts")
     _text("choices", MAX_SCHEMA_BYTES)("\n".join(value))

@@ -190,6 +190,8 @@ class Grammars:
                 quoted = (json.dumps(choice, ensure_ascii=False) for choice in params.choice or ())
                 text = llguidance.LLMatcher.grammar_from_lark(f"start: {' | '.join(quoted)}")
             case _:
+                if "x-guidance" in str(params.grammar):  # It would switch refusals off in a schema within the grammar.
+                    raise self._refusal(params, "x-guidance is not available")
                 try:
                     text = llguidance.grammar_from("grammar", str(params.grammar))
                 except ValueError as error:
@@ -229,11 +231,14 @@ class Grammars:
         return f"start: {start} @{ANSWER}\n{thought}"
 
     def _mark(self, text: str) -> str:
-        """Return how a grammar names a mark of thinking: by its id if it is a special token, else as text."""
+        """Return how a grammar names a mark of thinking: by its id if it is a token apart from text, else as text.
+
+        llguidance decides which tokens are apart: Qwen3's </think> is one for it, though the tokenizer shows it.
+        """
         assert self._tokenizer is not None
         token_id = self._tokenizer.backend.token_to_id(text)
-        is_special = token_id is not None and token_id in self._tokenizer.special_ids
-        return f"<[{token_id}]>" if is_special else json.dumps(text)
+        is_apart = token_id is not None and self._ll_tokenizer.is_special_token(token_id)
+        return f"<[{token_id}]>" if is_apart else json.dumps(text)
 
     def _refusal(self, params: StructuredOutputsParams, message: str) -> JpagedError:
         """Return the error for parameters that llguidance refuses with this message."""
@@ -332,6 +337,7 @@ _TOLD = {
     "oneOf constraints": "several options of a oneOf may hold at once: give anyOf",
     "min/maxProperties": "minProperties and maxProperties need that every named property is required",
     "not disjoint": "patterns of patternProperties overlap",
+    "satisfy the grammar": "the tokenizer has no token for what must come next",
     "circular": "a $ref that leads back to itself has other keywords beside it",
 }
 """What a message of llguidance holds → what is said of it."""

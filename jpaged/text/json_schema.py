@@ -140,6 +140,8 @@ class _Schema:
         for path, schema in self._one_ofs:
             self._check_one_of(path, schema)
         self._check_patterns()
+        if not self._has_finite_value(self._checked):
+            raise _refused("#", "a schema that leads back to itself without an end", "one that some value satisfies")
         for _, schema in self._one_ofs:  # After the checks above, since references may go through a oneOf.
             schema["anyOf"] = schema.pop("oneOf")
         return self._checked
@@ -308,6 +310,39 @@ class _Schema:
             for name in required
             if name in properties and name in other_properties
         )
+
+    def _has_finite_value(self, root: Any) -> bool:
+        """Return false if each value of a schema would hold another one of the same kind, without an end.
+
+        Starting from none, references are found to have a value as long as new ones are found (a least fixed point).
+        Apart from references, every schema counts as satisfiable.
+        """
+        finite: set[str] = set()
+
+        def has_value(schema: Any) -> bool:
+            if not isinstance(schema, dict):
+                return True
+            if "$ref" in schema and schema["$ref"] not in finite:
+                return False
+            if not all(map(has_value, schema.get("allOf", ()))):
+                return False
+            if not all(any(map(has_value, schema[name])) for name in ("anyOf", "oneOf") if name in schema):
+                return False
+            types = _types_of(schema)
+            if types == {"object"}:
+                named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+                return all(has_value(named.get(name, others)) for name in schema.get("required", ()))
+            if types == {"array"}:
+                first, others = schema.get("prefixItems", []), schema.get("items", True)
+                num_items = schema.get("minItems", 0)
+                return all(map(has_value, first[:num_items])) and (num_items <= len(first) or has_value(others))
+            return True
+
+        references, num_before = {reference for _, reference in self._refs}, -1
+        while num_before < len(finite):
+            num_before = len(finite)
+            finite |= {reference for reference in references - finite if has_value(self._target(reference))}
+        return has_value(root)
 
     def _check_patterns(self) -> None:
         """Raise InvalidRequestError if more than MAX_JOINED_PATTERNS patterns may have to hold of one text."""
