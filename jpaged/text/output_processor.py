@@ -100,20 +100,25 @@ class OutputProcessor:
         self._replay(child, _output_of(parent))
 
     def masks(self, samples: Sequence[SampleSequence]) -> tuple[np.ndarray, list[tuple[SampleSequence, str]]]:
-        """Return which tokens each sample may draw next, and the samples whose grammar cannot go on, each with the
-        reason.
+        """Return which tokens each sample may draw next, and the samples whose grammar cannot go on, with the reasons.
 
         The masks are int32 [samples, W], with a bit for each token (`sampler.mask_bias`). Samples without a grammar may
         draw every token, as may those that have ended or failed, whose token is not used.
         """
         matchers = [None if sample.state.is_finished else _output_of(sample).matcher for sample in samples]
         masks = self.grammars.masks(matchers)
-        failed = [(sample, matcher.failure) for sample, matcher in zip(samples, matchers, strict=True) if matcher]
-        return masks, [(sample, failure) for sample, failure in failed if failure]
+        pairs = zip(samples, matchers, strict=True)
+        return masks, [(sample, failure) for sample, one in pairs if one is not None and (failure := one.failure)]
+
+    def forget_grammar(self, request: Request) -> None:
+        """Free the parser of a request that has ended: it may be large, and cycles keep a request for a while."""
+        if request.grammar is not None:
+            request.grammar = None
+            for sequence in request.sequences:
+                _output_of(sequence).matcher = None
 
     @property
     def grammars(self) -> Grammars:
-        """Return the grammars of the engine's tokenizer, without which no request has one."""
         assert self._grammars is not None, "a grammar without a tokenizer"
         return self._grammars
 
@@ -172,17 +177,15 @@ class OutputProcessor:
                 sequence.stop_reason = token_id
             return RequestState.FINISHED_STOPPED
         is_grammar_over = output.matcher is not None and output.matcher.advance(token_id)
-        if is_grammar_over and sequence.num_output_tokens < params.min_tokens:
-            num_tokens = sequence.num_output_tokens
+        if is_grammar_over and (num_tokens := sequence.num_output_tokens) < params.min_tokens:
             raise GrammarFailure(f"its grammar ended after {num_tokens} tokens, before min_tokens, {params.min_tokens}")
-        if is_grammar_over and token_id in self.eos_token_ids:  # EOS ends the grammar though the request ignores EOS.
+        if is_grammar_over and token_id in self.eos_token_ids:  # Ignored by the request, and yet no part of the text.
             return RequestState.FINISHED_STOPPED
         if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
             sequence.stop_reason = stop
             return RequestState.FINISHED_STOPPED
-        if is_grammar_over:
-            return RequestState.FINISHED_STOPPED
-        return RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
+        at_length = RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
+        return RequestState.FINISHED_STOPPED if is_grammar_over else at_length
 
     def append_scores(self, request: Request, positions: range, scores: SampledRows, rows: range) -> None:
         """Add the logprobs of prompt tokens to a request that asked for them.

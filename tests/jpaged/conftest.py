@@ -57,9 +57,10 @@ def shared_executables() -> Iterator[None]:
             builder.num_changes, builder.buckets.max_samples, tuple(builder.layouts.values()),
             os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
         )  # fmt: skip
-        for key, lower in self.lower.items():
-            program = shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
-            self.lower[key] = lambda program=program: program
+        for programs in (self.lower, self.lower_masked):
+            for key, lower in programs.items():
+                program = shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
+                programs[key] = lambda program=program: program
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "__init__", init_shared)
