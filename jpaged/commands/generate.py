@@ -247,7 +247,10 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
     from ..sampling.sampling_params import sample_mode
     from ..startup.sizing.sizes import Demand
 
-    demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n) for job in jobs]
+    demands = [
+        Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n, bool(job.checked.grammar))
+        for job in jobs
+    ]
     if not is_whole:
         demands = list(islice(cycle(demands), HEAD_JOBS))
     modes = {sample_mode(job.params) for job in jobs}

@@ -8,6 +8,7 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from ..config.engine_config import EngineConfig
@@ -34,22 +35,26 @@ def warmup_keys(
     """Return two lists of program keys: those to compile while the weights are read, and those after the first step.
 
     `demands` are the requests that are known to come, `modes` their sampling modes; both are empty if the requests are
-    not known. With `warmup=full` the first list has all programs; with `off` both lists are empty, and each program is
-    compiled at its first use. With `lazy` the first list has what the first token of the known requests needs: forward
-    programs for their prompts, and samplers. The second list has what decoding them needs and, except on a CPU, all
-    programs; a key may be in both lists. Without known requests the first list is empty.
+    not known. With `warmup=full` the first list has all programs but those for grammars, which the second list has;
+    with `off` both lists are empty, and each program is compiled at its first use. With `lazy` the first list has what
+    the first token of the known requests needs: forward programs for their prompts, and samplers. The second list has
+    what decoding them needs and, except on a CPU, all programs; a key may be in both lists. Without known requests the
+    first list is empty. Where llguidance is not installed, no request has a grammar.
     """
     all_keys = _by_need(programs.lower)
+    masked_keys = _by_need(programs.lower_masked) if find_spec("llguidance") is not None else []
     if config.warmup == "full":
-        return all_keys, []
+        return all_keys, masked_keys
     if config.warmup == "off":
         return [], []
+    all_keys += masked_keys
     if not demands:
         return [], [] if is_cpu else all_keys
     buckets = builder.buckets
     # The rows of the steps that decode, once all samples run; at most as many as a step may have.
     num_seqs = min(sum(demand.num_samples for demand in demands), builder.sizes.max_num_seqs)
-    samplers = dict.fromkeys(sample_key(buckets, num_seqs, mode) for mode in modes)
+    kinds = sorted({demand.has_grammar for demand in demands})
+    samplers = dict.fromkeys(sample_key(buckets, num_seqs, mode, is_masked=kind) for mode in modes for kind in kinds)
     decodes = [decode_key(buckets, num_seqs, mode) for mode in modes]
     decodes.append(forward_key(buckets, num_seqs, decodes_only=True))
     # A mode without a decode program has the key None, which is left out here.

@@ -4,8 +4,9 @@
         python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS TENSOR_PARALLEL_SIZE…
 
 BUCKETS are `make_buckets`, or fewer, which take less time to compile: `fewest_buckets` or `one_mode`.
-The requests are the same for each: greedy and drawn samples, logprobs, penalties, a fork and beams, with prompts in
-chunks beside each other, sequences that lose their pages by swap and by recompute, and a prompt that comes again.
+The requests are the same for each: greedy and drawn samples, logprobs, penalties, structured output, a fork and beams,
+with prompts in chunks beside each other, sequences that lose their pages by swap and by recompute, and a prompt that
+comes again.
 """
 
 import json
@@ -27,13 +28,14 @@ from .fewest_buckets import fewest_buckets, one_mode
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "long_prefill_token_threshold": 12, "block_size": 4,
-    "max_model_len": 64, "num_blocks": 513, "num_host_blocks": 513, "warmup": "off", "skip_tokenizer_init": True,
+    "max_model_len": 64, "num_blocks": 513, "num_host_blocks": 513, "warmup": "off",
 }  # fmt: skip
 UPDATED = (2, 8)
 """Numbers of devices whose engines get their weights once more, as a trainer's."""
 BUCKETS = {make.__name__: make for make in (make_buckets, fewest_buckets, one_mode)}
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, output_kind="final_only")
 DRAWN = replace(GREEDY, temperature=0.8, seed=7, n=3, max_tokens=10, logprobs=2, prompt_logprobs=1)
+ASKED = {"type": "array", "items": {"enum": ["a", "b c", 7]}, "minItems": 2, "maxItems": 3}
 RULED = replace(GREEDY, max_tokens=10, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3)
 
 
@@ -46,6 +48,9 @@ def draw(engine: Engine, tokens: list[int]) -> dict[str, Any]:
         "drawn": ([*tokens[:30]], DRAWN),
         "ruled": ([*tokens[:21]], RULED),
     }
+    if engine.tokenizer is not None:
+        structured = replace(DRAWN, n=2, max_tokens=30, logprobs=None, structured_outputs={"json": ASKED})
+        requests["structured"] = [*tokens[:17]], structured
     for name, (prompt, params) in requests.items():
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
     found, modes = {}, cycle((PreemptionMode.SWAP, PreemptionMode.RECOMPUTE))
@@ -78,7 +83,8 @@ def main() -> None:
         options: dict[str, Any] = {"tensor_parallel_size": num_devices}
         if num_devices == 2:  # A mesh of the caller's own devices.
             options = {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
-        with Engine(str(directory), **options, **SIZES) as engine:
+        has_tokenizer = (directory / "tokenizer.json").is_file()
+        with Engine(str(directory), **options, **SIZES, skip_tokenizer_init=not has_tokenizer) as engine:
             found, stats = draw(engine, tokens), engine.stats()
             if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
                 own = jax.tree.map(jax.numpy.copy, engine.params)

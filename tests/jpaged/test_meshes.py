@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from jpaged import ConfigError, Engine
@@ -73,6 +74,13 @@ def random_model(directory: Path, num_heads: int, num_kv_heads: int, num_layers:
     (directory / "config.json").write_text(json.dumps(content))
     save_file(tensors, directory / "model.safetensors")
     save_file({"tokens": rng.integers(1, 97, 64)}, directory / "golden.safetensors")
+    # Its vocabulary has the printable characters alone, so that structured outputs can be asked for.
+    alphabet = ["<end>", "Ġ", *map(chr, range(33, 127))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 

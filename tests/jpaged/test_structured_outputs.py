@@ -11,7 +11,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jpaged import BeamSearchParams, Engine, InvalidRequestError, LogitsProcessor, SamplingParams, StructuredOutputsParams
+from jpaged import (
+    BeamSearchParams,
+    Engine,
+    InvalidRequestError,
+    LogitsProcessor,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from jpaged.text.grammar import Matcher
 from jpaged.text.output_processor import OutputProcessor
 
@@ -281,9 +288,11 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_is_queued(engi
 
 def test_without_a_tokenizer_or_the_package_the_way_out_is_named(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(structured_outputs={"json": ASKED}, detokenize=False)
-    with Engine(tiny, **SIZES, num_blocks=65, skip_tokenizer_init=True) as engine:
-        with pytest.raises(InvalidRequestError, match=r"structured_outputs: .* no tokenizer; start the engine with one"):
-            engine.generate([[5, 6]], params, use_tqdm=False)
+    with (
+        Engine(tiny, **SIZES, num_blocks=65, skip_tokenizer_init=True) as engine,
+        pytest.raises(InvalidRequestError, match=r"structured_outputs: .* no tokenizer; start the engine with one"),
+    ):
+        engine.generate([[5, 6]], params, use_tqdm=False)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with Engine(tiny, **SIZES, num_blocks=65) as engine:
         with pytest.raises(InvalidRequestError, match=r"pip install 'jpaged\[structured\]'"):

@@ -35,12 +35,13 @@ MAX_SLOTS = (1 << 31) - 1  # KV slots are numbered in int32.
 
 @dataclass(frozen=True)
 class Demand:
-    """The memory demand of one known request: its prompt, its output and its number of samples."""
+    """What one known request needs: pages for its prompt and output, and the programs for a grammar if it has one."""
 
     prompt_len: int
     max_tokens: int | None
     """Most output tokens of each sample; None runs to the end of the context."""
     num_samples: int = 1
+    has_grammar: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -48,9 +49,8 @@ class Demand:
         return self.prompt_len + (self.max_tokens or 1)
 
     def num_pages(self, arithmetic: PageArithmetic, max_model_len: int) -> int:
-        """Return the pages of all samples when they end. Samples share the full pages of the prompt."""
+        """Return the pages that all samples end with. They share the prompt's full pages; no last token is computed."""
         num_tokens = max_model_len if self.max_tokens is None else min(self.num_tokens, max_model_len)
-        # The last token of a sample is never computed, as in `PageDemand`.
         return arithmetic.max_pages(self.prompt_len, [num_tokens - 1] * self.num_samples)
 
 

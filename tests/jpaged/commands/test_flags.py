@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from jpaged.commands.flags import SAMPLING_FLAGS, engine_config, parse_generate, sampling_flags
+from jpaged.commands.flags import SAMPLING_FLAGS, beam_flags, engine_config, parse_generate, sampling_flags
 from jpaged.commands.jobs import JobReader
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, JpagedError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.text.prompts import PromptEncoder
@@ -110,3 +110,39 @@ def test_a_wrong_flag_is_refused_in_one_line_that_begins_with_it(argv):
         sampling_flags(parse_generate(argv.split()))
     assert str(caught.value).startswith(BAD[argv])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            ["--json-schema", "missing.json"],
+            r"^--json-schema: got 'missing.json' \(No such file or directory\), allowed:",
+        ),
+        (
+            ["--grammar", "missing.lark"],
+            r"^--grammar: got 'missing.lark' \(No such file or directory\), allowed: a file",
+        ),
+        (["--json-schema", "{"], r"^json: got a text, allowed: JSON; it cannot be parsed \(line 1, column 2\)"),
+        (["--regex", "a", "--choice", "b"], r"^structured_outputs: got regex and choice, allowed: exactly one of json"),
+        (["--regex", "a", "--regex", "b"], r"^--regex: got 'b' too, allowed: one"),
+        (["--beam-width", "2", "--regex", "a"], r"^--regex: has no effect with --beam-width"),
+    ],
+)
+def test_flags_of_structured_output_that_cannot_serve_are_refused_by_name(argv, told):
+    with pytest.raises(JpagedError, match=told):
+        beam_flags(parse_generate(["a prompt", *argv]))
+
+
+def test_flags_of_structured_output_take_files_and_texts(tmp_path):
+    (tmp_path / "schema.json").write_text('{"const": "é"}', encoding="utf-8")
+    (tmp_path / "a.lark").write_text('start: "a"')
+    for argv, field, value in (
+        (["--json-schema", str(tmp_path / "schema.json")], "json", '{"const": "é"}'),
+        (["--json-schema", ' {"const": 1}'], "json", ' {"const": 1}'),
+        (["--grammar", str(tmp_path / "a.lark")], "grammar", 'start: "a"'),
+        (["--grammar", 'root ::= "a"'], "grammar", 'root ::= "a"'),
+        (["--choice", "a", "--choice", "b"], "choice", ("a", "b")),
+    ):
+        structure = sampling_flags(parse_generate(["a prompt", *argv]))["structured_outputs"]
+        assert getattr(structure, field) == value

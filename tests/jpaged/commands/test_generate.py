@@ -190,6 +190,31 @@ def test_chat_is_on_by_default_and_can_be_turned_off(tiny: str) -> None:
     assert json.loads(generate(*flags, "--no-chat").stdout)["prompt"] == "hello"
 
 
+def test_an_output_follows_the_structure_of_a_flag_and_a_line_that_of_its_own(tiny: str, tmp_path: Path) -> None:
+    schema, lines = tmp_path / "schema.json", tmp_path / "lines.jsonl"
+    schema.write_text(
+        '{"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"], "additionalProperties": false}'
+    )
+    each = [
+        {"prompt": "x"},
+        {"prompt": "x", "regex": "[ab]{3}"},
+        {"prompt": "x", "choice": ["yes"]},
+        {"prompt": "x", "regex": "("},
+    ]
+    each.append({"prompt": "x", "structured_outputs": {"grammar": 'start: "c" | "d"'}})
+    lines.write_text("".join(json.dumps(line) + "\n" for line in each))
+    flags = ["-m", tiny, *SIZE_FLAGS, "-n", 60, "--temperature", 1, "--seed", 1, "--json"]
+    found = generate(*flags, "--json-schema", schema, "--prompt-file", lines)
+    assert found.returncode == 3
+    records = {record["id"]: record for record in map(json.loads, found.stdout.splitlines())}
+    texts = [record["outputs"][0]["text"] for _, record in sorted(records.items()) if "outputs" in record]
+    assert json.loads(texts[0])["a"] in (1, "é")
+    assert re.fullmatch("[ab]{3}", texts[1])
+    assert (texts[2], texts[3] in "cd") == ("yes", True)
+    assert records[4]["error"]["message"].startswith("regex: got one that cannot be enforced: unclosed group")
+    assert "structured_outputs varies (lines of the file)" in found.stderr
+
+
 def test_help_answers_without_jax_and_names_no_flag_that_is_not_built() -> None:
     code = "import sys, jpaged.generate as g\ntry: g.main(['--help'])\nexcept SystemExit: print('jax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -201,9 +226,11 @@ def test_help_answers_without_jax_and_names_no_flag_that_is_not_built() -> None:
         "--num-samples",
         "--swap-space",
         "--limits",
+        "--json-schema",
+        "--choice",
     ):
         assert flag in run.stdout
-    for flag in ("--lora", "--enforce-eager", "--json-schema", "--logits-processors"):
+    for flag in ("--lora", "--enforce-eager", "--structured-outputs", "--logits-processors"):
         assert flag not in run.stdout
 
 

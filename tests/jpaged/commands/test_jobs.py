@@ -113,7 +113,9 @@ def test_a_wrong_value_is_the_error_of_its_line_and_of_no_other(read, line, para
 def test_a_key_that_a_line_cannot_have_is_refused_with_the_way_out(read):
     for line, words in (
         ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data: not available in this version; leave it out"),
-        ({"prompt": "a", "json_schema": {}}, "json_schema: not available in this version; leave it out"),
+        ({"prompt": "a", "image": "x.png"}, "image: not available in this version; leave it out"),
+        ({"prompt": "a", "regex": "a", "structured_outputs": {"regex": "b"}}, "structured_outputs: got it and regex"),
+        ({"prompt": "a", "regex": "a", "choice": ["b"]}, "structured_outputs: got regex and choice, allowed: exactly"),
         ({"prompt": "a", "": 1}, "'': unknown parameter"),
         ({"prompt": "a", "x\nerror: forged": 1}, "'x\\nerror: forged': unknown parameter"),
         ({"prompt": "a", "length_penalty": 2}, "length_penalty: is the same for all lines of a run; give --length-p"),

@@ -44,7 +44,7 @@ def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first
             max_num_seqs=1, max_num_batched_tokens=max_num_batched_tokens, max_model_len=256, num_blocks=65, **options
         )
         builder, demands = host.core.builder, [Demand(prompt_len, 2)]
-        programs: Any = SimpleNamespace(lower={("decode", 1, SampleMode.RANDOM): None})
+        programs: Any = SimpleNamespace(lower={("decode", 1, SampleMode.RANDOM): None}, lower_masked={})
         first, deferred = warmup_keys(config, programs, builder, demands, [SampleMode.GREEDY], is_cpu=True)
         assert deferred == [("decode", 1, SampleMode.RANDOM)]
         request = host.add(range(20, 20 + prompt_len), max_tokens=2, params=PARAMS)
@@ -62,9 +62,15 @@ def test_a_device_compiles_what_unknown_requests_need_first_first() -> None:
     host = Host(max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, num_blocks=65)
     decode, sample = (("decode", 16, SampleMode.FULL), ("sample", 8, SampleMode.RANDOM))
     wanted = [("allocate",), ("forward", 2048), ("forward", 1024), sample, decode, ("forward", 512), ("copy",)]
-    programs: Any = SimpleNamespace(lower=dict.fromkeys(sorted(wanted, key=str)))
+    masked = ("sample_masked", 8, SampleMode.RANDOM)
+    programs: Any = SimpleNamespace(lower=dict.fromkeys(sorted(wanted, key=str)), lower_masked={masked: None})
     found = warmup_keys(EngineConfig(), programs, host.core.builder, [], [], is_cpu=False)
-    assert found == ([], wanted)
+    assert found == ([], [*wanted, masked])
+    found = warmup_keys(EngineConfig(warmup="full"), programs, host.core.builder, [], [], is_cpu=False)
+    assert found == (wanted, [masked]), "a start without grammars waits for none of theirs"
+    demands = [Demand(8, 2, has_grammar=True), Demand(8, 2)]
+    first, _ = warmup_keys(EngineConfig(), programs, host.core.builder, demands, [SampleMode.RANDOM], is_cpu=True)
+    assert first[-2:] == [("sample", 8, SampleMode.RANDOM), ("sample_masked", 8, SampleMode.RANDOM)]
 
 
 def test_the_first_token_of_a_known_prompt_waits_for_no_compilation_after_the_start(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ SCHEMA = {
     },
     "required": ["a b", "é"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -153,7 +153,9 @@ SMOLLM3 = """{%- set ns = namespace(think=true) %}{%- for message in messages %}
 
 </think>
 {% endif %}{%- endif %}"""
-R1 = QWEN3.replace("{% endif %}\"", "").replace("<|im_start|>assistant\n{%- if enable", "<|im_start|>assistant\n<think>\n{%- if enable")
+R1 = QWEN3.replace('{% endif %}"', "").replace(
+    "<|im_start|>assistant\n{%- if enable", "<|im_start|>assistant\n<think>\n{%- if enable"
+)
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 
@@ -174,11 +176,16 @@ CASES = {
     "Qwen3, on": (QWEN3, [USER], "", Thinking.OPTIONAL),
     "Qwen3, off": (QWEN3, [USER], "<think>\n\n</think>\n\n", Thinking.NONE),
     "Qwen3, begun": (QWEN3, [USER], "<think>\nOkay, so", Thinking.OPEN),
-    "Qwen3, later turn": (QWEN3, [USER, {"role": "assistant", "content": "<think>x</think>I."}, USER], "", Thinking.OPTIONAL),
+    "Qwen3, later turn": (
+        QWEN3,
+        [USER, {"role": "assistant", "content": "<think>x</think>I."}, USER],
+        "",
+        Thinking.OPTIONAL,
+    ),
     "SmolLM3, on": (SMOLLM3, [USER], "", Thinking.OPTIONAL),
     "SmolLM3, off": (SMOLLM3, OFF, "", Thinking.NONE),
     "R1, always": (R1, [USER], "", Thinking.OPEN),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("is_special", [False, True])
@@ -192,9 +199,11 @@ def test_the_answer_behind_a_thought_is_what_was_asked_for(template, messages, m
     end, eos = tokenizer.encode("</think>", add_special_tokens=False)[0], tokenizer.eos_token_id
     for seed in range(30):
         rng = random.Random(seed)
-        matcher, tokens, is_over = grammars.matcher(
-            grammars.grammar_of(StructuredOutputsParams(json=schema), thinking)
-        ), [], False  # fmt: skip
+        matcher, tokens, is_over = (
+            grammars.matcher(grammars.grammar_of(StructuredOutputsParams(json=schema), thinking)),
+            [],
+            False,
+        )
         while not is_over and len(tokens) < 400:
             bits = np.unpackbits(grammars.masks([matcher])[0].view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits).tolist()
@@ -270,9 +279,16 @@ REFUSED = {
     "a relative reference": {"json": {"$ref": f"{SECRET}.json"}},
     "a reference to nothing": {"json": {"$ref": f"#/$defs/{SECRET}"}},
     "a reference to itself": {"json": {"$ref": "#"}},
-    "references in a circle": {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+    "references in a circle": {
+        "json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    },
     "a circle with siblings": {"json": {"$defs": {"a": {"$ref": "#/$defs/a", "type": "string"}}, "$ref": "#/$defs/a"}},
-    "endless recursion": {"json": {"$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}}, "$ref": "#/$defs/a"}},
+    "endless recursion": {
+        "json": {
+            "$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}},
+            "$ref": "#/$defs/a",
+        }
+    },
     "not": {"json": {"not": {"const": SECRET}}},
     "uniqueItems": {"json": {"type": "array", "uniqueItems": True}},
     "contains": {"json": {"contains": {"const": SECRET}}},
@@ -282,11 +298,24 @@ REFUSED = {
     "a huge minItems": {"json": {"type": "array", "minItems": 10**12}},
     "nothing satisfies it": {"json": {"type": "string", "minLength": 5, "maxLength": 4, "description": SECRET}},
     "no integer between": {"json": {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}},
-    "a required property that is forbidden": {"json": {"type": "object", "required": [SECRET], "additionalProperties": False}},
-    "a choice of 2 in 16 places": {"json": {"type": "object", "allOf": [{"anyOf": [{"required": [f"a{n}"]}, {"required": [f"b{n}"]}]} for n in range(16)]}},
-    "40 patterns at once": {"json": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}{SECRET}"} for n in range(40)]}},
-    "40 patterns of one property": {"json": {"allOf": [{"properties": {"p": {"pattern": f"a.{{{n}}}b"}}} for n in range(40)]}},
-    "patterns that cannot be joined": {"json": {"allOf": [{"type": "string", "pattern": f"{SECRET}.{{{n}}}b"} for n in range(6)]}},
+    "a required property that is forbidden": {
+        "json": {"type": "object", "required": [SECRET], "additionalProperties": False}
+    },
+    "a choice of 2 in 16 places": {
+        "json": {
+            "type": "object",
+            "allOf": [{"anyOf": [{"required": [f"a{n}"]}, {"required": [f"b{n}"]}]} for n in range(16)],
+        }
+    },
+    "40 patterns at once": {
+        "json": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}{SECRET}"} for n in range(40)]}
+    },
+    "40 patterns of one property": {
+        "json": {"allOf": [{"properties": {"p": {"pattern": f"a.{{{n}}}b"}}} for n in range(40)]}
+    },
+    "patterns that cannot be joined": {
+        "json": {"allOf": [{"type": "string", "pattern": f"{SECRET}.{{{n}}}b"} for n in range(6)]}
+    },
     "a large multiple": {"json": {"type": "integer", "multipleOf": 999999937}},
     "a pattern with a look-ahead": {"json": {"pattern": f"(?={SECRET})b"}},
     "a pattern with a back reference": {"json": {"pattern": f"({SECRET})\\1"}},
@@ -303,14 +332,14 @@ REFUSED = {
     "no start": {"grammar": f'{SECRET}: "a"'},
     "no grammar": {"grammar": f"{SECRET} is what I want"},
     "a token that does not exist": {"grammar": f"start: <{SECRET}>"},
-    "an import": {"grammar": f'%import {SECRET}.X\nstart: X'},
+    "an import": {"grammar": f"%import {SECRET}.X\nstart: X"},
     "an open text": {"grammar": f'start: "{SECRET}'},
     "lenient JSON in a grammar": {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "uniqueItems": true}'},
     "a structural tag": {"structural_tag": "<a>"},
     "white space of an expression": {"regex": "a", "whitespace_pattern": "_"},
     "white space twice": {"json": {}, "whitespace_pattern": "_", "disable_any_whitespace": True},
     "white space that is no expression": {"json": {}, "whitespace_pattern": f"({SECRET}"},
-}  # fmt: skip
+}
 NASTY = {
     "anyOf 9 deep, twice each": {"json": nested(9, {"type": "integer"})},
     "anyOf 16 deep": {"json": chain(16)},
@@ -323,9 +352,14 @@ NASTY = {
     "nested repeats": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
     "many words": {"regex": "(" + "|".join(f"w{n}x{{1,9}}" for n in range(350)) + "){1,50}"},
     "an ambiguous grammar": {"grammar": 'start: e\ne: e e | "a" | e e e'},
-    "a grammar of options": {"grammar": "start: " + " ".join(f"a{n}?" for n in range(50)) + "\n" + "\n".join(f"a{n}: /a*/" for n in range(50))},
+    "a grammar of options": {
+        "grammar": "start: "
+        + " ".join(f"a{n}?" for n in range(50))
+        + "\n"
+        + "\n".join(f"a{n}: /a*/" for n in range(50))
+    },
     "large repeats": {"grammar": 'start: a{1,100000}\na: b{1,100000}\nb: "x"'},
-}  # fmt: skip
+}
 """Grammars that may be served: their work is bounded all the same."""
 
 

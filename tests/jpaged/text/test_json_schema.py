@@ -25,27 +25,69 @@ CASES = {
     "enum": {"enum": [1, "a", None, True, [1, 2], {"k": 1.5}]},
     "anyOf": {"anyOf": [TEXT, {"type": "integer", "minimum": 5, "maximum": 7}]},
     "allOf": {
-        "type": "object", "maxProperties": 2,
+        "type": "object",
+        "maxProperties": 2,
         "allOf": [{"properties": {"a": INT}, "required": ["a"]}, {"properties": {"b": BIT}, "required": ["b"]}],
     },
     "oneOf": {"oneOf": [{"type": "array", "items": BIT, "maxItems": 2}, {"enum": ["x", "y"]}, {"type": "null"}]},
     "$ref": {"$defs": {"a/b%c": {"type": "integer", "minimum": 3, "maximum": 5}}, "$ref": "#/$defs/a~1b%25c"},
     "$defs": {"$defs": {"one": BIT}, "type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 3},
-    "definitions": {"definitions": {"one": BIT}, "type": "array", "items": {"$ref": "#/definitions/one"}, "maxItems": 3},
-    "properties": {"type": "object", "properties": {"a\"b": INT, "é\n": BIT}, "required": ["é\n"], "maxProperties": 2,
-                   "minProperties": 2, "additionalProperties": False},
-    "required": {"type": "object", "properties": {"a": INT, "b": INT}, "required": ["a"], "additionalProperties": False},
-    "additionalProperties": {"type": "object", "properties": {"a": INT}, "required": ["a"], "maxProperties": 2,
-                             "additionalProperties": {"type": "null"}},
-    "patternProperties": {"type": "object", "properties": {"foo": {"type": "integer", "maximum": 9}}, "required": ["foo"],
-                          "patternProperties": {"^f.{0,2}$": {"type": "integer", "minimum": 7, "maximum": 20}},
-                          "additionalProperties": False, "maxProperties": 2},
-    "minProperties": {"type": "object", "patternProperties": {"^x[ab]$": BIT}, "additionalProperties": False,
-                      "minProperties": 1, "maxProperties": 2},
-    "maxProperties": {"type": "object", "patternProperties": {"^x[a-z]$": BIT}, "additionalProperties": False,
-                      "maxProperties": 1},
+    "definitions": {
+        "definitions": {"one": BIT},
+        "type": "array",
+        "items": {"$ref": "#/definitions/one"},
+        "maxItems": 3,
+    },
+    "properties": {
+        "type": "object",
+        "properties": {'a"b': INT, "é\n": BIT},
+        "required": ["é\n"],
+        "maxProperties": 2,
+        "minProperties": 2,
+        "additionalProperties": False,
+    },
+    "required": {
+        "type": "object",
+        "properties": {"a": INT, "b": INT},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "additionalProperties": {
+        "type": "object",
+        "properties": {"a": INT},
+        "required": ["a"],
+        "maxProperties": 2,
+        "additionalProperties": {"type": "null"},
+    },
+    "patternProperties": {
+        "type": "object",
+        "properties": {"foo": {"type": "integer", "maximum": 9}},
+        "required": ["foo"],
+        "patternProperties": {"^f.{0,2}$": {"type": "integer", "minimum": 7, "maximum": 20}},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
+    "minProperties": {
+        "type": "object",
+        "patternProperties": {"^x[ab]$": BIT},
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 2,
+    },
+    "maxProperties": {
+        "type": "object",
+        "patternProperties": {"^x[a-z]$": BIT},
+        "additionalProperties": False,
+        "maxProperties": 1,
+    },
     "items": {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 3},
-    "prefixItems": {"type": "array", "prefixItems": [INT, BIT], "items": {"type": "null"}, "minItems": 2, "maxItems": 4},
+    "prefixItems": {
+        "type": "array",
+        "prefixItems": [INT, BIT],
+        "items": {"type": "null"},
+        "minItems": 2,
+        "maxItems": 4,
+    },
     "minItems": {"type": "array", "items": BIT, "minItems": 2, "maxItems": 3},
     "maxItems": {"type": "array", "items": BIT, "maxItems": 2},
     "minLength": {"type": "string", "minLength": 2, "maxLength": 4},
@@ -57,12 +99,19 @@ CASES = {
     "exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 3, "maximum": 5},
     "exclusiveMaximum": {"type": "integer", "exclusiveMaximum": 3, "minimum": 0},
     "multipleOf": {"type": "integer", "multipleOf": 7, "minimum": -50, "maximum": 50},
-}  # fmt: skip
+}
 """Keyword → a schema that is about it."""
 WEAKER = {
-    "oneOf": {}, "allOf": {"type": "object"}, "$ref": {}, "$defs": {"type": "array"}, "definitions": {"type": "array"},
-    "pattern": TEXT, "format": TEXT, "properties": {"type": "object"}, "maxProperties": {"type": "object"},
-}  # fmt: skip
+    "oneOf": {},
+    "allOf": {"type": "object"},
+    "$ref": {},
+    "$defs": {"type": "array"},
+    "definitions": {"type": "array"},
+    "pattern": TEXT,
+    "format": TEXT,
+    "properties": {"type": "object"},
+    "maxProperties": {"type": "object"},
+}
 """What a schema becomes without the keyword, where dropping it alone gives a schema that cannot be enforced or ends
 too late."""
 
@@ -102,7 +151,9 @@ def test_every_keyword_of_the_draft_is_enforced_or_refused_or_says_nothing():
     registry = jsonschema.Draft202012Validator({})._resolver
     keywords = set()
     for one in vocabularies:
-        keywords |= registry.lookup(f"https://json-schema.org/draft/2020-12/{one['$ref']}").contents["properties"].keys()
+        keywords |= (
+            registry.lookup(f"https://json-schema.org/draft/2020-12/{one['$ref']}").contents["properties"].keys()
+        )
     known = {*ENFORCED, *REFUSED, *ANNOTATIONS, "$schema", "$id", "uniqueItems"}
     assert keywords <= known
     assert set(CASES) == set(ENFORCED)
@@ -133,10 +184,13 @@ NOT_ENFORCED = {
     "items of another draft": ({"items": [INT]}, "#/items.*prefixItems"),
     "no options": ({"anyOf": []}, "#/anyOf"),
     "no schema": ({"properties": {"a": 3}}, "a JSON number at #/properties/a"),
-    "many patterns at once": ({"allOf": [{"properties": {"a": {"pattern": f"a.{{{n}}}b"}}} for n in range(9)]}, "9 patterns"),
+    "many patterns at once": (
+        {"allOf": [{"properties": {"a": {"pattern": f"a.{{{n}}}b"}}} for n in range(9)]},
+        "9 patterns",
+    ),
     "another draft": ({"$schema": "http://json-schema.org/draft-04/schema#"}, r"another draft at #/\$schema"),
     "false": (False, "false at #"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("schema", "told"), NOT_ENFORCED.values(), ids=NOT_ENFORCED)
@@ -165,42 +219,80 @@ def test_what_only_compiling_shows_is_refused_with_its_path_too(schema, place):
 PYDANTIC = {
     "a discriminated union": {
         "$defs": {
-            "Cat": {"properties": {"kind": {"const": "cat", "title": "Kind", "type": "string"},
-                                   "lives": {"maximum": 9, "minimum": 0, "title": "Lives", "type": "integer"}},
-                    "required": ["kind", "lives"], "title": "Cat", "type": "object", "additionalProperties": False},
-            "Dog": {"properties": {"kind": {"const": "dog", "title": "Kind", "type": "string"},
-                                   "good": {"default": True, "title": "Good", "type": "boolean"}},
-                    "required": ["kind"], "title": "Dog", "type": "object", "additionalProperties": False},
+            "Cat": {
+                "properties": {
+                    "kind": {"const": "cat", "title": "Kind", "type": "string"},
+                    "lives": {"maximum": 9, "minimum": 0, "title": "Lives", "type": "integer"},
+                },
+                "required": ["kind", "lives"],
+                "title": "Cat",
+                "type": "object",
+                "additionalProperties": False,
+            },
+            "Dog": {
+                "properties": {
+                    "kind": {"const": "dog", "title": "Kind", "type": "string"},
+                    "good": {"default": True, "title": "Good", "type": "boolean"},
+                },
+                "required": ["kind"],
+                "title": "Dog",
+                "type": "object",
+                "additionalProperties": False,
+            },
         },
-        "properties": {"pet": {"discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"},
-                                                 "propertyName": "kind"},
-                               "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "title": "Pet"}},
-        "required": ["pet"], "title": "Owner", "type": "object", "additionalProperties": False,
+        "properties": {
+            "pet": {
+                "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"},
+                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+                "title": "Pet",
+            }
+        },
+        "required": ["pet"],
+        "title": "Owner",
+        "type": "object",
+        "additionalProperties": False,
     },
     "Optional": {
-        "properties": {"name": {"anyOf": [{"maxLength": 5, "type": "string"}, {"type": "null"}], "default": None,
-                                "title": "Name"},
-                       "age": {"anyOf": [{"exclusiveMinimum": 0, "maximum": 120, "type": "integer"}, {"type": "null"}],
-                               "title": "Age"}},
-        "required": ["age"], "title": "Person", "type": "object", "additionalProperties": False,
+        "properties": {
+            "name": {"anyOf": [{"maxLength": 5, "type": "string"}, {"type": "null"}], "default": None, "title": "Name"},
+            "age": {
+                "anyOf": [{"exclusiveMinimum": 0, "maximum": 120, "type": "integer"}, {"type": "null"}],
+                "title": "Age",
+            },
+        },
+        "required": ["age"],
+        "title": "Person",
+        "type": "object",
+        "additionalProperties": False,
     },
     "a recursive model": {
-        "$defs": {"Node": {"properties": {"value": {"maximum": 9, "minimum": 0, "title": "Value", "type": "integer"},
-                                          "left": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}],
-                                                   "default": None}},
-                           "required": ["value", "left"], "title": "Node", "type": "object",
-                           "additionalProperties": False}},
+        "$defs": {
+            "Node": {
+                "properties": {
+                    "value": {"maximum": 9, "minimum": 0, "title": "Value", "type": "integer"},
+                    "left": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}], "default": None},
+                },
+                "required": ["value", "left"],
+                "title": "Node",
+                "type": "object",
+                "additionalProperties": False,
+            }
+        },
         "$ref": "#/$defs/Node",
     },
     "a strict schema of the openai SDK": {
-        "type": "object", "title": "Event", "additionalProperties": False, "required": ["name", "day", "people"],
-        "properties": {"name": {"title": "Name", "type": "string", "maxLength": 8},
-                       "day": {"$ref": "#/$defs/Day"},
-                       "people": {"items": {"type": "string", "maxLength": 3}, "title": "People", "type": "array",
-                                  "maxItems": 2}},
+        "type": "object",
+        "title": "Event",
+        "additionalProperties": False,
+        "required": ["name", "day", "people"],
+        "properties": {
+            "name": {"title": "Name", "type": "string", "maxLength": 8},
+            "day": {"$ref": "#/$defs/Day"},
+            "people": {"items": {"type": "string", "maxLength": 3}, "title": "People", "type": "array", "maxItems": 2},
+        },
         "$defs": {"Day": {"enum": ["mon", "tue"], "title": "Day", "type": "string"}},
     },
-}  # fmt: skip
+}
 """As Pydantic 2 and `openai.lib._pydantic.to_strict_json_schema` write them."""
 
 
