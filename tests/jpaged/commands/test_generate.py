@@ -192,17 +192,11 @@ def test_chat_is_on_by_default_and_can_be_turned_off(tiny: str) -> None:
 
 def test_an_output_follows_the_structure_of_a_flag_and_a_line_that_of_its_own(tiny: str, tmp_path: Path) -> None:
     schema, lines = tmp_path / "schema.json", tmp_path / "lines.jsonl"
-    schema.write_text(
-        '{"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"], "additionalProperties": false}'
-    )
-    each = [
-        {"prompt": "x"},
-        {"prompt": "x", "regex": "[ab]{3}"},
-        {"prompt": "x", "choice": ["yes"]},
-        {"prompt": "x", "regex": "("},
-    ]
-    each.append({"prompt": "x", "structured_outputs": {"grammar": 'start: "c" | "d"'}})
-    lines.write_text("".join(json.dumps(line) + "\n" for line in each))
+    one_property = {"properties": {"a": {"enum": [1, "é"]}}, "required": ["a"], "additionalProperties": False}
+    schema.write_text(json.dumps({"type": "object", **one_property}))
+    each = [{}, {"regex": "[ab]{3}"}, {"choice": ["yes"]}, {"regex": "("}]
+    each.append({"structured_outputs": {"grammar": 'start: "c" | "d"'}})
+    lines.write_text("".join(json.dumps({"prompt": "x", **line}) + "\n" for line in each))
     flags = ["-m", tiny, *SIZE_FLAGS, "-n", 60, "--temperature", 1, "--seed", 1, "--json"]
     found = generate(*flags, "--json-schema", schema, "--prompt-file", lines)
     assert found.returncode == 3

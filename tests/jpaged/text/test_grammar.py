@@ -153,9 +153,8 @@ SMOLLM3 = """{%- set ns = namespace(think=true) %}{%- for message in messages %}
 
 </think>
 {% endif %}{%- endif %}"""
-R1 = QWEN3.replace('{% endif %}"', "").replace(
-    "<|im_start|>assistant\n{%- if enable", "<|im_start|>assistant\n<think>\n{%- if enable"
-)
+OPENING = "<|im_start|>assistant\n"
+R1 = QWEN3.replace(f"{OPENING}{{%- if", f"{OPENING}<think>\n{{%- if")
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 

@@ -1,4 +1,4 @@
-"""Each keyword of JSON Schema is enforced, which random outputs show to an independent validator, or refused by name."""
+"""Each keyword of JSON Schema is enforced, as random outputs show to an independent validator, or refused by name."""
 
 import json
 import re
