@@ -132,10 +132,13 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
 
 
 def report_sampler(programs, key, rules):
-    """Return a compiled sampler's memory in bytes, and the arrays it makes that are as large as a table of `rules`."""
+    """Return a compiled sampler's memory in bytes, and the arrays it makes that are as large as a table of `rules`.
+
+    It is the sampler for rows with masks, which does all that others do.
+    """
     import jax
 
-    compiled = programs.lower[key]().compile()
+    compiled = programs.lower_masked[key]().compile()
     memory = compiled.memory_analysis()
     tables = {_count(leaf.shape) for leaf in jax.tree.leaves(rules)}
     min_size = max(tables) // 2
@@ -283,7 +286,7 @@ def main() -> None:
             if not (found["steps"] or is_cut):
                 if target != "h100":  # Its compiler counts no bytes.
                     found["products"] = product_bytes(programs.weights, mesh, MIN_TOKENS)
-                rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample", num_seqs, SampleMode.FULL)
+                rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample_masked", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, decode_mode)

@@ -205,7 +205,7 @@ def test_products_read_each_weight_once(steps):
 
 
 def test_a_sampler_keeps_its_rules_where_they_are(steps):
-    """With every rule and logprobs, the token counts and biases of all sequences are donated and not copied."""
+    """With masks, every rule and logprobs, the token counts and biases of all sequences are donated and not copied."""
     found = steps["sampler"]
     # A TPU pads the rows of tables.
     assert found["rules"] <= found["aliased"] < 1.05 * found["rules"] + 2**20

@@ -68,6 +68,7 @@ MAX_COUNT = 1_000_000
 MAX_JOINED_PATTERNS = 6
 """Patterns that must hold of one text together: what compiling them takes is exponential in their number."""
 MAX_REF_DEPTH = 32
+SEE_DOCS = "the keywords in docs/structured_outputs.md"
 
 
 def enforced_schema(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
@@ -231,9 +232,9 @@ class _Schema:
         if name.startswith("x-") and name not in REFUSED:
             return
         if name in REFUSED or name in ("uniqueItems", "$id"):
-            raise _refused(path, "a keyword that is not enforced", "those that are", REFUSED.get(name, ""))
+            raise _refused(path, f"{name}, which is not enforced", SEE_DOCS, REFUSED.get(name, ""))
         near = nearest(name[:60], ENFORCED)
-        raise _refused(path, "an unknown keyword", "those of draft 2020-12", f"did you mean {near}?" if near else "")
+        raise _refused(path, "an unknown keyword", SEE_DOCS, f"did you mean {near}?" if near else "")
 
     def _check_together(self, schema: dict[str, Any], path: str) -> None:
         """Raise InvalidRequestError for keywords that are enforced alone, and not beside each other."""

@@ -17,6 +17,7 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -49,7 +50,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.request import NO_EXTRAS, Request
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
-from jpaged.sampling.sample_columns import SAMPLE_FIELDS
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS, num_mask_words
 from jpaged.sampling.sampler import SampledRows
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.scheduler import Scheduler
@@ -115,8 +116,10 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
         programs[layout_key(step_layout)] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
     for mode in buckets.modes:
         for size in buckets.num_samples:
-            shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns, None
-            programs["sample", size, mode] = lower(partial(sample, size), *shapes)
+            masks = jnp.zeros((size, num_mask_words(builder.rules_spec.vocab_size)), jnp.int32)
+            shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
+            programs["sample", size, mode] = lower(partial(sample, size), *shapes, None)
+            programs["sample_masked", size, mode] = lower(partial(sample, size), *shapes, masks)
     plan = CompilePlan(programs)
     plan.start(programs)
     plan.wait()
@@ -245,7 +248,8 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
 def bench_publishing(*, num_running: int, num_steps: int) -> dict[str, dict[str, float]]:
     """Measure whole steps of an engine in which all sequences decode and the caller takes what is new.
 
-    `deltas` and `outputs` name what the caller takes; `publish_us_per_row` is what a step takes beyond its parts in the
+    `deltas` and `outputs` name what the caller takes, `deltas with grammars` has a grammar that allows any text for
+    each sequence; `publish_us_per_row` is what a step takes beyond its parts in the
     host core, for each sequence. The parts are those of later steps, since an observer takes time itself.
     """
     # Times need no weights that mean anything, and a model of one layer is made sooner.
@@ -254,11 +258,17 @@ def bench_publishing(*, num_running: int, num_steps: int) -> dict[str, dict[str,
     params = SamplingParams(max_tokens=2 * num_steps + 40, temperature=0.0, ignore_eos=True)
     first = 40  # From here on all prompts are computed, and no sequence ends before the steps that are measured do.
     found = {}
-    for taken, run in {"deltas": _run_with_deltas, "outputs": _run_with_outputs}.items():
+    structured = replace(params, structured_outputs={"regex": "(?s:.*)"})
+    ways = {
+        "deltas": (_run_with_deltas, params),
+        "outputs": (_run_with_outputs, params),
+        "deltas with grammars": (_run_with_deltas, structured),
+    }
+    for taken, (run, asked) in ways.items():
         with Engine(**model, **sizes, block_size=16, num_blocks=1 + num_running * PROMPT_LEN // 16) as engine:
             engine.core.runner = runner = instant_runner(engine.core.builder)
             for index in range(num_running):
-                engine.add_request(str(index), [100 + index] * (100 + index % 16), params)
+                engine.add_request(str(index), [100 + index] * (100 + index % 16), asked)
             watch = Stopwatch()
             step_us = 1e6 * run(engine, watch, first + num_steps)[first : first + num_steps]
             runner.close()

@@ -5,6 +5,7 @@ import json
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,6 +22,9 @@ from jpaged import (
 )
 from jpaged.text.grammar import Matcher
 from jpaged.text.output_processor import OutputProcessor
+
+from .text.test_grammar import QWEN3, SMOLLM3
+from .tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 NUM_SCHEMAS, NUM_PLAIN = 200, 40
@@ -266,12 +270,73 @@ def test_results_as_arrays_hold_structured_samples_too(engine: Engine) -> None:
     assert len(arrays.tokens) == 6
 
 
+# Other engines
+
+
+@pytest.mark.parametrize("family", ["qwen3", "smollm3"])
+def test_a_thinking_model_s_answer_validates_with_thinking_on_and_off(family: str, tmp_path: Path) -> None:
+    """The models are small, and draw at random: a bias lets them end their thoughts."""
+    marks = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    directory = write_tiny_model(tmp_path, model_type="llama", vocab_size=CONFIG["vocab_size"])
+    content = json.loads((directory / "tokenizer.json").read_text())
+    first = 258 - len(marks)  # The marks take the places of the last bytes, which no character begins with.
+    for token, index in list(content["model"]["vocab"].items()):
+        if index >= first:
+            del content["model"]["vocab"][token]
+    for index, mark in enumerate(marks, first):
+        is_special = "im" in mark  # As in the published tokenizers, where thoughts are shown.
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": index, "content": mark, "special": is_special, **flags})
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    template = {"qwen3": QWEN3, "smollm3": SMOLLM3}[family]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    begin, end = first + 2, first + 3
+    params = SamplingParams(
+        n=8,
+        temperature=1,
+        seed=2,
+        max_tokens=90,
+        logit_bias={end: 6.0, begin: 12.0},
+        structured_outputs={"json": ASKED},
+    )
+    with Engine(str(directory), **SIZES, num_blocks=257) as engine:
+        off = {"messages": [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Who?"}]}
+        if family == "qwen3":
+            off = {
+                "prompt": engine.tokenizer.render_chat([{"role": "user", "content": "Who?"}])
+                + "<think>\n\n</think>\n\n"
+            }
+        on = {"messages": [{"role": "user", "content": "Who?"}]}
+        thinking, plain = engine.generate([on, off], params, use_tqdm=False)
+        for output, thinks in ((thinking, True), (plain, False)):
+            stopped = [sample for sample in output.outputs if sample.finish_reason == "stop"]
+            assert len(stopped) >= 4
+            for sample in stopped:
+                thought, mark, answer = sample.text.rpartition("</think>")
+                assert bool(mark) is thinks is thought.startswith("<think>")
+                jsonschema.validate(json.loads(answer), ASKED)
+
+
+def test_a_deterministic_engine_has_structured_outputs_too(tiny: str) -> None:
+    params = SamplingParams(n=2, temperature=1, seed=4, max_tokens=60, structured_outputs={"json": ASKED})
+    sizes = {name: size for name, size in SIZES.items() if name != "max_num_batched_tokens"}
+    with Engine(tiny, **sizes | {"max_num_seqs": 4, "num_blocks": 257}, deterministic=True) as engine:
+        alone = engine.generate("hello", params, use_tqdm=False)[0]
+        beside = engine.generate(
+            ["hello", "x" * 20], [params, replace(params, structured_outputs=None)], use_tqdm=False
+        )
+        assert [one.token_ids for one in beside[0].outputs] == [one.token_ids for one in alone.outputs]
+        for sample in alone.outputs:
+            jsonschema.validate(json.loads(sample.text), ASKED)
+
+
 # What is refused before anything runs
 
 
 def test_what_cannot_be_served_is_refused_by_name_before_anything_is_queued(engine: Engine) -> None:
     wanted = {"json": {"properties": {"a": {"not": {}}}}}
-    with pytest.raises(InvalidRequestError, match=r"^json: got a keyword .* at #/properties/a/not"):
+    with pytest.raises(InvalidRequestError, match=r"^json: got not, which is not enforced at #/properties/a/not"):
         engine.add_request("a", "x", SamplingParams(structured_outputs=wanted))
     with pytest.raises(InvalidRequestError, match=r"^structured_outputs: got json and regex, allowed: exactly one"):
         StructuredOutputsParams(json={}, regex="a")

@@ -265,7 +265,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "top-p 0": (["--top-p", "0", "hi"], ["top_p", "0", "(0, 1]"]),
     "temperature no number": (["--temperature", "warm", "hi"], ["--temperature", "warm", "number"]),
     "an unknown flag": (["--temprature", "1", "hi"], ["--temprature", "--temperature"]),
-    "a flag that is not built": (["--json-schema", "1", "hi"], ["--json-schema", "not available"]),
+    "a flag that is not built": (["--lora", "1", "hi"], ["--lora", "not available"]),
     "samples that the pool does not hold": (
         ["--num-samples", "8", "--max-tokens", "100", "--num-blocks", "9", "--max-num-seqs", "8", "hi"],
         ["n: got 8", "need 16 pages", "the 8 pages", "lower n"],

@@ -24,7 +24,7 @@ def test_the_bench_writes_its_measurements(bench, tmp_path, capsys):
     assert set(result["decode_step"]) == {"schedule", "build", "dispatch", "process", "schedule + process", "sum"}
     for values in result["decode_step"].values():
         assert 0 < values["p50"] <= values["p99"]
-    assert set(result["step_with_text"]) == {"deltas", "outputs"}
+    assert set(result["step_with_text"]) == {"deltas", "outputs", "deltas with grammars"}
     for values in result["step_with_text"].values():
         assert 0 < values["p50"] <= values["p99"]
         assert math.isfinite(values["publish_us_per_row"])  # A difference of two times: it may be below 0 here.
