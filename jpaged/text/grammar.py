@@ -53,6 +53,10 @@ LIMITS = {
 }
 """Of one parser: some tens of milliseconds to compile it, about five for a mask, and up to about 100 MB. A string of
 JSON with a maximum length has about four states for each character."""
+ESCAPES = 'nrbtf\\"'
+"""Escapes in texts of JSON. Without those of numbers (\\u0061), a name has one spelling: another one would pass for a
+further property, and then replace the value of the first."""
+MAX_RULES = 500
 ANSWER = "answer"
 """The grammar of the answer behind a thought."""
 NAME = "structured_outputs"
@@ -196,30 +200,51 @@ class Grammars:
                 quoted = (json.dumps(choice, ensure_ascii=False) for choice in params.choice or ())
                 text = llguidance.LLMatcher.grammar_from_lark(f"start: {' | '.join(quoted)}")
             case _:
-                if "x-guidance" in str(params.grammar):  # It would switch refusals off in a schema within the grammar.
-                    raise self._refusal(params, "x-guidance is not available")
-                try:
-                    text = llguidance.grammar_from("grammar", str(params.grammar))
-                except ValueError as error:
-                    raise self._refusal(params, str(error)) from None
+                text = llguidance.LLMatcher.grammar_from_lark(self._lark_of(params))
         prefix = self._thought(thinking, "\\n{1,2}" if params.kind.startswith("json") else "")
         if not prefix:
             return text
         grammars = json.loads(text)["grammars"]
         return json.dumps({"grammars": [{"lark_grammar": prefix}, {**grammars[0], "name": ANSWER}, *grammars[1:]]})
 
+    def _lark_of(self, params: StructuredOutputsParams) -> str:
+        """Return a request's grammar in Lark, with what is enforced of the schemas within it."""
+        try:
+            lark: str = self._llguidance.gbnf_to_lark.any_to_lark(str(params.grammar))
+        except Exception as error:  # The converter raises errors of many kinds.
+            raise self._refusal(params, str(error)) from None
+        # The compiler follows a chain of rules by recursion, and its stack would overflow.
+        if (num_rules := len(_RULE.findall(lark))) > MAX_RULES:
+            raise refusal("grammar", f"{num_rules} rules", f"at most {MAX_RULES}")
+        parts, end = [], 0
+        for found in _INNER_SCHEMA.finditer(lark):
+            if found.start() < end:
+                continue
+            try:
+                schema, after = json.JSONDecoder().raw_decode(lark, found.end())
+            except (ValueError, RecursionError):
+                continue  # The compiler says where.
+            enforced = enforced_schema(schema, closes_objects=params.disable_additional_properties)
+            schema = {**enforced, "x-guidance": self._json_options(params)}
+            parts += [lark[end : found.end()], json.dumps(schema, ensure_ascii=False)]
+            end = after
+        return "".join([*parts, lark[end:]])
+
     def _schema_of(self, params: StructuredOutputsParams) -> Any:
         return {"type": "object"} if params.json is None else parsed_json(str(params.json))
 
     def _json_grammar(self, schema: Any, params: StructuredOutputsParams) -> str:
         """Return the grammar of an enforced schema."""
-        options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
-        if params.disable_any_whitespace:
-            options["whitespace_flexible"] = False
-        else:
-            options["whitespace_pattern"] = params.whitespace_pattern or WHITE_SPACE
+        options = self._json_options(params)
         text: str = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         return text
+
+    def _json_options(self, params: StructuredOutputsParams) -> dict[str, Any]:
+        """Return how JSON is written, and that nothing is loosened, as llguidance names it."""
+        options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
+        if params.disable_any_whitespace:
+            return options | {"whitespace_flexible": False}
+        return options | {"whitespace_pattern": params.whitespace_pattern or WHITE_SPACE}
 
     def _thought(self, thinking: Thinking, separator: str) -> str:
         """Return a Lark grammar of a thought and the answer behind it; empty if the answer comes at once.
@@ -325,11 +350,19 @@ def _told(message: str) -> str:
     if "regex parse error" in message:
         message = message.rpartition("error:")[2] or message
     line = message.strip().partition("\n")[0]
-    for begin, told in _TOLD.items():
-        if begin in line:
-            return told
-    bare = re.sub(r"(['\"`/]).*?\1|\(.*|:\s.*", "…", line)
-    return bare[:200]
+    place = ""
+    if (at := _PLACE.match(line)) is not None:
+        place, line = f"line {at[1]}, column {at[2]}: ", line[at.end() :]
+    line = re.sub(r"(['\"`/]).*?\1", "…", line)
+    bare = re.sub(r"\(.*|:\s.*", "…", line).strip()
+    told = next((told for part, told in _TOLD.items() if part in line), bare or "it is no grammar")
+    return (place + told)[:200]
+
+
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\):?\s*")
+"""Where in a Lark grammar the compiler found a fault: "at 1(14): …"."""
+_RULE = re.compile(r'^[ \t]*[?!]?[A-Za-z_][^\n:"/]*:', re.MULTILINE)
+_INNER_SCHEMA = re.compile(r"%json\s*")
 
 
 _TOLD = {
@@ -338,7 +371,7 @@ _TOLD = {
     "too large": "it takes more work than a request may",
     "fuel": "it takes more work than a request may",
     "too complex": "it takes more work than a request may",
-    "limit": "it takes more work than a request may",
+    "too big": "it takes more work than a request may",
     "Unsatisfiable schema": "nothing satisfies it",
     "oneOf constraints": "several options of a oneOf may hold at once: give anyOf",
     "min/maxProperties": "minProperties and maxProperties need that every named property is required",

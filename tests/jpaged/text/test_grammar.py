@@ -334,6 +334,22 @@ REFUSED = {
     "an import": {"grammar": f"%import {SECRET}.X\nstart: X"},
     "an open text": {"grammar": f'start: "{SECRET}'},
     "lenient JSON in a grammar": {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "uniqueItems": true}'},
+    "the same, escaped": {"grammar": 'start: %json {"\\u0078-guidance": {"lenient": true}, "uniqueItems": true}'},
+    "uniqueItems in a grammar": {"grammar": 'start: "a" %json {"type": "array", "uniqueItems": true}'},
+    "a rule of a rule of … 2,700 rules": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(2700))},
+    "2,000 references": {
+        "json": {
+            "$defs": {f"a{n}": {"$ref": f"#/$defs/a{max(0, n - 1)}"} for n in range(1, 1500)},
+            "$ref": "#/$defs/a9",
+        }
+    },
+    "400 patterns of names": {"json": {"patternProperties": {f"^k{n}[a-z]{{1,20}}$": {} for n in range(400)}}},
+    "options that are the same reference": {
+        "json": {
+            "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "string"}]}},
+            "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}],
+        }
+    },
     "a structural tag": {"structural_tag": "<a>"},
     "white space of an expression": {"regex": "a", "whitespace_pattern": "_"},
     "white space twice": {"json": {}, "whitespace_pattern": "_", "disable_any_whitespace": True},

@@ -305,6 +305,36 @@ def test_the_schemas_of_pydantic_and_of_the_openai_sdk_are_taken_as_they_are(sch
             jsonschema.validate(value, schema)
 
 
+def test_a_name_has_one_spelling_so_that_no_other_property_can_replace_it():
+    grammars = grammars_of(byte_tokenizer())
+    schema = {"type": "object", "properties": {"a": INT}, "required": ["a"]}
+    grammar = grammars.grammar_of(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+    for text, is_taken in (('{"a":1,"b\\n":"x"}', True), ('{"a":1,"\\u0061":"x"}', False), ('{"a":1,"a":"x"}', False)):
+        assert (grammars.matcher(grammar).parser.try_consume_tokens(list(text.encode())) == len(text)) is is_taken
+
+
+RECURSIVE = {
+    "$defs": {
+        name: {
+            "type": "object",
+            "properties": {"left": {"$ref": "#/$defs/Any"}, "right": {"$ref": "#/$defs/Any"}, "kind": {"const": name}},
+            "required": ["left", "right", "kind"],
+        }
+        for name in ("Sum", "Product", "Difference", "Quotient")
+    }
+}
+RECURSIVE["$defs"]["Number"] = {"type": "integer", "minimum": 0, "maximum": 9}
+RECURSIVE["$defs"]["Any"] = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in RECURSIVE["$defs"]]}
+RECURSIVE["$ref"] = "#/$defs/Any"
+
+
+def test_options_that_lead_back_to_themselves_are_told_apart_by_their_constants(write):
+    values = [write(RECURSIVE, seed) for seed in range(10)]
+    for value in values:
+        if value is not CUT:
+            jsonschema.validate(value, RECURSIVE)
+
+
 def test_disable_additional_properties_closes_objects_that_do_not_say(write):
     schema = {"type": "object", "properties": {"a": INT, "b": {"type": "object", "properties": {"c": BIT}}}}
     for seed in range(20):
