@@ -29,6 +29,7 @@ from .sampling.sampling_params import BeamSearchParams, SampleMode, SamplingPara
 from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing.sizes import Demand
+from .text.grammar import Matcher
 from .text.prompts import CheckedParams, EncodedPrompt
 
 
@@ -248,15 +249,18 @@ class Engine(ResearchCalls):
         check_new_id(request_id, self._loop.requests)
         options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
         new = self._builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
-        self._loop.call("add_request", partial(self._add, new, is_counted=number is None))
+        # Taken here, since one that has to be compiled would delay the next step.
+        grammar = self.core.outputs.grammars.matcher(new.grammar) if new.grammar else None
+        self._loop.call("add_request", partial(self._add, new, grammar, is_counted=number is None))
 
-    def _add(self, new: NewRequest, *, is_counted: bool) -> None:
+    def _add(self, new: NewRequest, grammar: Matcher | None, *, is_counted: bool) -> None:
         """Queue a request between two steps, where no other thread can take its id or its number.
 
-        If `is_counted` is true, its number is the count of requests so far, which then grows by one.
+        `grammar` is a matcher of its grammar, if it has one. If `is_counted` is true, its number is the count of
+        requests so far, which then grows by one.
         """
         new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
-        self._loop.queue(self._loop.make(new))
+        self._loop.queue(self._loop.make(new, grammar))
         self._builder.num_requests += is_counted
 
     def step(self) -> list[RequestOutput]:

@@ -6,7 +6,6 @@ Values are checked here as far as no tokenizer is needed; `text/grammar.py` comp
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from .checks import CheckedFields, Rule, Unfit, boolean, checked, described, or_
 from .errors import InvalidRequestError
 
 MAX_SCHEMA_BYTES = 64 * 1024
-"""Of a schema or a grammar, and of all choices together."""
+"""A schema, a grammar, and all choices together may have so many bytes of UTF-8."""
 MAX_SCHEMA_DEPTH = 64
 MAX_REGEX_BYTES = 4 * 1024
 MAX_CHOICES = 4096
@@ -35,8 +34,7 @@ def parsed_json(text: str) -> Any:
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise Unfit(f"each key once in an object; {key[:60]!r} stands twice", got=SHOWN_AS_TEXT)
+            raise Unfit("each key once in an object; one stands twice", got=SHOWN_AS_TEXT)
         return value
 
     def no_constant(name: str) -> None:

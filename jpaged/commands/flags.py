@@ -133,7 +133,7 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
         given["logit_bias"] = dict(given["logit_bias"])
         if len(given["logit_bias"]) < len(args.logit_bias):
             raise refusal("--logit-bias", "a token id twice", "each once", "leave one of them out", error=ConfigError)
-    if wanted := {kind: getattr(args, flag) for flag, kind in STRUCTURE_FLAGS.items() if getattr(args, flag)}:
+    if wanted := {STRUCTURE_FLAGS[flag]: value for flag, value in _given(args, STRUCTURE_FLAGS).items()}:
         for kind, flag, start in ("json", "--json-schema", "{"), ("grammar", "--grammar", ""):
             if kind in wanted:
                 wanted[kind] = _text_or_file(flag, wanted[kind], start)
@@ -147,7 +147,10 @@ def _text_or_file(flag: str, value: str, start: str) -> str:
     A JSON schema is a text if it begins with `start`, and a grammar if it has a colon, or = as GBNF has. Raises
     ConfigError for a file that cannot be read or is no UTF-8.
     """
-    is_text = value.lstrip().startswith(start) if start else ":" in value and not Path(value).is_file()
+    try:
+        is_text = value.lstrip().startswith(start) if start else ":" in value and not Path(value).is_file()
+    except (OSError, ValueError):  # A name longer than a file's may be, or with a zero byte.
+        is_text = True
     if is_text:
         return value
     try:
@@ -171,7 +174,7 @@ def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     # Sampling parameters that a beam search does not have.
     others = [name for name in sampling if name not in ("max_tokens", "ignore_eos")]
     if others:
-        structures = ["--" + flag.replace("_", "-") for flag in STRUCTURE_FLAGS if getattr(args, flag)]
+        structures = ["--" + flag.replace("_", "-") for flag in STRUCTURE_FLAGS if getattr(args, flag) is not None]
         flag = structures[0] if structures else _spellings(others[0], SAMPLING_FLAGS[others[0]])[-1]
         raise ConfigError(f"{flag}: has no effect with --beam-width, which samples nothing; leave one of them out")
     return {**_given(args, BEAM_FLAGS), **sampling}

@@ -34,6 +34,7 @@ from .step_results import StepInFlight, StepResults
 if TYPE_CHECKING:
     from ..step.runner import Runner
     from ..step.step_inputs import StepInputBuilder
+    from ..text.grammar import Matcher
     from ..text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")
@@ -76,12 +77,13 @@ class EngineCore:
         """Return the number of output tokens that requests have been given."""
         return self.results.num_generated
 
-    def make(self, new: NewRequest) -> Request:
+    def make(self, new: NewRequest, grammar: Matcher | None = None) -> Request:
         """Return the mutable request of a message, not queued yet.
 
         The request has `params.n` samples, or for a beam search one sample per beam. Raise InvalidRequestError if the
         page pool could not hold the request even if it ran alone. A message with a `policy_key` was checked before, so
-        it is not checked again: the check is what gives a request its key.
+        it is not checked again: the check is what gives a request its key. `grammar` is a matcher of the message's
+        grammar; None takes one, which may have to be compiled.
         """
         # A beam search runs as a request with one sample per beam; `beams` chooses the tokens of these samples.
         params, beams = new.params, None
@@ -111,7 +113,7 @@ class EngineCore:
         if new.policy_key is None:
             self.scheduler.check(request)
         if new.grammar:
-            request.grammar = self.outputs.grammars.matcher(new.grammar)
+            request.grammar = grammar or self.outputs.grammars.matcher(new.grammar)
         return request
 
     def policy_key(self, new: NewRequest) -> Any:

@@ -28,6 +28,7 @@ from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
 from ..step.jax_settings import engine_settings
+from ..text.grammar import Matcher
 from .engine_core import STEPS_FAILED, fault_of
 from .inbox import Inbox
 from .step_lock import Result, StepLock
@@ -96,9 +97,9 @@ class EngineLoop:
 
     # Requests come and go
 
-    def make(self, new: NewRequest) -> Request:
-        """Return a request that is not queued. Raise InvalidRequestError if it can never fit."""
-        return self.core.make(new)
+    def make(self, new: NewRequest, grammar: Matcher | None = None) -> Request:
+        """Return a request that is not queued. Raise InvalidRequestError if it can never fit; see `EngineCore.make`."""
+        return self.core.make(new, grammar)
 
     def queue(self, request: Request, inbox: Inbox | None = None) -> Request:
         """Queue a request of `make`, tagged with the present version of the weights, and return it.

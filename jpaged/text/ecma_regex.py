@@ -7,6 +7,8 @@ what all of them allow: `\\d` is [0-9], and `\\D` is everything but the numbers 
 
 from __future__ import annotations
 
+import re
+
 NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 """What every dialect counts among these characters."""
 WIDE = {"d": r"\p{N}", "w": r"\p{L}\p{M}\p{N}\p{Pc}", "s": r"\s\x1c-\x1f\u{85}\u{feff}"}
@@ -17,6 +19,8 @@ SPECIAL = r"\.+*?()|[]{}^$#&-~"
 ESCAPES = {"0": r"\x00", "/": "/"}
 CLASS_ESCAPES = {**ESCAPES, "b": r"\x08"}
 QUANTIFIERS = "*+?}"
+_REPEAT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+_SET = re.compile(r"\\[dwsDWS]")
 
 
 def portable_regex(pattern: str) -> str:
@@ -29,6 +33,8 @@ def portable_regex(pattern: str) -> str:
             part, index = _escape(pattern, index, is_in_class=False, is_negated=False)
         elif char == "[":
             part, index = _class(pattern, index)
+        elif char == "{" and _REPEAT.match(pattern, index) is None:
+            part, index = r"\{", index + 1  # No count: the character itself.
         elif char == "?" and index and pattern[index - 1] in QUANTIFIERS and parts[-1] == pattern[index - 1]:
             part, index = "", index + 1  # A lazy quantifier: which of several matches is taken does not matter.
         else:
@@ -60,7 +66,7 @@ def _escape(pattern: str, index: int, *, is_in_class: bool, is_negated: bool) ->
             return f"[^{members}]", end
         return (members if is_in_class else f"[{members}]"), end
     known = CLASS_ESCAPES if is_in_class else ESCAPES
-    if char in known:
+    if char in known and not pattern[end : end + 1].isdigit():  # Some dialects read \01 as a number in octal.
         return known[char], end
     if char and char.isascii() and not char.isalnum() and char not in SPECIAL:
         return char, end  # Rust's \< and \> are no characters.
@@ -80,8 +86,11 @@ def _class(pattern: str, index: int) -> tuple[str, int]:
         if char == "\\":
             part, index = _escape(pattern, index, is_in_class=True, is_negated=is_negated)
         else:
-            # In Rust's classes, a bracket opens a class, and && -- ~~ combine classes.
-            is_plain = char not in "[&~" and not (char == "-" and parts[-1] == "-")
+            # In Rust's classes, a bracket opens a class, and && -- ~~ combine classes. The dash of [\w-.] and of [+-\d]
+            # would span to or from what the escape stands for.
+            is_after_set = begin < index and _SET.fullmatch(pattern, index - 2, index) is not None
+            is_beside_set = is_after_set or _SET.match(pattern, index + 1) is not None
+            is_plain = char not in "[&~" and not (char == "-" and (parts[-1] == "-" or is_beside_set))
             part, index = char if is_plain else f"\\x{ord(char):02x}", index + 1
         parts.append(part)
     return "".join([*parts, "]"]) if index < len(pattern) else "".join(parts), index + 1

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 MAX_PREPARED = 64
 """Grammars that are remembered, each with a parser for the next request that asks for it."""
 MAX_SPARE_S = 0.01
-"""Seconds that compiling may take where a parser is made before a request asks for it: slow ones are large."""
+"""A parser that took more seconds to compile is not made again before a request asks for it, since it is large."""
 SPARE_DELAY_S = 0.05
-"""After this the request that took the last parser has its first token, which compiling would have delayed."""
+"""Seconds before the next parser is compiled: the request that took the last one has its first token by then, which
+compiling would have delayed."""
 MAX_SPARES_TO_MAKE = 8
+"""Grammars that wait to be compiled again; beyond them none is added."""
 WHITE_SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 """Between two tokens of JSON, at most once. Without a bound, small models fill their output with it."""
 NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2 - 1))
@@ -51,8 +53,9 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""Of one parser: some tens of milliseconds to compile it, about five for a mask, and up to about 100 MB. A string of
-JSON with a maximum length has about four states for each character."""
+"""The work and the memory that one parser may take, in llguidance's units: some tens of milliseconds to compile it,
+about five for a mask, and about 100 MB. A string of JSON with a maximum length has about four states for each
+character."""
 ESCAPES = 'nrbtf\\"'
 """Escapes in texts of JSON. Without those of numbers (\\u0061), a name has one spelling: another one would pass for a
 further property, and then replace the value of the first."""
@@ -168,12 +171,14 @@ class Grammars:
     def _make_spare(self, text: str) -> None:
         """Compile a grammar again, for the next request that asks for it. Runs on the worker."""
         time.sleep(SPARE_DELAY_S)
-        start_s = time.perf_counter()
-        spare = None if text in self._spares else Matcher(self._compiled(text))
-        with self._lock:
-            self._to_make.discard(text)
+        try:
+            start_s = time.perf_counter()
+            spare = None if text in self._spares else Matcher(self._compiled(text))
             if spare is not None and time.perf_counter() - start_s < MAX_SPARE_S:
                 self._keep(text, spare)
+        finally:
+            with self._lock:
+                self._to_make.discard(text)
 
     def _keep(self, text: str, spare: Matcher) -> None:
         with self._lock:

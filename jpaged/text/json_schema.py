@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checks import nearest, refusal, shown
 from ..errors import JpagedError
+from ..structured_outputs import MAX_REGEX_BYTES
 from .ecma_regex import portable_regex
 from .schema_analysis import (
     SCHEMA_LISTS,
@@ -24,12 +25,15 @@ from .schema_analysis import (
     inner_schemas,
     is_json_number,
     type_of,
+    types_of,
 )
 
 Schema = dict[str, Any] | bool
 
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06")
+FREE_FORMATS = ("password", "binary", "path", "file-path", "directory-path")
+"""Formats that any text has."""
+DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
 """Of `$schema`: their keywords that are enforced mean the same in all of them."""
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -39,9 +43,10 @@ ENFORCED = (
 )  # fmt: skip
 ANNOTATIONS = (
     "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding",
-    "contentMediaType", "contentSchema", "discriminator", "example", "externalDocs", "xml",
+    "contentMediaType", "contentSchema", "discriminator", "example", "externalDocs", "xml", "propertyOrdering",
+    "enumNames", "enumDescriptions", "markdownDescription",
 )  # fmt: skip
-"""Keywords that say nothing of what is valid; the last four are OpenAPI's."""
+"""Keywords that say nothing of what is valid; the last eight are those of OpenAPI, of other engines and of editors."""
 REFUSED = {
     "not": "",
     "if": "give anyOf",
@@ -73,6 +78,8 @@ MAX_EXACT = 1 << 53
 MAX_COUNT = 1_000_000
 MAX_JOINED_PATTERNS = 6
 """Patterns that must hold of one text together: what compiling them takes is exponential in their number."""
+MAX_MULTIPLE, MAX_JOINED_MULTIPLES = 65_535, 2
+"""llguidance computes the least common multiple of those that are joined in 32 bits."""
 MAX_NAME_PATTERNS = 40
 """Patterns of one `patternProperties`, which are compared with each other."""
 MAX_REFERENCES = 500
@@ -127,8 +134,8 @@ class _Schema:
         self._root, self._closes_objects = root, closes_objects
         self._refs: list[tuple[str, str]] = []
         """(place, reference) of each `$ref`."""
-        self._one_ofs: list[tuple[str, dict[str, Any]]] = []
-        """(place, schema) of each schema with a `oneOf`."""
+        self._one_ofs: list[tuple[str, dict[str, Any], str | None]] = []
+        """(place, schema, the property by which OpenAPI's `discriminator` tells options apart) of each `oneOf`."""
         self._checked: Schema = True
 
     def checked(self) -> Schema:
@@ -141,15 +148,16 @@ class _Schema:
                 raise _refused(path, f"a $ref to {'another document' if reference[:1] != '#' else 'nothing'}", allowed)
         if (num_references := len({reference for _, reference in self._refs})) > MAX_REFERENCES:
             raise _refused("#", f"{num_references} different references", f"at most {MAX_REFERENCES}")
-        for path, schema in self._one_ofs:
-            self._check_one_of(path, schema, analysis)
-        place, num_patterns = analysis.most_joined_patterns()
-        if num_patterns > MAX_JOINED_PATTERNS:
-            got = f"{num_patterns} patterns that must hold of one text together"
-            raise _refused(place, got, f"at most {MAX_JOINED_PATTERNS}")
+        for path, schema, discriminator in self._one_ofs:
+            self._check_one_of(path, schema, discriminator, analysis)
+        for keywords, most in (("pattern", "format"), MAX_JOINED_PATTERNS), (("multipleOf",), MAX_JOINED_MULTIPLES):
+            place, number = analysis.most_joined(*keywords)
+            if number > most:
+                got = f"{number} of {' and '.join(keywords)} that must hold of one value together"
+                raise _refused(place, got, f"at most {most}")
         if not analysis.has_finite_value({reference for _, reference in self._refs}):
             raise _refused("#", "a schema that leads back to itself without an end", "one that some value satisfies")
-        for _, schema in self._one_ofs:  # After the checks above, since references may go through a oneOf.
+        for _, schema, _ in self._one_ofs:  # After the checks above, since references may go through a oneOf.
             schema["anyOf"] = schema.pop("oneOf")
         return self._checked
 
@@ -163,23 +171,34 @@ class _Schema:
         for name, value in schema.items():
             here = f"{path}/{escaped(name)}"
             if name in ENFORCED:
-                kept[name] = self._keyword(name, value, here)
+                kept[name] = self._keyword(name, value, here, schema)
             else:
                 self._check_other(name, value, here)
+        if "format" in kept and (kept["format"] in FREE_FORMATS or "string" not in types_of(kept)):
+            del kept["format"]  # Of numbers it says nothing, as "int64" does not.
         self._check_together(kept, path)
         if self._closes_objects and "properties" in kept and "patternProperties" not in kept:
             kept.setdefault("additionalProperties", False)
         if "oneOf" in kept:
-            self._one_ofs.append((path, kept))
+            marker = schema.get("discriminator")
+            name = marker.get("propertyName") if isinstance(marker, dict) else None
+            self._one_ofs.append((path, kept, name if isinstance(name, str) else None))
+        # llguidance reads keywords in their order, and would take additionalProperties before patternProperties where a
+        # keyword such as anyOf stands between them.
+        for name in ("const", "enum", "allOf", "anyOf", "oneOf", "$ref"):
+            if name in kept:
+                kept[name] = kept.pop(name)
         return kept
 
-    def _keyword(self, name: str, value: Any, path: str) -> Any:
-        """Return the value of an enforced keyword, checked."""
+    def _keyword(self, name: str, value: Any, path: str, schema: dict[str, Any]) -> Any:
+        """Return the value of an enforced keyword of `schema`, checked."""
         if name in SCHEMAS_BY_NAME:
             if not isinstance(value, dict):
                 raise _refused(path, f"a JSON {type_of(value)}", "an object with a schema for each name")
             named = {key: self._visit(inner, f"{path}/{escaped(key)}") for key, inner in value.items()}
             is_pattern = name == "patternProperties"
+            for pattern in value if is_pattern else ():
+                _check_pattern(pattern, path)
             if is_pattern and len(named) > MAX_NAME_PATTERNS:
                 raise _refused(path, f"{len(named)} patterns", f"at most {MAX_NAME_PATTERNS}", "join them by |")
             return {portable_regex(key): inner for key, inner in named.items()} if is_pattern else named
@@ -198,6 +217,8 @@ class _Schema:
         if name in NUMBERS:
             if not is_json_number(value) or (name == "multipleOf" and value <= 0):
                 raise _refused(path, _number_shown(value), "a number > 0" if name == "multipleOf" else "a number")
+            if name == "multipleOf" and value > MAX_MULTIPLE:
+                raise _refused(path, _number_shown(value), f"at most {MAX_MULTIPLE}")
             _check_exact(value, path)
             return value
         if name in ("const", "enum"):
@@ -205,9 +226,9 @@ class _Schema:
                 raise _refused(path, f"a JSON {type_of(value)}", "a list with at least one value")
             _check_exact(value, path)
             return value
-        return self._text(name, value, path)
+        return self._text(name, value, path, schema)
 
-    def _text(self, name: str, value: Any, path: str) -> Any:
+    def _text(self, name: str, value: Any, path: str, schema: dict[str, Any]) -> Any:
         """Return the value of `type`, `required`, `pattern`, `format` or `$ref`, checked."""
         if name in ("type", "required"):
             names = [value] if name == "type" and isinstance(value, str) else value
@@ -220,9 +241,10 @@ class _Schema:
         if not isinstance(value, str):
             raise _refused(path, f"a JSON {type_of(value)}", "a string")
         if name == "pattern":
+            _check_pattern(value, path)
             return portable_regex(value)
         if name == "format":
-            if value not in FORMATS:
+            if value not in (*FORMATS, *FREE_FORMATS) and "string" in types_of(schema):
                 way_out = "leave it out, or give a pattern"
                 raise _refused(path, f"the format {shown(value)}", ", ".join(FORMATS), way_out)
             return value
@@ -231,8 +253,11 @@ class _Schema:
 
     def _check_other(self, name: str, value: Any, path: str) -> None:
         """Raise InvalidRequestError for a keyword that is not enforced, unless it says nothing of what is valid."""
-        if name in ANNOTATIONS or (name == "$id" and path == "#/$id") or (name == "uniqueItems" and value is False):
+        is_off = value is False and name in ("uniqueItems", "nullable")
+        if name in ANNOTATIONS or (name == "$id" and path == "#/$id") or is_off:
             return
+        if name == "propertyNames" and (value is True or value in ({}, {"type": "string"})):
+            return  # Every name is a string.
         if name == "$schema":
             if not isinstance(value, str) or not any(draft in value for draft in DRAFTS):
                 raise _refused(path, "another draft", ", ".join(DRAFTS))
@@ -253,14 +278,29 @@ class _Schema:
             allowed = "at most one property more than the required ones, since a name could come twice"
             raise _refused(f"{path}/minProperties", schema["minProperties"], allowed, "list them as required")
 
-    def _check_one_of(self, path: str, schema: dict[str, Any], analysis: SchemaAnalysis) -> None:
-        """Raise InvalidRequestError unless no value can satisfy two options of a `oneOf`: it then means `anyOf`."""
+    def _check_one_of(
+        self, path: str, schema: dict[str, Any], discriminator: str | None, analysis: SchemaAnalysis
+    ) -> None:
+        """Raise InvalidRequestError unless no value can satisfy two options of a `oneOf`: it then means `anyOf`.
+
+        Pydantic does not require a discriminator that has a default, and without it several options may hold. It is
+        required here, which allows less than the schema does.
+        """
         if "anyOf" in schema:
             raise _refused(f"{path}/oneOf", "oneOf beside anyOf", "one of them", "put one of them into allOf")
-        if (both := analysis.overlapping_options(schema["oneOf"])) is not None:
+        both = analysis.overlapping_options(schema["oneOf"])
+        if both is not None and discriminator is not None:
+            both = analysis.overlapping_options(schema["oneOf"], (discriminator,))
+            schema["required"] = [*schema.get("required", ()), discriminator]
+        if both is not None:
             got = f"options {both[0]} and {both[1]}, which may hold at once"
             allowed = "options that differ by type, or by the const of a required property"
             raise _refused(f"{path}/oneOf", got, allowed, "give anyOf")
+
+
+def _check_pattern(pattern: str, path: str) -> None:
+    if (num_bytes := len(pattern.encode(errors="replace"))) > MAX_REGEX_BYTES:
+        raise _refused(path, f"a pattern of {num_bytes} bytes", f"at most {MAX_REGEX_BYTES}")
 
 
 def _check_exact(value: Any, path: str) -> None:

@@ -28,24 +28,27 @@ class SchemaAnalysis:
         self.root = root
         self._num_comparisons = 0
 
-    def overlapping_options(self, options: list[Any]) -> tuple[int, int] | None:
-        """Return the indices of the first two options of a `oneOf` that may hold of one value; None if no two may."""
+    def overlapping_options(self, options: list[Any], required: tuple[str, ...] = ()) -> tuple[int, int] | None:
+        """Return the indices of the first two options of a `oneOf` that may hold of one value; None if no two may.
+
+        Objects have the properties `required`, whatever the options say.
+        """
         self._num_comparisons = 0
         for index, option in enumerate(options):
             for other_index in range(index):
-                if not self._are_disjoint(options[other_index], option, MAX_REF_DEPTH):
+                if not self._are_disjoint(options[other_index], option, MAX_REF_DEPTH, required):
                     return other_index, index
         return None
 
-    def most_joined_patterns(self) -> tuple[str, int]:
-        """Return the place where the most patterns may have to hold of one text together, and their number."""
+    def most_joined(self, *keywords: str) -> tuple[str, int]:
+        """Return where the most of these keywords may have to hold of one value together, and their number."""
         counts: dict[str, int] = {}
 
         def count(schema: Any) -> int:
-            """Return how many patterns may meet at one place of a value, at most."""
+            """Return how many of the keywords may meet at one place of a value, at most."""
             if not isinstance(schema, dict):
                 return 0
-            own = ("pattern" in schema) + ("format" in schema)
+            own = sum(name in schema for name in keywords)
             by_name = [max(map(count, schema.get(name, {}).values()), default=0) for name in SCHEMAS_BY_NAME[:2]]
             inner = [*schema.get("prefixItems", ()), *(schema.get(name, True) for name in SCHEMAS)]
             most = max(own, sum(by_name), max(map(count, inner)))
@@ -94,7 +97,7 @@ class SchemaAnalysis:
             schema = self.target(schema["$ref"])
         return schema
 
-    def _are_disjoint(self, one: Any, other: Any, depth: int) -> bool:
+    def _are_disjoint(self, one: Any, other: Any, depth: int, required: tuple[str, ...] = ()) -> bool:
         """Return whether it is certain that no value satisfies both schemas, within a bounded number of comparisons."""
         self._num_comparisons += 1
         if self._num_comparisons > MAX_COMPARISONS:
@@ -118,13 +121,8 @@ class SchemaAnalysis:
             return not any(are_equal(value, another) for value in values for another in other_values)
         if types != {"object"}:
             return False
-        required = dict.fromkeys([*one.get("required", ()), *other.get("required", ())])
-        properties, other_properties = one.get("properties", {}), other.get("properties", {})
-        pairs = [
-            (properties[name], other_properties[name])
-            for name in required
-            if name in properties.keys() & other_properties
-        ]
+        names = dict.fromkeys([*required, *one.get("required", ()), *other.get("required", ())])
+        pairs = [(_property_of(one, name), _property_of(other, name)) for name in names]
         # Those that tell options apart are mostly constants, and quick to compare; others may lead on without an end.
         pairs.sort(key=lambda pair: any(isinstance(part, dict) and values_of(part) is None for part in pair))
         return any(self._are_disjoint(*pair, depth - 1) for pair in pairs)
@@ -173,6 +171,12 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, A
             yield from ((f"{here}/{index}", inner) for index, inner in enumerate(value))
         elif name in SCHEMAS:
             yield here, value
+
+
+def _property_of(schema: dict[str, Any], name: str) -> Any:
+    """Return the schema that an object schema has for a property, as far as that is easily said; True allows all."""
+    others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    return schema.get("properties", {}).get(name, others)
 
 
 def types_of(schema: dict[str, Any]) -> set[str]:

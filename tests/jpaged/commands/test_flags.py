@@ -126,6 +126,7 @@ def test_a_wrong_flag_is_refused_in_one_line_that_begins_with_it(argv):
         (["--json-schema", "{"], r"^json: got a text, allowed: JSON; it cannot be parsed \(line 1, column 2\)"),
         (["--regex", "a", "--choice", "b"], r"^structured_outputs: got regex and choice, allowed: exactly one of json"),
         (["--regex", "a", "--regex", "b"], r"^--regex: got 'b' too, allowed: one"),
+        (["--regex", ""], "^regex: got '', allowed: a text with a regular expression"),
         (["--beam-width", "2", "--regex", "a"], r"^--regex: has no effect with --beam-width"),
     ],
 )
@@ -142,6 +143,7 @@ def test_flags_of_structured_output_take_files_and_texts(tmp_path):
         (["--json-schema", ' {"const": 1}'], "json", ' {"const": 1}'),
         (["--grammar", str(tmp_path / "a.lark")], "grammar", 'start: "a"'),
         (["--grammar", 'root ::= "a"'], "grammar", 'root ::= "a"'),
+        (["--grammar", "start: " + "x" * 300], "grammar", "start: " + "x" * 300),
         (["--choice", "a", "--choice", "b"], "choice", ("a", "b")),
     ):
         structure = sampling_flags(parse_generate(["a prompt", *argv]))["structured_outputs"]

@@ -418,6 +418,7 @@ def test_nasty_grammars_take_bounded_time_for_each_token(name, grammars):
         if matcher.advance(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())):
             break
     assert np.median(times_s) < 0.05
+    assert max(times_s) < 0.5  # The processor has other work too.
 
 
 def test_memory_of_nasty_grammars_comes_back(grammars):
