@@ -290,7 +290,7 @@ def test_rules_that_leave_no_token_end_their_request_and_no_other(engine, alone)
         [PROMPTS[0]] * 3, [SamplingParams(**fields) for fields in (RANDOM, nothing, ASKED["all rules"])], use_tqdm=False
     )
     assert with_it[1].outputs[0].finish_reason == "error"
-    assert "its rules, such as allowed_token_ids and bad_words, leave no token" in with_it[1].error
+    assert "allowed_token_ids, bad_words and min_tokens, together leave no token" in with_it[1].error
     assert tokens_of(with_it[0]) == tokens_of(alone["drawn"])
     assert tokens_of(with_it[2]) == tokens_of(alone["all rules"])
 
@@ -367,8 +367,9 @@ def test_an_output_that_was_returned_does_not_change_later(engine):
 
 def test_every_field_is_tested_here_or_in_a_file_of_its_own():
     elsewhere = {
-        # test_detokenizer.py, test_engine.py, research/test_arrays_and_logprobs.py
+        # test_detokenizer.py, test_engine.py, research/test_arrays_and_logprobs.py, test_structured_outputs.py
         "stop", "stop_token_ids", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "log_kept_mass",
+        "structured_outputs",
     }  # fmt: skip
     here = {"output_kind", "spaces_between_special_tokens"} | {name for fields in ASKED.values() for name in fields}
     assert set(FIELDS) == elsewhere | here
