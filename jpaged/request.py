@@ -228,9 +228,6 @@ class Request:
     """Sequences of tokens that may not be generated."""
     beams: SampleSearch | None = None
     """The search whose running beams its samples are: the host chooses their next tokens."""
-    grammar: object | None = None
-    """A matcher of the grammar that its output follows, at the grammar's start; opaque to everything but the output
-    processor. None without a grammar."""
     needs_prompt_scores: bool = field(init=False)
     """Whether its prompt's logprobs are wanted. Every prompt position must then be computed, not found in the cache."""
     sequences: list[SampleSequence] = field(default_factory=list)
@@ -287,6 +284,9 @@ class Request:
 
     # Written by text/output_processor.
     prompt_scores: PromptScores = field(default_factory=PromptScores)
+    grammar: object | None = None
+    """A matcher of the grammar that its output follows, at the grammar's start; opaque to everything but its writer.
+    None without a grammar."""
 
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
         """Fill the fields that `params` and the seed decide, and create the samples.

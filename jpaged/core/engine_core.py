@@ -113,7 +113,7 @@ class EngineCore:
         if new.policy_key is None:
             self.scheduler.check(request)
         if new.grammar:
-            request.grammar = grammar or self.outputs.grammars.matcher(new.grammar)
+            self.outputs.set_grammar(request, grammar or self.outputs.grammars.matcher(new.grammar))
         return request
 
     def policy_key(self, new: NewRequest) -> Any:

@@ -442,7 +442,7 @@ class EngineLoop:
     def _forget(self, request: Request) -> None:
         """Drop a request that has ended: its id is free, and no step returns it any more."""
         self.scheduler.ended.pop(request, None)
-        self.outputs.forget_grammar(request)
+        self.outputs.set_grammar(request, None)
         if (inbox := self._inbox_of.pop(request, None)) is not None:
             inbox.forget(request)
             del self.requests[request.request_id]

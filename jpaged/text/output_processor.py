@@ -110,11 +110,11 @@ class OutputProcessor:
         pairs = zip(samples, matchers, strict=True)
         return masks, [(sample, failure) for sample, one in pairs if one is not None and (failure := one.failure)]
 
-    def forget_grammar(self, request: Request) -> None:
-        """Free the parser of a request that has ended: it may be large, and cycles keep a request for a while."""
-        if request.grammar is not None:
-            request.grammar = None
-            for sequence in request.sequences:
+    def set_grammar(self, request: Request, grammar: Matcher | None) -> None:
+        """Give a request its grammar, or free that of one that has ended: it may be large, and cycles keep requests."""
+        if request.grammar is not grammar:
+            request.grammar = grammar
+            for sequence in request.sequences if grammar is None else ():
                 _output_of(sequence).matcher = None
 
     @property
