@@ -60,9 +60,32 @@ ESCAPES = 'nrbtf\\"'
 """Escapes in texts of JSON. Without those of numbers (\\u0061), a name has one spelling: another one would pass for a
 further property, and then replace the value of the first."""
 MAX_RULES = 500
+"""Rules of one grammar in Lark or GBNF."""
 ANSWER = "answer"
 """The grammar of the answer behind a thought."""
 NAME = "structured_outputs"
+"""The field that a refusal names."""
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\):?\s*")
+"""Where in a Lark grammar the compiler found a fault: "at 1(14): …"."""
+_RULE = re.compile(r'^[ \t]*[?!]?[A-Za-z_][^\n:"/]*:', re.MULTILINE)
+"""The name of a rule of a Lark grammar, where the rule begins."""
+_INNER_SCHEMA = re.compile(r"%json\s*")
+"""What stands before a JSON schema in a Lark grammar."""
+_TOLD = {
+    "Unable to determine if regex is empty": "its patterns are too complex together",
+    "too many": "it takes more work than a request may",
+    "too large": "it takes more work than a request may",
+    "fuel": "it takes more work than a request may",
+    "too complex": "it takes more work than a request may",
+    "too big": "it takes more work than a request may",
+    "Unsatisfiable schema": "nothing satisfies it",
+    "oneOf constraints": "several options of a oneOf may hold at once: give anyOf",
+    "min/maxProperties": "minProperties and maxProperties need that every named property is required",
+    "not disjoint": "patterns of patternProperties overlap",
+    "satisfy the grammar": "the tokenizer has no token for what must come next",
+    "circular": "a $ref that leads back to itself has other keywords beside it",
+}
+"""What a message of llguidance holds → what is said of it."""
 
 
 class GrammarFailure(Exception):  # noqa: N818
@@ -362,26 +385,3 @@ def _told(message: str) -> str:
     bare = re.sub(r"\(.*|:\s.*", "…", line).strip()
     told = next((told for part, told in _TOLD.items() if part in line), bare or "it is no grammar")
     return (place + told)[:200]
-
-
-_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\):?\s*")
-"""Where in a Lark grammar the compiler found a fault: "at 1(14): …"."""
-_RULE = re.compile(r'^[ \t]*[?!]?[A-Za-z_][^\n:"/]*:', re.MULTILINE)
-_INNER_SCHEMA = re.compile(r"%json\s*")
-
-
-_TOLD = {
-    "Unable to determine if regex is empty": "its patterns are too complex together",
-    "too many": "it takes more work than a request may",
-    "too large": "it takes more work than a request may",
-    "fuel": "it takes more work than a request may",
-    "too complex": "it takes more work than a request may",
-    "too big": "it takes more work than a request may",
-    "Unsatisfiable schema": "nothing satisfies it",
-    "oneOf constraints": "several options of a oneOf may hold at once: give anyOf",
-    "min/maxProperties": "minProperties and maxProperties need that every named property is required",
-    "not disjoint": "patterns of patternProperties overlap",
-    "satisfy the grammar": "the tokenizer has no token for what must come next",
-    "circular": "a $ref that leads back to itself has other keywords beside it",
-}
-"""What a message of llguidance holds → what is said of it."""

@@ -34,7 +34,7 @@ FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6",
 FREE_FORMATS = ("password", "binary", "path", "file-path", "directory-path")
 """Formats that any text has."""
 DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
-"""Of `$schema`: their keywords that are enforced mean the same in all of them."""
+"""What `$schema` may name. The keywords that are enforced mean the same in all of these drafts."""
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 ENFORCED = (
@@ -84,6 +84,8 @@ MAX_NAME_PATTERNS = 40
 """Patterns of one `patternProperties`, which are compared with each other."""
 MAX_REFERENCES = 500
 """Different references: llguidance follows a chain of them by recursion."""
+MAX_TRIES = 100
+"""Parts of a schema that `located` tries."""
 SEE_DOCS = "the keywords in docs/structured_outputs.md"
 
 
@@ -121,10 +123,6 @@ def located(schema: dict[str, Any], error_of: Callable[[dict[str, Any]], str]) -
                 break
         else:
             return "" if place == "#" else place
-
-
-MAX_TRIES = 100
-"""Parts of a schema that `located` tries."""
 
 
 class _Schema:

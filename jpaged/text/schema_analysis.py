@@ -57,6 +57,7 @@ class SchemaAnalysis:
             return most + (count_ref(schema["$ref"]) if "$ref" in schema else 0)
 
         def count_ref(reference: str) -> int:
+            """Return `count` of what a reference leads to, computed once for each reference."""
             if reference not in counts:
                 counts[reference] = 0  # A reference that leads back here adds nothing.
                 counts[reference] = count(self.target(reference))
@@ -136,6 +137,7 @@ class SchemaAnalysis:
         finite: set[str] = set()
 
         def has_value(schema: Any) -> bool:
+            """Return whether a value satisfies the schema, if of the references only those in `finite` have one."""
             if not isinstance(schema, dict):
                 return True
             if "$ref" in schema and schema["$ref"] not in finite:
@@ -200,11 +202,7 @@ def are_equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(are_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
-    return (
-        type(one) is type(other) and one == other
-        if not (is_json_number(one) and is_json_number(other))
-        else one == other
-    )
+    return bool(one == other)
 
 
 def type_of(value: Any) -> str:
