@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,7 @@ class Grammars:
     llguidance is imported, and its tables of the vocabulary are made, when the first grammar is compiled.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         """`vocab_size` is the width of the model's logits, and a model's `eos_token_ids` end an output."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -147,7 +148,7 @@ class Grammars:
         """Return the grammar of an output, compiled and ready for a request.
 
         `thinking` says what may stand before the answer. Raise InvalidRequestError, which names the place in a schema,
-        if the parameters cannot be enforced, if llguidance is not installed, or without a tokenizer.
+        if the parameters cannot be enforced, or if llguidance is not installed.
         """
         asked = params, thinking
         with self._lock:
@@ -294,7 +295,6 @@ class Grammars:
 
         llguidance decides which tokens are apart: Qwen3's </think> is one for it, though the tokenizer shows it.
         """
-        assert self._tokenizer is not None
         token_id = self._tokenizer.backend.token_to_id(text)
         is_apart = token_id is not None and self._ll_tokenizer.is_special_token(token_id)
         return f"<[{token_id}]>" if is_apart else json.dumps(text)
@@ -324,7 +324,6 @@ class Grammars:
     @property
     def _num_ids(self) -> int:
         """Return the ids that a mask has bits for: those of the tokenizer and of the logits."""
-        assert self._tokenizer is not None
         return max(self._vocab_size, self._tokenizer.vocab_size)
 
     @property
@@ -338,17 +337,12 @@ class Grammars:
 
         The package `tokenizers` is asked first. What llguidance cannot read of it, it gets as the bytes of each token.
         """
-        if self._tokenizer is None:
-            allowed = "none, since the engine has no tokenizer"
-            raise refusal(NAME, "a request with them", allowed, "start the engine with one: --tokenizer DIR")
         make = self._llguidance.LLTokenizer
         options: dict[str, Any] = {"n_vocab": self._num_ids}
         if self._eos_token_ids:
             options["eos_token"] = self._eos_token_ids
-        try:
+        with suppress(Exception):  # llguidance has no class of errors of its own.
             return make(self._tokenizer.backend.to_str(), **options)
-        except Exception:  # llguidance has no class of errors of its own.
-            pass
         try:
             return make(self._llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._eos_token_ids)), **options)
         except Exception as error:
