@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncEngine
     from .config.engine_config import EngineConfig
     from .engine import Engine
-    from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
+    from .errors import (
+        ConfigError,
+        EngineStoppedError,
+        InvalidRequestError,
+        JpagedError,
+        ModelLoadError,
+        QueueFullError,
+    )
     from .llm import LLM
     from .models.config.spec import AttentionLayer, ModelSpec
     from .models.weights.checkpoint_module import CheckpointModule
@@ -27,9 +35,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "async_engine": ("AsyncEngine",),
     "config.engine_config": ("EngineConfig",),
     "engine": ("Engine",),
-    "errors": ("ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"),
+    "errors": (
+        "ConfigError",
+        "EngineStoppedError",
+        "InvalidRequestError",
+        "JpagedError",
+        "ModelLoadError",
+        "QueueFullError",
+    ),
     "llm": ("LLM",),
     "models.config.spec": ("AttentionLayer", "ModelSpec"),
     "models.weights.checkpoint_module": ("CheckpointModule",),
@@ -45,11 +61,11 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LLM", "AttentionLayer", "BeamSearchParams", "CheckpointModule", "CompletionOutput", "ConfigError", "Engine",
-    "EngineConfig", "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob",
-    "LogprobComparison", "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "WeightVersion", "draw", "load_module",
-    "save_checkpoint",
+    "LLM", "AsyncEngine", "AttentionLayer", "BeamSearchParams", "CheckpointModule", "CompletionOutput", "ConfigError",
+    "Engine", "EngineConfig", "EngineStoppedError", "GenerationArrays", "InvalidRequestError", "JpagedError",
+    "LogitsProcessor", "Logprob", "LogprobComparison", "ModelLoadError", "ModelSpec", "QueueFullError",
+    "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
+    "WeightVersion", "draw", "load_module", "save_checkpoint",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import Field, field
 from inspect import cleandoc
@@ -230,6 +231,25 @@ def shorten(value: object) -> str:
     """Return Python's `ascii(value)` cut to 80 characters, which is safe to put into any error message."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+class RepeatedKeyError(Exception):
+    """A JSON object has a key twice, `key`."""
+
+    def __init__(self, key: str):
+        super().__init__(key)
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object's keys and values, for `json.loads(…, object_pairs_hook=unique_keys)`.
+
+    Raise RepeatedKeyError if the object has a key twice.
+    """
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise RepeatedKeyError(Counter(key for key, _ in pairs).most_common(1)[0][0])
+    return value
 
 
 def one_line(error: object, max_chars: int = 300) -> str:

@@ -98,16 +98,16 @@ class Engine(ResearchCalls):
         self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.compile_plan
         self.scheduler, self.blocks = parts.core.scheduler, parts.core.scheduler.blocks
         self.load_s = parts.load_s
-        self._loop = EngineLoop(parts)
+        self.loop = EngineLoop(parts)
         encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.step_sizes.max_model_len)
-        self._builder = RequestBuilder(self.config, encoder, self.step_sizes, self.handle.sampling_defaults)
-        self._batch = BatchRunner(self._loop, self._builder)
+        self.builder = RequestBuilder(self.config, encoder, self.step_sizes, self.handle.sampling_defaults)
+        self._batch = BatchRunner(self.loop, self.builder)
         self._trainer = Trainer(self._batch, parts.live)
 
     @property
     def requests(self) -> Mapping[str, Request]:
         """Return the requests whose last output has not been returned, by their ids."""
-        return self._loop.requests
+        return self.loop.requests
 
     # Offline
 
@@ -219,7 +219,7 @@ class Engine(ResearchCalls):
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the model's generation config recommends, with output up to the end of the context."""
-        return self._builder.default_params()
+        return self.builder.default_params()
 
     # Step by step
 
@@ -246,12 +246,12 @@ class Engine(ResearchCalls):
         never fit; QueueFullError if as many requests or tokens wait as the engine's `limits` allow. Nothing is queued
         then.
         """
-        check_new_id(request_id, self._loop.requests)
+        check_new_id(request_id, self.loop.requests)
         options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
-        new = self._builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
+        new = self.builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
         # Taken here, since one that has to be compiled would delay the next step.
         grammar = self.core.outputs.grammars.matcher(new.grammar) if new.grammar else None
-        self._loop.call("add_request", partial(self._add, new, grammar, is_counted=number is None))
+        self.loop.call("add_request", partial(self._add, new, grammar, is_counted=number is None))
 
     def _add(self, new: NewRequest, grammar: Matcher | None, *, is_counted: bool) -> None:
         """Queue a request between two steps, where no other thread can take its id or its number.
@@ -259,9 +259,9 @@ class Engine(ResearchCalls):
         `grammar` is a matcher of its grammar, if it has one. If `is_counted` is true, its number is the count of
         requests so far, which then grows by one.
         """
-        new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
-        self._loop.queue(self._loop.make(new, grammar))
-        self._builder.num_requests += is_counted
+        new = msgspec.structs.replace(new, number=self.builder.num_requests) if is_counted else new
+        self.loop.queue(self.loop.make(new, grammar))
+        self.builder.num_requests += is_counted
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return an output for each request that got a token or ended, by its `output_kind`.
@@ -273,7 +273,7 @@ class Engine(ResearchCalls):
 
         `error` of an output names only the type of the exception; the exception itself is logged.
         """
-        return self._loop.step()
+        return self.loop.step()
 
     def prepare_request(
         self, request_id: str, encoded: EncodedPrompt, params: CheckedParams, *, number: int
@@ -282,7 +282,7 @@ class Engine(ResearchCalls):
 
         `number` is part of the seed if `params` have none. Raise InvalidRequestError if it does not fit in this engine.
         """
-        return self._loop.make(self._builder.build_encoded(request_id, encoded, params, number=number))
+        return self.loop.make(self.builder.build_encoded(request_id, encoded, params, number=number))
 
     def run_until_done(self, requests: Iterable[Request] = (), *, on_error: str = "raise") -> Iterator[RequestOutput]:
         """Yield the last output of each request, as `run_requests` does, and log the exceptions of failed requests."""
@@ -294,19 +294,19 @@ class Engine(ResearchCalls):
         self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
     ) -> Iterator[tuple[Request, RequestOutput]]:
         """Queue `requests` of `prepare_request`, and step until none is left. See `EngineLoop.run_requests`."""
-        return self._loop.run_requests(requests, stream=stream, on_error=on_error)
+        return self.loop.run_requests(requests, stream=stream, on_error=on_error)
 
     def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
         """Log the exception that has ended a request; see `EngineLoop.log_failure`."""
-        self._loop.log_failure(request, is_repeat_logged=is_repeat_logged)
+        self.loop.log_failure(request, is_repeat_logged=is_repeat_logged)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
-        return bool(self._loop.inbox.requests or self._loop.unreturned)
+        return bool(self.loop.inbox.requests or self.loop.unreturned)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose last output `step` has not returned."""
-        return len(self._loop.inbox.requests) + sum(output.finished for output in self._loop.unreturned)
+        return len(self.loop.inbox.requests) + sum(output.finished for output in self.loop.unreturned)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests, in any state, and free what they hold; they give no further output.
@@ -315,7 +315,7 @@ class Engine(ResearchCalls):
         request of `generate` or its like, in another thread, keeps its output there, with the finish reason "abort".
         Raise InvalidRequestError for what is no id.
         """
-        self._loop.call("abort_request", lambda: self._loop.abort(request_ids))
+        self.loop.call("abort_request", lambda: self.loop.abort(request_ids))
 
     def fork(
         self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
@@ -327,8 +327,8 @@ class Engine(ResearchCalls):
         samples may delay other requests. Raise InvalidRequestError, changing nothing, if the request or the sample is
         unknown or has ended, if the request is greedy or a beam search, or if so many samples can never fit.
         """
-        fork = partial(self._loop.fork, request_id, n, sample=sample, sample_indices=sample_indices)
-        return self._loop.call("fork", fork)
+        fork = partial(self.loop.fork, request_id, n, sample=sample, sample_indices=sample_indices)
+        return self.loop.call("fork", fork)
 
     def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
         """Keep the full pages of a prompt in the prefix cache, however rarely used; return the tokens cached so far.
@@ -338,26 +338,26 @@ class Engine(ResearchCalls):
         could otherwise never run. `cache_salt` is that of the requests that share the pages. Raise InvalidRequestError
         if prefix caching is off, if the prompt fills no page, or if an unfinished request could then never end.
         """
-        token_ids, key = self._builder.prefix(prompt, cache_salt)
-        return self._loop.call("pin_prefix", lambda: self._loop.pin(token_ids, key))
+        token_ids, key = self.builder.prefix(prompt, cache_salt)
+        return self.loop.call("pin_prefix", lambda: self.loop.pin(token_ids, key))
 
     def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> None:
         """Undo one `pin_prefix` of the same prompt and salt. Raise InvalidRequestError if it is not pinned."""
-        token_ids, key = self._builder.prefix(prompt, cache_salt)
-        self._loop.call("unpin_prefix", lambda: self._loop.unpin(token_ids, key))
+        token_ids, key = self.builder.prefix(prompt, cache_salt)
+        self.loop.call("unpin_prefix", lambda: self.loop.unpin(token_ids, key))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests keep their pages; pins hold for pages computed from now on."""
-        self._loop.call("reset_prefix_cache", self.blocks.prefixes.reset)
+        self.loop.call("reset_prefix_cache", self.blocks.prefixes.reset)
 
     def stats(self) -> dict[str, float | int]:
         """Return counters since the start and present sizes; `blocks` count pages, `*_bytes` are bytes."""
-        return {**self._loop.stats(), "end_tokens": len(self.handle.eos_token_ids)}
+        return {**self.loop.stats(), "end_tokens": len(self.handle.eos_token_ids)}
 
     def shutdown(self) -> None:
         """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again."""
-        if self._loop.is_open:
-            self._loop.call("shutdown", self._loop.close)
+        if self.loop.is_open:
+            self.loop.call("shutdown", self.loop.close)
             self.runner.close()
 
     def __enter__(self) -> Self:

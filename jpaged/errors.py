@@ -5,6 +5,7 @@ JpagedError (a ValueError; `param` names the option, flag or field)
 ├── InvalidRequestError   a prompt or a sampling parameter
 └── QueueFullError        nothing is wrong with the request, but as many wait as `limits` allow
 ModelLoadError (a ValueError, from the models room)   a checkpoint or a tokenizer
+EngineStoppedError (a RuntimeError)   nothing is wrong with the request, but no engine computes it any more
 
 Each message is one line: what, what was given, what is allowed, and the way out (`checks.py` phrases most of them).
 """
@@ -13,7 +14,14 @@ from __future__ import annotations
 
 from .models.errors import ModelLoadError
 
-__all__ = ["ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"]
+__all__ = [
+    "ConfigError",
+    "EngineStoppedError",
+    "InvalidRequestError",
+    "JpagedError",
+    "ModelLoadError",
+    "QueueFullError",
+]
 
 
 class JpagedError(ValueError):
@@ -46,4 +54,8 @@ class QueueFullError(JpagedError):
             f"higher {limit} among its limits",
             param=limit,
         )
-        self.limit = limit
+        self.limit, self.allowed = limit, allowed
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine was shut down or has failed, and computes no more requests."""

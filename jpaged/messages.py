@@ -71,5 +71,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """None for a request that draws tokens."""
     tempers_scores: bool = False
     """The logprobs of its prompt are those at its temperature, whatever the engine's mode of logprobs."""
+    is_streamed: bool = False
+    """Its caller is shown each token as it comes, so that no step draws several of one sample."""
     policy_key: Any = None
     """The key that the scheduling policy gave it when it was checked; None if it has still to be checked."""

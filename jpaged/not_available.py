@@ -18,7 +18,18 @@ FLAGS = (
 """Flags of `jpaged generate`, written as the names of their options."""
 LINE_KEYS = (*FLAGS, *PROMPT_KEYS)
 """Keys of a line of a prompt file."""
-COMMANDS = ("chat", "serve", "batch", "plan", "doctor", "trace")
+SERVE_OPTIONS = (
+    "data_parallel_size_local", "api_server_count", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
+    "enable_lora", "lora_modules", "trust_request_chat_template", "ssl_ca_certs", "ssl_cert_reqs", "uvicorn_log_level",
+)  # fmt: skip
+"""Options of `jpaged serve`."""
+ROUTES = (
+    "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank",
+    "/classify", "/pooling", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)  # fmt: skip
+"""Paths of vLLM's server."""
+COMMANDS = ("chat", "batch", "plan", "doctor", "trace")
 BENCHES = ("serve",)
-EXPORTS = ("AsyncEngine", "LoRARequest", "PoolingParams")
+EXPORTS = ("LoRARequest", "PoolingParams")
 """Names in the Python package `jpaged`."""

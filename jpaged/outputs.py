@@ -26,6 +26,10 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Text of this token alone; None if the engine has no tokenizer."""
 
 
+PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
+"""One entry per prompt token; the first token has no logprob, its entry is None."""
+
+
 class WeightVersion(msgspec.Struct, frozen=True, gc=False):
     """Output tokens of a sample that were drawn by one version of the weights: those from `start` up to `end`."""
 
@@ -115,8 +119,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
-    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """One entry per prompt token; the first token has no logprob, its entry is None. The field is None unless prompt
+    prompt_logprobs: PromptLogprobs | None = None
+    """The field is None unless prompt
     logprobs were asked for and all are computed. With RequestOutputKind.DELTA one output alone carries them."""
     error: str | None = None
     """Why the request failed, where a `finish_reason` is "error"."""

@@ -15,7 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 from .messages import ResultForm, Scoring
-from .outputs import Logprob
+from .outputs import Logprob, WeightVersion
 from .sampling.sampling_params import SampleMode, SamplingParams, sample_mode
 
 SEED_MODULUS = 1 << 64
@@ -222,6 +222,8 @@ class Request:
     """What a request asks for that draws no token; None for other requests."""
     tempers_scores: bool = False
     """Whether its prompt's logprobs are computed at its temperature, whatever the engine's mode of logprobs."""
+    is_streamed: bool = False
+    """Whether its caller is shown each token as it comes."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a sample."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -327,7 +329,7 @@ class Request:
     def awaits_each_token(self) -> bool:
         """Return whether the host must see each token before it can say what comes next, so that the device never
         draws several tokens of a sample by itself."""
-        return self.beams is not None or self.grammar is not None
+        return self.is_streamed or self.beams is not None or self.grammar is not None
 
     @property
     def has_numbers(self) -> bool:
@@ -373,3 +375,20 @@ def derived_seed(engine_seed: int, number: int) -> int:
     """Return the 64-bit seed of request `number` in an engine of that seed; seeds of neighbours share nothing."""
     text = f"jpaged request seed {engine_seed % SEED_MODULUS} {number}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVersion, ...]:
+    """Return which version of the weights drew which of the first `num_tokens` output tokens of a sample.
+
+    The spans are in order and cover these tokens: [(version 0, 0 to 5), (version 1, 5 to 8)] for 8 tokens if the
+    weights changed after the fifth; the end of a span is not part of it. Versions that drew none of these tokens have
+    no span. Empty for no tokens. `sequence.weight_versions` has (first output token, version) of each version.
+    """
+    # The common case, which needs no lists: the weights have not changed.
+    if len(sequence.weight_versions) == 1:
+        return (WeightVersion(sequence.weight_versions[0][1], 0, num_tokens),) if num_tokens else ()
+    starts = [start for start, _ in sequence.weight_versions[1:]]
+    spans = zip(sequence.weight_versions, [*starts, num_tokens], strict=True)
+    return tuple(
+        WeightVersion(version, start, min(end, num_tokens)) for (start, version), end in spans if start < num_tokens
+    )

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import CheckedFields, Rule, Unfit, boolean, checked, described, or_none
+from .checks import CheckedFields, RepeatedKeyError, Rule, Unfit, boolean, checked, described, or_none, unique_keys
 from .errors import InvalidRequestError
+from .limits import largest
 
-MAX_SCHEMA_BYTES = 64 * 1024
+MAX_SCHEMA_BYTES = largest("schema_bytes")
 """A schema, a grammar, and all choices together may have so many bytes of UTF-8."""
-MAX_SCHEMA_DEPTH = 64
-MAX_REGEX_BYTES = 4 * 1024
+MAX_SCHEMA_DEPTH = largest("json_depth")
+MAX_REGEX_BYTES = largest("regex_bytes")
 MAX_CHOICES = 4096
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """Fields of which exactly one is given."""
@@ -31,17 +32,13 @@ def parsed_json(text: str) -> Any:
     Raises Unfit if it is no JSON, has a key twice in an object, or nests deeper than MAX_SCHEMA_DEPTH.
     """
 
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            raise Unfit("each key once in an object; one stands twice", got=SHOWN_AS_TEXT)
-        return value
-
     def no_constant(name: str) -> None:
         raise Unfit(f"JSON, which has no {name}", got=SHOWN_AS_TEXT)
 
     try:
-        value = json.loads(text, object_pairs_hook=without_repeats, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=no_constant)
+    except RepeatedKeyError:
+        raise Unfit("each key once in an object; one stands twice", got=SHOWN_AS_TEXT) from None
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:  # Also Python's limit on the digits of an integer.

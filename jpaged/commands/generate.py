@@ -62,7 +62,7 @@ def _run(argv: list[str]) -> int:
     prompts = read_prompts(args)
     prompt_file = None if args.prompt_file is None else stat_of(args.prompt_file)
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
-    template = None if args.chat_template is None else _read_template(args.chat_template)
+    template = None if args.chat_template is None else read_template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
     with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
         from ..startup.open_model import open_model
@@ -258,7 +258,7 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
         return Engine.from_engine_args(config, handle, demands=demands, modes=modes, progress=progress)
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
     """Return the text of the chat template in the file `path`.
 
     It is compiled to find errors before a model is loaded, and the result is dropped. Raises ConfigError if `path` is

@@ -10,7 +10,6 @@ import json
 import os
 import stat
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 
 from .. import not_available
-from ..checks import check_name, refusal, shown
+from ..checks import RepeatedKeyError, check_name, refusal, shown, unique_keys
 from ..errors import ConfigError, InvalidRequestError
 from ..messages import Params
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
@@ -321,9 +320,10 @@ def parsed_record(line: str) -> dict[str, Any]:
     names of a parameter are given. Keys and values are not checked further.
     """
     try:
-        record = json.loads(line, object_pairs_hook=_without_repeats)
-    except InvalidRequestError:
-        raise
+        record = json.loads(line, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        fault = f"{shown(error.key)}: stands twice in one object; leave one of them out"
+        raise InvalidRequestError(fault, param=error.key[:100]) from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"line: is not JSON ({error}); give one JSON object per line") from error
     if not isinstance(record, dict):
@@ -337,15 +337,6 @@ def parsed_record(line: str) -> dict[str, Any]:
         if "structured_outputs" in record:
             raise refusal("structured_outputs", f"it and {next(iter(wanted))}", "one of them", "leave one out")
         record["structured_outputs"] = wanted
-    return record
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of a JSON object's keys and values; InvalidRequestError if it has a key twice."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        key = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise InvalidRequestError(f"{shown(key)}: stands twice in one object; leave one of them out", param=key[:100])
     return record
 
 

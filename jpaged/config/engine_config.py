@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
 from ..sampling.logits_processor import LogitsProcessor
 from . import option_rules as rules
-from .option_rules import COUNT, LIMITS, MAX_BLOCK_SIZE, MAX_DECODE_STEPS, SIZE
+from .option_rules import COUNT, MAX_BLOCK_SIZE, MAX_DECODE_STEPS, SIZE
 
 if TYPE_CHECKING:
     from ..sharding import AxisTable
@@ -37,7 +37,10 @@ MAX_DEVICES = 1 << 16
 WARMUPS = ("lazy", "full", "off")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 LOGPROBS_MODES = ("raw_logprobs", "tempered_logprobs", "processed_logprobs")
-LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
+LIMITS_HELP = (
+    "the largest values of what requests ask for and of what may wait: waiting_requests, waiting_tokens and others "
+    "(docs/serving.md)"
+)
 OVERRIDES_HELP = "values instead of those in config.json, on the command line a JSON object; objects are merged"
 MESH_HELP = "a jax.sharding.Mesh in Python, over whose axes for tensors the model is spread"
 RULES_HELP = "in Python: logical axis → the axes of mesh that a trainer splits it over, or None"

@@ -11,14 +11,13 @@ from typing import Any
 from .. import checks
 from ..checks import INT64, Unfit, integer
 from ..errors import ConfigError
+from ..limits import LIMITS
 from ..sampling.logits_processor import LogitsProcessor
 
 MAX_BLOCK_SIZE = 1024
 MAX_DECODE_STEPS = 16
 """Tokens that one dispatch decodes at most."""
 SCHEDULING_POLICIES = ("fcfs", "priority")
-LIMITS = ("waiting_requests", "waiting_tokens")
-"""Keys of `limits`."""
 MAX_JSON_DEPTH = 16
 MODEL = checks.text("a directory, a .gguf file, org/name[@revision] or a built-in name")
 COUNT = integer(0, INT64[1])
@@ -78,19 +77,23 @@ def processors(value: Any) -> tuple[LogitsProcessor, ...]:
 
 
 def limits(value: Any) -> dict[str, int | None]:
-    """Take a mapping of some of LIMITS to integers ≥ 1 or None, and return all of LIMITS; None means no limit.
+    """Take a mapping of some names of LIMITS to integers ≥ 1, and return it with all names; None means no limit.
 
-    Example: {"waiting_requests": 8} gives {"waiting_requests": 8, "waiting_tokens": None}. Raise ConfigError for an
-    unknown name, and Unfit for a wrong value.
+    A limit that is left out, or None, has its default. Raise ConfigError for an unknown name, and Unfit for a wrong
+    value, such as one above the largest that a limit can have.
     """
     if not isinstance(value, Mapping):
-        raise Unfit(f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
-    limits: dict[str, int | None] = dict.fromkeys(LIMITS)
-    for name, limit in value.items():
+        raise Unfit("a mapping of names of limits, such as waiting_requests, to integers ≥ 1")
+    limits = {name: limit.default for name, limit in LIMITS.items()}
+    for name, number in value.items():
         checks.check_name(name, LIMITS, "key of limits", error=ConfigError)
-        if limit is not None and (not checks.is_integer(limit) or not 1 <= limit <= INT64[1]):
-            raise Unfit("an integer ≥ 1, or leave it out for no limit", got=f"{checks.shown(limit)} for {name}")
-        limits[name] = None if limit is None else int(limit)
+        if number is None:
+            continue
+        most = LIMITS[name].largest or INT64[1]
+        if not checks.is_integer(number) or not 1 <= number <= most:
+            allowed = "an integer ≥ 1" if most == INT64[1] else f"an integer in [1, {most}]"
+            raise Unfit(f"{allowed}, or leave it out for its default", got=f"{checks.shown(number)} for {name}")
+        limits[name] = int(number)
     return limits
 
 

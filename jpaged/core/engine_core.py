@@ -108,6 +108,7 @@ class EngineCore:
             form=new.form,
             scoring=new.scoring,
             tempers_scores=new.tempers_scores,
+            is_streamed=new.is_streamed,
             policy_key=new.policy_key,
         )
         if new.policy_key is None:
@@ -274,6 +275,7 @@ class EngineCore:
             number=self.num_steps,
             inputs=step.inputs,
             turns=turns_of(step.work),
+            num_decodes=len(step.work.decodes),
             preempted=preempted_of(step.work),
             num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
             num_free_pages=scheduler.blocks.num_free,

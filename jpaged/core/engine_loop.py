@@ -169,7 +169,7 @@ class EngineLoop:
                     self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
                     raise
                 for request in self.inbox.take():
-                    if (output := self._output_of(request)) is not None:
+                    if (output := self.output_of(request)) is not None:
                         outputs.append(output)
                     self.log_failure(request)
         except BaseException:  # Also an interrupt in a call of another thread, which ran after the step.
@@ -211,7 +211,7 @@ class EngineLoop:
                     if not inbox.has_changed:  # Otherwise the step of another thread has served these requests.
                         self._advance_or_fail(on_error)
                     changed = inbox.take()
-                    deltas = [] if stream is None else self._deltas_of(changed)
+                    deltas = [] if stream is None else self.deltas_of(changed)
                     outputs = self.last_outputs(changed)
                 if stream is not None:
                     stream(deltas)
@@ -223,7 +223,7 @@ class EngineLoop:
     def last_outputs(self, requests: Iterable[Request]) -> list[tuple[Request, RequestOutput]]:
         """Return those of `requests` that have ended, each with its last output, and forget them."""
         ended = [request for request in requests if request.state.is_finished]
-        outputs = [(request, self._output_of(request)) for request in ended]
+        outputs = [(request, self.output_of(request)) for request in ended]
         return [(request, output) for request, output in outputs if output is not None]
 
     def drain(self, in_flight: str) -> None:
@@ -398,7 +398,7 @@ class EngineLoop:
         for request in changed:
             self._inbox_of[request].note(request)
 
-    def _output_of(self, request: Request) -> RequestOutput | None:
+    def output_of(self, request: Request) -> RequestOutput | None:
         """Return the output that a request's caller gets now; None if its `output_kind` gives nothing yet.
 
         A request that has ended is forgotten, but only after its output was made: an interrupt before that leaves it to
@@ -413,7 +413,7 @@ class EngineLoop:
             self._forget(request)
         return output
 
-    def _deltas_of(self, requests: list[Request]) -> list[SampleDelta]:
+    def deltas_of(self, requests: list[Request]) -> list[SampleDelta]:
         """Return the tokens and texts that the samples of `requests` have got since their last deltas.
 
         A request whose deltas cannot be made ends with an error, and the deltas of the others are returned.

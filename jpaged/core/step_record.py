@@ -40,6 +40,9 @@ class StepRecord:
     """Counts the core's steps from 1."""
     inputs: StepInputs
     turns: tuple[Turn, ...]
+    """Those of sequences that decode come first, then chunks of prompts."""
+    num_decodes: int
+    """Turns of sequences that decode."""
     preempted: tuple[PreemptedRequest, ...]
     num_waiting: int
     """Requests that wait for their first step or to run again."""

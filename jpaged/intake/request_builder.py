@@ -43,6 +43,11 @@ class RequestBuilder:
         """Return what the model's generation config recommends, with output up to the end of the context."""
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
 
+    def take_numbers(self, count: int) -> int:
+        """Count so many requests, and return the number of the first of them. Runs between steps."""
+        self.num_requests += count
+        return self.num_requests - count
+
     def build(
         self,
         request_id: str,

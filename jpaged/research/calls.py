@@ -22,7 +22,7 @@ from .trainer import Trainer
 class ResearchCalls:
     """The part of `Engine` that a trainer in the same process uses. Threads may share it, also while requests run."""
 
-    _loop: EngineLoop
+    loop: EngineLoop
     _trainer: Trainer
 
     def submit(
@@ -57,7 +57,7 @@ class ResearchCalls:
     @property
     def weights_version(self) -> int:
         """Return the version of the weights: 0 at start, then what `update_params` was told, or counted."""
-        return self._loop.versions.version
+        return self.loop.versions.version
 
     @property
     def scorer(self) -> Scorer:
@@ -70,7 +70,7 @@ class ResearchCalls:
 
         They are the arrays that steps read: copy those that are to outlive the next update.
         """
-        return self._loop.lock.read("params", lambda: self._trainer.params)
+        return self.loop.lock.read("params", lambda: self._trainer.params)
 
     @overload
     def logprobs(self, ids: Any, /, *, temperature: Any = 1.0) -> Float[Array, "*B N1"]:
@@ -166,7 +166,7 @@ class ResearchCalls:
         exception is raised, and the engine sleeps without weights until the next update.
         """
         update = partial(self._trainer.update_params, params, version=version, in_flight=in_flight, copy=copy)
-        self._loop.call("update_params", update)
+        self.loop.call("update_params", update)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory for other uses, until `wake_up`.
@@ -177,15 +177,15 @@ class ResearchCalls:
         on after waking, with the same tokens. The next `step` after waking returns the tokens that they have got. Raise
         ConfigError if an argument is wrong or the engine sleeps already.
         """
-        self._loop.call("sleep", lambda: self._trainer.sleep(level, mode))
+        self.loop.call("sleep", lambda: self._trainer.sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
 
         Where only `update_params` can refill the weights, it raises ConfigError; `wake_up(["weights"])` does nothing.
         """
-        self._loop.call("wake_up", lambda: self._trainer.wake_up(tags))
+        self.loop.call("wake_up", lambda: self._trainer.wake_up(tags))
 
     def is_sleeping(self) -> bool:
         """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""
-        return self._loop.lock.read("is_sleeping", lambda: bool(self._loop.sleep.missing))
+        return self.loop.lock.read("is_sleeping", lambda: bool(self.loop.sleep.missing))

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 from ..checks import INT64, CheckedFields, Unfit, boolean, described, integer, is_number, number, or_none
 from ..errors import InvalidRequestError
+from ..limits import largest
 from ..structured_outputs import StructuredOutputsParams, structured_outputs
 from .parameter import Column, Flag, arguments, biases, parameter, some_token_ids, stop_strings, token_ids, words
 
 INT32, FLOAT32, RULE = Column
 GREEDY_TEMPERATURE = 1e-5
-MAX_SAMPLES = 128
+MAX_SAMPLES = largest("samples")
 MAX_MIN_TOKENS = 1 << 24
 """`min_tokens` travels as a float32, which holds every integer up to this one."""
 MAX_LENGTH_PENALTY = 10.0
@@ -125,7 +126,7 @@ class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError)
         Flag("N"),
     )
     stop: str | tuple[str, ...] | list[str] | None = parameter(
-        None, stop_strings, "end before the first of these texts; at most 4", Flag("TEXT")
+        None, stop_strings, "end before the first of these texts; at most 16", Flag("TEXT")
     )
     stop_token_ids: tuple[int, ...] | list[int] | None = parameter(
         None, token_ids, "end at one of these token ids, beside the model's end-of-sequence tokens", Flag("ID")

@@ -104,9 +104,10 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._members, key=lambda request: request.order))
 
-    def check_room(self, request: Request) -> None:
-        """Raise QueueFullError if the queue has no room for this request."""
-        limits, num_waiting, num_tokens = self.limits, len(self) + 1, self.num_tokens + request.prompt_len
+    def check_room(self, *requests: Request) -> None:
+        """Raise QueueFullError if the queue has no room for all of these requests together."""
+        limits, num_waiting = self.limits, len(self) + len(requests)
+        num_tokens = self.num_tokens + sum(request.prompt_len for request in requests)
         if limits.waiting_requests is not None and num_waiting > limits.waiting_requests:
             raise QueueFullError("waiting_requests", got=num_waiting, allowed=limits.waiting_requests)
         if limits.waiting_tokens is not None and num_tokens > limits.waiting_tokens:

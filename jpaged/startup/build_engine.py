@@ -386,7 +386,7 @@ def _scheduler(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         delay_factor=config.scheduling_delay_factor,
         preemption=preemption,
-        limits=QueueLimits(**config.limits),
+        limits=QueueLimits(config.limits["waiting_requests"], config.limits["waiting_tokens"]),
         max_decode_steps=decode_steps,
         several_modes=frozenset(mode for mode in SampleMode if buckets.decode_mode_for(mode) is not None),
         token_buckets=buckets.num_tokens,

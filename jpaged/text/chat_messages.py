@@ -67,6 +67,25 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return [_with_calls(_plain_data(message, index), index) for index, message in enumerate(_checked(messages))]
 
 
+def without_developers(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return normalized messages in which the role developer is system, for a template that does not know it.
+
+    The content of such a message is joined to the first system message before it, with an empty line between them;
+    without one, the message becomes the system message. Other messages stay as they are.
+    """
+    result: list[dict[str, Any]] = []
+    for message in conversation:
+        system = next((index for index, earlier in enumerate(result) if earlier["role"] == "system"), None)
+        if message["role"] != "developer":
+            result.append(message)
+        elif system is None:
+            result.append({**message, "role": "system"})
+        else:
+            joined = f"{result[system]['content']}\n\n{message['content']}"
+            result[system] = {**result[system], "content": joined}
+    return result
+
+
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield each message as a new dict without empty fields, its content as one string.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checks import one_line
+from ..checks import one_line, refusal, shown
 from ..errors import InvalidRequestError
-from .chat_messages import normalize_messages
+from .chat_messages import normalize_messages, without_developers
 
 
 def render_chat_template(
@@ -16,24 +16,35 @@ def render_chat_template(
     *,
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
+    arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text that a Jinja2 chat template makes of `messages`.
 
     The template sees the messages as `normalize_messages` writes them, `special_tokens` as variables of these names,
-    and `add_generation_prompt`. Raise InvalidRequestError for malformed messages, for a template that is not valid
-    Jinja2, for anything that the template raises, and for a template that exceeds the limits on time or length.
+    `add_generation_prompt`, and the variables in `arguments`. Where it knows no role developer, such messages become
+    part of the system message. Raise InvalidRequestError for malformed messages, for an argument that the template does
+    not read, for a template that is not valid Jinja2, for anything that the template raises, and for a template that
+    exceeds the limits on time or length.
     """
     conversation = normalize_messages(messages)
-    names = {"add_generation_prompt": add_generation_prompt, **special_tokens}
+    if "developer" not in template:
+        conversation = without_developers(conversation)
+    names = {"add_generation_prompt": add_generation_prompt, **special_tokens, **(arguments or {})}
     import jinja2  # Here, since most requests need no template, and the import takes time.
 
-    from .template_environment import render
+    from .template_environment import render, template_arguments
 
     try:
+        for name in arguments or ():
+            if name not in (known := template_arguments(template)):
+                allowed = f"what the chat template reads: {', '.join(sorted(known)) or 'nothing'}"
+                raise refusal("chat_template_kwargs", shown(name), allowed, "leave it out")
         return render(template, messages=conversation, tools=None, documents=None, **names)
     except jinja2.TemplateSyntaxError as error:
         fault = f"is not valid Jinja2: line {error.lineno}: {one_line(error.message)}"
         raise InvalidRequestError(f"the chat template {fault}; correct it", param="chat_template") from error
+    except InvalidRequestError:
+        raise
     except Exception as error:  # A template is a program: it may raise anything.
         fault = f"the chat template refuses these messages: {one_line(error)}"
         raise InvalidRequestError(f"{fault}; change the messages or the template", param="messages") from error

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .. import not_available
-from ..checks import INT64, check, check_name, integer, is_integer, refusal, scalar, shown
+from ..checks import INT64, Rule, Unfit, boolean, check, check_name, integer, is_integer, refusal, scalar, shown
 from ..errors import InvalidRequestError
+from ..limits import MAX_CHARS_PER_TOKEN
 from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from ..structured_outputs import StructuredOutputsParams
+from .chat_messages import normalize_messages
 from .grammar import Grammars
 from .thinking import Thinking, thinking_after
 from .tokenizer import Tokenizer
@@ -27,10 +29,11 @@ logger = logging.getLogger("jpaged")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of a prompt's mapping, of which it has exactly one."""
 PROMPT_EXTRAS = ("cache_salt", "priority")
-"""Keys that may stand beside it."""
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+TEXT_OPTIONS = ("add_special_tokens", "truncate_prompt_tokens")
+PROMPT_OPTIONS = (*PROMPT_EXTRAS, *TEXT_OPTIONS, *CHAT_OPTIONS)
+"""Keys that may stand beside it: those of `PromptOptions` too, of which some belong to messages alone."""
 MAX_SALT_CHARS = 256
-MAX_CHARS_PER_TOKEN = 64
-"""A text of more characters than this times the context length is refused before it is tokenized."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,55 @@ class EncodedPrompt:
     """Only prompts of the same salt share cached prefixes."""
     priority: int = 0
     """Lower values are scheduled sooner."""
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a prompt becomes token ids, as keys beside it in its mapping say."""
+
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds tokens such as BOS; None: to a plain text, and not to a chat."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many of the last tokens; −1: as many as the context has room for; None: all."""
+    add_generation_prompt: bool | None = None
+    """Whether a chat ends where an answer begins; None: unless its last message is continued."""
+    continue_final_message: bool = False
+    """Whether the output continues the last message of a chat."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, of those that it reads."""
+
+    @classmethod
+    def of(cls, prompt: Mapping[str, Any], key: str) -> PromptOptions:
+        """Return the options in the mapping of a prompt whose form is `key`, checked.
+
+        An option that is None counts as left out. Raise InvalidRequestError for a value of the wrong type, for an
+        option of chats beside another form, and for two options that exclude each other.
+        """
+        given = {name: prompt[name] for name in (*TEXT_OPTIONS, *CHAT_OPTIONS) if prompt.get(name) is not None}
+        for name, value in given.items():
+            if name in CHAT_OPTIONS and key != "messages":
+                raise refusal(name, shown(value), "nothing beside a prompt that is no chat", "leave it out")
+            given[name] = check(name, value, _OPTION_RULES[name])
+        options = cls(**given)
+        if options.continue_final_message and options.add_generation_prompt:
+            way_out = "give one of them"
+            raise refusal("continue_final_message", "it and add_generation_prompt", "one of the two", way_out)
+        return options
+
+
+def _template_arguments(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise Unfit("an object of the chat template's variables")
+    return dict(value)
+
+
+_OPTION_RULES: dict[str, Rule] = {
+    "add_special_tokens": boolean,
+    "truncate_prompt_tokens": integer(-1, INT64[1]),
+    "add_generation_prompt": boolean,
+    "continue_final_message": boolean,
+    "chat_template_kwargs": _template_arguments,
+}
 
 
 @dataclass(frozen=True)
@@ -84,24 +136,48 @@ class PromptEncoder:
         """Return the checked token ids of a prompt, its text if it was given as one, and its extras.
 
         A prompt is a text, a list or an array of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and
-        `messages`, and optionally `cache_salt` and `priority`; whether the policy takes the priority is not checked
-        here. Only a plain text gets special tokens such as BOS: a chat's text has them by its template. The text of the
-        result is None for token ids, and the rendered chat for messages.
+        `messages`, and optionally of PROMPT_OPTIONS; whether the policy takes the priority is not checked here. Only a
+        plain text gets special tokens such as BOS: a chat's text has them by its template. The text of the result is
+        None for token ids, and the rendered chat for messages.
 
         Raise InvalidRequestError, which names the field, for anything else, an id outside the vocabulary, an empty
         prompt, and a prompt longer than the context. With `has_answer` one output token must fit beside the prompt.
         """
         num_room = int(has_answer)  # Output tokens that must fit: 1 for an answer, 0 for a prompt that is only scored.
         extras: dict[str, Any] = {}
+        options, is_chat = PromptOptions(), False
         if isinstance(prompt, Mapping):
-            extras = _extras(prompt)
-            key, prompt = _only_form(prompt)
-            if key == "messages":
-                text = self._tokenizer_for(key, "messages").render_chat(prompt, template=self.chat_template)
-                return EncodedPrompt(self._tokenize(text, num_room, add_special_tokens=False), text, **extras)
+            extras, mapping = _extras(prompt), prompt
+            key, prompt = _only_form(mapping)
+            options, is_chat = PromptOptions.of(mapping, key), key == "messages"
+            if is_chat:
+                prompt = self._render(prompt, options)
+        num_kept = options.truncate_prompt_tokens
+        num_kept = self.max_model_len - num_room if num_kept == -1 else num_kept
         if isinstance(prompt, str):
-            return EncodedPrompt(self._tokenize(prompt, num_room, add_special_tokens=True), prompt, **extras)
-        return EncodedPrompt(self._ids(prompt, num_room), None, **extras)
+            adds = not is_chat if options.add_special_tokens is None else options.add_special_tokens
+            ids = self._tokenize(prompt, num_room, add_special_tokens=adds, num_kept=num_kept)
+            return EncodedPrompt(ids, prompt, **extras)
+        return EncodedPrompt(self._ids(prompt, num_room, num_kept), None, **extras)
+
+    def _render(self, messages: Any, options: PromptOptions) -> str:
+        """Return a chat as text. With `continue_final_message` it ends with the text of the last message."""
+        continues = options.continue_final_message
+        adds = not continues if options.add_generation_prompt is None else options.add_generation_prompt
+        text = self._tokenizer_for("messages", "messages").render_chat(
+            messages,
+            template=self.chat_template,
+            add_generation_prompt=adds,
+            arguments=options.chat_template_kwargs,
+        )
+        if not continues:
+            return text
+        content = normalize_messages(messages)[-1]["content"].strip()
+        end = text.rfind(content)
+        if not content or end < 0:
+            got = "a last message without text" if not content else "a last message that the template changes"
+            raise refusal("continue_final_message", got, "one whose text the template writes out", "leave it out")
+        return text[: end + len(content)]
 
     def check_params(self, params: Params, *, max_logprobs: int, max_num_seqs: int | None) -> CheckedParams:
         """Check parameters against this model and the engine's limits; return them with the tokens of their bad words.
@@ -226,18 +302,23 @@ class PromptEncoder:
             raise refusal(name, got, f"{allowed}, since the engine has no tokenizer", f"give that, or {way_out}")
         return self.tokenizer
 
-    def _tokenize(self, text: str, num_room: int, *, add_special_tokens: bool) -> list[int]:
+    def _tokenize(
+        self, text: str, num_room: int, *, add_special_tokens: bool, num_kept: int | None = None
+    ) -> list[int]:
         """Return the token ids of a text, checked for length and vocabulary.
 
-        `num_room` is the number of output tokens that must fit beside them. Raise InvalidRequestError otherwise, and
-        if the engine has no tokenizer. A text of more than MAX_CHARS_PER_TOKEN characters per token of the context is
-        refused before it is tokenized. A warning is logged, once, if the text got a second BOS token in front.
+        `num_room` is the number of output tokens that must fit beside them. Only the `num_kept` last tokens are
+        returned, unless it is None. Raise InvalidRequestError if they do not fit, and if the engine has no tokenizer. A
+        text of more than MAX_CHARS_PER_TOKEN characters per token of the context is refused before it is tokenized. A
+        warning is logged, once, if the text got a second BOS token in front.
         """
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         tokenizer = self._tokenizer_for("prompt", "a text")
         token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if num_kept is not None:
+            token_ids = _last(token_ids, num_kept)
         self.check_len(len(token_ids), num_room)
         self._check_id(max(token_ids), "prompt")
         if add_special_tokens and token_ids[:2] == [tokenizer.bos_token_id] * 2:
@@ -256,10 +337,11 @@ class PromptEncoder:
                 bos,
             )
 
-    def _ids(self, prompt: Any, num_room: int) -> list[int]:
+    def _ids(self, prompt: Any, num_room: int, num_kept: int | None = None) -> list[int]:
         """Return the token ids of a list, a tuple or an array as a list of Python integers.
 
-        `num_room` is the number of output tokens that must fit beside them. An array is anything with a method
+        `num_room` is the number of output tokens that must fit beside them. Only the `num_kept` last ids are checked
+        and returned, unless it is None. An array is anything with a method
         `tolist`, such as numpy's and JAX's. Raise InvalidRequestError for another type, for a wrong length, and for an
         id that is no integer or outside the vocabulary.
         """
@@ -267,6 +349,8 @@ class PromptEncoder:
         if not isinstance(ids, list | tuple):
             allowed = f"a string, a list of token ids, or a mapping with one of {', '.join(PROMPT_KEYS)}"
             raise refusal("prompt", shown(prompt), allowed)
+        if num_kept is not None:
+            ids = _last(ids, num_kept)
         self.check_len(len(ids), num_room)
         # All at once: checked one by one, the ids of a long prompt would take as long as a step.
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
@@ -302,6 +386,11 @@ class PromptEncoder:
             raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
 
 
+def _last(ids: Sequence[Any], num_kept: int) -> list[Any]:
+    """Return the `num_kept` last items; none for 0."""
+    return list(ids[-num_kept:]) if num_kept else []
+
+
 def check_num_samples(params: Params, max_num_seqs: int) -> None:
     """Refuse more samples or beams of a prompt than an engine computes together."""
     name = "n" if isinstance(params, SamplingParams) else "beam_width"
@@ -323,10 +412,10 @@ def _only_form(prompt: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the one of PROMPT_KEYS that a prompt's mapping has, and its value.
 
     Raise InvalidRequestError for an unknown key, and for none or several of PROMPT_KEYS. Raise it too if `prompt` is no
-    string, or if `prompt_token_ids` is a string. Other types are checked later. PROMPT_EXTRAS may stand beside it.
+    string, or if `prompt_token_ids` is a string. Other types are checked later. PROMPT_OPTIONS may stand beside it.
     """
     for key in prompt:
-        check_name(key, (*PROMPT_KEYS, *PROMPT_EXTRAS), "key of a prompt", not_available=not_available.PROMPT_KEYS)
+        check_name(key, (*PROMPT_KEYS, *PROMPT_OPTIONS), "key of a prompt", not_available=not_available.PROMPT_KEYS)
     keys = [key for key in PROMPT_KEYS if key in prompt]
     if len(keys) != 1:
         raise refusal("prompt", " and ".join(keys) or "no key", f"exactly one of {', '.join(PROMPT_KEYS)}")

@@ -18,6 +18,7 @@ from functools import lru_cache, wraps
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -35,6 +36,13 @@ MAX_INT_BITS = 1 << 16
 """Largest size of an integer that a template computes, in bits."""
 
 BYTE_ORDER_MARK = "\ufeff"
+GIVEN_NAMES = frozenset(
+    (
+        "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "sep_token",
+        "pad_token", "cls_token", "mask_token", "additional_special_tokens",
+    )
+)  # fmt: skip
+"""Variables that every chat template is given, and that no request sets."""
 
 _deadline: ContextVar[float] = ContextVar("_deadline")
 """The time.monotonic() at which rendering in this context has to be done."""
@@ -68,6 +76,18 @@ def compile_template(template: str) -> jinja2.Template:
         raise
     except Exception as error:  # Python limits how deep blocks and brackets may nest.
         raise jinja2.TemplateSyntaxError(f"Python cannot compile it: {error}", lineno=1) from error
+
+
+@lru_cache(maxsize=64)
+def template_arguments(template: str) -> frozenset[str]:
+    """Return the variables that a template reads and does not set itself, beside what every template is given.
+
+    These are what a request may set, such as `enable_thinking`. Raise jinja2.TemplateSyntaxError for an invalid
+    template.
+    """
+    environment = _environment()
+    names = jinja2.meta.find_undeclared_variables(environment.parse(template.removeprefix(BYTE_ORDER_MARK)))
+    return frozenset(names - environment.globals.keys() - GIVEN_NAMES)
 
 
 @lru_cache(maxsize=1)

@@ -139,20 +139,30 @@ class Tokenizer:
         return (self.backend.id_to_token(token_id) or "").encode()
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Return a conversation as text, rendered by `template`; None is the model's own chat template.
 
-        With `add_generation_prompt` the text ends where the model's answer begins. The text contains its special tokens
-        already, so encode it with `add_special_tokens=False`. Raise InvalidRequestError for messages that are malformed
-        or that the template refuses, and if there is no template.
+        With `add_generation_prompt` the text ends where the model's answer begins. `arguments` are further variables of
+        the template. The text contains its special tokens already, so encode it with `add_special_tokens=False`. Raise
+        InvalidRequestError for messages that are malformed or that the template refuses, for an argument that it does
+        not read, and if there is no template.
         """
         template = template if template is not None else self.chat_template
         if template is None:
             way_out = "give one (--chat-template FILE) or send a plain prompt"
             raise InvalidRequestError(f"this model has no chat template; {way_out}", param="messages")
         return render_chat_template(
-            template, messages, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt
+            template,
+            messages,
+            special_tokens=self.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            arguments=arguments,
         )
 
     def _special_id(self, name: str) -> int | None:

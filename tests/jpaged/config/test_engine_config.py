@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jpaged import not_available
 from jpaged.checks import INT64, shown
 from jpaged.config.engine_config import (
-    LIMITS,
     MAX_BLOCK_SIZE,
     MAX_DECODE_STEPS,
     MAX_DEVICES,
@@ -22,6 +21,7 @@ from jpaged.config.engine_config import (
     EngineConfig,
 )
 from jpaged.errors import ConfigError
+from jpaged.limits import LIMITS
 from jpaged.pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES
 from jpaged.sampling.logits_processor import LogitsProcessor
 
@@ -294,11 +294,12 @@ def test_params_are_a_mapping_and_no_part_of_what_a_config_shows_or_equals():
 
 
 def test_limits_hold_every_name_and_are_a_copy():
-    assert EngineConfig().limits == dict.fromkeys(LIMITS)
+    defaults = {name: limit.default for name, limit in LIMITS.items()}
+    assert EngineConfig().limits == defaults
     given = {"waiting_tokens": 7}
     config = EngineConfig(limits=given)
     given["waiting_tokens"] = 8
-    assert config.limits == {"waiting_requests": None, "waiting_tokens": 7}
+    assert config.limits == {**defaults, "waiting_tokens": 7}
     assert dataclasses.asdict(config)["limits"] == config.limits
 
 
@@ -306,8 +307,9 @@ def test_limits_hold_every_name_and_are_a_copy():
     ("limits", "words"),
     [
         ({"waiting_request": 5}, r"^waiting_request: unknown key of limits; did you mean waiting_requests\?"),
-        ({5: 5}, "^5: unknown key of limits; allowed: waiting_requests, waiting_tokens"),
+        ({5: 5}, "^5: unknown key of limits; allowed: waiting_requests, waiting_tokens, samples"),
         ({"waiting_tokens": 0}, "^limits: got 0 for waiting_tokens, allowed: an integer ≥ 1, or leave it out"),
+        ({"stop": 17}, r"^limits: got 17 for stop, allowed: an integer in \[1, 16\], or leave it out"),
         ({"waiting_tokens": LARGEST + 1}, f"^limits: got {LARGEST + 1} for waiting_tokens, allowed: an integer"),
         ({"waiting_tokens": "5"}, "^limits: got '5' for waiting_tokens, allowed: an integer"),
     ],

@@ -45,7 +45,7 @@ def test_a_call_keeps_the_output_of_a_request_that_another_thread_aborts(engine,
         generated = pool.submit(engine.generate, PROMPTS, PARAMS)
         assert begun.wait(LIMIT_S)
         aborted = pool.submit(engine.abort_request, "generate-1")
-        while not engine._loop.lock._calls:
+        while not engine.loop.lock._calls:
             threading.Event().wait(0.001)
         may_go_on.set()
         aborted.result(LIMIT_S)
@@ -61,7 +61,7 @@ def test_a_call_whose_engine_is_shut_down_raises(engine, first_step):
         generated = pool.submit(engine.generate, PROMPTS * 9, PARAMS)
         assert begun.wait(LIMIT_S)
         closed = pool.submit(engine.shutdown)
-        while not engine._loop.lock._calls:
+        while not engine.loop.lock._calls:
             threading.Event().wait(0.001)
         may_go_on.set()
         with pytest.raises(RuntimeError, match="this engine was shut down"):
@@ -75,8 +75,8 @@ def test_an_interrupt_in_another_threads_call_keeps_what_the_step_has_made(engin
 
     def with_a_call(inputs):
         monkeypatch.setattr(engine.runner, "dispatch", dispatch)
-        others.append(pool.submit(engine._loop.call, "other", interrupted))
-        while not engine._loop.lock._calls:
+        others.append(pool.submit(engine.loop.call, "other", interrupted))
+        while not engine.loop.lock._calls:
             threading.Event().wait(0.001)
         return dispatch(inputs)
 

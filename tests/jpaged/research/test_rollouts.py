@@ -114,7 +114,7 @@ def test_errors_are_raised_where_their_group_would_come_and_the_others_go_on(eng
         next(rollouts)
     monkeypatch.setattr(engine.runner, "dispatch", dispatch)
     with monkeypatch.context() as patched:  # A fault outside of the step ends the requests too, and no caller waits.
-        patched.setattr(engine._loop, "advance", lambda: 1 / 0)
+        patched.setattr(engine.loop, "advance", lambda: 1 / 0)
         with engine.submit(PROMPTS[:1], GROUPS) as rollouts, pytest.raises(ZeroDivisionError):
             next(rollouts)
     with engine.submit(PROMPTS[:1], replace(GROUPS, max_tokens=90)) as rollouts:

@@ -320,7 +320,7 @@ def test_a_kept_request_with_a_pinned_prefix_ends_well(tiny):
 
 def test_a_request_that_was_prepared_before_an_update_belongs_to_the_weights_that_it_meets(engine, drawn):
     begin(engine)
-    encoded = engine._builder.encoder.encode(PROMPTS[0])
+    encoded = engine.builder.encoder.encode(PROMPTS[0])
     request = engine.prepare_request("later", encoded, CheckedParams(PARAMS), number=0)
     engine.update_params(NEW, in_flight="keep")
     step(engine)

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer as Backend
 from jpaged import not_available
 from jpaged.checks import shown
 from jpaged.errors import InvalidRequestError
+from jpaged.limits import MAX_CHARS_PER_TOKEN
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
-from jpaged.text.prompts import MAX_CHARS_PER_TOKEN, MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
+from jpaged.text.prompts import MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
 from jpaged.text.tokenizer import Tokenizer
 
 from .published_tokenizers import load_family

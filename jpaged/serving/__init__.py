@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP on the outside, messages of requests on the inside."""

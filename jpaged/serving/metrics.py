@@ -1,0 +1,178 @@
+"""What /metrics tells: counts and times of steps and requests, under vLLM's names.
+
+Steps and ends of requests are noted on the engine's thread, in plain numbers; Prometheus's format is made when it is
+asked for. No label comes from a request.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..core.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from ..engine import Engine
+    from ..request import Request
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+
+class Histogram:
+    """Counts of values by the bucket that they fall into, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]):
+        """`bounds` are the upper ends of the buckets, ascending; a last bucket without an end follows."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value so many times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (upper end, number of values up to it), as Prometheus has them."""
+        counts, total = list(self.counts), 0
+        result: list[tuple[str, float]] = []
+        for bound, count in zip((*self.bounds, float("inf")), counts, strict=True):
+            total += count
+            result.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
+        return result
+
+
+class ServerMetrics:
+    """Observes an engine's steps and ended requests, and collects them for Prometheus."""
+
+    def __init__(self, model_name: str, *, is_vllm: bool = False):
+        """`model_name` is the one label of all metrics; with `is_vllm` their names begin with `vllm:`."""
+        self.prefix, self._label = "vllm" if is_vllm else "jpaged", model_name
+        self.histograms = {
+            "time_to_first_token_seconds": Histogram(FIRST_TOKEN_S),
+            "inter_token_latency_seconds": Histogram(BETWEEN_TOKENS_S),
+            "e2e_request_latency_seconds": Histogram(WHOLE_S),
+            "request_queue_time_seconds": Histogram(WHOLE_S),
+            "request_prompt_tokens": Histogram(TOKENS),
+            "request_generation_tokens": Histogram(TOKENS),
+            "iteration_tokens_total": Histogram(STEP_TOKENS),
+        }
+        self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._last_turn_s: dict[tuple[str, int], float] = {}
+        """When each running sample has got its last token, or the last chunk of its prompt was computed."""
+        self._engine: Engine | None = None
+
+    def watch(self, engine: Engine) -> None:
+        """Show the counters of an engine too."""
+        self._engine = engine
+
+    # On the engine's thread
+
+    def dispatched(self, record: StepRecord) -> None:
+        """Do nothing before the step has retired."""
+
+    def retired(self, record: StepRecord) -> None:
+        """Count a step's tokens, and the time that each sequence has waited for its token."""
+        self.histograms["iteration_tokens_total"].add(record.num_tokens)
+        now, between = time.monotonic(), self.histograms["inter_token_latency_seconds"]
+        for index, turn in enumerate(record.turns):
+            key = turn.request_id, turn.sample_index
+            before = self._last_turn_s.get(key)
+            if index < record.num_decodes and before is not None:
+                between.add((now - before) / turn.num_tokens, turn.num_tokens)
+            self._last_turn_s[key] = now
+
+    def ended(self, request: Request) -> None:
+        """Count a request that has ended."""
+        for sequence in request.sequences:
+            self._last_turn_s.pop((request.request_id, sequence.index), None)
+        reason = request.state.finish_reason or "abort"
+        self.finished[reason] += 1
+        now, add = time.monotonic(), self.histograms
+        end = request.finished_time or now
+        add["e2e_request_latency_seconds"].add(end - request.arrival_time)
+        add["request_prompt_tokens"].add(request.prompt_len)
+        add["request_generation_tokens"].add(sum(one.num_output_tokens for one in request.sequences))
+        if request.first_token_time is not None:
+            add["time_to_first_token_seconds"].add(request.first_token_time - request.arrival_time)
+        if request.first_scheduled_time is not None:
+            add["request_queue_time_seconds"].add(request.first_scheduled_time - request.arrival_time)
+
+    # On the server's thread
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self)  # type: ignore[arg-type]
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield each metric, as Prometheus's client asks a collector to."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        stats = {} if self._engine is None else self._engine.loop.stats()
+        stats["padding_tokens"] = stats.get("padded_tokens", 0) - stats.get("step_tokens", 0)
+        labels, own = ["model_name"], [self._label]
+        for name, (key, text) in GAUGES.items():
+            value = stats.get(key, 0)
+            yield self._with(GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=labels), own, value)
+        share = GaugeMetricFamily(f"{self.prefix}:kv_cache_usage_perc", "Pages in use, 0 to 1.", labels=labels)
+        yield self._with(share, own, stats.get("blocks_used", 0) / max(1, stats.get("blocks", 1)))
+        for name, (key, text) in COUNTERS.items():
+            value = stats.get(key, 0)
+            yield self._with(CounterMetricFamily(f"{self.prefix}:{name}", text, labels=labels), own, value)
+        success = CounterMetricFamily(
+            f"{self.prefix}:request_success", "Requests that have ended.", labels=[*labels, "finished_reason"]
+        )
+        for reason in FINISH_REASONS:
+            success.add_metric([*own, reason], self.finished[reason])
+        yield success
+        for name, histogram in self.histograms.items():
+            family = HistogramMetricFamily(f"{self.prefix}:{name}", HISTOGRAM_TEXTS[name], labels=labels)
+            family.add_metric(own, histogram.buckets(), histogram.sum)
+            yield family
+
+    @staticmethod
+    def _with(family: Metric, labels: Sequence[str], value: float) -> Metric:
+        family.add_metric(labels, value)  # type: ignore[attr-defined]
+        return family
+
+
+GAUGES = {
+    "num_requests_running": ("requests_running", "Requests that steps compute."),
+    "num_requests_waiting": ("requests_waiting", "Requests that wait for their first step."),
+    "num_requests_swapped": ("requests_swapped", "Requests whose pages are on the host."),
+}
+"""Name → the key of `Engine.stats`, and what it is."""
+COUNTERS = {
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
+    "num_preemptions": ("preemptions", "Times that a request has lost its pages."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests."),
+    "generation_tokens": ("generation_tokens", "Output tokens of all requests."),
+    "compile_events": ("executables", "Programs that were compiled."),
+    "compile_seconds": ("compile_seconds", "Seconds that steps have waited for a compilation."),
+    "recompiles_after_warmup": ("recompiles", "Compilations outside of the plan: 0 unless there is a defect."),
+    "swap_bytes": ("swap_bytes", "Bytes of pages moved between device and host."),
+    "padding_tokens": ("padding_tokens", "Tokens that steps had room for and did not compute."),
+}
+HISTOGRAM_TEXTS = {
+    "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Seconds between two tokens of a sample.",
+    "e2e_request_latency_seconds": "Seconds from a request's arrival to its end.",
+    "request_queue_time_seconds": "Seconds from a request's arrival to its first step.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Output tokens of a request.",
+    "iteration_tokens_total": "Tokens that a step computes.",
+}

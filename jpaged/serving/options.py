@@ -1,0 +1,169 @@
+"""The options of a server that are none of its engine: where it listens, who may call it, what it is called."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import checks, not_available
+from ..checks import CheckedFields, Unfit, boolean, integer, number, or_none, text
+from ..errors import ConfigError
+from ..limits import LIMITS
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+MAX_KEY_CHARS = 1024
+
+
+def _texts(allowed: str) -> checks.Rule:
+    """Return a rule that takes one text or a list of texts, none of them empty, and returns a tuple."""
+
+    def rule(value: Any) -> tuple[str, ...]:
+        values = (value,) if isinstance(value, str) else value
+        if not isinstance(values, list | tuple) or not all(isinstance(one, str) and one.strip() for one in values):
+            raise Unfit(allowed, got="a value that is not shown")
+        return tuple(dict.fromkeys(values))
+
+    return rule
+
+
+def _keys(value: Any) -> tuple[str, ...]:
+    """Take keys as an HTTP header can carry them. No message shows one."""
+    keys = _texts("a key, or a list of keys, none of them empty")(value)
+    if not all(key.isascii() and key.isprintable() and " " not in key and len(key) <= MAX_KEY_CHARS for key in keys):
+        raise Unfit(
+            f"printable ASCII without spaces, at most {MAX_KEY_CHARS} characters", got="a key that is not shown"
+        )
+    return keys
+
+
+def _root_path(value: Any) -> str:
+    if not isinstance(value, str) or (value and (not value.startswith("/") or value.endswith("/"))):
+        raise Unfit("a path such as /llm, with a slash in front and none at its end")
+    return value
+
+
+@checks.described
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_available=not_available.SERVE_OPTIONS):
+    """What a server is told beside its engine's options. Raises ConfigError."""
+
+    host: str | None = checks.checked(
+        None, or_none(text("a name or an address of this machine")), f"listen at this address; default: {DEFAULT_HOST}"
+    )
+    port: int | None = checks.checked(
+        None, or_none(integer(0, 65535)), f"listen at this port, 0: any that is free; default: {DEFAULT_PORT}"
+    )
+    uds: str | None = checks.checked(
+        None, or_none(text("a path")), "listen at a unix socket of this path instead of host and port"
+    )
+    ssl_certfile: str | None = checks.checked(None, or_none(text("a file")), "serve HTTPS by this certificate (PEM)")
+    ssl_keyfile: str | None = checks.checked(None, or_none(text("a file")), "the certificate's key (PEM)")
+    api_key: tuple[str, ...] = checks.checked(
+        (), _keys, "a key that clients must send, as Authorization: Bearer KEY (repeatable)"
+    )
+    api_key_file: str | None = checks.checked(None, or_none(text("a file")), "a file of such keys, one a line")
+    served_model_name: tuple[str, ...] = checks.checked(
+        (), _texts("a name, or a list of names"), "what clients call the model (repeatable); default: as --model"
+    )
+    chat_template: str | None = checks.checked(
+        None, or_none(text("a file")), "a file with a Jinja template to use instead of the model's"
+    )
+    root_path: str = checks.checked("", _root_path, "the path under which a proxy shows this server, such as /llm")
+    allowed_origins: tuple[str, ...] = checks.checked(
+        (), _texts("an origin, or a list of origins"), "let pages of this origin call the server (repeatable); *: all"
+    )
+    enable_admin: bool = checks.checked(
+        False, boolean, "serve /sleep, /wake_up, /pause, /resume, /reset_prefix_cache, /start_profile, /stop_profile"
+    )
+    strict: bool = checks.checked(
+        False, boolean, "refuse fields that neither OpenAI nor vLLM knows, instead of a warning"
+    )
+    shutdown_timeout: float = checks.checked(
+        30.0, number(0.0, 86400.0), "seconds that requests have to end after SIGTERM or Ctrl-C"
+    )
+    vllm_metrics: bool = checks.checked(False, boolean, "name the metrics vllm:… instead of jpaged:…")
+    disable_log_requests: bool = checks.checked(False, boolean, "log no line for each request")
+    otlp_traces_endpoint: str | None = checks.checked(
+        None, or_none(text("a URL")), "send OpenTelemetry spans to this address (needs the extra otel)"
+    )
+
+    def __post_init__(self) -> None:
+        """Check each field, then the pairs that exclude each other, and whether files are there."""
+        self._check_fields()
+        for name in ("host", "port"):
+            if self.uds is not None and getattr(self, name) is not None:
+                self._refuse(name, "none beside uds", "leave one of them out")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            self._refuse("ssl_keyfile", "none without ssl_certfile", "give both")
+        for name in ("ssl_certfile", "ssl_keyfile", "api_key_file", "chat_template"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise checks.refusal(name, f"{path}, which is no file", "a file", "correct the path", error=ConfigError)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return all keys, those of `api_key_file` too. Raise ConfigError for a file that holds none."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = Path(self.api_key_file).read_text(encoding="ascii").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            fault = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+            raise checks.refusal("api_key_file", fault, "a file of keys, one a line", error=ConfigError) from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise checks.refusal("api_key_file", "a file without a key", "one key a line", error=ConfigError)
+        return tuple(dict.fromkeys((*self.api_key, *checks.check("api_key_file", found, _keys, error=ConfigError))))
+
+
+def served_limits(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits of a server: those that are given, and the defaults for servers of all others."""
+    return {name: limit.served for name, limit in LIMITS.items()} | dict(given)
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """Return a socket that listens where the options say. Raise ConfigError if that cannot be.
+
+    A unix socket that no process listens at, left behind by a killed server, is replaced.
+    """
+    if options.uds is not None:
+        return _listen_at_path(options.uds)
+    host, port = options.host or DEFAULT_HOST, DEFAULT_PORT if options.port is None else options.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        fault = f"{host}, which has no address here ({getattr(error, 'strerror', None) or 'it is no name'})"
+        way_out = f"give {DEFAULT_HOST}, 0.0.0.0 or an address of this machine"
+        raise checks.refusal("host", fault, "a name or an address", way_out, error=ConfigError) from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        is_host = isinstance(error, OSError) and error.errno == 99  # EADDRNOTAVAIL
+        name = "host" if is_host else "port"
+        got, fault = (host, "not an address of this machine") if is_host else (port, error.strerror or str(error))
+        way_out = "give --port 0, or another one" if not is_host else f"give {DEFAULT_HOST} or 0.0.0.0"
+        raise checks.refusal(name, f"{got} ({fault})", "one that is free", way_out, error=ConfigError) from error
+    return listener
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    Path(path).unlink()  # Its server is gone.
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        fault = f"{path} ({error.strerror or error})"
+        raise checks.refusal("uds", fault, "a path that is free", "give another one", error=ConfigError) from error
+    return listener

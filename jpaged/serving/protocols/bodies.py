@@ -1,0 +1,91 @@
+"""Reads the JSON of request bodies: strictly, since a body comes from anybody."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from ...checks import RepeatedKeyError, one_line, shown, unique_keys
+from .replies import HTTPError
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""How JSON can write a surrogate; a pair of them is one character, one alone is none."""
+
+
+def parse_body(body: bytes, *, max_depth: int) -> dict[str, Any]:
+    """Return the object that a body holds. Raise HTTPError, a 400, for anything else than one sound JSON object.
+
+    Refused are text that is no UTF-8 or no JSON, NaN and infinities, an object with a key twice, more than `max_depth`
+    levels, and strings that hold a lone surrogate or the character NUL.
+    """
+    if not body:
+        raise HTTPError(400, "the body is empty; send a JSON object")
+    try:
+        value = json.loads(body.decode(), object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
+    except RepeatedKeyError as error:
+        raise HTTPError(400, f"the body has the key {shown(error.key)} twice in one object; leave one out") from None
+    except UnicodeDecodeError as error:
+        raise HTTPError(400, f"the body is not valid UTF-8, from byte {error.start} on") from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except json.JSONDecodeError as error:
+        fault = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise HTTPError(400, f"the body is not valid JSON: {fault}") from None
+    except ValueError as error:  # An integer of thousands of digits.
+        raise HTTPError(400, f"the body is not valid JSON: {one_line(error, 100)}") from None
+    if not isinstance(value, dict):
+        raise HTTPError(400, f"the body must be a JSON object, got {_kind(value)}")
+    _check_depth(value, max_depth)
+    if b"\\u0000" in body or _SURROGATE.search(body):
+        _check_text(value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise HTTPError(400, f"the body is not valid JSON, which has no {name}")
+
+
+def _too_deep(max_depth: int) -> HTTPError:
+    return HTTPError(400, f"the body nests deeper than {max_depth} levels of objects and arrays")
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    """Raise HTTPError for more than `max_depth` levels of objects and arrays."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise _too_deep(max_depth)
+        level = [inner for outer in level for inner in _values(outer) if isinstance(inner, dict | list)]
+
+
+def _values(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _check_text(value: Any) -> None:
+    """Raise HTTPError for a string, keys included, with a lone surrogate or a NUL."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend((*item.keys(), *item.values()))
+        elif isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, str) and ("\0" in item or not _is_unicode(item)):
+            fault = "the character NUL" if "\0" in item else "a lone surrogate, which is not valid Unicode"
+            raise HTTPError(400, f"a string of the body holds {fault}")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

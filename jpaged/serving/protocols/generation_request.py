@@ -1,0 +1,43 @@
+"""The one internal form of a request to generate, whatever protocol it came by.
+
+The front of each protocol makes it of a body, and an encoder writes the protocol's answer from it (`encoders`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...messages import NewRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What a client asked for: requests of the core, and how it wants to be answered."""
+
+    model: str
+    """The name by which the client called the model."""
+    messages: tuple[NewRequest, ...]
+    """One for each prompt, in order; their ids and numbers are the core's to give."""
+    num_samples: int
+    """Samples of each prompt."""
+    is_stream: bool = False
+    has_usage: bool = True
+    """Whether a stream ends with the usage; a whole answer always has it."""
+    has_continuous_usage: bool = False
+    """Whether each event of a stream carries the usage so far."""
+    num_logprobs: int | None = None
+    """Likeliest tokens beside each token, whose logprobs are shown; None: no logprobs."""
+    num_prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, as the field `prompt_logprobs`."""
+    is_echoed: bool = False
+    """Whether the text of the prompt is part of the answer, and its logprobs too if there are any."""
+    has_output: bool = True
+    """False if no token was asked for: the one that is computed all the same is dropped."""
+    has_token_ids: bool = False
+    """Whether the answer has the ids of the tokens of prompt and output."""
+    has_tokens_as_ids: bool = False
+    """Whether tokens beside logprobs are shown as `token_id:5`."""
+    client_id: str | None = None
+    """The id that the client has given to the request."""
+    warnings: tuple[str, ...] = ()
+    """What the client sent and the server did not know."""

@@ -1,0 +1,83 @@
+"""Replies that say no: every error of the server becomes one form here, whose text is short and quotes no prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...checks import one_line
+from ...errors import EngineStoppedError, InvalidRequestError, QueueFullError
+
+logger = logging.getLogger("jpaged")
+
+MAX_MESSAGE_CHARS = 1000
+RETRY_AFTER_S = 1
+ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "ContentTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "HeadersTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+"""The field `type` of an error by its status; the names are those of the exceptions of OpenAI's package where it has
+one."""
+
+
+class HTTPError(Exception):
+    """A reply that refuses a request."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
+
+
+def unavailable(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> HTTPError:
+    """Return a 503 that a client may try again."""
+    return HTTPError(503, message, headers={"retry-after": str(retry_after_s)})
+
+
+def http_error(error: Exception) -> HTTPError:
+    """Return the reply to a request that raised an exception. One that is a defect is logged, and not described."""
+    if isinstance(error, HTTPError):
+        return error
+    if isinstance(error, QueueFullError):
+        return unavailable(f"the server is busy: {error.limit} is {error.allowed}, all of it in use; try again later")
+    if isinstance(error, InvalidRequestError):
+        return HTTPError(400, str(error), param=error.param)
+    if isinstance(error, EngineStoppedError):
+        return unavailable("the engine has stopped", retry_after_s=10)
+    logger.error("a request failed in the server: %s: %s", type(error).__name__, one_line(error), exc_info=error)
+    return HTTPError(500, "internal error; the server's log tells more")
+
+
+def error_record(error: HTTPError) -> dict[str, Any]:
+    """Return the `error` object of a reply or of a stream's event."""
+    message = " ".join(error.message.split())
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+    kind = ERROR_TYPES.get(error.status, "APIError")
+    param = None if error.param is None else error.param[:100]
+    return {"message": _valid(message), "type": kind, "param": param and _valid(param), "code": error.status}
+
+
+def error_body(error: HTTPError) -> bytes:
+    """Return the JSON body of an error reply."""
+    return msgspec.json.encode({"error": error_record(error)})
+
+
+def _valid(text: str) -> str:
+    """Return a text without lone surrogates, which no JSON in UTF-8 can hold."""
+    return text.encode(errors="replace").decode()
