@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,8 +96,10 @@ def parse_generate(argv: list[str]) -> argparse.Namespace:
     return parse_flags(generate_parser(), argv)
 
 
-def parse_flags(parser: FlagParser, argv: list[str]) -> argparse.Namespace:
-    """Return the parsed flags of a command.
+def parse_flags(
+    parser: FlagParser, argv: list[str], missing: Collection[str] = not_available.FLAGS
+) -> argparse.Namespace:
+    """Return the parsed flags of a command. `missing` are flags that this version does not have, as option names.
 
     Flag names are checked before argparse sees them, so that its less helpful errors do not come first. Raises
     ConfigError if a flag is unknown (the message names the most similar flag) or not available in this version, and
@@ -110,10 +112,10 @@ def parse_flags(parser: FlagParser, argv: list[str]) -> argparse.Namespace:
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
             # The value is only shown in the error: the text after "=", or the next word.
-            _check_flag(flag, value or "".join(argv[index + 1 : index + 2]), known, parser.prog)
+            _check_flag(flag, value or "".join(argv[index + 1 : index + 2]), known, parser.prog, missing)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # An unknown short flag, such as -x.
-        _check_flag(unknown[0], "", known, parser.prog)
+        _check_flag(unknown[0], "", known, parser.prog, missing)
     return args
 
 
@@ -323,13 +325,13 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEX
 """Metavar of a flag → the function that converts the flag's text."""
 
 
-def _check_flag(flag: str, value: str, known: list[str], prog: str) -> None:
+def _check_flag(flag: str, value: str, known: list[str], prog: str, missing_names: Collection[str]) -> None:
     """Raise ConfigError if a flag is not in `known`, those of the command `prog`.
 
-    The message says that the flag is not available in this version, with its `value` unless empty, or names the most
-    similar known flag.
+    The message says that the flag, one of `missing_names`, is not available in this version, with its `value` unless
+    empty, or names the most similar known flag.
     """
     # `--no-NAME` is as unavailable as `--NAME`.
-    is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in not_available.FLAGS
+    is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in missing_names
     missing, way_out = [flag] if is_missing else [], f"leave it out, or see {prog} --help"
     check_name(flag, known, "flag", not_available=missing, value=value or None, way_out=way_out, error=ConfigError)

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from .. import not_available
 from ..checks import refusal
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    args = parse_flags(serve_parser(), argv)
+    missing_flags = (*not_available.ENGINE_OPTIONS, *not_available.SERVE_OPTIONS)
+    args = parse_flags(serve_parser(), argv, missing_flags)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         way_out = "run: pip install 'jpaged[serve]'"
         raise refusal("serve", f"no package {missing[0]}", "the extra serve", way_out, error=ConfigError)

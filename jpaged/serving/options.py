@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,14 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise checks.refusal(name, f"{path}, which is no file", "a file", "correct the path", error=ConfigError)
+
+        if self.ssl_certfile is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")
+            except (OSError, ValueError) as error:  # SSLError is an OSError.
+                fault = f"{self.ssl_certfile} ({checks.one_line(error, 100)})"
+                allowed = "a certificate in PEM form, with its key there or in ssl_keyfile"
+                raise checks.refusal("ssl_certfile", fault, allowed, error=ConfigError) from error
 
     def keys(self) -> tuple[str, ...]:
         """Return all keys, those of `api_key_file` too. Raise ConfigError for a file that holds none."""

@@ -1,6 +1,6 @@
 """The routes of the server, as one ASGI application, behind the checks that every request passes.
 
-request ─▶ id, key, limits (Gate) ─▶ CORS ─▶ route ─▶ reply
+request ─▶ CORS ─▶ id, key, limits (Gate) ─▶ route ─▶ reply
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ def make_app(state: ServerState, keys: Sequence[str]) -> Any:
     """Return the ASGI application of a server, for clients that have one of the keys."""
     app = Starlette(routes=Routes(state).table(), exception_handlers={404: _no_route, 405: _no_route})
     app.router.redirect_slashes = False
-    inner: Any = app
+    gate = Gate(app, state, keys, generating=frozenset(GENERATING), logged=KNOWN_PATHS)
     if origins := state.options.allowed_origins:
-        inner = CORSMiddleware(app, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
-    return Gate(inner, state, keys, generating=frozenset(GENERATING), logged=KNOWN_PATHS)
+        # A browser asks for permission without a key, so this comes before the check of keys.
+        return CORSMiddleware(gate, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+    return gate

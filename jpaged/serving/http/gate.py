@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from ..protocols.replies import HTTPError, error_body
+from ..protocols.replies import HTTPError, error_body, http_error
 from .server_state import ServerState
 
 requests_log = logging.getLogger("jpaged.requests")
@@ -65,7 +65,7 @@ class Gate:
         path = scope["path"].removeprefix(scope["root_path"])
         key = b""
         try:
-            self._check_headers(headers)
+            self._check_head(scope)
             if path not in OPEN_PATHS:
                 key = self._check_key(headers)
             self._enter(key, path)
@@ -74,6 +74,10 @@ class Gate:
         else:
             try:
                 await self.app(scope, receive, send_with_id)
+            except Exception as error:  # uvicorn would answer in plain text.
+                if status:
+                    raise
+                await reply(http_error(error))(scope, receive, send_with_id)
             finally:
                 self._leave(key, path)
         if not self.state.options.disable_log_requests and path not in ("/health", "/live", "/metrics"):
@@ -81,10 +85,18 @@ class Gate:
             route = path if path in self._logged else "another path"
             requests_log.info("%s %s %s %s %.3f s", request_id, scope["method"], route, status or "left", took_s)
 
-    def _check_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        most = self.state.limits["headers"]
+    def _check_head(self, scope: Any) -> None:
+        """Raise HTTPError for another version of HTTP, and for headers that exceed the limits on number and length."""
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise HTTPError(400, "this server speaks HTTP/1.1")
+        headers, most, most_bytes = scope["headers"], self.state.limits["headers"], self.state.limits["header_bytes"]
         if most is not None and len(headers) > most:
             raise HTTPError(431, f"the request has {len(headers)} headers, allowed are {most}")
+        # The line, and each header with its colon, its space and its line end.
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
+        if most_bytes is not None and num_bytes > most_bytes:
+            raise HTTPError(431, f"the request's line and headers are longer than {most_bytes} bytes")
 
     def _check_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Return the digest of the key that a request carries. Raise HTTPError, a 401, unless it is one of the keys.

@@ -142,7 +142,9 @@ def test_parse_gives_an_object_of_the_schema(client):
 def test_a_structure_holds_in_completions_too(client):
     extra = {"structured_outputs": {"choice": ["left", "right"]}}
     assert client.completions.create(**PROMPT, extra_body=extra).choices[0].text in ("left", "right")
-    whole = client.completions.create(**PROMPT | {"max_tokens": 60}, extra_body={"response_format": {"type": "json_object"}})
+    whole = client.completions.create(
+        **PROMPT | {"max_tokens": 60}, extra_body={"response_format": {"type": "json_object"}}
+    )
     if whole.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(whole.choices[0].text), dict)
 
@@ -192,7 +194,9 @@ def test_echo_with_no_new_token_scores_the_prompt(client, engine: Engine):
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
     (output,) = engine.generate([ids], params, use_tqdm=False)
     for max_tokens in (0, 1):
-        whole = client.completions.create(**PROMPT | {"prompt": ids, "max_tokens": max_tokens, "logprobs": 1, "echo": True})
+        whole = client.completions.create(
+            **PROMPT | {"prompt": ids, "max_tokens": max_tokens, "logprobs": 1, "echo": True}
+        )
         records = whole.choices[0].logprobs
         assert len(records.token_logprobs) == len(ids) + max_tokens
         assert records.token_logprobs[0] is None

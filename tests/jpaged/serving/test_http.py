@@ -1,0 +1,292 @@
+"""The server below the level of a client library: keys, odd paths, limits, deadlines, sockets, pipelining."""
+
+import json
+import re
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import FLAGS
+from .served import Served, read_all, serving, wait_until
+
+KEYS = ("first-key", "second-key")
+SMALL: dict[str, int] = {
+    "body_bytes": 2000, "body_s": 1, "header_bytes": 4000, "headers": 12, "header_s": 1, "keep_alive_s": 1,
+    "connections": 20, "prompts": 3, "samples": 2, "stop": 2, "bad_words": 2, "logit_bias": 2, "json_depth": 5,
+    "requests_per_key": 4, "request_s": 20, "waiting_tokens": 100,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def locked(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Give a server with keys and small limits."""
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text(f"# keys\n{KEYS[1]}\n")
+    limits = ",".join(f"{name}={value}" for name, value in SMALL.items())
+    flags = (*FLAGS, "--api-key", KEYS[0], "--api-key-file", folder / "keys", "--limits", limits)
+    with serving(tiny, *flags, "--root-path", "/llm", log=folder / "log", key=KEYS[0]) as server:
+        yield server
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "Hi", "max_tokens": 2, **fields}
+
+
+def post(body: Any, *headers: str, path: str = "/v1/completions", key: str = KEYS[0]) -> bytes:
+    """Return the bytes of a POST request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+    return "\r\n".join([*lines, f"Authorization: Bearer {key}", *headers, "", ""]).encode() + data
+
+
+def statuses(data: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", data)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens_every_route(locked: Served, key: str):
+    headers = {"authorization": f"Bearer {key}"}
+    assert locked.request("/v1/models", headers=headers)[0] == 200
+    assert locked.request("/v1/completions", text(), headers=headers)[0] == 200
+
+
+ODD = [
+    "/v1/models", "//v1/models", "/v1/../metrics", "/metrics", "/health/", "/health/../metrics", "/live/x", "/%2e/metrics",
+    "/tokenizer_info", "/version", "/v1/models?x=/health", "/nothing", "/./v1/models", "/\\metrics", "/v1/models%00",
+    "/llm/metrics", "http://evil/health", "/is_sleeping", "/llm/llm/health",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ODD)
+@pytest.mark.parametrize(
+    "header",
+    [
+        "", "Authorization: Bearer wrong", "Authorization: Bearer ", "Authorization: first-key", "Authorization: Basic x",
+        "Authorization: Bearer first-key\r\nAuthorization: Bearer first-key",
+    ],
+    ids=["none", "wrong", "empty", "no scheme", "basic", "twice"],
+)  # fmt: skip
+@pytest.mark.parametrize("host", ["x", "x/health", "127.0.0.1:8000?/live"])
+def test_no_odd_path_or_host_gets_past_the_key(locked: Served, path: str, header: str, host: str):
+    lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: close", *([header] if header else []), "", ""]
+    assert statuses(locked.raw("\r\n".join(lines).encode()))[0] in (400, 401)
+
+
+def test_open_paths_need_no_key(locked: Served):
+    for path in ("/health", "/live", "/"):
+        assert locked.request(path, headers={"authorization": ""})[0] == 200, path
+
+
+def test_a_401_says_how_to_send_a_key(locked: Served):
+    status, headers, body = locked.request("/v1/models", headers={"authorization": "Bearer x"})
+    assert (status, headers["www-authenticate"], body["error"]["type"]) == (401, "Bearer", "AuthenticationError")
+    assert not any(key in json.dumps(body) + locked.log.read_text() for key in KEYS)
+
+
+AT_LIMIT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompts": (text(prompt=["a"] * 3), text(prompt=["a"] * 4)),
+    "samples": (text(n=2), text(n=3)),
+    "stop": (text(stop=["a"] * 2), text(stop=["a"] * 3)),
+    "bad_words": (text(bad_words=["a"] * 2), text(bad_words=["a"] * 3)),
+    "logit_bias": (text(logit_bias={"1": 1, "2": 2}), text(logit_bias={"1": 1, "2": 2, "3": 3})),
+    "json_depth": (text(user={"a": [[[5]]]}), text(user={"a": [[[[5]]]]})),
+    "body_bytes": (text(user="x" * (2000 - len(json.dumps(text(user=""))))),
+                   text(user="x" * (2001 - len(json.dumps(text(user="")))))),
+    "waiting_tokens": (text(prompt="x" * 100), text(prompt="x" * 101)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_LIMIT)
+def test_a_limit_is_taken_and_one_more_is_refused(locked: Served, name: str):
+    at, above = AT_LIMIT[name]
+    assert locked.request("/v1/completions", at)[0] == 200
+    status, _, body = locked.request("/v1/completions", above)
+    assert status == (413 if name == "body_bytes" else 400)
+    assert str(SMALL[name]) in body["error"]["message"]
+
+
+def test_a_body_in_chunks_has_the_same_limit(locked: Served):
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+    )
+    head += f"Authorization: Bearer {KEYS[0]}\r\n\r\n".encode()
+    chunk = b"400\r\n" + b" " * 0x400 + b"\r\n"
+    assert statuses(locked.raw(head + chunk * 2 + b"0\r\n\r\n")) == [413]
+    data = json.dumps(text()).encode()
+    whole = head + f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n\r\n"
+    assert statuses(locked.raw(whole.replace(b"Host: x", b"Host: x\r\nConnection: close"))) == [200]
+
+
+def test_headers_have_a_number_and_a_length(locked: Served):
+    more = [f"X-{index}: a" for index in range(7)]
+    assert statuses(locked.raw(post(text(), *more, "Connection: close"))) == [200]
+    assert statuses(locked.raw(post(text(), *more, "X-More: a", "Connection: close"))) == [431]
+    assert statuses(locked.raw(post(text(), "Connection: close", f"X-Long: {'a' * 3000}"))) == [200]
+    assert statuses(locked.raw(post(text(), f"X-Long: {'a' * 8000}"))) == [431]
+    assert statuses(locked.raw(b"GET /" + b"a" * 9000)) == [431]
+
+
+@pytest.mark.parametrize("data", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"\0\r\n\r\n"])
+def test_what_is_no_http_gets_an_error_of_the_one_form(locked: Served, data: bytes):
+    reply = locked.raw(data)
+    if reply:  # Nothing comes where no request can be seen in what was sent; the connection is closed in time.
+        assert statuses(reply) == [400]
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"", None),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", 408),
+        (post(text())[:-10], 408),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    ],
+    ids=["nothing", "half of the headers", "half of the body", "a whole request"],
+)
+def test_a_connection_that_waits_is_closed_in_time(locked: Served, data: bytes, status: int | None):
+    start = time.monotonic()
+    reply = locked.raw(data)
+    assert statuses(reply) == ([] if status is None else [status])
+    assert 0.8 < time.monotonic() - start < 4
+
+
+def test_a_trickle_of_bytes_does_not_keep_a_request_open(locked: Served):
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", locked.port)) as connection:
+        connection.settimeout(0.1)
+        parts = []
+        for byte in post(text())[:60]:
+            try:
+                connection.sendall(bytes([byte]))
+                parts.append(connection.recv(1000))
+                break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    assert time.monotonic() - start < 3
+    assert statuses(b"".join(parts)) in ([408], [])
+
+
+def test_more_connections_than_the_limit_get_a_503(locked: Served):
+    wait_until(lambda: locked.request("/health")[0] == 200, 5)
+    open_ones = [socket.create_connection(("127.0.0.1", locked.port)) for _ in range(SMALL["connections"])]
+    try:
+        time.sleep(0.2)
+        assert statuses(locked.raw(b"")) == [503]
+    finally:
+        for one in open_ones:
+            one.close()
+    wait_until(lambda: locked.request("/health")[0] == 200, 5)
+
+
+def test_pipelined_requests_are_answered_in_order(locked: Served):
+    sent = post(text()) + post(text(prompt="")) + post(text(), "Connection: close")
+    assert statuses(locked.raw(sent)) == [200, 400, 200]
+    assert statuses(locked.raw(sent, chunks=7)) == [200, 400, 200]
+
+
+def test_a_key_has_so_many_requests_at_a_time(locked: Served):
+    body = text(max_tokens=100, ignore_eos=True, stream=True)
+    open_ones = []
+    for _ in range(SMALL["requests_per_key"]):
+        connection = socket.create_connection(("127.0.0.1", locked.port))
+        connection.sendall(post(body | {"n": 1}))
+        open_ones.append(connection)
+    # Their answers may end before the next request comes: paused, they cannot.
+    for connection in open_ones:
+        connection.close()
+    wait_until(locked.is_idle, 5)
+    assert locked.request("/pause", {}, method="POST")[0] == 200
+    try:
+        for _ in range(SMALL["requests_per_key"]):
+            connection = socket.create_connection(("127.0.0.1", locked.port))
+            connection.sendall(post(body))
+            open_ones.append(connection)
+        wait_until(lambda: locked.metrics()["jpaged:num_requests_waiting"] == SMALL["requests_per_key"], 5)
+        status, headers, found = locked.request("/v1/completions", text())
+        assert (status, headers["retry-after"], found["error"]["type"]) == (429, "1", "RateLimitError")
+        other = {"authorization": f"Bearer {KEYS[1]}"}
+        status, headers, found = locked.request("/v1/completions", text(prompt="x" * 99), headers=other)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "waiting_tokens" in found["error"]["message"]
+    finally:
+        for connection in open_ones:
+            connection.close()
+        locked.request("/resume", {}, method="POST")
+    wait_until(locked.is_idle, 5)
+    assert locked.request("/v1/completions", text())[0] == 200
+
+
+def test_a_request_that_takes_too_long_gets_a_504(tiny: str, log: Path):
+    with serving(tiny, *FLAGS, "--limits", "request_s=1", log=log) as server:
+        assert server.request("/pause", {}, method="POST")[0] == 200
+        assert server.request("/v1/completions", text())[0] == 504
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(post(text(stream=True), "Connection: close"))
+            reply = read_all(connection)
+        assert statuses(reply) == [200]
+        assert b'"code":504' in reply
+        assert b"[DONE]" not in reply
+        assert server.request("/resume", {}, method="POST")[0] == 200
+        wait_until(server.is_idle, 2)
+
+
+def test_https_is_served_by_a_certificate(tiny: str, tmp_path: Path, log: Path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run(
+        ["openssl", "req", *options, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+    )
+    with serving(tiny, *FLAGS, "--ssl-certfile", cert, "--ssl-keyfile", key, log=log, awaits=False) as server:
+        context = ssl.create_default_context(cafile=str(cert))
+
+        def health() -> list[int]:
+            with socket.create_connection(("127.0.0.1", server.port)) as plain:
+                with context.wrap_socket(plain, server_hostname="localhost") as connection:
+                    connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    return statuses(read_all(connection))
+
+        assert health() == [200]
+
+
+def test_a_unix_socket_is_served_removed_and_taken_over(tiny: str, tmp_path: Path):
+    path = tmp_path / "socket"
+
+    def live() -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(path))
+            except OSError:
+                return False
+            connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return statuses(read_all(connection)) == [200]
+
+    for is_killed in (True, False):  # The second start finds the socket of a server that was killed.
+        with (tmp_path / "log").open("wb") as stream:
+            from .served import command
+
+            process = subprocess.Popen(command(tiny, *FLAGS, "--uds", path), stderr=stream)
+        wait_until(lambda: live() or process.poll() is not None, 60)
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        (process.kill if is_killed else process.terminate)()
+        assert (process.wait(20) == 0) is not is_killed
+        assert path.exists() is is_killed
+
+
+def test_pages_of_an_allowed_origin_may_call_the_server(tiny: str, log: Path):
+    with serving(tiny, *FLAGS, "--allowed-origins", "http://good", "--api-key", "k", log=log, awaits=False) as server:
+        asked = {"origin": "http://good", "access-control-request-method": "POST"}
+        status, headers, _ = server.request("/live", headers={"origin": "http://good"})
+        assert (status, headers["access-control-allow-origin"]) == (200, "http://good")
+        assert "access-control-allow-origin" not in server.request("/live", headers={"origin": "http://bad"})[1]
+        asked["access-control-request-headers"] = "authorization"
+        status, headers, _ = server.request("/v1/completions", method="OPTIONS", headers=asked)
+        assert (status, headers["access-control-allow-origin"]) == (200, "http://good")

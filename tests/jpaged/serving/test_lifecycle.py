@@ -1,0 +1,247 @@
+"""How a server starts, what becomes of requests whose clients leave, and how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import FLAGS
+from .served import ROOT, Served, command, read_all, serving, wait_until
+
+
+def body(*, stream: bool = False, max_tokens: int = 110, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny", "prompt": "Hi", "max_tokens": max_tokens, "temperature": 1.0, "seed": 3, "ignore_eos": True,
+        "stream": stream, **fields,
+    }  # fmt: skip
+
+
+def send(server: Served, fields: dict[str, Any]) -> socket.socket:
+    """Send a request, and return its connection without reading."""
+    data = json.dumps(fields).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("where", ["queued", "decoding"])
+def test_requests_of_clients_that_leave_are_aborted_within_a_second(served: Served, stream: bool, where: str):
+    aborted = 'jpaged:request_success_total{finished_reason="abort"}'
+    before = served.metrics().get(aborted.replace('"}', '",}'), served.metrics().get(aborted))
+    if where == "queued":
+        served.request("/pause", {})
+    connections = [send(served, body(stream=stream, n=4)) for _ in range(6)]
+    if where == "queued":
+        wait_until(lambda: served.metrics()["jpaged:num_requests_waiting"] == 6, 5)
+    else:
+        wait_until(lambda: served.metrics()["jpaged:num_requests_running"] > 0, 5)
+    for connection in connections:
+        connection.close()
+    try:
+        took_s = wait_until(served.is_idle, 5)
+    finally:
+        served.request("/resume", {})
+    assert took_s < 1.0
+    assert before is not None
+
+
+def test_a_client_that_does_not_read_costs_nobody_else(served: Served):
+    alone = served.request("/v1/completions", body())[2]["choices"][0]["text"]
+    slow = [send(served, body(stream=True, n=4, logprobs=5)) for _ in range(4)]
+    for _ in range(3):
+        assert served.request("/v1/completions", body())[2]["choices"][0]["text"] == alone
+    texts = []
+    for connection in slow:
+        events = [line for line in read_all(connection).split(b"\n") if b"data: {" in line]
+        texts.append("".join(json.loads(one.partition(b"data: ")[2])["choices"][0]["text"] for one in events
+                             if json.loads(one.partition(b"data: ")[2])["choices"][0]["index"] == 0))  # fmt: skip
+    assert texts == [alone] * 4
+    wait_until(served.is_idle, 2)
+
+
+def test_admin_routes_pause_sleep_and_forget(served: Served, tiny: str, log: Path):
+    asked = body(max_tokens=5)
+    before = served.request("/v1/completions", asked)[2]["choices"]
+    assert served.request("/sleep?level=1", {})[0] == 200
+    assert served.request("/is_sleeping")[2] == {"is_sleeping": True}
+    status, _, found = served.request("/v1/completions", asked)
+    assert (status, found["error"]["message"]) == (503, "the server is sleeping")
+    assert served.request("/sleep?level=9", {})[0] == 400
+    assert served.request("/wake_up", {})[0] == 200
+    assert served.request("/reset_prefix_cache", {})[0] == 200
+    assert served.request("/v1/completions", asked)[2]["choices"] == before
+    with serving(tiny, *(flag for flag in FLAGS if flag != "--enable-admin"), log=log, awaits=False) as plain:
+        for path in ("/sleep", "/pause", "/reset_prefix_cache", "/start_profile"):
+            assert plain.request(path, {})[0] == 404
+
+
+def test_health_tells_the_phase_of_the_start_and_requests_wait_for_it(tiny: str, log: Path):
+    with serving(tiny, *FLAGS, log=log, awaits=False) as server:
+        status, headers, health = server.request("/health")
+        if status == 503:
+            assert health["status"] == "starting"
+            assert set(health) == {"status", "phase", "done", "total", "eta_s"}
+            assert int(headers["retry-after"]) > 0
+            status, headers, _ = server.request("/v1/completions", body())
+            assert status in (200, 503)
+        assert server.request("/live")[0] == 200
+
+
+def test_sigterm_lets_requests_end_and_refuses_new_ones(tiny: str, log: Path):
+    """8 run and 50 wait: all that were accepted end; new ones get a 503 while the socket is open; the status is 0."""
+    with serving(tiny, *FLAGS, log=log) as server:
+        whole = server.request("/v1/completions", body())[2]["choices"][0]["text"]
+        server.request("/pause", {})
+        connections = [send(server, body(stream=index % 2 == 0)) for index in range(58)]
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 58, 20)
+        server.request("/resume", {})
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.request("/health")[2].get("status") == "stopping", 5)
+        status, headers, found = server.request("/v1/completions", body())
+        assert (status, found["error"]["message"]) == (503, "the server is stopping")
+        assert "retry-after" in headers
+        for index, connection in enumerate(connections):
+            reply = read_all(connection)
+            assert reply.startswith(b"HTTP/1.1 200"), reply
+            if index % 2:
+                assert json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == whole
+            else:
+                assert b"data: [DONE]" in reply
+        assert server.process.wait(10) == 0
+
+
+def test_requests_that_do_not_end_in_time_get_an_error(tiny: str, log: Path):
+    with serving(tiny, *FLAGS, "--shutdown-timeout", "0.5", log=log) as server:
+        server.request("/pause", {})
+        connections = [send(server, body(stream=stream)) for stream in (True, False)]
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 2, 5)
+        server.process.send_signal(signal.SIGTERM)
+        stream, whole = map(read_all, connections)
+        assert b'"code":503' in stream
+        assert b"[DONE]" not in stream
+        assert whole.startswith(b"HTTP/1.1 503")
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_the_server_at_once(tiny: str, log: Path):
+    with serving(tiny, *FLAGS, log=log) as server:
+        server.request("/pause", {})
+        connection = send(server, body(stream=True))
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 1, 5)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.request("/health")[0] == 503, 5)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        server.process.wait(5)
+        assert time.monotonic() - start < 2
+        connection.close()
+
+
+BAD_STARTS: dict[str, tuple[list[Any], str]] = {
+    "an address that is not here": (["--host", "192.0.2.1"], "host: got 192.0.2.1 (not an address of this machine)"),
+    "no address": (["--host", "no such host"], "host: got no such host, which has no address here"),
+    "no certificate": (["--ssl-certfile", "/none.pem"], "ssl_certfile: got /none.pem, which is no file"),
+    "a key without a certificate": (["--ssl-keyfile", __file__], "ssl_keyfile:"),
+    "a file that is no certificate": (["--ssl-certfile", __file__], "ssl_certfile:"),
+    "no key in the file": (["--api-key-file", "/dev/null"], "api_key_file:"),
+    "an empty key": (["--api-key", ""], "api_key:"),
+    "an unknown flag": (["--prot", "80"], "--prot: unknown flag; did you mean --port?"),
+    "an unknown limit": (["--limits", "bodies=5"], "bodies: unknown key of limits; did you mean body_s?"),
+    "a limit beyond its bound": (["--limits", "stop=17"], "limits: got 17 for stop, allowed: an integer in [1, 16]"),
+    "a port out of range": (["--port", "70000"], "port: got 70000, allowed: an integer in [0, 65535]"),
+    "a socket and a port": (["--uds", "/tmp/x", "--port", "80"], "port: got 80, allowed: none beside uds"),
+    "no model": (["--model", "/none"], "none"),
+    "a template that is not there": (["--chat-template", "/none"], "chat_template:"),
+    "what is not available": (["--tool-call-parser", "x"], "--tool-call-parser: not available in this version"),
+    "a root path without a slash": (["--root-path", "llm"], "root_path: got 'llm'"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_STARTS.values(), ids=BAD_STARTS.keys())
+def test_a_bad_start_is_one_line_and_status_1(tiny: str, flags: list[Any], message: str, capfd: Any):
+    from jpaged.commands.serve import main
+
+    model = [] if "--model" in flags else [tiny]
+    port = [] if "--port" in flags else ["--port", "0"]
+    assert main([*model, *port, *map(str, flags)]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert message in lines[0]
+
+
+def test_a_port_that_is_taken_ends_the_start_within_five_seconds(served: Served, tiny: str):
+    start = time.monotonic()
+    result = subprocess.run(command(tiny, "--port", served.port), capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, time.monotonic() - start < 5) == (1, True)
+    assert result.stderr.startswith(
+        f"error: port: got {served.port} (Address already in use), allowed: one that is free"
+    )
+
+
+def test_without_the_extra_the_start_says_what_to_install(tiny: str, tmp_path: Path):
+    hide = "import sys; sys.modules['uvicorn'] = None; from jpaged.serve import main; sys.exit(main(sys.argv[1:]))"
+    result = subprocess.run([sys.executable, "-c", hide, tiny], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].endswith("run: pip install 'jpaged[serve]'")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_status_1(tiny: str, tmp_path: Path):
+    from ..tiny_model import write_tiny_model
+
+    broken = write_tiny_model(tmp_path / "broken")
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    result = subprocess.run(
+        command(broken, *FLAGS, "--port", "0"), capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert result.returncode == 1
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_after_sigkill_the_next_start_finds_the_port_free(tiny: str, log: Path):
+    with serving(tiny, *FLAGS, log=log) as server:
+        connection = send(server, body(stream=True))
+        server.process.kill()
+        server.process.wait()
+        connection.close()
+        again = subprocess.Popen(command(tiny, *FLAGS, "--port", server.port), stderr=subprocess.PIPE, cwd=ROOT)
+        try:
+            wait_until(lambda: _answers(server.port) or again.poll() is not None, 60)
+            assert again.poll() is None, again.stderr.read() if again.stderr else ""
+        finally:
+            again.terminate()
+            assert again.wait(20) == 0
+
+
+def _answers(port: int) -> bool:
+    try:
+        return Served(None, port, Path()).request("/health")[0] in (200, 503)  # type: ignore[arg-type]
+    except OSError:
+        return False
+
+
+def test_the_log_has_a_line_for_each_request_and_none_of_its_text(served: Served):
+    served.request("/v1/completions", body(prompt="a secret"), headers={"x-request-id": "find-me"})
+    wait_until(lambda: b"find-me" in served.log.read_bytes(), 2)
+    (line,) = [line for line in served.log.read_text().splitlines() if "find-me" in line]
+    assert "POST /v1/completions 200" in line
+    assert "secret" not in served.log.read_text()
+
+
+def test_the_whole_server_runs_without_assertions(tiny: str, log: Path):
+    """`python -O`: no check of what clients send may be an assert."""
+    with serving(tiny, *FLAGS, log=log, python=("-O",)) as server:
+        assert server.request("/v1/completions", body(max_tokens=3))[0] == 200
+        for wrong in (body(temperature=9), body(prompt=[300]), body(max_tokens=0), {"prompt": 5}):
+            assert server.request("/v1/completions", wrong)[0] == 400
+        assert os.environ.get("PYTHONOPTIMIZE") is None
