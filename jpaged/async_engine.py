@@ -16,12 +16,11 @@ import msgspec
 from .checks import refusal, shown
 from .config.engine_config import EngineConfig
 from .core.core_thread import CoreThread, Outbox, StepOutputs
-from .core.step_record import StepObserver
+from .core.stat_loggers import StatLogger, StatLoggers
 from .engine import Engine
 from .errors import EngineStoppedError
 from .messages import NewRequest, Params
 from .outputs import RequestOutput
-from .request import Request
 from .sampling.sampling_params import RequestOutputKind, SamplingParams
 from .startup.build_engine import Progress
 from .startup.open_model import ModelHandle
@@ -87,37 +86,39 @@ class AsyncEngine:
     `update_params`, can be awaited by `call`.
     """
 
-    def __init__(self, model: str | None = None, **options: Any):
-        """Load a model; the arguments are those of `Engine`. Raise ConfigError or ModelLoadError."""
-        self._start(Engine(model, **options))
+    def __init__(self, model: str | None = None, *, stat_loggers: Sequence[StatLogger] = (), **options: Any):
+        """Load a model; the other arguments are those of `Engine`. Raise ConfigError or ModelLoadError.
+
+        `stat_loggers` are told of each step and of each ended request, on the thread that computes steps.
+        """
+        self._start(Engine(model, **options), stat_loggers)
 
     @classmethod
     def from_engine_args(
-        cls, config: EngineConfig, handle: ModelHandle | None = None, *, progress: Progress | None = None
+        cls,
+        config: EngineConfig,
+        handle: ModelHandle | None = None,
+        *,
+        progress: Progress | None = None,
+        stat_loggers: Sequence[StatLogger] = (),
     ) -> Self:
         """Return an engine for a validated config; see `Engine.from_engine_args`."""
-        return cls.from_engine(Engine.from_engine_args(config, handle, progress=progress))
+        engine = Engine.from_engine_args(config, handle, progress=progress)
+        return cls.from_engine(engine, stat_loggers=stat_loggers)
 
     @classmethod
-    def from_engine(
-        cls,
-        engine: Engine,
-        *,
-        observer: StepObserver | None = None,
-        on_ended: Callable[[Request], None] | None = None,
-    ) -> Self:
-        """Return an engine over one that is there. `observer` is told of each step, `on_ended` of each ended request.
-
-        Both are called on the thread that computes steps.
-        """
+    def from_engine(cls, engine: Engine, *, stat_loggers: Sequence[StatLogger] = ()) -> Self:
+        """Return an engine over one that is there."""
         self = cls.__new__(cls)
-        engine.core.observer = observer
-        self._start(engine, on_ended)
+        self._start(engine, stat_loggers)
         return self
 
-    def _start(self, engine: Engine, on_ended: Callable[[Request], None] | None = None) -> None:
+    def _start(self, engine: Engine, stat_loggers: Sequence[StatLogger]) -> None:
+        loggers = StatLoggers(stat_loggers)
+        if stat_loggers:
+            engine.core.observer = loggers
         self.engine = engine
-        self.core = CoreThread(engine.loop, _deliver, take_numbers=engine.builder.take_numbers, on_ended=on_ended)
+        self.core = CoreThread(engine.loop, _deliver, take_numbers=engine.builder.take_numbers, on_ended=loggers.ended)
         self._streams: dict[str, set[OutputStream]] = {}
         """The open streams of `generate` by their callers' ids."""
 

@@ -30,18 +30,20 @@ ALLOWED = {
 # or a folder, by its name in the room; a module belongs to the longest name that fits. "" is the room's __init__.
 LAYERS = {
     "jpaged": (
-        ("generate",),
+        ("generate", "serve"),
         ("__main__",),
         ("commands",),
         ("",),
         ("llm",),
+        ("serving",),
+        ("async_engine",),
         ("research",),
         ("research.distillation",),
         ("engine",),
         ("research.calls",),
         ("research.trainer",),
         ("research.rollouts", "research.scores"),
-        ("core.batch", "core.step_thread"),
+        ("core.batch", "core.core_thread", "core.step_thread"),
         ("core.engine_loop",),
         ("research.arrays", "research.checkpoints", "research.distilled", "research.draws", "research.sleeping"),
         ("research.weight_updates",),
@@ -56,7 +58,7 @@ LAYERS = {
         ("sampling",),
         ("structured_outputs",),
         ("checks",),
-        ("errors", "not_available"),
+        ("errors", "limits", "not_available"),
     ),
     "models": (
         ("opening",),
@@ -79,7 +81,7 @@ MAX_LINES = 450
 # No module of these parts may load any of those packages: the host core's tests need no device and take milliseconds.
 HOST_CORE = ("request", "kv_cache", "scheduling")
 HOST_CORE_NEVER = {"jax", "numpy", "flax", "transformers"}
-FRONT = ("config", "intake", "messages", "outputs", "text")
+FRONT = ("config", "intake", "messages", "outputs", "serving", "text")
 """Parts that a process without a device can run: they check what callers give, and make text of tokens."""
 
 
@@ -161,7 +163,7 @@ def test_the_wheel_holds_every_module_and_table_and_no_bare_room(tmp_path: Path)
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     for room, package in ROOMS.items():
         folder = package.replace(".", "/")
-        for path in (*(ROOT / room).rglob("*.py"), *(ROOT / room).rglob("*.json")):
+        for path in (*(ROOT / room).rglob("*.py"), *(ROOT / room).rglob("*.json"), *(ROOT / room).rglob("*.html")):
             assert f"{folder}/{path.relative_to(ROOT / room)}" in names
     assert "jpaged/py.typed" in names
     assert {name.split("/")[0] for name in names if not name.startswith("jpaged-")} == {"jpaged"}
@@ -256,8 +258,8 @@ def test_exports_are_what_the_package_says() -> None:
     for name in jpaged.__all__:
         assert getattr(jpaged, name).__name__ == name
     assert set(jpaged.__all__) <= set(dir(jpaged))
-    with pytest.raises(AttributeError, match="AsyncEngine"):
-        jpaged.AsyncEngine  # noqa: B018
+    with pytest.raises(AttributeError, match="LoRARequest"):
+        jpaged.LoRARequest  # noqa: B018
 
 
 def test_no_source_uses_pickle_or_torch() -> None:
@@ -270,8 +272,9 @@ def test_no_source_uses_pickle_or_torch() -> None:
 
 def test_base_dependencies_are_all_that_the_package_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    # The extra `structured` is imported by one module, at the first request that needs it.
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["structured"]]
+    # Extras that the package imports where they are needed.
+    extras = [name for extra in ("structured", "serve", "otel") for name in project["optional-dependencies"][extra]]
+    requirements = [*project["dependencies"], *extras]
     declared = {name.split(">")[0].lower().replace("-", "_") for name in requirements}
     used = {name.split(".")[0] for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in imports(path)}
     foreign = {name for name in used if name not in sys.stdlib_module_names and name != "jpaged"}

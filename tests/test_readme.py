@@ -1,7 +1,9 @@
 """The commands and examples of the README work as they are written there, and the reference has all fields."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,6 +50,25 @@ def test_the_python_examples_print_an_answer_and_a_stream() -> None:
     answer, stream = run.stdout.split("== stream\n")
     assert "Paris" in answer
     assert len(stream) > 100
+
+
+@pytest.mark.slow
+def test_the_servers_commands_and_the_clients_lines_give_an_answer() -> None:
+    """The server of block (c), its `curl`, and the five lines of OpenAI's package, as they are written there."""
+    block, client = commands("c"), next(block for block in blocks("python") if "OpenAI" in block)
+    serve = shlex.split(block.splitlines()[1].partition(" && ")[2])
+    curl = block.partition("curl ")[2]
+    server = subprocess.Popen([sys.executable, *serve[1:]], cwd=ROOT, env=users_environment())
+    try:
+        waits = "curl --retry 300 --retry-all-errors --retry-delay 1 -sf http://127.0.0.1:8000/health"
+        subprocess.run(waits, shell=True, capture_output=True, timeout=400, check=True)
+        whole = subprocess.run(f"curl -sS {curl}", shell=True, capture_output=True, text=True, timeout=100, check=True)
+        assert "Paris" in json.loads(whole.stdout)["choices"][0]["message"]["content"]
+        run = subprocess.run([sys.executable, "-c", client], capture_output=True, text=True, timeout=100, check=True)
+        assert len(run.stdout) > 20
+    finally:
+        server.terminate()
+        assert server.wait(40) == 0
 
 
 def test_ci_runs_the_second_command() -> None:

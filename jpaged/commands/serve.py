@@ -95,7 +95,7 @@ def _run(argv: list[str]) -> int:
         front = Front(engine.builder, names, is_strict=options.strict)
         identity = f"{config.model} {engine.config.dtype} {engine.backend.name}"
         say(f"ready: {names[0]}, {engine.step_sizes.max_num_seqs} sequences at a time, {engine.memory}")
-        return AsyncEngine.from_engine(engine, observer=state.metrics, on_ended=state.metrics.ended), front, identity
+        return AsyncEngine.from_engine(engine, stat_loggers=[state.metrics]), front, identity
 
     try:
         return run_server(state, listener, start)

@@ -83,7 +83,7 @@ class CoreThread:
         deliver: Deliver,
         *,
         take_numbers: Callable[[int], int],
-        on_ended: Callable[[Request], None] | None = None,
+        on_ended: Callable[[Request], None],
     ):
         """Start the thread. `take_numbers` counts so many requests, and returns the number of the first of them.
 
@@ -236,8 +236,7 @@ class CoreThread:
                 outputs.append(output)
             if request.state.is_finished and output is not None:
                 self.loop.log_failure(request)
-                if self._on_ended is not None:
-                    self._on_ended(request)
+                self._on_ended(request)
         return StepOutputs(deltas, prompt_logprobs, outputs)
 
     def _answer(self, command: Callable[[], Any], reply: Reply) -> None:
@@ -268,9 +267,8 @@ class CoreThread:
         ended = [request for request in outbox.inbox.requests if not request.state.is_finished]
         self.loop.drop(outbox.inbox)
         self._outboxes.pop(outbox, None)
-        if self._on_ended is not None:
-            for request in ended:
-                self._on_ended(request)
+        for request in ended:
+            self._on_ended(request)
 
     def _fail_all(self, error: BaseException) -> None:
         """Tell all readers, and the callers whose commands wait, that the thread has ended."""

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ..core.stat_loggers import EndedRequest
 from ..core.step_record import StepRecord
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from ..engine import Engine
-    from ..request import Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -93,17 +93,17 @@ class ServerMetrics:
                 between.add((now - before) / turn.num_tokens, turn.num_tokens)
             self._last_turn_s[key] = now
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: EndedRequest) -> None:
         """Count a request that has ended."""
-        for sequence in request.sequences:
-            self._last_turn_s.pop((request.request_id, sequence.index), None)
-        reason = request.state.finish_reason or "abort"
-        self.finished[reason] += 1
+        # Samples that were forked have higher indices; a request has all up to its number unless a caller chose others.
+        for index in range(request.num_samples):
+            self._last_turn_s.pop((request.request_id, index), None)
+        self.finished[request.finish_reason] += 1
         now, add = time.monotonic(), self.histograms
         end = request.finished_time or now
         add["e2e_request_latency_seconds"].add(end - request.arrival_time)
-        add["request_prompt_tokens"].add(request.prompt_len)
-        add["request_generation_tokens"].add(sum(one.num_output_tokens for one in request.sequences))
+        add["request_prompt_tokens"].add(request.num_prompt_tokens)
+        add["request_generation_tokens"].add(request.num_output_tokens)
         if request.first_token_time is not None:
             add["time_to_first_token_seconds"].add(request.first_token_time - request.arrival_time)
         if request.first_scheduled_time is not None:

@@ -316,10 +316,11 @@ class PromptEncoder:
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         tokenizer = self._tokenizer_for("prompt", "a text")
-        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encoding = tokenizer.encoding(text, add_special_tokens=add_special_tokens)
         if num_kept is not None:
-            token_ids = _last(token_ids, num_kept)
-        self.check_len(len(token_ids), num_room)
+            encoding.truncate(num_kept, direction="left")
+        self.check_len(len(encoding), num_room)
+        token_ids: list[int] = encoding.ids
         self._check_id(max(token_ids), "prompt")
         if add_special_tokens and token_ids[:2] == [tokenizer.bos_token_id] * 2:
             self._warn_of_two_bos(tokenizer.special_tokens["bos_token"])

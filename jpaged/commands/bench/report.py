@@ -9,13 +9,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from ...checks import refusal
 from ...errors import ConfigError
 from ..flags import FlagParser, check_positive
+
+if TYPE_CHECKING:
+    import jax
 
 
 def add_report_flags(parser: FlagParser, num_runs: int, runs: str) -> None:
@@ -42,11 +43,16 @@ def machine(device: jax.Device) -> dict[str, Any]:
 
     The date is that of today in ISO form, such as "2026-01-31".
     """
+    import jax
+
+    return {"device": device.device_kind, **host_machine(), "jax": jax.__version__}
+
+
+def host_machine() -> dict[str, Any]:
+    """Return the entries of `machine` that name no device."""
     return {
-        "device": device.device_kind,
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "jax": jax.__version__,
         "date": date.today().isoformat(),
     }
 

@@ -27,7 +27,7 @@ from .gate import Gate, json_reply, reply
 from .generation import Generation
 from .server_state import ServerState
 
-PAGE_POLICY = "default-src 'self' 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
+PAGE_POLICY = "default-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; frame-ancestors 'none'"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -167,7 +167,7 @@ class _GenerationResponse(Response):
         self._state, self._prepare, self._encoder = state, prepare, encoder
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await Generation(self._state, []).run(self._prepare, self._encoder, receive, send)
+        await Generation(self._state, scope).run(self._prepare, self._encoder, receive, send)
 
 
 async def _not_available(request: Request) -> Response:

@@ -16,16 +16,14 @@ from ...outputs import RequestOutput
 from ..protocols.encoders import Encoder
 from ..protocols.generation_request import GenerationRequest
 from ..protocols.replies import HTTPError, error_body, http_error, unavailable
+from .server_state import SILENCE_S, ServerState
 
 if TYPE_CHECKING:
     from ...async_engine import OutputStream
     from ...core.core_thread import StepOutputs
-    from .server_state import ServerState
 
 logger = logging.getLogger("jpaged")
 
-SILENCE_S = 15.0
-"""Seconds after which a stream without tokens sends a comment, so that no proxy takes it for dead."""
 COMMENT = b": waiting\n\n"
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,15 +37,17 @@ GONE = "the client has left"
 class Generation:
     """The answer to one request, while it is written."""
 
-    def __init__(self, state: ServerState, headers: list[tuple[bytes, bytes]]):
-        """`headers` are those that every answer to this request has."""
-        self.state, self.headers = state, headers
+    def __init__(self, state: ServerState, scope: Any):
+        """`scope` is the request's, as ASGI has it."""
+        self.state, self.scope = state, scope
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Headers of the answer, beside those of every answer."""
+        self.encoder: Encoder | None = None
         self.interruption: HTTPError | str | None = None
         """Why it ends early: GONE, or the error that its client is told."""
         self.stream: OutputStream | None = None
         self.last_sent_s = time.monotonic()
         self.is_waiting = True
-        """No event is being sent: the core has given nothing since the last one."""
         self.has_begun = False
         """The status and the headers have been sent."""
 
@@ -75,17 +75,36 @@ class Generation:
         limit = HTTPError(504, f"the request has not ended within {seconds} s, the server's limit request_s")
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.interrupt, limit)
         self.state.generations.add(self)
+        tracing, failure = self.state.tracing, None
+        span = None if tracing is None else tracing.start(self.scope["headers"], self.scope["path"])
         try:
             await self._generate(prepare, encoder_type, send)
         except Exception as error:
-            await self._fail(http_error(error), send)
+            failure = http_error(error)
+            await self._fail(failure, send)
         finally:
+            if tracing is not None:
+                tracing.end(span, self._attributes(), None if failure is None else failure.message)
             self.state.generations.discard(self)
             if timer is not None:
                 timer.cancel()
             watch.cancel()
             if self.stream is not None:
                 self.stream.close()
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return what a span tells of the answer, under the names of OpenTelemetry's conventions."""
+        if self.encoder is None:
+            return {}
+        usage = self.encoder.usage()
+        return {
+            "gen_ai.request.model": self.state.names[0],
+            "gen_ai.response.id": self.encoder.id,
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+            "gen_ai.usage.cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "gen_ai.request.choice.count": self.encoder.request.num_samples,
+        }
 
     async def _watch(self, receive: Callable[[], Any]) -> None:
         """Wait until the client has left."""
@@ -102,7 +121,7 @@ class Generation:
         self._check()
         self.stream = await state.engine.submit(request.messages, takes_deltas=request.is_stream)
         self._check()
-        encoder = encoder_type(
+        self.encoder = encoder = encoder_type(
             request,
             self.stream.request_ids,
             state.front.tokenizer,

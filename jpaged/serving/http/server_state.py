@@ -7,21 +7,38 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..metrics import ServerMetrics
 from ..options import ServeOptions
 from ..protocols.front import Front
 from ..protocols.replies import HTTPError, unavailable
+from ..tracing import Tracing
 
 if TYPE_CHECKING:
     from ...async_engine import AsyncEngine
-    from .generation import Generation
 
 Result = TypeVar("Result")
 NUM_THREADS = 4
 """Threads that parse, render and tokenize at the same time."""
 HEARTBEAT_S = 1.0
+SILENCE_S = 15.0
+"""Seconds after which a stream without tokens sends a comment, so that no proxy takes it for dead."""
+
+
+class OpenAnswer(Protocol):
+    """An answer that is being computed or written."""
+
+    is_waiting: bool
+    """No event is being sent: the core has given nothing since the last one."""
+    last_sent_s: float
+    """When its last event was sent, in seconds of `time.monotonic()`."""
+
+    def interrupt(self, reason: HTTPError | str) -> None:
+        """End the answer early: nothing is sent any more but what `reason` says."""
+
+    def nudge(self) -> None:
+        """Let it look whether it is interrupted, or silent for too long."""
 
 
 class ServerState:
@@ -31,8 +48,9 @@ class ServerState:
         """Start without an engine: everything but health, live and the page is refused until `serve`."""
         self.options, self.names, self.limits, self.version = options, names, limits, version
         self.metrics = ServerMetrics(names[0], is_vllm=options.vllm_metrics)
-        self.generations: set[Generation] = set()
-        """Answers that are being computed or written."""
+        endpoint = options.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint, version)
+        self.generations: set[OpenAnswer] = set()
         self.created = int(time.time())
         self.fingerprint = ""
         self.is_stopping = False
@@ -109,8 +127,6 @@ class ServerState:
 
     async def beat(self) -> None:
         """Wake the streams that have been silent for long, for ever."""
-        from .generation import SILENCE_S
-
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             before = time.monotonic() - SILENCE_S
@@ -127,4 +143,6 @@ class ServerState:
         """End the engine and the threads."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self._threads.shutdown(wait=False, cancel_futures=True)

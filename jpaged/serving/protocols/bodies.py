@@ -37,7 +37,7 @@ def parse_body(body: bytes, *, max_depth: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise HTTPError(400, f"the body must be a JSON object, got {_kind(value)}")
     _check_depth(value, max_depth)
-    if b"\\u0000" in body or _SURROGATE.search(body):
+    if b"\\u" in body and (b"\\u0000" in body or _SURROGATE.search(body)):
         _check_text(value)
     return value
 

@@ -1,4 +1,4 @@
-"""Starts servers as users do, in processes of their own, and talks to them by bytes where a client library would not."""
+"""Starts servers as users do, in processes of their own, and sends them what no client library would."""
 
 import json
 import os

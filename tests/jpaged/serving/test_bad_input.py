@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from .served import Served, serving
 from .conftest import FLAGS
+from .served import Served, serving
 
 MARK = "wild-badger"
 """Part of what is sent, at places whose text no error may repeat."""

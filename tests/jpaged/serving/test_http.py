@@ -6,14 +6,14 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .conftest import FLAGS
-from .served import Served, read_all, serving, wait_until
+from .served import Served, command, read_all, serving, wait_until
 
 KEYS = ("first-key", "second-key")
 SMALL: dict[str, int] = {
@@ -57,9 +57,9 @@ def test_each_key_opens_every_route(locked: Served, key: str):
 
 
 ODD = [
-    "/v1/models", "//v1/models", "/v1/../metrics", "/metrics", "/health/", "/health/../metrics", "/live/x", "/%2e/metrics",
-    "/tokenizer_info", "/version", "/v1/models?x=/health", "/nothing", "/./v1/models", "/\\metrics", "/v1/models%00",
-    "/llm/metrics", "http://evil/health", "/is_sleeping", "/llm/llm/health",
+    "/v1/models", "//v1/models", "/v1/../metrics", "/metrics", "/health/", "/health/../metrics", "/live/x",
+    "/%2e/metrics", "/tokenizer_info", "/version", "/v1/models?x=/health", "/nothing", "/./v1/models",
+    "/\\metrics", "/v1/models%00", "/llm/metrics", "http://evil/health", "/is_sleeping", "/llm/llm/health",
 ]  # fmt: skip
 
 
@@ -67,8 +67,8 @@ ODD = [
 @pytest.mark.parametrize(
     "header",
     [
-        "", "Authorization: Bearer wrong", "Authorization: Bearer ", "Authorization: first-key", "Authorization: Basic x",
-        "Authorization: Bearer first-key\r\nAuthorization: Bearer first-key",
+        "", "Authorization: Bearer wrong", "Authorization: Bearer ", "Authorization: first-key",
+        "Authorization: Basic x", "Authorization: Bearer first-key\r\nAuthorization: Bearer first-key",
     ],
     ids=["none", "wrong", "empty", "no scheme", "basic", "twice"],
 )  # fmt: skip
@@ -249,10 +249,10 @@ def test_https_is_served_by_a_certificate(tiny: str, tmp_path: Path, log: Path):
         context = ssl.create_default_context(cafile=str(cert))
 
         def health() -> list[int]:
-            with socket.create_connection(("127.0.0.1", server.port)) as plain:
-                with context.wrap_socket(plain, server_hostname="localhost") as connection:
-                    connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                    return statuses(read_all(connection))
+            plain = socket.create_connection(("127.0.0.1", server.port))
+            with context.wrap_socket(plain, server_hostname="localhost") as connection:
+                connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return statuses(read_all(connection))
 
         assert health() == [200]
 
@@ -270,15 +270,18 @@ def test_a_unix_socket_is_served_removed_and_taken_over(tiny: str, tmp_path: Pat
             return statuses(read_all(connection)) == [200]
 
     for is_killed in (True, False):  # The second start finds the socket of a server that was killed.
-        with (tmp_path / "log").open("wb") as stream:
-            from .served import command
-
-            process = subprocess.Popen(command(tiny, *FLAGS, "--uds", path), stderr=stream)
-        wait_until(lambda: live() or process.poll() is not None, 60)
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        (process.kill if is_killed else process.terminate)()
-        assert (process.wait(20) == 0) is not is_killed
+        _serve_at(path, tiny, tmp_path / "log", live, is_killed=is_killed)
         assert path.exists() is is_killed
+
+
+def _serve_at(path: Path, model: str, log: Path, is_live: Callable[[], bool], *, is_killed: bool) -> None:
+    """Start a server at a unix socket, and end it once it answers."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command(model, *FLAGS, "--uds", path), stderr=stream)
+    wait_until(lambda: is_live() or process.poll() is not None, 60)
+    assert process.poll() is None, log.read_text()
+    (process.kill if is_killed else process.terminate)()
+    assert (process.wait(20) == 0) is not is_killed
 
 
 def test_pages_of_an_allowed_origin_may_call_the_server(tiny: str, log: Path):

@@ -1,0 +1,87 @@
+"""What is told of an engine's steps and ended requests to those who count: metrics, and loggers of the engine's owner.
+
+A logger that raises is dropped, and nothing else is harmed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from ..request import Request
+from .step_record import StepObserver, StepRecord
+
+logger = logging.getLogger("jpaged")
+
+
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request that has ended. Times are seconds of `time.monotonic()`; None for what has not happened."""
+
+    request_id: str
+    finish_reason: str
+    """"stop", "length", "abort" or "error", of the request as a whole."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that were found in the prefix cache."""
+    num_output_tokens: int
+    """Of all samples together."""
+    num_samples: int
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+
+    @classmethod
+    def of(cls, request: Request) -> EndedRequest:
+        """Return what is told of a request."""
+        return cls(
+            request_id=request.request_id,
+            finish_reason=request.state.finish_reason or "abort",
+            num_prompt_tokens=request.prompt_len,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=sum(sequence.num_output_tokens for sequence in request.sequences),
+            num_samples=len(request.sequences),
+            arrival_time=request.arrival_time,
+            first_scheduled_time=request.first_scheduled_time,
+            first_token_time=request.first_token_time,
+            finished_time=request.finished_time,
+        )
+
+
+class StatLogger(StepObserver, Protocol):
+    """Is told of every step and of every ended request of an engine, on the thread that computes steps."""
+
+    def ended(self, request: EndedRequest) -> None:
+        """Note a request that has ended."""
+
+
+class StatLoggers:
+    """Several loggers as one."""
+
+    def __init__(self, loggers: Iterable[StatLogger]):
+        self._loggers = list(loggers)
+
+    def dispatched(self, record: StepRecord) -> None:
+        """Note a step that was started."""
+        self._tell(lambda one: one.dispatched(record))
+
+    def retired(self, record: StepRecord) -> None:
+        """Note that the results of a step were processed."""
+        self._tell(lambda one: one.retired(record))
+
+    def ended(self, request: Request) -> None:
+        """Note a request that has ended."""
+        if self._loggers:
+            told = EndedRequest.of(request)
+            self._tell(lambda one: one.ended(told))
+
+    def _tell(self, call: Callable[[StatLogger], Any]) -> None:
+        for one in list(self._loggers):
+            try:
+                call(one)
+            except Exception:
+                self._loggers.remove(one)
+                logger.exception("a stat logger raised, and is told of nothing more")

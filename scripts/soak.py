@@ -1,0 +1,215 @@
+"""Serves mixed traffic for minutes and holds the server to its promises at the end.
+
+    python scripts/soak.py --minutes 5
+
+The server runs the tiny model of the tests, with a pool of 30 % of what its sequences need. Clients send chats and
+completions of every kind: greedy, seeded, several samples, stop strings, JSON schemas, streams and whole answers. A
+fifth abort, a tenth close their connection at random, some read slowly. At the end each request has ended once, greedy
+answers are what they are alone, pages, queues, open files and threads are as before, memory has not grown, nothing was
+compiled anew, and /metrics agrees with what was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.jpaged.serving.served import Served, serving, wait_until
+from tests.jpaged.tiny_model import write_tiny_model
+
+NUM_CLIENTS = 24
+SLOW_BYTES_S = 2000
+"""Bytes a second that a slow reader takes."""
+MAX_GROWTH_MB_PER_MIN = 1.0
+MAX_POOL_THREADS = 10
+"""Threads that the server's pools and the event loop's have at most, made as they are needed."""
+FLAGS = (
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "288", "--block-size", "8",
+    "--num-blocks", str(1 + 16 * 288 // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap", "--served-model-name", "tiny",
+    "--enable-admin", "--disable-log-requests",
+)  # fmt: skip
+WORDS = ["the", "a", "river", "stone", "bright", "seven", "of", "under", "walks", "slowly", "toward", "blue", "never"]
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+
+
+def drawn_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return the route and the body of a random request."""
+    prefix = "Once there was a river of stone. " if rng.random() < 0.4 else ""
+    text = prefix + " ".join(rng.choice(WORDS) for _ in range(rng.choice([1, 4, 12, 24])))
+    is_chat = rng.random() < 0.4
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": rng.choice([1, 5, 20, 60]), "temperature": 0, "user": "soak"}
+    body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    kind = rng.choice(["greedy", "greedy", "seeded", "samples", "stop", "json", "salt", "logprobs"])
+    if kind in ("seeded", "samples"):
+        body |= {"temperature": 1.0, "seed": rng.randrange(1000)}
+    if kind == "samples":
+        body["n"] = rng.choice([2, 4])
+    if kind == "stop":
+        body["stop"] = ["e", "xy"]
+    if kind == "json":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    if kind == "salt":
+        body["cache_salt"] = rng.choice(["a", "b"])
+    if kind == "logprobs":
+        body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+    body["stream"] = rng.random() < 0.6
+    return "/v1/chat/completions" if is_chat else "/v1/completions", body
+
+
+def text_of(reply: bytes, *, is_stream: bool) -> str | None:
+    """Return the text of the first choice of an answer; None for one that is no whole answer."""
+    head, _, data = reply.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        return None
+    if not is_stream:
+        choice = json.loads(data)["choices"][0]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+    lines = re.findall(rb"data: (.*)", data)
+    if not lines or lines[-1].strip() != b"[DONE]":
+        return None
+    texts = []
+    for line in lines[:-1]:
+        for choice in json.loads(line)["choices"]:
+            if choice["index"] == 0:
+                texts.append(choice["delta"].get("content") or "" if "delta" in choice else choice["text"])
+    return "".join(texts)
+
+
+async def send(port: int, route: str, body: dict[str, Any], fate: str, rng: random.Random) -> bytes:
+    """Send a request and return its answer, as far as the client's fate lets it read it."""
+    data = json.dumps(body).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+        if fate == "leaves":
+            await asyncio.sleep(rng.expovariate(20))
+            return b""
+        parts = []
+        while part := await reader.read(SLOW_BYTES_S // 10 if fate == "slow" else 65536):
+            parts.append(part)
+            if fate == "slow":
+                await asyncio.sleep(0.1)
+            if fate == "aborts" and rng.random() < 0.3:
+                return b""
+        return b"".join(parts)
+    finally:
+        writer.close()
+
+
+class Soak:
+    """The clients, and what they have seen."""
+
+    def __init__(self, server: Served, seed: int):
+        self.server, self.rng = server, random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.greedy: dict[str, set[str]] = {}
+        """Body of a greedy request → the texts that came for it."""
+        self.failures: list[str] = []
+
+    async def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        await asyncio.gather(*(self._client(end) for _ in range(NUM_CLIENTS)))
+
+    async def _client(self, end: float) -> None:
+        while time.monotonic() < end:
+            route, body = drawn_body(self.rng)
+            fate = self.rng.choices(["reads", "aborts", "leaves", "slow"], [66, 20, 10, 4])[0]
+            self.counts[fate] += 1
+            try:
+                reply = await asyncio.wait_for(send(self.server.port, route, body, fate, self.rng), 120)
+            except (OSError, TimeoutError) as error:
+                self.failures.append(f"{type(error).__name__}: {body}")
+                continue
+            if fate in ("reads", "slow"):
+                text = text_of(reply, is_stream=body["stream"])
+                if text is None:
+                    self.failures.append(f"{reply[:300]!r} for {body}")
+                elif body["temperature"] == 0:
+                    key = json.dumps([route, {name: body[name] for name in sorted(body) if name != "stream"}])
+                    self.greedy.setdefault(key, set()).add(text)
+                self.counts["whole"] += text is not None
+
+    async def check_alone(self, num_checked: int) -> int:
+        """Send greedy requests again, one after another; return how many have another text than before."""
+        wrong = 0
+        for key in self.rng.sample(sorted(self.greedy), min(num_checked, len(self.greedy))):
+            route, body = json.loads(key)
+            reply = await send(self.server.port, route, {**body, "stream": False}, "reads", self.rng)
+            wrong += self.greedy[key] != {text_of(reply, is_stream=False)}
+        return wrong
+
+
+def process_state(pid: int) -> dict[str, float]:
+    """Return the memory, the threads and the open files of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = {name: int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("VmRSS", "Threads")}  # type: ignore[index]
+    num_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return {"rss_mb": found["VmRSS"] / 1024, "threads": found["Threads"], "files": num_files}
+
+
+def check(
+    server: Served, soak: Soak, before: dict[str, float], warm: dict[str, float], minutes: float
+) -> dict[str, Any]:
+    """Return figures and, under `wrong`, every promise that does not hold."""
+    wait_until(server.is_idle, 30, "requests or pages are left")
+    wait_until(lambda: process_state(server.process.pid)["files"] <= before["files"], 30, "files are left open")
+    after, metrics = process_state(server.process.pid), server.metrics()
+    growth = (after["rss_mb"] - warm["rss_mb"]) / max(minutes, 0.5)
+    ended = sum(value for name, value in metrics.items() if name.startswith("jpaged:request_success_total"))
+    wrong = list(soak.failures[:5])
+    differing = [key for key, texts in soak.greedy.items() if len(texts) > 1]
+    wrong += [f"several texts for {key}" for key in differing[:3]]
+    if alone := asyncio.run(soak.check_alone(60)):
+        wrong.append(f"{alone} greedy answers differ from those alone")
+    if growth > MAX_GROWTH_MB_PER_MIN and minutes > 2:
+        wrong.append(f"memory grows by {growth:.2f} MB a minute")
+    if after["threads"] > before["threads"] + MAX_POOL_THREADS:
+        wrong.append(f"{after['threads']} threads, {before['threads']} before")
+    if metrics["jpaged:recompiles_after_warmup_total"]:
+        wrong.append("programs were compiled anew")
+    if ended < soak.counts["whole"]:
+        wrong.append(f"{ended} requests have ended, {soak.counts['whole']} were answered")
+    counts = ("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "swap_bytes_total")
+    return {
+        "sent": dict(soak.counts), "ended": ended, "before": before, "after": after,
+        "growth_mb_per_min": round(growth, 2), **{name: metrics[f"jpaged:{name}"] for name in counts}, "wrong": wrong,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run the soak, print its figures as JSON, and return 1 if a promise does not hold."""
+    parser = argparse.ArgumentParser(description="Serve mixed traffic for minutes, and check the server at the end.")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tiny_model(folder / "tiny")
+        with serving(folder / "tiny", *FLAGS, log=folder / "log") as server:
+            server.request("/v1/completions", {"prompt": "warm", "max_tokens": 2})
+            before = process_state(server.process.pid)
+            soak = Soak(server, args.seed)
+            asyncio.run(soak.run(min(20.0, 12 * args.minutes)))  # Memory that every server takes once.
+            warm = process_state(server.process.pid)
+            asyncio.run(soak.run(60 * args.minutes))
+            found = check(server, soak, before, warm, args.minutes)
+        lines = (folder / "log").read_text().splitlines()
+        found["wrong"] += [line for line in lines if " ERROR " in line or " CRITICAL " in line][:5]
+    print(json.dumps(found, indent=1))
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""AsyncEngine: many tasks on one engine, each with the outputs that it would have alone; leaving frees what is held."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jpaged import AsyncEngine, Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
+from jpaged.core.stat_loggers import EndedRequest
+from jpaged.core.step_record import StepRecord
+from jpaged.errors import EngineStoppedError
+
+from .tiny_model import SIZES
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
+PROMPTS = [f"Prompt number {index} says" for index in range(12)]
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 30, "temperature": 1.0, "seed": 5, "ignore_eos": True, **fields})
+
+
+@pytest.fixture
+def make(tiny: str) -> Iterator[Callable[..., AsyncEngine]]:
+    """Give a function that makes an engine; all are shut down after the test."""
+    engines: list[AsyncEngine] = []
+
+    def make(**options: Any) -> AsyncEngine:
+        engines.append(AsyncEngine(tiny, **{**SIZES, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: str) -> list[RequestOutput]:
+    with Engine(tiny, **SIZES) as engine:
+        return engine.generate(PROMPTS, params(), use_tqdm=False)
+
+
+async def until(is_true: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
+def test_many_tasks_get_what_each_gets_alone(make, alone, kind: str):
+    async def run() -> list[list[RequestOutput]]:
+        each = (collect(engine.generate(prompt, params(output_kind=kind), f"id-{index}"))
+                for index, prompt in enumerate(PROMPTS))  # fmt: skip
+        return list(await asyncio.gather(*each))
+
+    engine = make()
+    for index, (outputs, expected) in enumerate(zip(asyncio.run(run()), alone, strict=True)):
+        assert {output.request_id for output in outputs} == {f"id-{index}"}
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        texts = [output.outputs[0].text if output.outputs else "" for output in outputs]
+        assert ("".join(texts) if kind == "delta" else texts[-1]) == expected.outputs[0].text
+        assert (len(outputs) == 1) == (kind == "final_only")
+
+
+def test_a_slow_reader_gets_what_has_come_in_one_output(make, alone):
+    async def run() -> list[RequestOutput]:
+        outputs = []
+        async for output in engine.generate(PROMPTS[0], params(output_kind="delta")):
+            outputs.append(output)
+            await until(lambda: not engine.engine.loop.scheduler.has_unfinished)
+        return outputs
+
+    engine = make()
+    outputs = asyncio.run(run())
+    assert len(outputs) <= 3  # The first, one that was made when that was taken, and all that came later.
+    assert "".join(output.outputs[0].text for output in outputs) == alone[0].outputs[0].text
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "aclose", "abort"])
+def test_leaving_aborts_and_frees_all_pages(make, how: str):
+    async def run() -> None:
+        stream = engine.generate(PROMPTS[0], params(max_tokens=100), "leaves")
+        beside = asyncio.create_task(collect(engine.generate(PROMPTS[1], params(max_tokens=20))))
+        if how == "cancel":
+            task = asyncio.create_task(collect(stream))
+            await until(lambda: len(engine.engine.requests) == 2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "abort":
+            outputs = []
+            async for output in stream:
+                outputs.append(output)
+                if len(outputs) == 1:
+                    await engine.abort("leaves")
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+        else:
+            async for _ in stream:
+                break
+            await stream.aclose()
+        assert (await beside)[-1].outputs[0].finish_reason == "length"
+        await until(lambda: not engine.engine.requests)
+        assert (await engine.stats())["blocks_used"] == 0
+
+    engine = make()
+    asyncio.run(run())
+
+
+def test_a_wrong_request_raises_before_anything_is_queued(make):
+    async def run() -> None:
+        for prompt, wanted in (("", params()), ([999], params()), (5, params()), ("a", "b"), ("x" * 200, params())):
+            with pytest.raises(InvalidRequestError):
+                await collect(engine.generate(prompt, wanted))
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            await collect(engine.generate("a", params(), ""))
+        assert not engine.engine.requests
+
+    engine = make()
+    asyncio.run(run())
+
+
+def test_several_requests_are_queued_all_or_none(make):
+    """Three fit a queue of four beside one that waits; four do not, and then none of them is queued."""
+
+    async def run() -> None:
+        engine.pause()
+        build = engine.engine.builder.build
+        message = build("", "Hi", params(), number=0)
+        first = await engine.submit([message], takes_deltas=True)
+        with pytest.raises(QueueFullError):
+            await engine.submit([message] * 4, takes_deltas=True)
+        assert len(engine.engine.requests) == 1
+        others = await engine.submit([message] * 3, takes_deltas=True)
+        assert len(set(first.request_ids + others.request_ids)) == 4
+        engine.resume()
+        for stream, count in ((first, 1), (others, 3)):
+            ended = 0
+            while ended < count:
+                taken = await stream.take()
+                ended += len(taken.outputs) if taken else 0
+            stream.close()
+
+    engine = make(limits={"waiting_requests": 4})
+    asyncio.run(run())
+
+
+def test_calls_between_steps_fork_update_sleep_and_forget(make):
+    async def run() -> None:
+        stream = engine.generate(PROMPTS[0], params(max_tokens=60), "forked")
+        outputs, indices = [], []
+        async for output in stream:
+            outputs.append(output)
+            if len(outputs) == 3:
+                indices = await engine.fork("forked", 2)
+        assert indices == [1, 2]
+        assert {sample.index for sample in outputs[-1].outputs} == {0, 1, 2}
+        before = (await collect(engine.generate("Hi", params())))[-1].outputs[0].text
+        await engine.reset_prefix_cache()
+        await engine.sleep(1)
+        assert engine.is_sleeping()
+        await engine.wake_up()
+        assert (await collect(engine.generate("Hi", params())))[-1].outputs[0].text == before
+
+    engine = make()
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_while_the_engine_sleeps_goes_on_when_it_wakes(make):
+    async def run() -> None:
+        task = asyncio.create_task(collect(engine.generate("Hi", params(max_tokens=100))))
+        await until(lambda: bool(engine.engine.requests))
+        await engine.sleep(1, "keep")
+        await engine.wake_up()
+        assert (await task)[-1].outputs[0].finish_reason == "length"
+
+    engine = make()
+    asyncio.run(run())
+
+
+def test_readers_learn_that_the_engine_has_stopped(make):
+    async def run() -> None:
+        engine.pause()
+        task = asyncio.create_task(collect(engine.generate("Hi", params())))
+        await until(lambda: bool(engine.engine.requests))
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(EngineStoppedError):
+            await task
+        assert not engine.is_alive
+        with pytest.raises(EngineStoppedError):
+            await collect(engine.generate("Hi", params()))
+
+    engine = make()
+    asyncio.run(run())
+
+
+def test_steps_that_fail_end_the_requests_by_an_error_and_the_engine_goes_on(make, monkeypatch, caplog):
+    async def run() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.engine.runner, "dispatch", lambda step: 1 / 0)
+            (output,) = await collect(engine.generate("Hi", params(output_kind="final_only")))
+            assert output.outputs[0].finish_reason == "error"
+            assert "ZeroDivisionError" in (output.error or "")
+        assert (await collect(engine.generate("Hi", params())))[-1].outputs[0].finish_reason == "length"
+
+    engine = make()
+    asyncio.run(run())
+
+
+class Counting:
+    """A stat logger that counts, and raises when it is told to."""
+
+    def __init__(self, *, raises: bool = False):
+        self.ends: list[EndedRequest] = []
+        self.num_steps, self.raises = 0, raises
+
+    def dispatched(self, record: StepRecord) -> None:
+        if self.raises:
+            raise RuntimeError("no more")
+
+    def retired(self, record: StepRecord) -> None:
+        self.num_steps += 1
+
+    def ended(self, request: EndedRequest) -> None:
+        self.ends.append(request)
+
+
+def test_stat_loggers_are_told_of_steps_and_ends_and_one_that_raises_is_dropped(make, caplog):
+    async def run() -> None:
+        await collect(engine.generate("Hello", params(max_tokens=7)))
+        async for _ in engine.generate("Hello", params(max_tokens=90)):
+            break
+        await until(lambda: len(good.ends) == 2)
+
+    good, bad = Counting(), Counting(raises=True)
+    engine = make(stat_loggers=[bad, good])
+    asyncio.run(run())
+    assert [(end.finish_reason, end.num_prompt_tokens) for end in good.ends] == [("length", 5), ("abort", 5)]
+    assert good.ends[0].num_output_tokens == 7
+    assert good.num_steps >= 7
+    assert (bad.num_steps, bad.ends) == (0, [])
+
+
+def test_the_thread_ends_with_the_engine_and_another_loop_may_use_it(make):
+    engine = make()
+    for _ in range(2):  # Each `run` has an event loop of its own.
+        (output,) = asyncio.run(collect(engine.generate("Hi", params(output_kind="final_only"))))
+        assert output.finished
+    names = [thread.name for thread in threading.enumerate()]
+    assert "jpaged core" in names
+    engine.shutdown()
+    gc.collect()
+    assert "jpaged core" not in [thread.name for thread in threading.enumerate()]
