@@ -30,6 +30,6 @@ ROUTES = (
 )  # fmt: skip
 """Paths of vLLM's server."""
 COMMANDS = ("chat", "batch", "plan", "doctor", "trace")
-BENCHES = ("serve",)
+BENCHES: tuple[str, ...] = ()
 EXPORTS = ("LoRARequest", "PoolingParams")
 """Names in the Python package `jpaged`."""

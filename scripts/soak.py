@@ -16,6 +16,7 @@ import asyncio
 import json
 import random
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -32,14 +33,16 @@ NUM_CLIENTS = 24
 SLOW_BYTES_S = 2000
 """Bytes a second that a slow reader takes."""
 MAX_GROWTH_MB_PER_MIN = 1.0
+WATCH_S = 5.0
+"""Seconds between two looks at the server's memory."""
 MAX_POOL_THREADS = 10
 """Threads that the server's pools and the event loop's have at most, made as they are needed."""
 FLAGS = (
     "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "288", "--block-size", "8",
-    "--num-blocks", str(1 + 16 * 288 // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap", "--served-model-name", "tiny",
-    "--enable-admin", "--disable-log-requests",
+    "--num-blocks", str(1 + 16 * 288 // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap",
+    "--served-model-name", "tiny", "--enable-admin", "--disable-log-requests",
 )  # fmt: skip
-WORDS = ["the", "a", "river", "stone", "bright", "seven", "of", "under", "walks", "slowly", "toward", "blue", "never"]
+WORDS = ("the", "a", "river", "stone", "bright", "seven", "of", "under", "walks", "slowly", "toward", "blue", "never")
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
@@ -117,10 +120,25 @@ class Soak:
         self.greedy: dict[str, set[str]] = {}
         """Body of a greedy request → the texts that came for it."""
         self.failures: list[str] = []
+        self.memory_mb: list[tuple[float, float]] = []
+        """(minutes since the start, MB) of the server's memory."""
 
     async def run(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        await asyncio.gather(*(self._client(end) for _ in range(NUM_CLIENTS)))
+        start = time.monotonic()
+        watch = asyncio.create_task(self._watch(start))
+        await asyncio.gather(*(self._client(start + seconds) for _ in range(NUM_CLIENTS)))
+        watch.cancel()
+
+    async def _watch(self, start: float) -> None:
+        """Note the server's memory every few seconds, for ever."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self.memory_mb.append(((time.monotonic() - start) / 60, process_state(self.server.process.pid)["rss_mb"]))
+
+    def growth_mb_per_min(self) -> float:
+        """Return the slope of the memory over the second half of the run, by least squares; 0 for a short run."""
+        half = self.memory_mb[len(self.memory_mb) // 2 :]
+        return statistics.linear_regression(*zip(*half, strict=True)).slope if len(half) > 2 else 0.0
 
     async def _client(self, end: float) -> None:
         while time.monotonic() < end:
@@ -159,14 +177,12 @@ def process_state(pid: int) -> dict[str, float]:
     return {"rss_mb": found["VmRSS"] / 1024, "threads": found["Threads"], "files": num_files}
 
 
-def check(
-    server: Served, soak: Soak, before: dict[str, float], warm: dict[str, float], minutes: float
-) -> dict[str, Any]:
+def check(server: Served, soak: Soak, before: dict[str, float], minutes: float) -> dict[str, Any]:
     """Return figures and, under `wrong`, every promise that does not hold."""
     wait_until(server.is_idle, 30, "requests or pages are left")
     wait_until(lambda: process_state(server.process.pid)["files"] <= before["files"], 30, "files are left open")
     after, metrics = process_state(server.process.pid), server.metrics()
-    growth = (after["rss_mb"] - warm["rss_mb"]) / max(minutes, 0.5)
+    growth = soak.growth_mb_per_min()
     ended = sum(value for name, value in metrics.items() if name.startswith("jpaged:request_success_total"))
     wrong = list(soak.failures[:5])
     differing = [key for key, texts in soak.greedy.items() if len(texts) > 1]
@@ -193,18 +209,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Serve mixed traffic for minutes, and check the server at the end.")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warmup", default="full", help="when the server compiles its programs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tiny_model(folder / "tiny")
-        with serving(folder / "tiny", *FLAGS, log=folder / "log") as server:
+        with serving(folder / "tiny", *FLAGS, "--warmup", args.warmup, log=folder / "log") as server:
             server.request("/v1/completions", {"prompt": "warm", "max_tokens": 2})
             before = process_state(server.process.pid)
             soak = Soak(server, args.seed)
-            asyncio.run(soak.run(min(20.0, 12 * args.minutes)))  # Memory that every server takes once.
-            warm = process_state(server.process.pid)
             asyncio.run(soak.run(60 * args.minutes))
-            found = check(server, soak, before, warm, args.minutes)
+            found = check(server, soak, before, args.minutes)
         lines = (folder / "log").read_text().splitlines()
         found["wrong"] += [line for line in lines if " ERROR " in line or " CRITICAL " in line][:5]
     print(json.dumps(found, indent=1))

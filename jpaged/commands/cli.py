@@ -15,13 +15,13 @@ SUMMARIES = {
     "generate": "complete prompts from the command line or a file",
     "serve": "serve a model by OpenAI's HTTP interface",
     "distill": "write a model's most likely tokens of many sequences, for a student",
-    "bench": "measure: bench latency, throughput",
+    "bench": "measure: bench latency, throughput, serve",
     "tune": "find the best tile sizes of the TPU kernels for a shape",
 }
 """What help says of each command."""
 COMMANDS = {"generate": ".generate", "serve": ".serve", "distill": ".distill", "tune": ".bench.tune"}
 """Command → its module in this folder, whose `main(argv)` returns the exit status."""
-BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput")}
+BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput", "serve")}
 """NAME of `jpaged bench NAME` → its module in this folder."""
 
 

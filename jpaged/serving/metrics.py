@@ -69,8 +69,10 @@ class ServerMetrics:
             "iteration_tokens_total": Histogram(STEP_TOKENS),
         }
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        self._last_turn_s: dict[tuple[str, int], float] = {}
-        """When each running sample has got its last token, or the last chunk of its prompt was computed."""
+        self._last_token_s: dict[tuple[str, int], float] = {}
+        """When each running sample has got its last token, but for the first."""
+        self._prompt_end_s: dict[str, float] = {}
+        """When the last chunk of each running request's prompt was computed, with which its samples got their first."""
         self._engine: Engine | None = None
 
     def watch(self, engine: Engine) -> None:
@@ -87,17 +89,21 @@ class ServerMetrics:
         self.histograms["iteration_tokens_total"].add(record.num_tokens)
         now, between = time.monotonic(), self.histograms["inter_token_latency_seconds"]
         for index, turn in enumerate(record.turns):
+            if index >= record.num_decodes:
+                self._prompt_end_s[turn.request_id] = now
+                continue
             key = turn.request_id, turn.sample_index
-            before = self._last_turn_s.get(key)
-            if index < record.num_decodes and before is not None:
+            before = self._last_token_s.get(key) or self._prompt_end_s.get(turn.request_id)
+            if before is not None:
                 between.add((now - before) / turn.num_tokens, turn.num_tokens)
-            self._last_turn_s[key] = now
+            self._last_token_s[key] = now
 
     def ended(self, request: EndedRequest) -> None:
         """Count a request that has ended."""
         # Samples that were forked have higher indices; a request has all up to its number unless a caller chose others.
         for index in range(request.num_samples):
-            self._last_turn_s.pop((request.request_id, index), None)
+            self._last_token_s.pop((request.request_id, index), None)
+        self._prompt_end_s.pop(request.request_id, None)
         self.finished[request.finish_reason] += 1
         now, add = time.monotonic(), self.histograms
         end = request.finished_time or now

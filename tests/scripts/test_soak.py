@@ -1,0 +1,17 @@
+"""Half a minute of mixed traffic against a real server; `scripts/soak.py` says what must hold at its end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_soak_of_half_a_minute_holds_every_promise() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "0.5", "--warmup", "off"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout)
+    assert found["sent"]["whole"] > 100
+    assert found["num_preemptions_total"] > 0
