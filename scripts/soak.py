@@ -35,11 +35,13 @@ SLOW_BYTES_S = 2000
 MAX_GROWTH_MB_PER_MIN = 1.0
 WATCH_S = 5.0
 """Seconds between two looks at the server's memory."""
+MEAN_LEN = 130
+"""Tokens of a sequence on average, about: the pool has pages for 30 % of 16 such sequences."""
 MAX_POOL_THREADS = 10
 """Threads that the server's pools and the event loop's have at most, made as they are needed."""
 FLAGS = (
     "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "288", "--block-size", "8",
-    "--num-blocks", str(1 + 16 * 288 // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap",
+    "--num-blocks", str(1 + 16 * MEAN_LEN // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap",
     "--served-model-name", "tiny", "--enable-admin", "--disable-log-requests",
 )  # fmt: skip
 WORDS = ("the", "a", "river", "stone", "bright", "seven", "of", "under", "walks", "slowly", "toward", "blue", "never")

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from .workloads import FIXED, load_workload
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 """Value of --endpoint → its path."""
 MAX_WARMUP = 8
+ARRIVALS = 1
+"""Last part of the seed of arrivals; prompts have seeds without it."""
 VOCAB_SIZE = 32_000
 """Drawn token ids are below this by default: nearly every vocabulary in use is at least as large."""
 MIN_TOKEN_ID = 100
@@ -72,12 +75,24 @@ class Request:
     output_len: int
 
 
+def arrival_times_s(rate: float, count: int, seed: Sequence[int]) -> np.ndarray:
+    """Return when the requests of an open loop are sent, in seconds after the first.
+
+    The gaps between them are exponential with the mean 1 ÷ `rate`, which makes the arrivals a Poisson process; they
+    depend on nothing but the arguments. With an infinite rate all are sent at once.
+    """
+    gaps_s = np.random.default_rng([*seed, ARRIVALS]).exponential(1 / rate, count)
+    gaps_s[0] = 0.0
+    return np.cumsum(gaps_s)
+
+
 class Load:
     """The requests of one run of a point, all made before the first is sent."""
 
     def __init__(self, server: Server, args: Namespace, point: Point, seed: list[int]):
-        self._server, self._args, self._point = server, args, point
+        self._server, self._args, self._point, self._seed = server, args, point, seed
         self._rng = np.random.default_rng(seed)
+        """Draws prompts."""
         # All points share the prefix: it stands for a system prompt, which a prefix cache has from the first request.
         num_shared = args.shared_prefix_len or 0
         self._prefix = self._draw(np.random.default_rng(args.seed), num_shared)
@@ -118,13 +133,12 @@ class Load:
         return records
 
     async def _open(self) -> list[StreamRecord]:
-        """Send each request at its time, whatever the server does: gaps are exponential, the first is sent at once."""
+        """Send each request at its time (`arrival_times_s`), whatever the server does."""
         assert self._point.rate is not None
-        gaps_s = self._rng.exponential(1 / self._point.rate, len(self._requests))
-        gaps_s[0] = 0.0
+        arrivals_s = arrival_times_s(self._point.rate, len(self._requests), self._seed)
         start_s = time.perf_counter()
         tasks = []
-        for request, due_s in zip(self._requests, start_s + np.cumsum(gaps_s), strict=True):
+        for request, due_s in zip(self._requests, start_s + arrivals_s, strict=True):
             wait_s = float(due_s) - time.perf_counter()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
