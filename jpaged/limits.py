@@ -46,6 +46,9 @@ LIMITS: dict[str, Limit] = {
     "logit_bias": _fixed(1024, "token ids in logit_bias"),
     "schema_bytes": _fixed(64 * 1024, "bytes of a JSON schema, a grammar, or all choices together"),
     "regex_bytes": _fixed(4 * 1024, "bytes of a regular expression"),
+    "chars_per_token": _fixed(64, "characters of a text for each token of the context, before it is tokenized"),
+    "template_s": _fixed(30, "seconds that a chat template may take"),
+    "template_chars": _fixed(8 * MIB, "characters that a chat template may make"),
     # What an HTTP client sends.
     "prompts": _of_server(1024, "prompts of one request"),
     "json_depth": _fixed(64, "levels of objects and arrays in a body"),
@@ -59,8 +62,8 @@ LIMITS: dict[str, Limit] = {
     "requests_per_key": _of_server(None, "unfinished requests of one key, or of all clients of a server without keys"),
     "request_s": _of_server(None, "seconds until a request has ended, the time in the queue included"),
 }
-MAX_CHARS_PER_TOKEN = 64
-"""A text of more characters than this times the context length is refused before it is tokenized."""
+DEFAULT_LIMITS = {name: limit.default for name, limit in LIMITS.items()}
+"""The limits of an engine that is given none."""
 
 
 def largest(name: str) -> int:

@@ -69,8 +69,9 @@ torch() { # What a trainer has saved, opened by transformers: torch is no requir
   "$venv/bin/python" -m pytest -m "slow or not slow" tests/jpaged/research/test_checkpoint_modules.py -k transformers_opens -rs
 }
 readme() { python -m pytest tests/test_readme.py -m slow; }
+clients() { python scripts/serve_clients.py; } # Environments that stay in the user's cache folder, 7 GB.
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples torch readme}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples torch readme clients}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

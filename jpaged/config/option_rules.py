@@ -11,7 +11,7 @@ from typing import Any
 from .. import checks
 from ..checks import INT64, Unfit, integer
 from ..errors import ConfigError
-from ..limits import LIMITS
+from ..limits import DEFAULT_LIMITS, LIMITS
 from ..sampling.logits_processor import LogitsProcessor
 
 MAX_BLOCK_SIZE = 1024
@@ -84,7 +84,7 @@ def limits(value: Any) -> dict[str, int | None]:
     """
     if not isinstance(value, Mapping):
         raise Unfit("a mapping of names of limits, such as waiting_requests, to integers ≥ 1")
-    limits = {name: limit.default for name, limit in LIMITS.items()}
+    limits = dict(DEFAULT_LIMITS)
     for name, number in value.items():
         checks.check_name(name, LIMITS, "key of limits", error=ConfigError)
         if number is None:

@@ -17,6 +17,7 @@ from ..request import CacheKey, Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
 from ..text.prompts import CheckedParams, EncodedPrompt, PromptEncoder, check_num_samples, check_priority
+from .limit_checks import check_limits
 
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel to the device as int32."""
@@ -133,6 +134,8 @@ class RequestBuilder:
         more than the context has room for; a `max_tokens` of None asks for all of that room. Token ids are packed as
         int32.
         """
+        if scoring is None:
+            check_limits(checked, self.config.limits)
         params, token_ids = checked.params, encoded.token_ids
         room = self.sizes.max_model_len - len(token_ids)
         return NewRequest(

@@ -102,8 +102,7 @@ class ModelHandle:
         Prompts may have at most `max_model_len` tokens, and at most as many as `config.limits` lets wait. Chats are
         rendered by `chat_template`, a Jinja2 text, or by the model's own template if it is None.
         """
-        limit = config.limits["waiting_tokens"]
-        options = chat_template, limit, self.eos_token_ids, self.grammars
+        options = chat_template, config.limits, self.eos_token_ids, self.grammars
         return PromptEncoder(self.tokenizer, rules_spec, max_model_len, *options)
 
 

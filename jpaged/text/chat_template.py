@@ -17,6 +17,8 @@ def render_chat_template(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
     arguments: Mapping[str, Any] | None = None,
+    max_s: float | None = None,
+    max_chars: int | None = None,
 ) -> str:
     """Return the text that a Jinja2 chat template makes of `messages`.
 
@@ -39,7 +41,8 @@ def render_chat_template(
             if name not in (known := template_arguments(template)):
                 allowed = f"what the chat template reads: {', '.join(sorted(known)) or 'nothing'}"
                 raise refusal("chat_template_kwargs", shown(name), allowed, "leave it out")
-        return render(template, messages=conversation, tools=None, documents=None, **names)
+        variables = {**names, "messages": conversation, "tools": None, "documents": None}
+        return render(template, variables, max_s=max_s, max_chars=max_chars)
     except jinja2.TemplateSyntaxError as error:
         fault = f"is not valid Jinja2: line {error.lineno}: {one_line(error.message)}"
         raise InvalidRequestError(f"the chat template {fault}; correct it", param="chat_template") from error

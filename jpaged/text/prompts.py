@@ -14,7 +14,7 @@ from typing import Any
 from .. import not_available
 from ..checks import INT64, Rule, Unfit, boolean, check, check_name, integer, is_integer, refusal, scalar, shown
 from ..errors import InvalidRequestError
-from ..limits import MAX_CHARS_PER_TOKEN
+from ..limits import DEFAULT_LIMITS
 from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
@@ -119,8 +119,8 @@ class PromptEncoder:
     """Longest sequence in tokens, prompt and output."""
     chat_template: str | None = None
     """A Jinja template that replaces the model's own."""
-    max_waiting_tokens: int | None = None
-    """The engine's limit `waiting_tokens`: a longer prompt could never be queued."""
+    limits: Mapping[str, int | None] = field(default_factory=lambda: DEFAULT_LIMITS)
+    """The engine's limits."""
     eos_token_ids: frozenset[int] = frozenset()
     grammars: Grammars | None = None
     """Compiles what `structured_outputs` ask for; None for an engine without a tokenizer."""
@@ -169,6 +169,8 @@ class PromptEncoder:
             template=self.chat_template,
             add_generation_prompt=adds,
             arguments=options.chat_template_kwargs,
+            max_s=self.limits["template_s"],
+            max_chars=self.limits["template_chars"],
         )
         if not continues:
             return text
@@ -309,10 +311,10 @@ class PromptEncoder:
 
         `num_room` is the number of output tokens that must fit beside them. Only the `num_kept` last tokens are
         returned, unless it is None. Raise InvalidRequestError if they do not fit, and if the engine has no tokenizer. A
-        text of more than MAX_CHARS_PER_TOKEN characters per token of the context is refused before it is tokenized. A
+        text of more characters per token of the context than the limit is refused before it is tokenized. A
         warning is logged, once, if the text got a second BOS token in front.
         """
-        if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
+        if len(text) > (max_chars := self.max_model_len * (self.limits["chars_per_token"] or 1)):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         tokenizer = self._tokenizer_for("prompt", "a text")
@@ -382,8 +384,8 @@ class PromptEncoder:
             reason += " and an answer needs at least one" if num_room else ""
             allowed = f"at most {limit}, since {reason}"
             raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise max_model_len")
-        if self.max_waiting_tokens is not None and num_tokens > self.max_waiting_tokens:
-            allowed = f"at most waiting_tokens among the limits, {self.max_waiting_tokens}"
+        if (most := self.limits["waiting_tokens"]) is not None and num_tokens > most:
+            allowed = f"at most waiting_tokens among the limits, {most}"
             raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
 
 

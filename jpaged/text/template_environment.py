@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache, wraps
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.meta
@@ -25,11 +25,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from ..limits import largest
 from .chat_messages import NoContent
 
-MAX_RENDER_S = 30.0
+MAX_RENDER_S = float(largest("template_s"))
 """Time that rendering one chat may take, in seconds."""
-MAX_LEN = 8 << 20
+MAX_LEN = largest("template_chars")
 """Largest size of one value that a template makes, the whole chat included: its characters, or, for a list or a
 dictionary, its entries plus the sizes of their values."""
 MAX_INT_BITS = 1 << 16
@@ -44,23 +45,35 @@ GIVEN_NAMES = frozenset(
 )  # fmt: skip
 """Variables that every chat template is given, and that no request sets."""
 
-_deadline: ContextVar[float] = ContextVar("_deadline")
-"""The time.monotonic() at which rendering in this context has to be done."""
+
+class _Bounds(NamedTuple):
+    """What rendering in a context may take."""
+
+    seconds: float
+    end_s: float
+    """The time.monotonic() at which it has to be done."""
+    max_len: int
 
 
-def render(template: str, **names: Any) -> str:
-    """Return the text that the source `template` makes of the variables `names`.
+_bounds: ContextVar[_Bounds] = ContextVar("_bounds")
 
-    Raise jinja2.TemplateSyntaxError for an invalid template, jinja2.TemplateRuntimeError for one that exceeds
-    MAX_RENDER_S, MAX_LEN or MAX_INT_BITS, and any exception that the template itself raises. The deadline belongs to
-    this context: threads may render at once.
+
+def render(
+    template: str, variables: Mapping[str, Any], *, max_s: float | None = None, max_chars: int | None = None
+) -> str:
+    """Return the text that the source `template` makes of `variables`, with limits of its own where they are given.
+
+    Raise jinja2.TemplateSyntaxError for an invalid template, jinja2.TemplateRuntimeError for one that takes more than
+    `max_s` seconds, makes a value larger than `max_chars` or exceeds MAX_INT_BITS, and any exception that the template
+    itself raises. The limits belong to this context: threads may render at once.
     """
     compiled = compile_template(template)
-    before = _deadline.set(time.monotonic() + MAX_RENDER_S)
+    seconds, max_len = MAX_RENDER_S if max_s is None else max_s, MAX_LEN if max_chars is None else max_chars
+    before = _bounds.set(_Bounds(seconds, time.monotonic() + seconds, max_len))
     try:
-        return compiled.render(**names)
+        return compiled.render(variables)
     finally:
-        _deadline.reset(before)
+        _bounds.reset(before)
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +226,7 @@ def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bounded_value(value: Any) -> Any:
-    """Return `value` itself; raise TemplateRuntimeError if it is larger than MAX_LEN.
+    """Return `value` itself; raise TemplateRuntimeError if it is larger than allowed.
 
     The size is the number of characters of all texts, plus the entries of all lists, tuples and dictionaries, at any
     depth; the keys of dictionaries do not count. A list that occurs twice counts twice, as it would when it is written
@@ -232,13 +245,14 @@ def _bounded_value(value: Any) -> Any:
 
 
 def _check_time() -> None:
-    if time.monotonic() > _deadline.get(float("inf")):
-        raise jinja2.TemplateRuntimeError(f"it takes more than {MAX_RENDER_S:g} s")
+    if (bounds := _bounds.get(None)) is not None and time.monotonic() > bounds.end_s:
+        raise jinja2.TemplateRuntimeError(f"it takes more than {bounds.seconds:g} s")
 
 
 def _check_len(length: int) -> None:
-    if length > MAX_LEN:
-        raise jinja2.TemplateRuntimeError(f"it makes a text or a list longer than {MAX_LEN}")
+    bounds = _bounds.get(None)
+    if length > (max_len := MAX_LEN if bounds is None else bounds.max_len):
+        raise jinja2.TemplateRuntimeError(f"it makes a text or a list longer than {max_len}")
 
 
 def _check_int_bits(num_bits: int) -> None:

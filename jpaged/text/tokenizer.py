@@ -150,11 +150,14 @@ class Tokenizer:
         template: str | None = None,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        max_s: float | None = None,
+        max_chars: int | None = None,
     ) -> str:
         """Return a conversation as text, rendered by `template`; None is the model's own chat template.
 
         With `add_generation_prompt` the text ends where the model's answer begins. `arguments` are further variables of
-        the template. The text contains its special tokens already, so encode it with `add_special_tokens=False`. Raise
+        the template, which may take `max_s` seconds and make `max_chars` characters; None is the default of each. The
+        text contains its special tokens already, so encode it with `add_special_tokens=False`. Raise
         InvalidRequestError for messages that are malformed or that the template refuses, for an argument that it does
         not read, and if there is no template.
         """
@@ -168,6 +171,8 @@ class Tokenizer:
             special_tokens=self.special_tokens,
             add_generation_prompt=add_generation_prompt,
             arguments=arguments,
+            max_s=max_s,
+            max_chars=max_chars,
         )
 
     def _special_id(self, name: str) -> int | None:

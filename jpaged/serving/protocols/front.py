@@ -222,9 +222,6 @@ class Front:
             "max_tokens": max_tokens,
             "logprobs": num_logprobs,
         }
-        # Counted against the server's own limit first, which may be lower than what any engine takes.
-        for name, limit in _COUNTED.items():
-            self._check_count(name, given.get(name), limit)
         return SamplingParams(**given, output_kind=kind, detokenize=self.tokenizer is not None)
 
     def _beams(self, fields: TakenFields, n: Any, max_tokens: int | None, num_logprobs: int | None) -> BeamSearchParams:
@@ -234,16 +231,8 @@ class Front:
         other = "stream" if fields.route.get("stream") else other
         if other is not None:
             raise refusal(other, "it and use_beam_search", "one of them", "leave one out")
-        self._check_count("n", n, "samples")
         penalty = fields.route.get("length_penalty", 1.0)
         return BeamSearchParams(beam_width=n, max_tokens=max_tokens, length_penalty=penalty, **given)
-
-    def _check_count(self, name: str, value: Any, limit: str) -> None:
-        """Raise InvalidRequestError for more of `value`, a number or a list, than the server's limit allows."""
-        most = self.limits[limit]
-        count = len(value) if isinstance(value, list | dict) else value if is_integer(value) else 0
-        if most is not None and count > most:
-            raise refusal(name, count, f"at most {most}, the server's limit {limit}", "ask for fewer")
 
     def _request(
         self,
@@ -300,10 +289,6 @@ class Front:
             )
             raise InvalidRequestError(message, param="max_tokens")
         return msgspec.structs.replace(new, is_streamed=is_stream)
-
-
-_COUNTED = {"n": "samples", "stop": "stop", "bad_words": "bad_words", "logit_bias": "logit_bias"}
-"""Fields whose number or length the server's limits bound."""
 
 
 def _key_of(prompt: Any) -> str:

@@ -21,7 +21,7 @@ from jpaged.config.engine_config import (
     EngineConfig,
 )
 from jpaged.errors import ConfigError
-from jpaged.limits import LIMITS
+from jpaged.limits import DEFAULT_LIMITS, LIMITS
 from jpaged.pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES
 from jpaged.sampling.logits_processor import LogitsProcessor
 
@@ -98,6 +98,8 @@ def test_values_at_their_limits_are_kept_as_plain_python_values():
     for name, (taken, _) in RANGES.items():
         for value in taken:
             kept = getattr(EngineConfig(**{name: value}), name)
+            if name == "limits":  # Names that are not given have their defaults.
+                value = DEFAULT_LIMITS | value
             assert kept == (str(value) if isinstance(value, Path) else value), (name, value)
             assert all(type(each) in plain for each in (kept, *(kept.values() if isinstance(kept, dict) else ())))
 
@@ -294,12 +296,12 @@ def test_params_are_a_mapping_and_no_part_of_what_a_config_shows_or_equals():
 
 
 def test_limits_hold_every_name_and_are_a_copy():
-    defaults = {name: limit.default for name, limit in LIMITS.items()}
-    assert EngineConfig().limits == defaults
+    assert EngineConfig().limits == DEFAULT_LIMITS
+    assert set(DEFAULT_LIMITS) == set(LIMITS)
     given = {"waiting_tokens": 7}
     config = EngineConfig(limits=given)
     given["waiting_tokens"] = 8
-    assert config.limits == {**defaults, "waiting_tokens": 7}
+    assert config.limits == {**DEFAULT_LIMITS, "waiting_tokens": 7}
     assert dataclasses.asdict(config)["limits"] == config.limits
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from jpaged import not_available
 from jpaged.checks import shown
 from jpaged.errors import InvalidRequestError
-from jpaged.limits import MAX_CHARS_PER_TOKEN
+from jpaged.limits import DEFAULT_LIMITS, largest
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.text.prompts import MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
@@ -203,7 +203,7 @@ def test_a_priority_that_would_be_ignored_is_refused():
 
 
 def test_a_prompt_that_could_never_be_queued_is_refused(tokenizer):
-    encoder = PromptEncoder(tokenizer, LogitRulesSpec(VOCAB), CONTEXT, max_waiting_tokens=5)
+    encoder = PromptEncoder(tokenizer, LogitRulesSpec(VOCAB), CONTEXT, limits={**DEFAULT_LIMITS, "waiting_tokens": 5})
     for prompt in ("a" * 5, [1] * 5):
         assert len(encoder.encode(prompt).token_ids) == 5
     for prompt in ("a" * 6, [1] * 6):
@@ -250,7 +250,7 @@ def lines_run(run):
 
 def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
     """The limit itself goes to the tokenizer, which counts; one character more is refused by its length."""
-    limit = CONTEXT * MAX_CHARS_PER_TOKEN
+    limit = CONTEXT * largest("chars_per_token")
     with pytest.raises(InvalidRequestError, match=f"got {limit} tokens"):
         encoder.encode("a" * limit)
     with pytest.raises(
@@ -264,8 +264,8 @@ def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
         with pytest.raises(InvalidRequestError, match="characters"):
             encoder.encode("a" * (limit + 1))
 
-    assert Tokenizer.encode.__code__ in lines_run(lambda: encoder.encode("a"))
-    assert Tokenizer.encode.__code__ not in lines_run(refuse)
+    assert Tokenizer.encoding.__code__ in lines_run(lambda: encoder.encode("a"))
+    assert Tokenizer.encoding.__code__ not in lines_run(refuse)
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array], ids=["list", "tuple", "array"])
