@@ -1,0 +1,77 @@
+"""What stands beside a prompt in its mapping: how it becomes tokens, by text, ids or messages."""
+
+from typing import Any
+
+import pytest
+
+from jpaged import Engine, InvalidRequestError, SamplingParams
+
+from ..tiny_model import SIZES
+
+USER = [{"role": "user", "content": "Hi"}]
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: str) -> Any:
+    with Engine(tiny, **SIZES) as engine:
+        yield engine
+
+
+def text_of(engine: Engine, prompt: Any) -> str:
+    """Return the text that a prompt's tokens spell."""
+    return engine.tokenizer.decode(engine.builder.encoder.encode(prompt).token_ids, skip_special_tokens=False)
+
+
+def test_a_chat_ends_where_the_options_say(engine: Engine):
+    whole = "<|start|>user: Hi\n<|start|>assistant: "
+    assert text_of(engine, {"messages": USER}) == whole
+    assert text_of(engine, {"messages": USER, "add_generation_prompt": True}) == whole
+    begun = [*USER, {"role": "assistant", "content": "Hello th"}]
+    continued = {"messages": begun, "continue_final_message": True}
+    assert text_of(engine, continued) == "<|start|>user: Hi\n<|start|>assistant: Hello th"
+
+
+def test_only_the_last_tokens_are_kept_if_asked(engine: Engine):
+    for prompt in ({"prompt": "abcdef"}, {"prompt_token_ids": [67, 68, 69, 70, 71, 72]}):
+        whole = engine.builder.encoder.encode(prompt).token_ids
+        assert engine.builder.encoder.encode({**prompt, "truncate_prompt_tokens": 4}).token_ids == whole[-4:]
+    long = {"prompt": "x" * 500, "truncate_prompt_tokens": -1}
+    assert len(engine.builder.encoder.encode(long).token_ids) == SIZES["max_model_len"] - 1
+
+
+def test_variables_that_the_template_reads_are_passed_and_others_refused(tiny: str):
+    template = "{% if shout %}{{ messages[0].content | upper }}{% else %}{{ messages[0].content }}{% endif %}"
+    with Engine(tiny, **SIZES) as engine:
+        render = engine.tokenizer.render_chat
+        assert render(USER, template=template) == "Hi"
+        assert render(USER, template=template, arguments={"shout": True}) == "HI"
+        for name in ("whisper", "messages", "bos_token", "raise_exception"):
+            with pytest.raises(
+                InvalidRequestError, match=r"^chat_template_kwargs: .* what the chat template reads: shout"
+            ):
+                render(USER, template=template, arguments={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ({"prompt": "a", "truncate_prompt_tokens": 0}, "prompt"),
+        ({"prompt": "a", "truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
+        ({"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": USER, "chat_template_kwargs": 5}, "chat_template_kwargs"),
+        (
+            {"messages": [{"role": "assistant", "content": " "}], "continue_final_message": True},
+            "continue_final_message",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_by_name(engine: Engine, prompt: Any, param: str):
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.add_request("wrong", prompt, ONE)
+    assert caught.value.param == param
+    assert not engine.requests
