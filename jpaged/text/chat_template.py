@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checks import one_line, refusal, shown
 from ..errors import InvalidRequestError
-from .chat_messages import normalize_messages, without_developers
+from .chat_messages import normalize_messages
 
 
 def render_chat_template(
@@ -23,14 +23,11 @@ def render_chat_template(
     """Return the text that a Jinja2 chat template makes of `messages`.
 
     The template sees the messages as `normalize_messages` writes them, `special_tokens` as variables of these names,
-    `add_generation_prompt`, and the variables in `arguments`. Where it knows no role developer, such messages become
-    part of the system message. Raise InvalidRequestError for malformed messages, for an argument that the template does
-    not read, for a template that is not valid Jinja2, for anything that the template raises, and for a template that
-    exceeds the limits on time or length.
+    `add_generation_prompt`, and the variables in `arguments`. Raise InvalidRequestError for malformed messages, for an
+    argument that the template does not read, for a template that is not valid Jinja2, for anything that the template
+    raises, and for a template that exceeds the limits on time or length.
     """
     conversation = normalize_messages(messages)
-    if "developer" not in template:
-        conversation = without_developers(conversation)
     names = {"add_generation_prompt": add_generation_prompt, **special_tokens, **(arguments or {})}
     import jinja2  # Here, since most requests need no template, and the import takes time.
 

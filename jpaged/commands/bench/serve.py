@@ -236,8 +236,8 @@ def _measurement(point: Point, records: list[StreamRecord], cpu_s: float) -> dic
 
     `cpu_s` is the processor time of this process during the run.
     """
-    passed = [record for record in records if record.failure is None]
-    failed = [record for record in records if record.failure is not None]
+    passed = [record for record in records if record.error_kind is None]
+    failed = [record for record in records if record.error_kind is not None]
     sent_s = np.sort([record.sent_s for record in records])
     ended_s = np.sort([record.end_s for record in records])
     duration_s = float(ended_s[-1] - sent_s[0])
@@ -250,8 +250,8 @@ def _measurement(point: Point, records: list[StreamRecord], cpu_s: float) -> dic
         **point.entry,
         "requests": len(records),
         "succeeded": len(passed),
-        "errors": dict(Counter(str(record.failure) for record in failed)),
-        "error_examples": {str(record.failure): record.message for record in reversed(failed)},
+        "errors": dict(Counter(str(record.error_kind) for record in failed)),
+        "error_examples": {str(record.error_kind): record.message for record in reversed(failed)},
         "duration_s": round(duration_s, 4),
         "requests_per_s": round(len(passed) / duration_s, 3),
         "output_tokens_per_s": round(num_output_tokens / duration_s, 2),

@@ -108,8 +108,8 @@ class Load:
         say(f"warm-up: {self._point}, {count} requests")
         requests = self._make(count)
         records = asyncio.run(self._closed(requests, self._point.concurrency or MAX_WARMUP))
-        if failed := [record for record in records if record.failure is not None]:
-            say(f"warm-up: {len(failed)} of {count} failed: {failed[0].failure}: {failed[0].message}")
+        if failed := [record for record in records if record.error_kind is not None]:
+            say(f"warm-up: {len(failed)} of {count} failed: {failed[0].error_kind}: {failed[0].message}")
 
     def run(self) -> tuple[list[StreamRecord], float]:
         """Send all requests and wait for their ends; return the records and the processor seconds of this process."""

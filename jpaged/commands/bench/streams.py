@@ -74,7 +74,7 @@ class StreamRecord:
     end_s: float = 0.0
     """When [DONE] came, or when the request failed."""
     usage: _Usage | None = None
-    failure: str | None = None
+    error_kind: str | None = None
     """Kind of the error; None for a request that succeeded, the only ones that have times."""
     message: str = ""
 
@@ -179,7 +179,7 @@ class _EventReader:
 async def read_stream(
     server: Server, request: bytes, record: StreamRecord, *, has_event_usage: bool, timeout_s: float
 ) -> None:
-    """Send a request and read its stream into `record`. What fails is in `record.failure`, never raised."""
+    """Send a request and read its stream into `record`. What fails is in `record.error_kind`, never raised."""
     reader = _EventReader(record, has_event_usage=has_event_usage)
     other = bytearray()
 
@@ -202,12 +202,12 @@ async def read_stream(
     except TimeoutError as error:
         # The system's own timeout of a connection is an OSError with a number.
         kind, message = ("connection", str(error)) if error.errno else ("timeout", f"no end after {timeout_s:g} s")
-        record.failure, record.message = kind, message
+        record.error_kind, record.message = kind, message
     except RequestFailedError as error:
-        record.failure, record.message = error.kind, str(error)
+        record.error_kind, record.message = error.kind, str(error)
     except OSError as error:
-        record.failure, record.message = "connection", one_line(error)
-    if record.failure is not None:
+        record.error_kind, record.message = "connection", one_line(error)
+    if record.error_kind is not None:
         record.end_s = time.perf_counter()
 
 

@@ -100,7 +100,7 @@ class ServerProcess:
         try:
             engine, front, identity = await asyncio.to_thread(self._start_engine, self.state)
         except BaseException as error:
-            self.state.failure, self._error = one_line(error), error
+            self.state.start_fault, self._error = one_line(error), error
             if not isinstance(error, JpagedError | ModelLoadError | OSError):
                 logger.error("the engine could not start", exc_info=error)
             self._end.set()

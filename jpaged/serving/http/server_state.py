@@ -54,7 +54,7 @@ class ServerState:
         self.created = int(time.time())
         self.fingerprint = ""
         self.is_stopping = False
-        self.failure: str | None = None
+        self.start_fault: str | None = None
         """Why the engine could not start."""
         self._engine: AsyncEngine | None = None
         self._front: Front | None = None
@@ -110,7 +110,7 @@ class ServerState:
         """Return what /health tells; `status` is "ok" where requests are taken."""
         if self.is_stopping:
             return {"status": "stopping"}
-        if self.failure is not None:
+        if self.start_fault is not None:
             return {"status": "failed"}
         if self._engine is None:
             name, done, total, since = self._phase

@@ -17,6 +17,7 @@ from ...errors import InvalidRequestError
 from ...intake.request_builder import RequestBuilder
 from ...messages import NewRequest
 from ...sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from ...text.chat_messages import normalize_messages, without_developers
 from ...text.tokenizer import Tokenizer
 from .bodies import parse_body
 from .fields import (
@@ -111,7 +112,7 @@ class Front:
         self._take_effort(fields)
         num_logprobs = num_tops if has_logprobs else None
         params = self._params(fields, max_tokens, num_logprobs)
-        prompts = [{"messages": route["messages"]}]
+        prompts = [{"messages": self._for_template(route["messages"])}]
         return self._request(fields, prompts, params, max_tokens=max_tokens, num_logprobs=num_logprobs)
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
@@ -126,7 +127,8 @@ class Front:
         if fields.route.get("prompt") == "":
             token_ids = tokenizer.encode("", add_special_tokens=fields.prompt.get("add_special_tokens") is not False)
         else:
-            prompt = {keys[0]: fields.route[keys[0]], **fields.prompt}
+            value = fields.route[keys[0]]
+            prompt = {keys[0]: self._for_template(value) if keys == ["messages"] else value, **fields.prompt}
             token_ids = self.builder.encoder.encode(prompt, has_answer=False).token_ids
         result: dict[str, Any] = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         has_texts = check("return_token_strs", fields.route.get("return_token_strs", False), boolean)
@@ -145,6 +147,18 @@ class Front:
             if not is_integer(one) or not 0 <= one < size:
                 raise refusal("tokens", f"{shown(one)} among the token ids", f"integers in [0, {size - 1}]")
         return {"prompt": self._tokenizer().decode(token_ids, skip_special_tokens=False)}
+
+    def _for_template(self, messages: Any) -> Any:
+        """Return messages in which the role developer is system, if the chat template does not know that role.
+
+        Others are returned as they are, also malformed ones.
+        """
+        encoder = self.builder.encoder
+        template = encoder.chat_template or (self.tokenizer and self.tokenizer.chat_template) or ""
+        is_list = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+        if not is_list or "developer" in template or not any(one.get("role") == "developer" for one in messages):
+            return messages
+        return without_developers(normalize_messages(messages))
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

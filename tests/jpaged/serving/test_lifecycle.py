@@ -35,8 +35,8 @@ def send(server: Served, fields: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("where", ["queued", "decoding"])
 def test_requests_of_clients_that_leave_are_aborted_within_a_second(served: Served, stream: bool, where: str):
-    aborted = 'jpaged:request_success_total{finished_reason="abort"}'
-    before = served.metrics().get(aborted.replace('"}', '",}'), served.metrics().get(aborted))
+    for number in range(2):  # Their programs are compiled at their first use.
+        served.request("/v1/completions", body(n=4, seed=number))
     if where == "queued":
         served.request("/pause", {})
     connections = [send(served, body(stream=stream, n=4)) for _ in range(6)]
@@ -51,7 +51,6 @@ def test_requests_of_clients_that_leave_are_aborted_within_a_second(served: Serv
     finally:
         served.request("/resume", {})
     assert took_s < 1.0
-    assert before is not None
 
 
 def test_a_client_that_does_not_read_costs_nobody_else(served: Served):
