@@ -69,7 +69,7 @@ torch() { # What a trainer has saved, opened by transformers: torch is no requir
   "$venv/bin/python" -m pytest -m "slow or not slow" tests/jpaged/research/test_checkpoint_modules.py -k transformers_opens -rs
 }
 readme() { python -m pytest tests/test_readme.py -m slow; }
-clients() { python scripts/serve_clients.py; } # Environments that stay in the user's cache folder, 7 GB.
+clients() { python scripts/serve_clients.py; } # Their environments, of 7 GB, stay in the user's cache folder.
 
 for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples torch readme clients}"; do
   for name in $part; do

@@ -17,7 +17,7 @@ CREATION = "request"
 MUTATORS = {"append", "clear", "extend", "insert", "pop", "remove", "update"}
 OWNED = {"SequencePrefix": SequencePrefix, "AdmissionState": AdmissionState, "PromptScores": PromptScores}
 """Types of fields which their writer owns whole."""
-OTHER_OBJECTS = {"self", "output"}
+OTHER_OBJECTS = {"self", "output", "args"}
 """Variables that stand for no request and no sequence, in every module."""
 
 
