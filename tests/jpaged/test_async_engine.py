@@ -249,6 +249,42 @@ def test_stat_loggers_are_told_of_steps_and_ends_and_one_that_raises_is_dropped(
     assert (bad.num_steps, bad.ends) == (0, [])
 
 
+class Dispatches:
+    """A stat logger that notes the number of the last step that was dispatched, and the first of each request."""
+
+    def __init__(self) -> None:
+        self.last, self.first_of = 0, dict[str, int]()
+
+    def dispatched(self, record: StepRecord) -> None:
+        self.last = record.number
+        for turn in record.turns:
+            self.first_of.setdefault(turn.request_id, record.number)
+
+    def retired(self, record: StepRecord) -> None:
+        """Count dispatches alone."""
+
+    def ended(self, request: EndedRequest) -> None:
+        """Count dispatches alone."""
+
+
+def test_a_newcomer_beside_eight_streams_begins_within_two_steps(make):
+    async def run() -> None:
+        options = params(max_tokens=90, output_kind="delta")
+        streams = [asyncio.create_task(collect(engine.generate(prompt, options))) for prompt in PROMPTS[:7]]
+        await until(lambda: len(steps.first_of) == 7)
+        for _ in range(5):
+            known, before = set(steps.first_of), steps.last
+            await collect(engine.generate("New", params(max_tokens=2)))
+            (newcomer,) = set(steps.first_of) - known
+            assert steps.first_of[newcomer] - before <= 2 + 1  # One step may be dispatched while the prompt is encoded.
+        assert not any(stream.done() for stream in streams)
+        await asyncio.gather(*streams)
+
+    steps = Dispatches()
+    engine = make(stat_loggers=[steps])
+    asyncio.run(run())
+
+
 def test_the_thread_ends_with_the_engine_and_another_loop_may_use_it(make):
     engine = make()
     for _ in range(2):  # Each `run` has an event loop of its own.
