@@ -111,7 +111,7 @@ def test_the_content_of_a_message_without_one_is_empty_text_and_none():
     tests += (
         "{{ m.content is defined }} {{ 'x' in m.content }} {{ m.content | tojson }} {{ none is none }} {{ '' is none }}"
     )
-    assert render(tests, m=message) == 'True False True False True True ab True True False "" True False'
+    assert render(tests, {"m": message}) == 'True False True False True True ab True True False "" True False'
 
 
 def test_arguments_of_a_call_that_is_the_function_itself_are_a_mapping_too():
@@ -190,7 +190,7 @@ def test_a_call_without_content_renders_in_every_published_template_as_one_that_
         for content in (None, ""):
             for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
                 with contextlib.suppress(Exception):
-                    found.append(render(path.read_text(), messages=chat_with(content, arguments), **names))
+                    found.append(render(path.read_text(), {"messages": chat_with(content, arguments), **names}))
         wanted = [text for text in found if "None" not in text and "{'" not in text]
         if wanted:
             text = render_in(path.stem, chat_with(None, {"city": "Oslo"}))
