@@ -318,6 +318,8 @@ class PromptEncoder:
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         tokenizer = self._tokenizer_for("prompt", "a text")
+        if num_kept is None and (num_tokens := tokenizer.num_tokens_at_least(text, self.max_model_len)):
+            self.check_len(num_tokens, num_room, "at least ")
         encoding = tokenizer.encoding(text, add_special_tokens=add_special_tokens)
         if num_kept is not None:
             encoding.truncate(num_kept, direction="left")
@@ -370,12 +372,12 @@ class PromptEncoder:
         if not 0 <= token_id < self.vocab_size:
             raise refusal(name, f"token id {shown(token_id)}, out of vocabulary", f"0 to {self.vocab_size - 1}")
 
-    def check_len(self, num_tokens: int, num_room: int = 1) -> None:
+    def check_len(self, num_tokens: int, num_room: int = 1, counted: str = "") -> None:
         """Raise InvalidRequestError unless a prompt of `num_tokens` tokens can be served.
 
         It must have a token, leave room for `num_room` output tokens in the context, and not exceed the engine's limit
         on waiting tokens, if there is one. `num_room` is 1 for a prompt that gets an answer, and 0 for one that is only
-        scored.
+        scored. `counted` stands before the number, such as "at least ".
         """
         if not num_tokens:
             raise refusal("prompt", "no token", "at least one, since a prompt cannot be empty", "give some text")
@@ -383,10 +385,11 @@ class PromptEncoder:
             reason = f"the maximum context length is {self.max_model_len} tokens"
             reason += " and an answer needs at least one" if num_room else ""
             allowed = f"at most {limit}, since {reason}"
-            raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise max_model_len")
+            got, way_out = f"{counted}{num_tokens} tokens", "shorten the prompt or raise max_model_len"
+            raise refusal("prompt", got, allowed, way_out)
         if (most := self.limits["waiting_tokens"]) is not None and num_tokens > most:
             allowed = f"at most waiting_tokens among the limits, {most}"
-            raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
+            raise refusal("prompt", f"{counted}{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
 
 
 def _last(ids: Sequence[Any], num_kept: int) -> list[Any]:

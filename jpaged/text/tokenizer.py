@@ -47,6 +47,10 @@ MORE_FILES = (
     "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tiktoken.model", "additional_chat_templates",
 )  # fmt: skip
 """Files, and a folder of files, that are read beside them where they are there."""
+PART_CHARS = 1 << 20
+"""Characters of the parts by which `Tokenizer.num_tokens_at_least` counts."""
+CUT_TOKENS = 64
+"""More tokens than a part can have for the reason alone that it begins and ends amid a text."""
 # Decoders for which the text of a token depends only on whether any token comes before it.
 _STREAMABLE_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
@@ -112,6 +116,22 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the prompt must be valid Unicode text, got {shorten(text)}; replace lone surrogates", param="prompt"
             ) from error
+
+    def num_tokens_at_least(self, text: str, limit: int) -> int:
+        """Return a number of tokens that `text` has at least, counted until it is above `limit`.
+
+        So a text that is far too long is found out by its beginning, where all of it would take a minute. It is 0, and
+        nothing is counted, for a text of at most two parts; and no more than the first part is counted if as many
+        tokens in every other one would not exceed `limit`.
+        """
+        starts = range(0, len(text), PART_CHARS)
+        num_tokens = 0
+        for start in starts if len(starts) > 2 else ():
+            part = self.encoding(text[start : start + PART_CHARS], add_special_tokens=False)
+            num_tokens += max(len(part) - CUT_TOKENS, 0)
+            if num_tokens > limit or num_tokens * len(starts) <= limit:
+                break
+        return num_tokens
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, decoded by the package `tokenizers` without any clean-up of spaces.

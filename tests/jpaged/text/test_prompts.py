@@ -1,6 +1,7 @@
 """Prompts become token ids, or are refused by name before anything is computed; JAX would clamp ids silently."""
 
 import array
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+import jpaged.text.tokenizer as tokenizer_module
 from jpaged import not_available
 from jpaged.checks import shown
 from jpaged.errors import InvalidRequestError
@@ -266,6 +268,22 @@ def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
 
     assert Tokenizer.encoding.__code__ in lines_run(lambda: encoder.encode("a"))
     assert Tokenizer.encoding.__code__ not in lines_run(refuse)
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen"])
+def test_a_text_far_too_long_is_refused_by_its_first_parts(monkeypatch, family):
+    tokenizer = load_family(family)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARS", 2000)
+    text = "The quick brown fox — «быстрая» 敏捷的狐狸 1,234 times.\n" * 2000
+    num_tokens = len(tokenizer.encode(text))
+    encoder = PromptEncoder(tokenizer, LogitRulesSpec(tokenizer.vocab_size), 4000)
+    with pytest.raises(InvalidRequestError, match=r"got at least (\d+) tokens, allowed: at most 3999") as refused:
+        encoder.encode(text)
+    assert 4000 < int(re.search(r"least (\d+)", str(refused.value))[1]) < 6000 < num_tokens
+    with pytest.raises(InvalidRequestError, match=f"got {num_tokens} tokens"):  # Nearly fits: counted to its end.
+        PromptEncoder(tokenizer, LogitRulesSpec(tokenizer.vocab_size), num_tokens).encode(text)
+    encoder = PromptEncoder(tokenizer, LogitRulesSpec(tokenizer.vocab_size), num_tokens + 1)
+    assert encoder.encode(text).token_ids == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array], ids=["list", "tuple", "array"])
