@@ -1,6 +1,6 @@
 """An engine for asyncio: requests of many tasks on one thread that owns the engine.
 
-`AsyncEngine.generate` is what callers hold; `submit` is what the server builds on, with messages instead of arguments.
+`AsyncEngine.generate` is the call for programs; the server calls `submit`, which takes checked messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from .checks import refusal, shown
 from .config.engine_config import EngineConfig
-from .core.core_thread import CoreThread, Outbox, StepOutputs
+from .core.core_thread import CoreThread, Delivery, ResultCallback, StepOutputs, Subscription
 from .core.stat_loggers import StatLogger, StatLoggers
 from .engine import Engine
 from .errors import EngineStoppedError
@@ -29,7 +29,7 @@ from .text.grammar import Matcher
 Result = TypeVar("Result")
 
 
-class OutputStream(Outbox):
+class OutputStream(Subscription):
     """The outputs of some requests as their reader, one task of an event loop, takes them."""
 
     def __init__(self, core: CoreThread, *, takes_deltas: bool):
@@ -52,7 +52,7 @@ class OutputStream(Outbox):
                 self._waiter = None
         outputs, self._outputs = self._outputs, None
         if outputs is not None:
-            self._core.took(self)
+            self._core.note_taken(self)
         elif self._error is not None:
             raise self._error
         return outputs
@@ -82,8 +82,8 @@ class AsyncEngine:
     """One model behind a paged cache, for the tasks of an event loop.
 
     `generate` gives the outputs of a request as they come. A thread of its own computes the steps; requests, aborts and
-    other calls enter between two steps. The `Engine` itself is the attribute `engine`; its calls that wait, such as
-    `update_params`, can be awaited by `call`.
+    other calls enter between two steps. The `Engine` itself is the attribute `engine`; those of its calls that are
+    missing here, such as `score`, can be awaited by `call`.
     """
 
     def __init__(self, model: str | None = None, *, stat_loggers: Sequence[StatLogger] = (), **options: Any):
@@ -108,7 +108,7 @@ class AsyncEngine:
 
     @classmethod
     def from_engine(cls, engine: Engine, *, stat_loggers: Sequence[StatLogger] = ()) -> Self:
-        """Return an engine over one that is there."""
+        """Wrap an engine that exists. It belongs to this object from now on, which shuts it down."""
         self = cls.__new__(cls)
         self._start(engine, stat_loggers)
         return self
@@ -156,40 +156,34 @@ class AsyncEngine:
         kind = message.params.output_kind if isinstance(message.params, SamplingParams) else None
         message = msgspec.structs.replace(message, is_streamed=kind not in (None, RequestOutputKind.FINAL_ONLY))
         stream = await self.submit([message], takes_deltas=False)
-        name = request_id or stream.request_ids[0]
-        self._streams.setdefault(name, set()).add(stream)
+        output_id = request_id or stream.request_ids[0]
+        self._streams.setdefault(output_id, set()).add(stream)
         try:
             while True:
-                for output in (await stream.take() or StepOutputs([], {}, [])).outputs:
-                    yield replace(output, request_id=name)
+                outputs = await stream.take()
+                assert outputs is not None, "nobody nudges this stream"
+                for output in outputs.outputs:
+                    yield replace(output, request_id=output_id)
                     if output.finished:
                         return
         finally:
             stream.close()
-            self._streams[name].discard(stream)
-            if not self._streams[name]:
-                del self._streams[name]
+            self._streams[output_id].discard(stream)
+            if not self._streams[output_id]:
+                del self._streams[output_id]
 
-    async def submit(
-        self,
-        messages: Sequence[NewRequest],
-        grammars: Sequence[Matcher | None] = (),
-        *,
-        takes_deltas: bool,
-    ) -> OutputStream:
+    async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
         """Queue the requests of some messages, all or none, and return the stream of their outputs.
 
-        The caller closes the stream. `grammars` are matchers of the messages' grammars; they are compiled here if they
-        are left out. Raise InvalidRequestError if a request can never fit, QueueFullError if there is no room for all,
-        and EngineStoppedError if the engine was shut down or has failed.
+        The caller closes the stream. Raise InvalidRequestError if a request can never fit, QueueFullError if there is
+        no room for all, and EngineStoppedError if the engine was shut down or has failed.
         """
-        if not grammars:
-            grammars = [None] * len(messages)
-            if any(message.grammar for message in messages):
-                grammars = await asyncio.to_thread(self._matchers, messages)
+        grammars: list[Matcher | None] = [None] * len(messages)
+        if any(message.grammar for message in messages):
+            grammars = await asyncio.to_thread(self._matchers, messages)
         stream = OutputStream(self.core, takes_deltas=takes_deltas)
         try:
-            stream.request_ids = await self._reply(partial(self.core.add, messages, grammars, stream))
+            stream.request_ids = await self._result(partial(self.core.add, messages, grammars, stream))
         except BaseException:  # Cancelled while the requests may be queued already.
             stream.close()
             raise
@@ -211,18 +205,23 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End the requests of `generate` with this id; their iterators get a last output with the reason "abort"."""
-        ids = [one for stream in self._streams.get(request_id, ()) for one in stream.request_ids]
-        await self._reply(partial(self.core.call, partial(self.engine.abort_request, ids)))
+        await self._result(partial(self.core.call, partial(self.engine.abort_request, self._core_ids(request_id))))
 
     async def fork(self, request_id: str, n: int = 1, **options: Any) -> list[int]:
-        """Add `n` samples to the one request with this id; see `Engine.fork`."""
-        ids = [one for stream in self._streams.get(request_id, ()) for one in stream.request_ids]
-        own_id = ids[0] if len(ids) == 1 else ""
-        return await self._reply(partial(self.core.call, partial(self.engine.fork, own_id, n, **options)))
+        """Add `n` samples to the unfinished request with this id; see `Engine.fork`."""
+        ids = self._core_ids(request_id)
+        if len(ids) != 1:
+            got = f"{shown(request_id)}, the id of {len(ids)} unfinished requests"
+            raise refusal("request_id", got, "that of exactly one")
+        return await self._result(partial(self.core.call, partial(self.engine.fork, ids[0], n, **options)))
+
+    def _core_ids(self, request_id: str) -> list[str]:
+        """Return the core's ids of the unfinished requests of `generate` with this id."""
+        return [one for stream in self._streams.get(request_id, ()) for one in stream.request_ids]
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; see `Engine.reset_prefix_cache`."""
-        await self._reply(partial(self.core.call, self.engine.reset_prefix_cache))
+        await self._result(partial(self.core.call, self.engine.reset_prefix_cache))
 
     async def update_params(self, params: Any, **options: Any) -> Any:
         """Take new weights; see `Engine.update_params`."""
@@ -251,7 +250,7 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, float | int]:
         """Return counters and sizes; see `Engine.stats`."""
-        return await self._reply(partial(self.core.call, self.engine.stats))
+        return await self._result(partial(self.core.call, self.engine.stats))
 
     def shutdown(self) -> None:
         """Abort all requests, end the thread, and free the device's memory. Iterators raise EngineStoppedError."""
@@ -264,17 +263,17 @@ class AsyncEngine:
     async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _reply(self, call: Callable[[Callable[[Any, Exception | None], None]], None]) -> Any:
-        """Make a call of the core's thread, and wait for its reply."""
+    async def _result(self, call: Callable[[ResultCallback], None]) -> Any:
+        """Make a call of the core's thread, and wait for its result."""
         if not self.core.is_alive:
             raise EngineStoppedError("the engine was shut down, or has failed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        call(_Reply(loop, future))
+        call(_FutureCallback(loop, future))
         return await future
 
 
-class _Reply:
+class _FutureCallback:
     """Resolves a future of an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]):
@@ -289,19 +288,18 @@ class _Reply:
             self._future.set_result(result)
 
 
-def _deliver(messages: list[Any]) -> None:
-    """Call all messages on the event loops that they are for, by one wake-up of each loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = {}
-    for message in messages:
-        receiver = getattr(message.func, "__self__", message.func)
-        by_loop.setdefault(receiver.loop, []).append(message)
-    for loop, calls in by_loop.items():
+def _deliver(deliveries: list[Delivery]) -> None:
+    """Make all calls on the event loops of their receivers, by one wake-up of each loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+    for delivery in deliveries:
+        by_loop.setdefault(delivery.receiver.loop, []).append(delivery)
+    for loop, of_loop in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_call_all, calls)
+            loop.call_soon_threadsafe(_call_all, of_loop)
         except RuntimeError:  # The loop was closed: nobody waits any more.
             continue
 
 
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+def _call_all(deliveries: list[Delivery]) -> None:
+    for delivery in deliveries:
+        delivery.call()

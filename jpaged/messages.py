@@ -12,6 +12,9 @@ import msgspec
 
 from .sampling.sampling_params import OWN_SCORE, BeamSearchParams, SamplingParams, ScoreKind
 
+INT32_BYTES = 4
+"""Bytes of a token id where a message packs them."""
+
 Params = SamplingParams | BeamSearchParams
 
 
@@ -75,3 +78,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Its caller is shown each token as it comes, so that no step draws several of one sample."""
     policy_key: Any = None
     """The key that the scheduling policy gave it when it was checked; None if it has still to be checked."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens of the prompt."""
+        return len(self.prompt_token_ids) // INT32_BYTES

@@ -12,12 +12,12 @@ from typing import Any
 
 from .checks import CheckedFields, RepeatedKeyError, Rule, Unfit, boolean, checked, described, or_none, unique_keys
 from .errors import InvalidRequestError
-from .limits import largest
+from .limits import ceiling
 
-MAX_SCHEMA_BYTES = largest("schema_bytes")
+MAX_SCHEMA_BYTES = ceiling("schema_bytes")
 """A schema, a grammar, and all choices together may have so many bytes of UTF-8."""
-MAX_SCHEMA_DEPTH = largest("json_depth")
-MAX_REGEX_BYTES = largest("regex_bytes")
+MAX_SCHEMA_DEPTH = ceiling("json_depth")
+MAX_REGEX_BYTES = ceiling("regex_bytes")
 MAX_CHOICES = 4096
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """Fields of which exactly one is given."""

@@ -83,10 +83,13 @@ def run_client(command: Sequence[str], client: str, folder: Path) -> int:
 
 def counters(server: Served) -> Counter[str]:
     """Return what the server has counted: prompt_tokens, generation_tokens, and ended requests by finish reason."""
-    _, _, text = server.request("/metrics")
-    total = r'^jpaged:(prompt_tokens|generation_tokens|request_success)_total\{(?:finished_reason="(\w+)",)?.*\} (\S+)$'
-    found = re.findall(total, text.decode(), re.MULTILINE)
-    return Counter({reason or name: int(float(value)) for name, reason, value in found})
+    names = "prompt_tokens|generation_tokens|request_success"
+    total = re.compile(rf'jpaged:({names})_total(?:\{{finished_reason="(\w+)"\}})?')
+    counts: Counter[str] = Counter()
+    for name, value in server.metrics().items():
+        if match := total.fullmatch(name):
+            counts[match[2] or match[1]] = int(value)
+    return counts
 
 
 def observe(run: Run, server: Served, folder: Path) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def observe(run: Run, server: Served, folder: Path) -> dict[str, Any]:
     before, start = counters(server), time.monotonic()
     status = run_client([str(program), *arguments], run.client, folder)
     seconds = time.monotonic() - start
-    wait_until(lambda: _is_idle(server), 30.0, "requests are left after a client has ended")
+    wait_until(server.is_idle, 30.0, "requests are left after a client has ended")
     after = counters(server)
     try:
         found = run.read()
@@ -109,12 +112,6 @@ def observe(run: Run, server: Served, folder: Path) -> dict[str, Any]:
     command = shlex.join([run.client, *arguments]).replace(server.url, "URL").replace(str(folder.parent), "FOLDER")
     counted = Counter({name: after[name] - before[name] for name in after})
     return {"found": found, "counted": counted, "command": command, "seconds": round(seconds, 1)}
-
-
-def _is_idle(server: Served) -> bool:
-    _, _, text = server.request("/metrics")
-    busy = re.findall(rb"^jpaged:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.MULTILINE)
-    return not any(map(float, busy))
 
 
 def compare(engine: Engine, found: Observation, counted: Counter[str]) -> None:

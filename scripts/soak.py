@@ -3,10 +3,10 @@
     python scripts/soak.py --minutes 5
 
 The server runs the tiny model of the tests, with a pool of 30 % of what its sequences need. Clients send chats and
-completions of every kind: greedy, seeded, several samples, stop strings, JSON schemas, streams and whole answers. A
-fifth abort, a tenth close their connection at random, some read slowly. At the end each request has ended once, greedy
-answers are what they are alone, pages, queues, open files and threads are as before, memory has not grown, nothing was
-compiled anew, and /metrics agrees with what was sent.
+completions of every kind: greedy, seeded, several samples, stop strings, JSON schemas, streamed and not. A fifth leave
+while their response comes, a tenth soon after they have sent their request, some read slowly. At the end no request has
+failed, and /metrics shows as many requests and tokens as clients have read; greedy texts are what they are alone;
+pages, queues, open files and threads are as before; memory has not grown, and nothing was compiled anew.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ MAX_POOL_THREADS = 10
 FLAGS = (
     "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "288", "--block-size", "8",
     "--num-blocks", str(1 + 16 * MEAN_LEN // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap",
-    "--served-model-name", "tiny", "--enable-admin", "--disable-log-requests",
+    "--served-model-name", "tiny", "--disable-log-requests",
 )  # fmt: skip
 WORDS = ("the", "a", "river", "stone", "bright", "seven", "of", "under", "walks", "slowly", "toward", "blue", "never")
+FATES = ("reads", "aborts", "leaves", "slow")
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
@@ -69,37 +70,40 @@ def drawn_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
     if kind == "logprobs":
         body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
     body["stream"] = rng.random() < 0.6
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
     return "/v1/chat/completions" if is_chat else "/v1/completions", body
 
 
-def text_of(reply: bytes, *, is_stream: bool) -> str | None:
-    """Return the text of the first choice of an answer; None for one that is no whole answer."""
-    head, _, data = reply.partition(b"\r\n\r\n")
+def text_and_usage(response: bytes, *, is_stream: bool) -> tuple[str, dict[str, Any]] | None:
+    """Return the text of the first choice of a response, and its usage; None for one that is not complete."""
+    head, _, data = response.partition(b"\r\n\r\n")
     if b" 200 " not in head.partition(b"\r\n")[0]:
         return None
     if not is_stream:
-        choice = json.loads(data)["choices"][0]
-        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+        body = json.loads(data)
+        choice = body["choices"][0]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"]), body["usage"]
     lines = re.findall(rb"data: (.*)", data)
     if not lines or lines[-1].strip() != b"[DONE]":
         return None
-    texts = []
-    for line in lines[:-1]:
-        for choice in json.loads(line)["choices"]:
+    chunks, texts = [json.loads(line) for line in lines[:-1]], []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
             if choice["index"] == 0:
                 texts.append(choice["delta"].get("content") or "" if "delta" in choice else choice["text"])
-    return "".join(texts)
+    return "".join(texts), chunks[-1]["usage"]
 
 
 async def send(port: int, route: str, body: dict[str, Any], fate: str, rng: random.Random) -> bytes:
-    """Send a request and return its answer, as far as the client's fate lets it read it."""
+    """Send a request and return the response, as far as the client's fate lets it read it."""
     data = json.dumps(body).encode()
     head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
-        if fate == "leaves":
-            await asyncio.sleep(rng.expovariate(20))
+        if fate == "leaves" or (fate == "aborts" and not body["stream"]):
+            await asyncio.sleep(rng.expovariate(20 if fate == "leaves" else 5))
             return b""
         parts = []
         while part := await reader.read(SLOW_BYTES_S // 10 if fate == "slow" else 65536):
@@ -107,7 +111,7 @@ async def send(port: int, route: str, body: dict[str, Any], fate: str, rng: rand
             if fate == "slow":
                 await asyncio.sleep(0.1)
             if fate == "aborts" and rng.random() < 0.3:
-                return b""
+                return b"".join(parts)
         return b"".join(parts)
     finally:
         writer.close()
@@ -119,6 +123,8 @@ class Soak:
     def __init__(self, server: Served, seed: int):
         self.server, self.rng = server, random.Random(seed)
         self.counts: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        """Tokens of prompts and outputs, by the usage of the complete responses."""
         self.greedy: dict[str, set[str]] = {}
         """Body of a greedy request → the texts that came for it."""
         self.failures: list[str] = []
@@ -145,29 +151,38 @@ class Soak:
     async def _client(self, end: float) -> None:
         while time.monotonic() < end:
             route, body = drawn_body(self.rng)
-            fate = self.rng.choices(["reads", "aborts", "leaves", "slow"], [66, 20, 10, 4])[0]
+            fate = self.rng.choices(FATES, [66, 20, 10, 4])[0]
             self.counts[fate] += 1
             try:
-                reply = await asyncio.wait_for(send(self.server.port, route, body, fate, self.rng), 120)
+                response = await asyncio.wait_for(send(self.server.port, route, body, fate, self.rng), 120)
             except (OSError, TimeoutError) as error:
                 self.failures.append(f"{type(error).__name__}: {body}")
                 continue
+            self._note(route, body, fate, response)
+
+    def _note(self, route: str, body: dict[str, Any], fate: str, response: bytes) -> None:
+        """Note what a client has read; the response to one that reads to the end must be complete."""
+        complete = text_and_usage(response, is_stream=body["stream"])
+        if complete is None:
+            self.counts["begun"] += b"data: " in response  # Without any event it may have left before it was queued.
             if fate in ("reads", "slow"):
-                text = text_of(reply, is_stream=body["stream"])
-                if text is None:
-                    self.failures.append(f"{reply[:300]!r} for {body}")
-                elif body["temperature"] == 0:
-                    key = json.dumps([route, {name: body[name] for name in sorted(body) if name != "stream"}])
-                    self.greedy.setdefault(key, set()).add(text)
-                self.counts["whole"] += text is not None
+                self.failures.append(f"{response[:300]!r} for {body}")
+            return
+        text, usage = complete
+        self.counts["complete"] += 1
+        self.tokens.update({name: usage[name] for name in ("prompt_tokens", "completion_tokens")})
+        if body["temperature"] == 0:
+            key = json.dumps([route, {name: body[name] for name in sorted(body) if not name.startswith("stream")}])
+            self.greedy.setdefault(key, set()).add(text)
 
     async def check_alone(self, num_checked: int) -> int:
         """Send greedy requests again, one after another; return how many have another text than before."""
         wrong = 0
         for key in self.rng.sample(sorted(self.greedy), min(num_checked, len(self.greedy))):
             route, body = json.loads(key)
-            reply = await send(self.server.port, route, {**body, "stream": False}, "reads", self.rng)
-            wrong += self.greedy[key] != {text_of(reply, is_stream=False)}
+            response = await send(self.server.port, route, {**body, "stream": False}, "reads", self.rng)
+            complete = text_and_usage(response, is_stream=False)
+            wrong += complete is None or self.greedy[key] != {complete[0]}
         return wrong
 
 
@@ -179,29 +194,53 @@ def process_state(pid: int) -> dict[str, float]:
     return {"rss_mb": found["VmRSS"] / 1024, "threads": found["Threads"], "files": num_files}
 
 
+def ended_by_reason(metrics: dict[str, float]) -> dict[str, int]:
+    """Return the requests that have ended, by their finish reasons."""
+    reasons = ("stop", "length", "abort", "error")
+    return {reason: int(metrics[f'jpaged:request_success_total{{finished_reason="{reason}"}}']) for reason in reasons}
+
+
+def metrics_faults(soak: Soak, metrics: dict[str, float]) -> list[str]:
+    """Return where /metrics contradicts what clients have read. One request, of two tokens, was sent before them.
+
+    Clients that leave early may never have been queued, and may have left when their request had ended already.
+    """
+    ended, counts = ended_by_reason(metrics), soak.counts
+    num_complete, num_early = counts["complete"] + 1, counts["aborts"] + counts["leaves"]
+    faults = [] if not ended["error"] else [f"{ended['error']} requests have failed"]
+    for name, value, low, high in (
+        ("requests", sum(ended.values()), num_complete + counts["begun"], sum(counts[fate] for fate in FATES) + 1),
+        ("completed requests", ended["stop"] + ended["length"], num_complete, num_complete + num_early),
+        ("aborted requests", ended["abort"], 0, num_early),
+    ):
+        if not low <= value <= high:
+            faults.append(f"{value} {name} have ended, by what clients have read {low} to {high}")
+    for name, key in (("prompt_tokens", "prompt_tokens_total"), ("completion_tokens", "generation_tokens_total")):
+        if (value := metrics[f"jpaged:{key}"]) < soak.tokens[name]:
+            faults.append(f"{key} is {value}, clients have read {soak.tokens[name]}")
+    return faults
+
+
 def check(server: Served, soak: Soak, before: dict[str, float], minutes: float) -> dict[str, Any]:
     """Return figures and, under `wrong`, every promise that does not hold."""
     wait_until(server.is_idle, 30, "requests or pages are left")
     wait_until(lambda: process_state(server.process.pid)["files"] <= before["files"], 30, "files are left open")
     after, metrics = process_state(server.process.pid), server.metrics()
     growth = soak.growth_mb_per_min()
-    ended = sum(value for name, value in metrics.items() if name.startswith("jpaged:request_success_total"))
-    wrong = list(soak.failures[:5])
+    wrong = [*soak.failures[:5], *metrics_faults(soak, metrics)]
     differing = [key for key, texts in soak.greedy.items() if len(texts) > 1]
     wrong += [f"several texts for {key}" for key in differing[:3]]
     if alone := asyncio.run(soak.check_alone(60)):
-        wrong.append(f"{alone} greedy answers differ from those alone")
+        wrong.append(f"{alone} greedy texts differ from those alone")
     if growth > MAX_GROWTH_MB_PER_MIN and minutes > 2:
         wrong.append(f"memory grows by {growth:.2f} MB a minute")
     if after["threads"] > before["threads"] + MAX_POOL_THREADS:
         wrong.append(f"{after['threads']} threads, {before['threads']} before")
     if metrics["jpaged:recompiles_after_warmup_total"]:
         wrong.append("programs were compiled anew")
-    if ended < soak.counts["whole"]:
-        wrong.append(f"{ended} requests have ended, {soak.counts['whole']} were answered")
     counts = ("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "swap_bytes_total")
     return {
-        "sent": dict(soak.counts), "ended": ended, "before": before, "after": after,
+        "clients": dict(soak.counts), "ended": ended_by_reason(metrics), "before": before, "after": after,
         "growth_mb_per_min": round(growth, 2), **{name: metrics[f"jpaged:{name}"] for name in counts}, "wrong": wrong,
     }  # fmt: skip
 

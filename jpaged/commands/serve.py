@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +20,17 @@ from .. import not_available
 from ..checks import refusal
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
-from .flags import FlagParser, add_engine_flags, engine_config, parse_flags
+from .flags import CONVERTERS, FlagParser, add_engine_flags, engine_config, parse_flags
+from .generate import read_template
 from .process import interrupts_held, run_command
 from .progress import ProgressReport, say
 
 if TYPE_CHECKING:
-    from ..async_engine import AsyncEngine
-    from ..serving.http.server_state import ServerState
-    from ..serving.protocols.front import Front
+    from ..serving.http.server_state import ServerState, StartedEngine
+    from ..startup.open_model import ModelHandle
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 """Packages of the extra `serve`."""
-SWITCHES = ("enable_admin", "strict", "vllm_metrics", "disable_log_requests")
-REPEATABLE = ("api_key", "served_model_name", "allowed_origins")
-METAVARS = {"port": "N", "shutdown_timeout": "S", "host": "HOST", "uds": "PATH", "otlp_traces_endpoint": "URL"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,62 +45,65 @@ def _run(argv: list[str]) -> int:
         way_out = "run: pip install 'jpaged[serve]'"
         raise refusal("serve", f"no package {missing[0]}", "the extra serve", way_out, error=ConfigError)
     from .. import __version__
-    from ..serving.options import ServeOptions, listen, served_limits
+    from ..serving.options import ServeOptions, bind
+
+    given = {one.name: value for one in fields(ServeOptions) if (value := getattr(args, one.name)) is not None}
+    options = ServeOptions(**given)
+    keys = options.read_keys()
+    template = None if options.chat_template is None else read_template(options.chat_template)
+    config = _config(args)
+    listener = bind(options)
+    with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
+        from ..serving.http.http_protocol import BACKLOG
+        from ..serving.http.server import address_of, run_server
+        from ..serving.http.server_state import ServerState
+        from ..startup.open_model import open_model
+    handle = open_model(config)
+    state = ServerState(options, options.served_model_name or (config.model,), config.limits, __version__)
+    listener.listen(BACKLOG)
+    _log()
+    guarded = f"{len(keys)} key{'s' * (len(keys) != 1)}" if keys else "no key"
+    say(f"listening at {address_of(options, listener)} ({guarded})")
+    with closing(ProgressReport()) as progress:
+        start = partial(_start_engine, config, handle, template, state, progress)
+        return run_server(state, listener, start, keys=keys)
+
+
+def _config(args: Namespace) -> EngineConfig:
+    """Return the engine's options: `--warmup full` and the limits of servers are the defaults of this command."""
+    from ..serving.options import served_limits
 
     if args.model_name is not None:
         if "model" in args:
             got = "a model and --model"
             raise refusal("--model", got, "one of them", "leave one out", error=ConfigError)
         args.model = args.model_name
-    given = {one.name: value for one in fields(ServeOptions) if (value := getattr(args, one.name)) is not None}
-    options = ServeOptions(**given)
-    keys = options.keys()
     if not hasattr(args, "warmup"):
         args.warmup = "full"
-    config = engine_config(args)
-    config = replace(config, limits=served_limits(getattr(args, "limits", {})), seed=args.seed)
-    template = None
-    if options.chat_template is not None:
-        from .generate import read_template
+    return replace(engine_config(args), limits=served_limits(getattr(args, "limits", {})), seed=args.seed)
 
-        template = read_template(options.chat_template)
-    listener = listen(options)
-    with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
-        from ..serving.http.server import address_of, run_server
-        from ..serving.http.server_state import ServerState
-        from ..startup.open_model import open_model
-    handle = open_model(config)
-    names = options.served_model_name or (config.model,)
-    state = ServerState(options, names, config.limits, __version__)
-    listener.listen(2048)
-    _log()
-    guarded = f"{len(keys)} key{'s' * (len(keys) != 1)}" if keys else "no key"
-    say(f"listening at {address_of(options, listener)} ({guarded})")
-    progress = ProgressReport()
 
-    def start(state: ServerState) -> tuple[AsyncEngine, Front, str]:
-        """Make the engine and its front."""
-        from ..async_engine import AsyncEngine
-        from ..engine import Engine
-        from ..serving.protocols.front import Front
+def _start_engine(
+    config: EngineConfig, handle: ModelHandle, template: str | None, state: ServerState, progress: ProgressReport
+) -> StartedEngine:
+    """Make the engine of a server, and the parser of its requests. `state` and `progress` learn how far this is."""
+    from ..async_engine import AsyncEngine
+    from ..engine import Engine
+    from ..serving.http.server_state import StartedEngine
+    from ..serving.protocols.request_parser import RequestParser
 
-        def report(name: str, done: int, total: int) -> None:
-            progress(name, done, total)
-            state.report(name, done, total)
+    def report(name: str, done: int, total: int) -> None:
+        progress(name, done, total)
+        state.report(name, done, total)
 
-        engine = Engine.from_engine_args(config, handle, progress=report)
-        progress.close()
-        if template is not None:
-            engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)
-        front = Front(engine.builder, names, is_strict=options.strict)
-        identity = f"{config.model} {engine.config.dtype} {engine.backend.name}"
-        say(f"ready: {names[0]}, {engine.step_sizes.max_num_seqs} sequences at a time, {engine.memory}")
-        return AsyncEngine.from_engine(engine, stat_loggers=[state.metrics]), front, identity
-
-    try:
-        return run_server(state, listener, start)
-    finally:
-        progress.close()
+    engine = Engine.from_engine_args(config, handle, progress=report)
+    progress.close()
+    if template is not None:
+        engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)
+    parser = RequestParser(engine.builder, state.model_names, is_strict=state.options.strict)
+    say(f"ready: {state.model_names[0]}, {engine.step_sizes.max_num_seqs} sequences at a time, {engine.memory}")
+    identity = f"{engine.config} {engine.backend.name} {template}"
+    return StartedEngine(AsyncEngine.from_engine(engine, stat_loggers=[state.metrics]), parser, identity)
 
 
 def _log() -> None:
@@ -125,18 +128,14 @@ def serve_parser() -> FlagParser:
     )
     group = parser.add_argument_group("server")
     for one in fields(ServeOptions):
-        flag = "--" + one.name.replace("_", "-")
-        text = one.metadata["help"].replace("%", "%%")
-        options: dict[str, Any] = {"default": None, "help": text}
-        if one.name in SWITCHES:
+        options: dict[str, Any] = {"default": None, "help": one.metadata["help"].replace("%", "%%")}
+        if one.type == "bool":
             options["action"] = "store_true"
-        elif one.name in REPEATABLE:
-            options |= {"action": "append", "metavar": "TEXT"}
         else:
-            options["metavar"] = METAVARS.get(one.name, "F")
-            if one.name in ("port", "shutdown_timeout"):
-                options["type"] = int if one.name == "port" else float
-        group.add_argument(flag, **options)
+            metavar = options["metavar"] = one.metadata.get("metavar", "F")
+            options["type"] = CONVERTERS.get(metavar, str)
+            options["action"] = "append" if str(one.type).startswith("tuple") else "store"
+        group.add_argument("--" + one.name.replace("_", "-"), **options)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--seed", type=int, default=0, metavar="N", help="seeds the draws of requests without a seed")
     add_engine_flags(engine)

@@ -80,7 +80,7 @@ def limits(value: Any) -> dict[str, int | None]:
     """Take a mapping of some names of LIMITS to integers ≥ 1, and return it with all names; None means no limit.
 
     A limit that is left out, or None, has its default. Raise ConfigError for an unknown name, and Unfit for a wrong
-    value, such as one above the largest that a limit can have.
+    value, such as one above the ceiling of a limit.
     """
     if not isinstance(value, Mapping):
         raise Unfit("a mapping of names of limits, such as waiting_requests, to integers ≥ 1")
@@ -89,9 +89,9 @@ def limits(value: Any) -> dict[str, int | None]:
         checks.check_name(name, LIMITS, "key of limits", error=ConfigError)
         if number is None:
             continue
-        most = LIMITS[name].largest or INT64[1]
-        if not checks.is_integer(number) or not 1 <= number <= most:
-            allowed = "an integer ≥ 1" if most == INT64[1] else f"an integer in [1, {most}]"
+        ceiling = LIMITS[name].ceiling or INT64[1]
+        if not checks.is_integer(number) or not 1 <= number <= ceiling:
+            allowed = "an integer ≥ 1" if ceiling == INT64[1] else f"an integer in [1, {ceiling}]"
             raise Unfit(f"{allowed}, or leave it out for its default", got=f"{checks.shown(number)} for {name}")
         limits[name] = int(number)
     return limits

@@ -4,19 +4,21 @@
 
 Callers send requests as messages and get flat outputs, so that a core in a process of its own can be served by the same
 calls. The thread makes an output for a reader only once the reader has taken the one before: a slow reader costs one
-output, however many tokens its requests have got. It knows no event loop: `deliver` hands everything of one step over.
+output, however many tokens its requests have got. It knows no event loop: `deliver` takes all deliveries of one step.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,14 +33,32 @@ from .inbox import Inbox
 logger = logging.getLogger("jpaged")
 
 ASLEEP_POLL_S = 0.05
-"""Seconds after which a thread whose engine sleeps looks again whether it is awake."""
+"""Seconds between two looks of the thread whether an engine that sleeps is awake: waking up posts no command."""
 STOP_S = 10.0
 """Seconds that `stop` waits for the step that the thread computes."""
 
-Reply = Callable[[Any, Exception | None], None]
-"""Takes the result of a command, or its exception. Called through `deliver`."""
-Deliver = Callable[[list[Callable[[], None]]], None]
-"""Takes what a step, or the commands before it, have to tell the callers: functions to call on their side."""
+ResultCallback = Callable[[Any, Exception | None], None]
+"""Takes the result of a command, or its exception."""
+
+
+class Command(NamedTuple):
+    """What a caller wants done between two steps."""
+
+    run: Callable[[], Any]
+    callback: ResultCallback | None = None
+    """Gets the result, by a delivery; None if nobody waits for it."""
+
+
+class Delivery(NamedTuple):
+    """A call to be made on the caller's side."""
+
+    receiver: Any
+    """The subscription or the callback that it is for, by which `deliver` knows where to call."""
+    call: Callable[[], None]
+
+
+Deliver = Callable[[list[Delivery]], None]
+"""Takes everything that a step, or the commands before it, have to tell the callers."""
 
 
 @dataclass(slots=True)
@@ -55,14 +75,14 @@ class StepOutputs:
     request that has changed, by its `output_kind`."""
 
 
-class Outbox:
+class Subscription:
     """The requests of one reader, and whether it has taken what they had got. See `CoreThread.add`."""
 
     def __init__(self, *, takes_deltas: bool):
         """Start without requests. With `takes_deltas` the reader gets deltas, else outputs."""
         self.takes_deltas = takes_deltas
         self.inbox = Inbox()
-        self.is_free = True
+        self.has_taken = True
         """The reader has taken its last outputs. Only the reader sets it, and only the core's thread clears it."""
 
     def put(self, outputs: StepOutputs) -> None:
@@ -85,7 +105,7 @@ class CoreThread:
         take_numbers: Callable[[int], int],
         on_ended: Callable[[Request], None],
     ):
-        """Start the thread. `take_numbers` counts so many requests, and returns the number of the first of them.
+        """Start the thread. `take_numbers(n)` reserves n consecutive numbers of requests, and returns the first.
 
         `on_ended` is told of each request that has ended, on this thread.
         """
@@ -96,63 +116,65 @@ class CoreThread:
         """What has ended the thread; None while it runs."""
         self._deliver, self._take_numbers, self._on_ended = deliver, take_numbers, on_ended
         self._id_prefix = secrets.token_hex(4)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outboxes: dict[Outbox, None] = {}
-        self._messages: list[Callable[[], None]] = []
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._subscriptions: dict[Subscription, None] = {}
+        """Those with requests whose last output was not made yet."""
+        self._deliveries: list[Delivery] = []
         """What is delivered after the present step."""
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="jpaged core", daemon=True)
         self._thread.start()
+        # A thread that computes while the interpreter takes its modules apart would crash it.
+        atexit.register(_stop, weakref.ref(self))
 
     @property
     def is_alive(self) -> bool:
         """Return whether the thread takes commands and computes steps."""
         return self._thread.is_alive() and not self._is_stopped
 
-    @property
-    def num_readers(self) -> int:
-        """Return the number of readers with unfinished requests, or with outputs that they have not taken."""
-        return len(self._outboxes)
-
     # Calls, from any thread
 
-    def call(self, command: Callable[[], Any], reply: Reply) -> None:
-        """Run `command` between two steps, in the order of the calls, and give its result to `reply`."""
-        self._post(partial(self._answer, command, reply))
+    def call(self, run: Callable[[], Any], callback: ResultCallback) -> None:
+        """Call `run` between two steps, in the order of these calls, and give its result to `callback`."""
+        self._post(Command(run, callback))
 
     def add(
-        self, messages: Sequence[NewRequest], grammars: Sequence[Matcher | None], outbox: Outbox, reply: Reply
+        self,
+        messages: Sequence[NewRequest],
+        grammars: Sequence[Matcher | None],
+        subscription: Subscription,
+        callback: ResultCallback,
     ) -> None:
-        """Queue the requests of some messages, all of them or none, for the reader of `outbox`.
+        """Queue the requests of some messages, all of them or none, for the reader of `subscription`.
 
-        Their ids and their numbers are given here; `reply` gets the ids in the order of the messages. It gets
+        Their ids and their numbers are given here; `callback` gets the ids in the order of the messages. It gets
         InvalidRequestError if one can never fit, and QueueFullError if there is no room for all.
         """
-        self.call(partial(self._add, messages, grammars, outbox), reply)
+        self.call(partial(self._add, messages, grammars, subscription), callback)
 
-    def drop(self, outbox: Outbox) -> None:
+    def drop(self, subscription: Subscription) -> None:
         """End all requests of a reader that takes no more outputs, and forget it."""
-        self._post(partial(self._drop, outbox))
+        self._post(Command(partial(self._drop, subscription)))
 
-    def took(self, outbox: Outbox) -> None:
+    def note_taken(self, subscription: Subscription) -> None:
         """Note that a reader has taken its last outputs. Called by the reader's side, after each `put`."""
-        outbox.is_free = True
-        # The thread notes changes before it looks at `is_free`, so at least one of the two sees the other.
-        if outbox.inbox.has_changed:
-            self._post(_nothing)
+        subscription.has_taken = True
+        # The thread notes changes before it looks at `has_taken`, so at least one of the two sees the other.
+        if subscription.inbox.has_changed:
+            self.wake()
 
     def wake(self) -> None:
         """Let the thread look again at what there is to do, such as after `is_paused` has changed."""
-        self._post(_nothing)
+        self._post(Command(_nothing))
 
     def stop(self) -> None:
         """End the thread after its present step; readers that still wait get EngineStoppedError."""
         self._is_stopped = True
-        self._post(_nothing)
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_S)
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Command) -> None:
         self._commands.put(command)
         if self.error is not None:  # Nobody else runs it any more.
             self._fail_all(self.error)
@@ -173,82 +195,95 @@ class CoreThread:
 
     def _run_once(self) -> None:
         """Run the commands that wait, compute a step if there is one to compute, and deliver what both have given."""
-        commands = self._take_commands()
+        commands = [] if self._has_work else self._wait_for_command()
+        commands += self._waiting_commands()
         with self.loop.turn("serve"):
             for command in commands:
-                command()
+                self._run_command(command)
             if self._has_work:
                 try:
                     self.loop.advance()
                 except Exception as error:
                     logger.exception("steps failed, and end the requests of the server")
-                    for outbox in self._outboxes:
-                        self.loop.fail(outbox.inbox, error)
+                    for subscription in self._subscriptions:
+                        self.loop.fail(subscription.inbox, error)
             self._collect()
-        if self._messages:
-            messages, self._messages = self._messages, []
-            self._deliver(messages)
+        if self._deliveries:
+            deliveries, self._deliveries = self._deliveries, []
+            self._deliver(deliveries)
 
     @property
     def _has_work(self) -> bool:
         """Return whether a step can do anything for a reader."""
         is_able = not self.is_paused and self.loop.is_open and not self.loop.sleep.missing
-        return is_able and any(outbox.inbox.has_unfinished for outbox in self._outboxes)
+        return is_able and any(one.inbox.has_unfinished for one in self._subscriptions)
 
-    def _take_commands(self) -> list[Callable[[], None]]:
-        """Return the commands that wait; wait for one if no step can be computed."""
-        commands: list[Callable[[], None]] = []
+    def _wait_for_command(self) -> list[Command]:
+        """Wait for a command and return it; return none if an engine that sleeps may be awake by now."""
+        is_asleep = bool(self._subscriptions and self.loop.sleep.missing)
         try:
-            if not self._has_work:
-                is_asleep = bool(self._outboxes and self.loop.sleep.missing)
-                commands.append(self._commands.get(timeout=ASLEEP_POLL_S if is_asleep else None))
-            while True:
-                commands.append(self._commands.get_nowait())
+            return [self._commands.get(timeout=ASLEEP_POLL_S if is_asleep else None)]
         except queue.Empty:
-            return commands
+            return []
+
+    def _waiting_commands(self) -> list[Command]:
+        """Return the commands that wait, in the order of their calls."""
+        commands = []
+        while not self._commands.empty():  # Nobody else takes commands, so what is there stays.
+            commands.append(self._commands.get())
+        return commands
+
+    def _run_command(self, command: Command) -> None:
+        """Run a command, and note its result or its exception for its caller."""
+        result, error = None, None
+        try:
+            result = command.run()
+        except Exception as exception:
+            if command.callback is None:
+                raise
+            error = exception
+        if command.callback is not None:
+            self._deliveries.append(Delivery(command.callback, partial(command.callback, result, error)))
 
     def _collect(self) -> None:
         """Make the outputs of the readers that have taken their last ones, and forget those whose requests are over."""
-        for outbox in list(self._outboxes):
-            if outbox.inbox.has_changed and outbox.is_free:
-                outputs = self._outputs_of(outbox)
+        for subscription in list(self._subscriptions):
+            if subscription.inbox.has_changed and subscription.has_taken:
+                outputs = self._outputs_of(subscription)
                 if outputs.deltas or outputs.outputs or outputs.prompt_logprobs:
-                    outbox.is_free = False
-                    self._messages.append(partial(outbox.put, outputs))
-            if not outbox.inbox.requests:
-                del self._outboxes[outbox]
+                    subscription.has_taken = False
+                    self._deliveries.append(Delivery(subscription, partial(subscription.put, outputs)))
+            if not subscription.inbox.requests:
+                del self._subscriptions[subscription]
 
-    def _outputs_of(self, outbox: Outbox) -> StepOutputs:
+    def _outputs_of(self, subscription: Subscription) -> StepOutputs:
         """Return what the changed requests of a reader have got; those that have ended are forgotten by the loop."""
-        changed = outbox.inbox.take()
+        changed = subscription.inbox.take()
         deltas: list[SampleDelta] = []
         prompt_logprobs: dict[str, PromptLogprobs] = {}
         outputs: list[RequestOutput] = []
-        if outbox.takes_deltas:
+        if subscription.takes_deltas:
             deltas = self.loop.deltas_of(changed)
             entries = ((one.request_id, self.loop.outputs.prompt_logprobs(one, is_delta=True)) for one in changed)
             prompt_logprobs = {request_id: found for request_id, found in entries if found is not None}
         for request in changed:
-            if outbox.takes_deltas and not request.state.is_finished:
+            if subscription.takes_deltas and not request.state.is_finished:
                 continue
             output = self.loop.output_of(request)
             if output is not None:
                 outputs.append(output)
-            if request.state.is_finished and output is not None:
-                self.loop.log_failure(request)
-                self._on_ended(request)
+            if request.state.is_finished:
+                self._note_end(request)
         return StepOutputs(deltas, prompt_logprobs, outputs)
 
-    def _answer(self, command: Callable[[], Any], reply: Reply) -> None:
-        """Run a command, and note its result or its exception for the caller."""
-        try:
-            result = command()
-        except Exception as error:
-            self._messages.append(partial(reply, None, error))
-        else:
-            self._messages.append(partial(reply, result, None))
+    def _note_end(self, request: Request) -> None:
+        """Tell the log and `on_ended` of a request that has ended."""
+        self.loop.log_failure(request)
+        self._on_ended(request)
 
-    def _add(self, messages: Sequence[NewRequest], grammars: Sequence[Matcher | None], outbox: Outbox) -> list[str]:
+    def _add(
+        self, messages: Sequence[NewRequest], grammars: Sequence[Matcher | None], subscription: Subscription
+    ) -> list[str]:
         """Queue requests, all or none; return their ids."""
         self.loop.check_ready("generate")
         first = self._take_numbers(len(messages))
@@ -259,31 +294,37 @@ class CoreThread:
         requests = [self.loop.make(new, grammar) for new, grammar in zip(named, grammars, strict=True)]
         self.loop.scheduler.waiting.check_room(*requests)
         for request in requests:
-            self.loop.queue(request, outbox.inbox)
-        self._outboxes[outbox] = None
+            self.loop.queue(request, subscription.inbox)
+        self._subscriptions[subscription] = None
         return [request.request_id for request in requests]
 
-    def _drop(self, outbox: Outbox) -> None:
-        ended = [request for request in outbox.inbox.requests if not request.state.is_finished]
-        self.loop.drop(outbox.inbox)
-        self._outboxes.pop(outbox, None)
-        for request in ended:
-            self._on_ended(request)
+    def _drop(self, subscription: Subscription) -> None:
+        """End and forget the requests of a reader, also those that had ended before it took their last output."""
+        requests = list(subscription.inbox.requests)
+        self.loop.drop(subscription.inbox)
+        self._subscriptions.pop(subscription, None)
+        for request in requests:
+            self._note_end(request)
 
     def _fail_all(self, error: BaseException) -> None:
         """Tell all readers, and the callers whose commands wait, that the thread has ended."""
         failure = error if isinstance(error, EngineStoppedError) else EngineStoppedError("the engine has failed")
-        messages, self._messages = self._messages, []
-        for outbox in list(self._outboxes):
-            messages.append(partial(outbox.fail, failure))
-        self._outboxes.clear()
-        while not self._commands.empty():
-            command = self._commands.get_nowait()
-            if isinstance(command, partial) and command.func == self._answer:
-                messages.append(partial(command.args[1], None, failure))
-        if messages:
-            self._deliver(messages)
+        deliveries, self._deliveries = self._deliveries, []
+        for subscription in list(self._subscriptions):
+            deliveries.append(Delivery(subscription, partial(subscription.fail, failure)))
+        self._subscriptions.clear()
+        for command in self._waiting_commands():
+            if command.callback is not None:
+                deliveries.append(Delivery(command.callback, partial(command.callback, None, failure)))
+        if deliveries:
+            self._deliver(deliveries)
 
 
 def _nothing() -> None:
-    """Do nothing: a command that wakes the thread."""
+    """Do nothing: the command that only wakes the thread."""
+
+
+def _stop(thread: weakref.ref[CoreThread]) -> None:
+    """Stop a thread that is still there at the end of the program."""
+    if (own := thread()) is not None:
+        own.stop()

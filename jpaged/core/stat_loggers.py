@@ -1,4 +1,4 @@
-"""What is told of an engine's steps and ended requests to those who count: metrics, and loggers of the engine's owner.
+"""Loggers that an engine's owner adds: they receive a record of each step and of each request that has ended.
 
 A logger that raises is dropped, and nothing else is harmed.
 """
@@ -35,8 +35,8 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finished_time: float | None
 
     @classmethod
-    def of(cls, request: Request) -> EndedRequest:
-        """Return what is told of a request."""
+    def from_request(cls, request: Request) -> EndedRequest:
+        """Return the record of a request of the core."""
         return cls(
             request_id=request.request_id,
             finish_reason=request.state.finish_reason or "abort",
@@ -59,7 +59,7 @@ class StatLogger(StepObserver, Protocol):
 
 
 class StatLoggers:
-    """Several loggers as one."""
+    """Tells several loggers of steps and ended requests, and makes their records."""
 
     def __init__(self, loggers: Iterable[StatLogger]):
         self._loggers = list(loggers)
@@ -75,8 +75,8 @@ class StatLoggers:
     def ended(self, request: Request) -> None:
         """Note a request that has ended."""
         if self._loggers:
-            told = EndedRequest.of(request)
-            self._tell(lambda one: one.ended(told))
+            record = EndedRequest.from_request(request)
+            self._tell(lambda one: one.ended(record))
 
     def _tell(self, call: Callable[[StatLogger], Any]) -> None:
         for one in list(self._loggers):

@@ -1,4 +1,7 @@
-"""Holds what requests ask for to an engine's limits, where these are lower than what any engine takes."""
+"""Refuses parameters that exceed the limits of an engine, `EngineConfig.limits`.
+
+`SamplingParams` itself refuses what exceeds the ceiling of a limit.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from ..text.prompts import CheckedParams
 def check_limits(checked: CheckedParams, limits: Mapping[str, int | None]) -> None:
     """Raise InvalidRequestError for parameters that ask for more than `limits`, those of an engine, allow."""
     for field, limit, count in _counts(checked):
-        most = limits[limit]
-        if most is not None and count > most:
-            allowed = f"at most {most}, the engine's limit {limit}"
+        max_count = limits[limit]
+        if max_count is not None and count > max_count:
+            allowed = f"at most {max_count}, the engine's limit {limit}"
             raise refusal(field, f"{count} {LIMITS[limit].meaning}", allowed, "ask for less, or raise the limit")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checks import is_integer, is_number, refusal, shown
 from ..config.engine_config import EngineConfig
-from ..messages import NewRequest, Params, ResultForm, Scoring
+from ..messages import INT32_BYTES, NewRequest, Params, ResultForm, Scoring
 from ..request import CacheKey, Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
@@ -21,7 +21,6 @@ from .limit_checks import check_limits
 
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel to the device as int32."""
-INT32_BYTES = 4
 
 
 class RequestBuilder:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..checks import nearest, refusal, shown
-from ..limits import largest
+from ..limits import ceiling
 from .logits_processor import LogitsProcessor
 from .parameter import Column
 from .sampling_params import SamplingParams, parameters_in
 
-MAX_BAD_TOKENS = largest("bad_word_tokens")
+MAX_BAD_TOKENS = ceiling("bad_word_tokens")
 """Tokens of all bad words of a request together."""
 IN_PROMPT, ENDS = 1 << 30, 1 << 29
 """Bits of an entry of `tokens`: the prompt holds this token; it may not come before min_tokens. The bits below count

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import Rule, Unfit, checked, is_integer, is_number, scalar, shown
-from ..limits import largest
+from ..limits import ceiling
 
-MAX_STOPS = largest("stop")
-MAX_STOP_CHARS = largest("stop_chars")
+MAX_STOPS = ceiling("stop")
+MAX_STOP_CHARS = ceiling("stop_chars")
 MAX_TOKEN_ID = (1 << 31) - 1
-MAX_BIASES = largest("logit_bias")
+MAX_BIASES = ceiling("logit_bias")
 MAX_BIAS = 100.0
-MAX_BAD_WORDS = largest("bad_words")
+MAX_BAD_WORDS = ceiling("bad_words")
 MAX_FLOAT32 = 3.4028234663852886e38
 
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from ..checks import INT64, CheckedFields, Unfit, boolean, described, integer, is_number, number, or_none
 from ..errors import InvalidRequestError
-from ..limits import largest
+from ..limits import ceiling
 from ..structured_outputs import StructuredOutputsParams, structured_outputs
 from .parameter import Column, Flag, arguments, biases, parameter, some_token_ids, stop_strings, token_ids, words
 
 INT32, FLOAT32, RULE = Column
 GREEDY_TEMPERATURE = 1e-5
-MAX_SAMPLES = largest("samples")
+MAX_SAMPLES = ceiling("samples")
 MAX_MIN_TOKENS = 1 << 24
 """`min_tokens` travels as a float32, which holds every integer up to this one."""
 MAX_LENGTH_PENALTY = 10.0

@@ -22,11 +22,33 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+FIRST_TOKEN_BOUNDS_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+REQUEST_BOUNDS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+REQUEST_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""Upper ends of the buckets of histograms: of times in seconds, and of numbers of tokens."""
 
 
 class Histogram:
@@ -56,23 +78,27 @@ class Histogram:
 class ServerMetrics:
     """Observes an engine's steps and ended requests, and collects them for Prometheus."""
 
-    def __init__(self, model_name: str, *, is_vllm: bool = False):
-        """`model_name` is the one label of all metrics; with `is_vllm` their names begin with `vllm:`."""
-        self.prefix, self._label = "vllm" if is_vllm else "jpaged", model_name
+    def __init__(self, model_name: str, *, has_vllm_names: bool = False):
+        """`model_name` is a label of all metrics; with `has_vllm_names` their names begin with `vllm:`."""
+        self.prefix, self._label = "vllm" if has_vllm_names else "jpaged", model_name
         self.histograms = {
-            "time_to_first_token_seconds": Histogram(FIRST_TOKEN_S),
-            "inter_token_latency_seconds": Histogram(BETWEEN_TOKENS_S),
-            "e2e_request_latency_seconds": Histogram(WHOLE_S),
-            "request_queue_time_seconds": Histogram(WHOLE_S),
-            "request_prompt_tokens": Histogram(TOKENS),
-            "request_generation_tokens": Histogram(TOKENS),
-            "iteration_tokens_total": Histogram(STEP_TOKENS),
+            "time_to_first_token_seconds": Histogram(FIRST_TOKEN_BOUNDS_S),
+            "inter_token_latency_seconds": Histogram(TOKEN_BOUNDS_S),
+            "e2e_request_latency_seconds": Histogram(REQUEST_BOUNDS_S),
+            "request_queue_time_seconds": Histogram(REQUEST_BOUNDS_S),
+            "request_prompt_tokens": Histogram(REQUEST_BOUNDS),
+            "request_generation_tokens": Histogram(REQUEST_BOUNDS),
+            "iteration_tokens_total": Histogram(STEP_BOUNDS),
         }
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        self._last_token_s: dict[tuple[str, int], float] = {}
-        """When each running sample has got its last token, but for the first."""
         self._prompt_end_s: dict[str, float] = {}
-        """When the last chunk of each running request's prompt was computed, with which its samples got their first."""
+        """When the last chunk of each running request's prompt was computed: the time of its samples' first tokens."""
+        self._last_token_s: dict[str, dict[int, float]] = {}
+        """When each sample of a running request got its last token, by its index, from the second token on."""
+        self._last_step = 0
+        """Number of the step that was dispatched last."""
+        self._last_step_of_ended: dict[str, int] = {}
+        """Number of the last step that a request which has ended may be in, oldest first, until that step is over."""
         self._engine: Engine | None = None
 
     def watch(self, engine: Engine) -> None:
@@ -82,38 +108,44 @@ class ServerMetrics:
     # On the engine's thread
 
     def dispatched(self, record: StepRecord) -> None:
-        """Do nothing before the step has retired."""
+        """Note the number of the step."""
+        self._last_step = record.number
 
     def retired(self, record: StepRecord) -> None:
         """Count a step's tokens, and the time that each sequence has waited for its token."""
         self.histograms["iteration_tokens_total"].add(record.num_tokens)
-        now, between = time.monotonic(), self.histograms["inter_token_latency_seconds"]
+        now_s, intervals = time.monotonic(), self.histograms["inter_token_latency_seconds"]
         for index, turn in enumerate(record.turns):
-            if index >= record.num_decodes:
-                self._prompt_end_s[turn.request_id] = now
+            request_id = turn.request_id
+            if request_id in self._last_step_of_ended:
                 continue
-            key = turn.request_id, turn.sample_index
-            before = self._last_token_s.get(key) or self._prompt_end_s.get(turn.request_id)
-            if before is not None:
-                between.add((now - before) / turn.num_tokens, turn.num_tokens)
-            self._last_token_s[key] = now
+            if index >= record.num_decodes:
+                self._prompt_end_s[request_id] = now_s
+                continue
+            times_s = self._last_token_s.setdefault(request_id, {})
+            before_s = times_s.get(turn.sample_index) or self._prompt_end_s.get(request_id)
+            if before_s is not None:
+                intervals.add((now_s - before_s) / turn.num_tokens, turn.num_tokens)
+            times_s[turn.sample_index] = now_s
+        for request_id, last_step in list(self._last_step_of_ended.items()):
+            if last_step > record.number:
+                break
+            del self._last_step_of_ended[request_id]
 
     def ended(self, request: EndedRequest) -> None:
         """Count a request that has ended."""
-        # Samples that were forked have higher indices; a request has all up to its number unless a caller chose others.
-        for index in range(request.num_samples):
-            self._last_token_s.pop((request.request_id, index), None)
+        self._last_token_s.pop(request.request_id, None)
         self._prompt_end_s.pop(request.request_id, None)
+        self._last_step_of_ended[request.request_id] = self._last_step
         self.finished[request.finish_reason] += 1
-        now, add = time.monotonic(), self.histograms
-        end = request.finished_time or now
-        add["e2e_request_latency_seconds"].add(end - request.arrival_time)
-        add["request_prompt_tokens"].add(request.num_prompt_tokens)
-        add["request_generation_tokens"].add(request.num_output_tokens)
+        histograms, end_s = self.histograms, request.finished_time or time.monotonic()
+        histograms["e2e_request_latency_seconds"].add(end_s - request.arrival_time)
+        histograms["request_prompt_tokens"].add(request.num_prompt_tokens)
+        histograms["request_generation_tokens"].add(request.num_output_tokens)
         if request.first_token_time is not None:
-            add["time_to_first_token_seconds"].add(request.first_token_time - request.arrival_time)
+            histograms["time_to_first_token_seconds"].add(request.first_token_time - request.arrival_time)
         if request.first_scheduled_time is not None:
-            add["request_queue_time_seconds"].add(request.first_scheduled_time - request.arrival_time)
+            histograms["request_queue_time_seconds"].add(request.first_scheduled_time - request.arrival_time)
 
     # On the server's thread
 
@@ -129,24 +161,24 @@ class ServerMetrics:
 
         stats = {} if self._engine is None else self._engine.loop.stats()
         stats["padding_tokens"] = stats.get("padded_tokens", 0) - stats.get("step_tokens", 0)
-        labels, own = ["model_name"], [self._label]
+        labels, label_values = ["model_name"], [self._label]
         for name, (key, text) in GAUGES.items():
             value = stats.get(key, 0)
-            yield self._with(GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=labels), own, value)
+            yield self._with(GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=labels), label_values, value)
         share = GaugeMetricFamily(f"{self.prefix}:kv_cache_usage_perc", "Pages in use, 0 to 1.", labels=labels)
-        yield self._with(share, own, stats.get("blocks_used", 0) / max(1, stats.get("blocks", 1)))
+        yield self._with(share, label_values, stats.get("blocks_used", 0) / max(1, stats.get("blocks", 1)))
         for name, (key, text) in COUNTERS.items():
             value = stats.get(key, 0)
-            yield self._with(CounterMetricFamily(f"{self.prefix}:{name}", text, labels=labels), own, value)
+            yield self._with(CounterMetricFamily(f"{self.prefix}:{name}", text, labels=labels), label_values, value)
         success = CounterMetricFamily(
             f"{self.prefix}:request_success", "Requests that have ended.", labels=[*labels, "finished_reason"]
         )
         for reason in FINISH_REASONS:
-            success.add_metric([*own, reason], self.finished[reason])
+            success.add_metric([*label_values, reason], self.finished[reason])
         yield success
         for name, histogram in self.histograms.items():
             family = HistogramMetricFamily(f"{self.prefix}:{name}", HISTOGRAM_TEXTS[name], labels=labels)
-            family.add_metric(own, histogram.buckets(), histogram.sum)
+            family.add_metric(label_values, histogram.buckets(), histogram.sum)
             yield family
 
     @staticmethod

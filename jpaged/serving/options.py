@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from collections.abc import Mapping
@@ -52,29 +53,45 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
     """What a server is told beside its engine's options. Raises ConfigError."""
 
     host: str | None = checks.checked(
-        None, or_none(text("a name or an address of this machine")), f"listen at this address; default: {DEFAULT_HOST}"
+        None,
+        or_none(text("a name or an address of this machine")),
+        f"listen at this address; default: {DEFAULT_HOST}",
+        metavar="HOST",
     )
     port: int | None = checks.checked(
-        None, or_none(integer(0, 65535)), f"listen at this port, 0: any that is free; default: {DEFAULT_PORT}"
+        None,
+        or_none(integer(0, 65535)),
+        f"listen at this port, 0: any that is free; default: {DEFAULT_PORT}",
+        metavar="N",
     )
     uds: str | None = checks.checked(
-        None, or_none(text("a path")), "listen at a unix socket of this path instead of host and port"
+        None, or_none(text("a path")), "listen at a unix socket of this path instead of host and port", metavar="PATH"
     )
     ssl_certfile: str | None = checks.checked(None, or_none(text("a file")), "serve HTTPS by this certificate (PEM)")
     ssl_keyfile: str | None = checks.checked(None, or_none(text("a file")), "the certificate's key (PEM)")
     api_key: tuple[str, ...] = checks.checked(
-        (), _keys, "a key that clients must send, as Authorization: Bearer KEY (repeatable)"
+        (), _keys, "a key that clients must send, as Authorization: Bearer KEY (repeatable)", metavar="KEY"
     )
-    api_key_file: str | None = checks.checked(None, or_none(text("a file")), "a file of such keys, one a line")
+    api_key_file: str | None = checks.checked(
+        None, or_none(text("a file")), "a file of such keys, one a line; # begins a comment"
+    )
     served_model_name: tuple[str, ...] = checks.checked(
-        (), _texts("a name, or a list of names"), "what clients call the model (repeatable); default: as --model"
+        (),
+        _texts("a name, or a list of names"),
+        "what clients call the model (repeatable); default: as --model",
+        metavar="NAME",
     )
     chat_template: str | None = checks.checked(
         None, or_none(text("a file")), "a file with a Jinja template to use instead of the model's"
     )
-    root_path: str = checks.checked("", _root_path, "the path under which a proxy shows this server, such as /llm")
+    root_path: str = checks.checked(
+        "", _root_path, "the path under which a proxy shows this server, such as /llm", metavar="PATH"
+    )
     allowed_origins: tuple[str, ...] = checks.checked(
-        (), _texts("an origin, or a list of origins"), "let pages of this origin call the server (repeatable); *: all"
+        (),
+        _texts("an origin, or a list of origins"),
+        "let pages of this origin call the server (repeatable); *: all",
+        metavar="URL",
     )
     enable_admin: bool = checks.checked(
         False, boolean, "serve /sleep, /wake_up, /pause, /resume, /reset_prefix_cache, /start_profile, /stop_profile"
@@ -83,12 +100,12 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
         False, boolean, "refuse fields that neither OpenAI nor vLLM knows, instead of a warning"
     )
     shutdown_timeout: float = checks.checked(
-        30.0, number(0.0, 86400.0), "seconds that requests have to end after SIGTERM or Ctrl-C"
+        30.0, number(0.0, 86400.0), "seconds that requests have to end after SIGTERM or Ctrl-C", metavar="X"
     )
     vllm_metrics: bool = checks.checked(False, boolean, "name the metrics vllm:… instead of jpaged:…")
     disable_log_requests: bool = checks.checked(False, boolean, "log no line for each request")
     otlp_traces_endpoint: str | None = checks.checked(
-        None, or_none(text("a URL")), "send OpenTelemetry spans to this address (needs the extra otel)"
+        None, or_none(text("a URL")), "send OpenTelemetry spans to this address (needs the extra otel)", metavar="URL"
     )
 
     def __post_init__(self) -> None:
@@ -103,7 +120,6 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise checks.refusal(name, f"{path}, which is no file", "a file", "correct the path", error=ConfigError)
-
         if self.ssl_certfile is not None:
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: "")
@@ -112,7 +128,7 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
                 allowed = "a certificate in PEM form, with its key there or in ssl_keyfile"
                 raise checks.refusal("ssl_certfile", fault, allowed, error=ConfigError) from error
 
-    def keys(self) -> tuple[str, ...]:
+    def read_keys(self) -> tuple[str, ...]:
         """Return all keys, those of `api_key_file` too. Raise ConfigError for a file that holds none."""
         if self.api_key_file is None:
             return self.api_key
@@ -121,39 +137,40 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
         except (OSError, UnicodeDecodeError) as error:
             fault = error.strerror if isinstance(error, OSError) else "it is not ASCII"
             raise checks.refusal("api_key_file", fault, "a file of keys, one a line", error=ConfigError) from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
+        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not keys:
             raise checks.refusal("api_key_file", "a file without a key", "one key a line", error=ConfigError)
-        return tuple(dict.fromkeys((*self.api_key, *checks.check("api_key_file", found, _keys, error=ConfigError))))
+        return tuple(dict.fromkeys((*self.api_key, *checks.check("api_key_file", keys, _keys, error=ConfigError))))
 
 
 def served_limits(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the limits of a server: those that are given, and the defaults for servers of all others."""
-    return {name: limit.served for name, limit in LIMITS.items()} | dict(given)
+    defaults = {name: limit.server_default for name, limit in LIMITS.items()}
+    return defaults | {name: value for name, value in given.items() if value is not None}
 
 
-def listen(options: ServeOptions) -> socket.socket:
-    """Return a socket that listens where the options say. Raise ConfigError if that cannot be.
+def bind(options: ServeOptions) -> socket.socket:
+    """Return a socket bound to the address that the options name. Raise ConfigError if that cannot be.
 
     A unix socket that no process listens at, left behind by a killed server, is replaced.
     """
     if options.uds is not None:
-        return _listen_at_path(options.uds)
+        return _bind_path(options.uds)
     host, port = options.host or DEFAULT_HOST, DEFAULT_PORT if options.port is None else options.port
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         fault = f"{host}, which has no address here ({getattr(error, 'strerror', None) or 'it is no name'})"
         way_out = f"give {DEFAULT_HOST}, 0.0.0.0 or an address of this machine"
         raise checks.refusal("host", fault, "a name or an address", way_out, error=ConfigError) from error
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        is_host = isinstance(error, OSError) and error.errno == 99  # EADDRNOTAVAIL
+        is_host = error.errno == errno.EADDRNOTAVAIL
         name = "host" if is_host else "port"
         got, fault = (host, "not an address of this machine") if is_host else (port, error.strerror or str(error))
         way_out = "give --port 0, or another one" if not is_host else f"give {DEFAULT_HOST} or 0.0.0.0"
@@ -161,7 +178,8 @@ def listen(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def _listen_at_path(path: str) -> socket.socket:
+def _bind_path(path: str) -> socket.socket:
+    """Return a unix socket bound to a path."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket():

@@ -25,12 +25,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from ..limits import largest
+from ..limits import ceiling
 from .chat_messages import NoContent
 
-MAX_RENDER_S = float(largest("template_s"))
+MAX_RENDER_S = float(ceiling("template_s"))
 """Time that rendering one chat may take, in seconds."""
-MAX_LEN = largest("template_chars")
+MAX_LEN = ceiling("template_chars")
 """Largest size of one value that a template makes, the whole chat included: its characters, or, for a list or a
 dictionary, its entries plus the sizes of their values."""
 MAX_INT_BITS = 1 << 16

@@ -85,18 +85,18 @@ def serve(port_file: str, ends_file: str, step_ms: str, context: str) -> int:
     """Run the server of this bench; it writes the ends of its steps to a file when it ends."""
     from jpaged.async_engine import AsyncEngine
     from jpaged.serving.http.server import run_server
-    from jpaged.serving.http.server_state import ServerState
-    from jpaged.serving.options import ServeOptions, listen, served_limits
-    from jpaged.serving.protocols.front import Front
+    from jpaged.serving.http.server_state import ServerState, StartedEngine
+    from jpaged.serving.options import ServeOptions, bind, served_limits
+    from jpaged.serving.protocols.request_parser import RequestParser
 
     options = ServeOptions(port=0, disable_log_requests=True, shutdown_timeout=0.0)
     limits = served_limits({})
-    listener = listen(options)
+    listener = bind(options)
     state = ServerState(options, ("bench",), limits, __version__)
     overrides = {"num_hidden_layers": 1, "max_position_embeddings": int(context)}
     runner: PacedRunner | None = None
 
-    def start(state: ServerState) -> Any:
+    def start() -> StartedEngine:
         nonlocal runner
         engine = Engine(
             load_format="dummy", hf_overrides=overrides, warmup="off", max_num_seqs=64, max_model_len=int(context),
@@ -104,9 +104,9 @@ def serve(port_file: str, ends_file: str, step_ms: str, context: str) -> int:
             enable_prefix_caching=False,
         )  # fmt: skip
         engine.core.runner = runner = PacedRunner(instant_runner(engine.core.builder), float(step_ms) / 1e3)  # type: ignore[assignment]
-        found = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
+        async_engine = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
         Path(port_file).write_text(str(listener.getsockname()[1]))
-        return found, Front(engine.builder, ("bench",)), "bench"
+        return StartedEngine(async_engine, RequestParser(engine.builder, ("bench",)), "bench")
 
     status = run_server(state, listener, start)
     assert runner is not None

@@ -13,6 +13,7 @@ from jpaged import AsyncEngine, Engine, InvalidRequestError, QueueFullError, Req
 from jpaged.core.stat_loggers import EndedRequest
 from jpaged.core.step_record import StepRecord
 from jpaged.errors import EngineStoppedError
+from jpaged.serving.metrics import ServerMetrics
 
 from .tiny_model import SIZES
 
@@ -151,6 +152,38 @@ def test_several_requests_are_queued_all_or_none(make):
 
     engine = make(limits={"waiting_requests": 4})
     asyncio.run(run())
+
+
+def test_loggers_learn_of_each_request_once_and_metrics_keep_nothing_of_it(make):
+    """Of those that end by a stop string beside others, of aborted ones, and of those whose output nobody took."""
+
+    async def run() -> None:
+        build = engine.engine.builder.build
+        message = build("", "Hi", params(max_tokens=3), number=0)
+        stream = await engine.submit([message] * 2, takes_deltas=True)
+        await until(lambda: not engine.core._has_work)
+        stream.close()
+        ends = [collect(engine.generate(prompt, params(max_tokens=30, stop=["e", "a"]))) for prompt in PROMPTS * 4]
+        await asyncio.gather(*ends)
+        aborted = engine.generate("Hi", params(max_tokens=100))
+        await anext(aborted)
+        await aborted.aclose()
+        await collect(engine.generate("Hi", params()))
+        assert sum(metrics.finished.values()) == 2 + len(ends) + 2
+        assert metrics.finished["stop"] > 0
+        assert metrics.finished["abort"] == 1
+        assert not metrics._last_token_s
+        assert not metrics._prompt_end_s
+
+    metrics = ServerMetrics("tiny")
+    engine = make(stat_loggers=[metrics])
+    asyncio.run(run())
+
+
+def test_a_fork_of_no_request_names_the_callers_id(make):
+    engine = make()
+    with pytest.raises(InvalidRequestError, match="request_id: got 'other', the id of 0 unfinished requests"):
+        asyncio.run(engine.fork("other"))
 
 
 def test_calls_between_steps_fork_update_sleep_and_forget(make):

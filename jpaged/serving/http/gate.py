@@ -1,31 +1,32 @@
-"""What every request passes before it reaches a route: its id, its key, the limits on headers and open requests."""
+"""What every request passes before it reaches a route: its id, the limits on its head, its key, its line in the log."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import logging
-import re
 import secrets
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import msgspec
-from starlette.responses import Response
-
-from ..protocols.replies import HTTPError, error_body, http_error
+from ..protocols.fields import CLIENT_ID
+from ..protocols.http_errors import HTTPError, http_error
+from .responses import error_response
 from .server_state import ServerState
 
 requests_log = logging.getLogger("jpaged.requests")
 
 OPEN_PATHS = ("/health", "/live", "/")
 """Paths that need no key."""
-_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+UNLOGGED_PATHS = ("/health", "/live", "/metrics")
+"""Paths whose requests get no line in the log."""
+ID_KEY = "jpaged.request_id"
+"""Where the scope of a request has the id that its response and its line in the log show."""
 
 
 class Gate:
-    """What every request passes before it reaches a route: its id, its key, the number of its headers."""
+    """An ASGI application around another one, which only sound requests reach."""
 
     def __init__(
         self,
@@ -33,15 +34,16 @@ class Gate:
         state: ServerState,
         keys: Sequence[str],
         *,
-        generating: Collection[str],
-        logged: Collection[str],
+        generation_paths: Collection[str],
+        logged_paths: Collection[str],
     ):
         """`keys` are the keys of which clients must send one; without any, no key is asked for.
 
-        `generating` are the paths whose requests `requests_per_key` limits, and the log names only paths in `logged`.
+        `generation_paths` are those whose requests the limit `requests_per_key` counts; the log names only
+        `logged_paths`.
         """
         self.app, self.state = app, state
-        self._generating, self._logged = generating, logged
+        self._generation_paths, self._logged_paths = generation_paths, logged_paths
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._num_open: dict[bytes, int] = {}
         """Unfinished requests by the digest of their key."""
@@ -50,53 +52,55 @@ class Gate:
         if scope["type"] != "http":
             return
         start_s, status = time.perf_counter(), 0
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        scope["jpaged.id"] = request_id = _request_id(headers)
-        id_header = (b"x-request-id", request_id.encode())
+        scope[ID_KEY] = _request_id(scope["headers"])
 
-        async def send_with_id(message: Any) -> None:
+        async def send_with_id(event: Any) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if not any(name == b"x-request-id" for name, _ in message["headers"]):
-                    message["headers"] = [*message["headers"], id_header]
-            await send(message)
+            if event["type"] == "http.response.start":
+                status = event["status"]
+                event["headers"] = [*event["headers"], (b"x-request-id", scope[ID_KEY].encode())]
+            await send(event)
 
         path = scope["path"].removeprefix(scope["root_path"])
-        key = b""
         try:
-            self._check_head(scope)
-            if path not in OPEN_PATHS:
-                key = self._check_key(headers)
-            self._enter(key, path)
-        except HTTPError as error:
-            await reply(error)(scope, receive, send_with_id)
-        else:
-            try:
-                await self.app(scope, receive, send_with_id)
-            except Exception as error:  # uvicorn would answer in plain text.
-                if status:
-                    raise
-                await reply(http_error(error))(scope, receive, send_with_id)
-            finally:
-                self._leave(key, path)
-        if not self.state.options.disable_log_requests and path not in ("/health", "/live", "/metrics"):
+            await self._pass(scope, path, receive, send_with_id)
+        except Exception as error:  # uvicorn would answer in plain text.
+            if status:
+                raise
+            await error_response(http_error(error))(scope, receive, send_with_id)
+        if not self.state.options.disable_log_requests and path not in UNLOGGED_PATHS:
             took_s = time.perf_counter() - start_s
-            route = path if path in self._logged else "another path"
-            requests_log.info("%s %s %s %s %.3f s", request_id, scope["method"], route, status or "left", took_s)
+            route = path if path in self._logged_paths else "another path"
+            requests_log.info("%s %s %s %s %.3f s", scope[ID_KEY], scope["method"], route, status or "left", took_s)
+
+    async def _pass(self, scope: Any, path: str, receive: Any, send: Any) -> None:
+        """Check a request, and let the application answer it. Raise HTTPError for one that must not reach it."""
+        self._check_head(scope)
+        key = b"" if path in OPEN_PATHS else self._check_key(scope["headers"])
+        if path not in self._generation_paths:
+            await self.app(scope, receive, send)
+            return
+        self._count_open(key)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._num_open[key] -= 1
+            if not self._num_open[key]:
+                del self._num_open[key]
 
     def _check_head(self, scope: Any) -> None:
         """Raise HTTPError for another version of HTTP, and for headers that exceed the limits on number and length."""
         if scope["http_version"] not in ("1.0", "1.1"):
             raise HTTPError(400, "this server speaks HTTP/1.1")
-        headers, most, most_bytes = scope["headers"], self.state.limits["headers"], self.state.limits["header_bytes"]
-        if most is not None and len(headers) > most:
-            raise HTTPError(431, f"the request has {len(headers)} headers, allowed are {most}")
+        headers, max_headers = scope["headers"], self.state.limits["headers"]
+        if max_headers is not None and len(headers) > max_headers:
+            raise HTTPError(431, f"the request has {len(headers)} headers, allowed are {max_headers}")
         # The line, and each header with its colon, its space and its line end.
         num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
         num_bytes += sum(len(name) + len(value) + 4 for name, value in headers)
-        if most_bytes is not None and num_bytes > most_bytes:
-            raise HTTPError(431, f"the request's line and headers are longer than {most_bytes} bytes")
+        max_bytes = self.state.limits["header_bytes"]
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise HTTPError(431, f"the request's line and headers are longer than {max_bytes} bytes")
 
     def _check_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Return the digest of the key that a request carries. Raise HTTPError, a 401, unless it is one of the keys.
@@ -116,36 +120,18 @@ class Gate:
             raise HTTPError(401, message, headers={"www-authenticate": "Bearer"})
         return digest
 
-    def _enter(self, key: bytes, path: str) -> None:
-        """Count a request of a key that generates. Raise HTTPError, a 429, if the key has too many."""
-        if path not in self._generating:
-            return
-        most, count = self.state.limits["requests_per_key"], self._num_open.get(key, 0)
-        if most is not None and count >= most:
-            message = f"{count} requests of this key are unfinished, allowed are {most}; try again later"
+    def _count_open(self, key: bytes) -> None:
+        """Count an unfinished request of a key. Raise HTTPError, a 429, if the key has too many."""
+        max_open, count = self.state.limits["requests_per_key"], self._num_open.get(key, 0)
+        if max_open is not None and count >= max_open:
+            message = f"{count} requests of this key are unfinished, allowed are {max_open}; try again later"
             raise HTTPError(429, message, headers={"retry-after": "1"})
         self._num_open[key] = count + 1
-
-    def _leave(self, key: bytes, path: str) -> None:
-        if path in self._generating:
-            self._num_open[key] -= 1
-            if not self._num_open[key]:
-                del self._num_open[key]
 
 
 def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Return the id that a client has given to its request, if it is a plain one, else an id of ours."""
     values = [value.decode("latin-1") for name, value in headers if name == b"x-request-id"]
-    if len(values) == 1 and _CLIENT_ID.fullmatch(values[0]):
+    if len(values) == 1 and CLIENT_ID.fullmatch(values[0]):
         return values[0]
     return secrets.token_hex(8)
-
-
-def reply(error: HTTPError) -> Response:
-    """Return an error as a response."""
-    return Response(error_body(error), error.status, headers=error.headers, media_type="application/json")
-
-
-def json_reply(value: Any, status: int = 200) -> Response:
-    """Return a value as a JSON response."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -1,6 +1,6 @@
-"""One HTTP request that generates, from its body to the last byte of its answer.
+"""One HTTP request that generates, from its body to the last byte of its response.
 
-body ─▶ front (a thread) ─▶ core ─▶ encoder ─▶ client
+body ─▶ parser (a thread) ─▶ core ─▶ encoder ─▶ client
 a client that leaves, a deadline or the end of the server interrupts it: its requests are aborted
 """
 
@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...errors import ConfigError
 from ...outputs import RequestOutput
 from ..protocols.encoders import Encoder
 from ..protocols.generation_request import GenerationRequest
-from ..protocols.replies import HTTPError, error_body, http_error, unavailable
+from ..protocols.http_errors import HTTPError, error_body, http_error, unavailable
+from .gate import ID_KEY
 from .server_state import SILENCE_S, ServerState
 
 if TYPE_CHECKING:
@@ -31,54 +33,57 @@ EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 JSON_HEADERS = [(b"content-type", b"application/json")]
-GONE = "the client has left"
+CLIENT_GONE = HTTPError(499, "the client has left")
+"""Interrupts a request whose client is not there to read of it."""
 
 
 class Generation:
-    """The answer to one request, while it is written."""
+    """The response to one request, while it is written."""
 
     def __init__(self, state: ServerState, scope: Any):
         """`scope` is the request's, as ASGI has it."""
         self.state, self.scope = state, scope
         self.headers: list[tuple[bytes, bytes]] = []
-        """Headers of the answer, beside those of every answer."""
+        """Headers of the response, beside those of its kind."""
         self.encoder: Encoder | None = None
-        self.interruption: HTTPError | str | None = None
-        """Why it ends early: GONE, or the error that its client is told."""
+        self.interruption: HTTPError | None = None
+        """Why it ends early: CLIENT_GONE, or the error that its client is told."""
+        self._parsing: asyncio.Future[GenerationRequest] | None = None
         self.stream: OutputStream | None = None
         self.last_sent_s = time.monotonic()
         self.is_waiting = True
         self.has_begun = False
         """The status and the headers have been sent."""
 
-    def interrupt(self, reason: HTTPError | str) -> None:
-        """End the answer early: nothing is sent any more but what `reason` says."""
+    def interrupt(self, reason: HTTPError) -> None:
+        """End the response early: nothing is sent any more but `reason`, or nothing at all for CLIENT_GONE."""
         if self.interruption is None:
             self.interruption = reason
+        if self._parsing is not None:
+            self._parsing.cancel()
+        if self.stream is not None and not self.is_waiting:  # An event is being sent, perhaps for long.
+            self.stream.close()
         self.nudge()
 
     def nudge(self) -> None:
-        """Let it look whether it is interrupted, or silent for too long."""
+        """Wake the task that waits for outputs: it looks at `interruption` and at the time of its last event."""
         if self.stream is not None:
             self.stream.nudge()
 
     async def run(
         self,
-        prepare: Callable[[], GenerationRequest],
+        parse: Callable[[], asyncio.Future[GenerationRequest]],
         encoder_type: type[Encoder],
         receive: Callable[[], Any],
         send: Callable[[Any], Any],
     ) -> None:
-        """Make the request, compute it, and send the answer. Errors become replies, or the last event of a stream."""
-        watch = asyncio.create_task(self._watch(receive))
-        seconds = self.state.limits["request_s"]
-        limit = HTTPError(504, f"the request has not ended within {seconds} s, the server's limit request_s")
-        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.interrupt, limit)
+        """Parse the request, compute it, and send the response; an error may be the last event of a stream."""
+        watch, timeout = asyncio.create_task(self._watch(receive)), self._start_timeout()
         self.state.generations.add(self)
         tracing, failure = self.state.tracing, None
         span = None if tracing is None else tracing.start(self.scope["headers"], self.scope["path"])
         try:
-            await self._generate(prepare, encoder_type, send)
+            await self._generate(parse, encoder_type, send)
         except Exception as error:
             failure = http_error(error)
             await self._fail(failure, send)
@@ -86,19 +91,27 @@ class Generation:
             if tracing is not None:
                 tracing.end(span, self._attributes(), None if failure is None else failure.message)
             self.state.generations.discard(self)
-            if timer is not None:
-                timer.cancel()
+            if timeout is not None:
+                timeout.cancel()
             watch.cancel()
             if self.stream is not None:
                 self.stream.close()
 
+    def _start_timeout(self) -> asyncio.TimerHandle | None:
+        """Interrupt the request once it has taken as long as it may; None if there is no limit."""
+        max_s = self.state.limits["request_s"]
+        if max_s is None:
+            return None
+        error = HTTPError(504, f"the request has not ended within {max_s} s, the server's limit request_s")
+        return asyncio.get_running_loop().call_later(max_s, self.interrupt, error)
+
     def _attributes(self) -> dict[str, Any]:
-        """Return what a span tells of the answer, under the names of OpenTelemetry's conventions."""
+        """Return what a span tells of the response, under the names of OpenTelemetry's conventions."""
         if self.encoder is None:
             return {}
         usage = self.encoder.usage()
         return {
-            "gen_ai.request.model": self.state.names[0],
+            "gen_ai.request.model": self.state.model_names[0],
             "gen_ai.response.id": self.encoder.id,
             "gen_ai.usage.input_tokens": usage["prompt_tokens"],
             "gen_ai.usage.output_tokens": usage["completion_tokens"],
@@ -110,70 +123,91 @@ class Generation:
         """Wait until the client has left."""
         while (await receive())["type"] != "http.disconnect":
             continue
-        self.interrupt(GONE)
+        self.interrupt(CLIENT_GONE)
 
     async def _generate(
-        self, prepare: Callable[[], GenerationRequest], encoder_type: type[Encoder], send: Callable[[Any], Any]
+        self,
+        parse: Callable[[], asyncio.Future[GenerationRequest]],
+        encoder_type: type[Encoder],
+        send: Callable[[Any], Any],
     ) -> None:
         state = self.state
-        request = await state.in_thread(prepare)
-        self._warn(request)
-        self._check()
-        self.stream = await state.engine.submit(request.messages, takes_deltas=request.is_stream)
-        self._check()
+        self._parsing = parse()
+        try:
+            request = await self._parsing
+        except asyncio.CancelledError:
+            self._raise_if_interrupted()
+            raise
+        self._warn(request.warnings)
+        if request.client_id is not None:
+            self.scope[ID_KEY] = request.client_id
+        self._raise_if_interrupted()
+        try:
+            self.stream = await state.engine.submit(request.new_requests, takes_deltas=request.is_stream)
+        except ConfigError:  # It has gone to sleep since it was looked at.
+            state.check_ready()
+            raise
+        self._raise_if_interrupted()
         self.encoder = encoder = encoder_type(
             request,
             self.stream.request_ids,
-            state.front.tokenizer,
+            state.parser.tokenizer,
             created=int(time.time()),
             fingerprint=state.fingerprint,
         )
         if request.is_stream:
-            await self._send_events(encoder, len(request.messages), send)
+            await self._send_events(encoder, send)
         else:
-            await self._send_whole(encoder, len(request.messages), send)
+            await self._send_complete(encoder, send)
 
-    async def _send_whole(self, encoder: Encoder, num_prompts: int, send: Callable[[Any], Any]) -> None:
+    async def _send_complete(self, encoder: Encoder, send: Callable[[Any], Any]) -> None:
         """Wait for all outputs, and send them as one body."""
+        request = encoder.request
         outputs: dict[str, RequestOutput] = {}
-        while len(outputs) < num_prompts:
+        while len(outputs) < len(request.new_requests):
             taken = await self._take()
             if taken is not None:
                 outputs |= {output.request_id: output for output in taken.outputs}
         _check_ends(list(outputs.values()))
-        body = encoder.whole(outputs)
+        has_much = request.is_echoed or request.num_prompt_logprobs is not None
+        body = await asyncio.to_thread(encoder.body, outputs) if has_much else encoder.body(outputs)
         await self._start(200, [*JSON_HEADERS, (b"content-length", str(len(body)).encode())], send)
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_events(self, encoder: Encoder, num_prompts: int, send: Callable[[Any], Any]) -> None:
+    async def _send_events(self, encoder: Encoder, send: Callable[[Any], Any]) -> None:
         """Send the outputs as events, as they come. Nothing is taken while the client does not read."""
         await self._start(200, EVENT_HEADERS, send)
-        ended: list[RequestOutput] = []
-        events = encoder.opening()
-        while True:
-            if events:
-                self.is_waiting = False
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-                self.is_waiting, self.last_sent_s = True, time.monotonic()
-            if len(ended) == num_prompts:
-                break
+        await self._send_event(encoder.opening(), send)
+        num_prompts, ended = len(encoder.request.new_requests), list[RequestOutput]()
+        while len(ended) < num_prompts:
             taken = await self._take()
             if taken is None:
-                is_silent = time.monotonic() - self.last_sent_s >= SILENCE_S
-                events = COMMENT if is_silent else b""
+                if time.monotonic() - self.last_sent_s >= SILENCE_S:
+                    await self._send_event(COMMENT, send)
                 continue
             encoder.take_prompt_logprobs(taken.prompt_logprobs)
-            events = encoder.events([delta for delta in taken.deltas if delta.finish_reason not in _FAILED])
+            deltas = [delta for delta in taken.deltas if delta.finish_reason not in _FAILED]
+            has_much = bool(taken.prompt_logprobs)
+            await self._send_event(
+                await asyncio.to_thread(encoder.chunks, deltas) if has_much else encoder.chunks(deltas), send
+            )
             ended += taken.outputs
             _check_ends(taken.outputs)
         await send({"type": "http.response.body", "body": encoder.closing(ended), "more_body": False})
 
+    async def _send_event(self, event: bytes, send: Callable[[Any], Any]) -> None:
+        """Send an event, or several; nothing for b""."""
+        if event:
+            self.is_waiting = False
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self.is_waiting, self.last_sent_s = True, time.monotonic()
+
     async def _take(self) -> StepOutputs | None:
-        """Wait for outputs; None if there are none yet. Raise the reason for which the answer ends early."""
+        """Wait for outputs; None if there are none yet. Raise the reason for which the response ends early."""
         assert self.stream is not None
-        self._check()  # What has interrupted it while an event was sent has nudged nobody.
+        self._raise_if_interrupted()  # An interruption during `send` has woken nobody.
         taken = await self.stream.take()
-        self._check()
+        self._raise_if_interrupted()
         return taken
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]], send: Callable[[Any], Any]) -> None:
@@ -181,8 +215,8 @@ class Generation:
         await send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def _fail(self, error: HTTPError, send: Callable[[Any], Any]) -> None:
-        """Send an error: as a reply, or as the last event of a stream that has begun."""
-        if self.interruption == GONE:
+        """Send an error: as the response, or as the last event of a stream that has begun."""
+        if self.interruption is CLIENT_GONE:
             return
         if self.has_begun:
             await send({"type": "http.response.body", "body": Encoder.failure(error), "more_body": False})
@@ -192,23 +226,17 @@ class Generation:
         await self._start(error.status, [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *more], send)
         await send({"type": "http.response.body", "body": body})
 
-    def _check(self) -> None:
-        """Raise the reason for which the answer ends early, if there is one."""
-        if isinstance(self.interruption, HTTPError):
-            raise self.interruption
+    def _raise_if_interrupted(self) -> None:
         if self.interruption is not None:
-            raise HTTPError(499, self.interruption)
+            raise self.interruption
 
-    def _warn(self, request: GenerationRequest) -> None:
+    def _warn(self, unknown_fields: Sequence[str]) -> None:
         """Tell the log and the client of fields that neither OpenAI nor vLLM has."""
-        if request.warnings:
-            names = ", ".join(request.warnings)
+        if unknown_fields:
+            names = ", ".join(unknown_fields)
             logger.warning("unknown fields of a request are ignored: %s", names)
             text = f'199 jpaged "unknown fields are ignored: {names}"'
             self.headers.append((b"warning", text.encode("ascii", "replace")))
-        if request.client_id is not None:
-            self.headers[:] = [pair for pair in self.headers if pair[0] != b"x-request-id"]
-            self.headers.append((b"x-request-id", request.client_id.encode("ascii", "replace")))
 
 
 _FAILED = ("error", "abort")

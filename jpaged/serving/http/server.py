@@ -1,86 +1,107 @@
 """Runs a server as a process: it listens before the model is loaded, and ends in order after SIGTERM.
 
-listen ─▶ health says "starting" ─▶ engine in a thread ─▶ serving ─▶ SIGTERM ─▶ open answers end ─▶ exit 0
+listen ─▶ health says "starting" ─▶ engine in a thread ─▶ serving ─▶ SIGTERM ─▶ open responses end ─▶ exit 0
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 
-from ...checks import one_line
 from ...errors import JpagedError, ModelLoadError
 from ..options import ServeOptions
-from ..protocols.front import Front
-from ..protocols.replies import unavailable
+from ..protocols.http_errors import unavailable
 from .app import make_app
-from .http_protocol import uvicorn_config
-from .server_state import ServerState
-
-if TYPE_CHECKING:
-    from ...async_engine import AsyncEngine
+from .http_protocol import BACKLOG, LimitedProtocol, uvicorn_config
+from .server_state import ServerState, StartedEngine
 
 logger = logging.getLogger("jpaged")
 
 CLOSE_S = 2
-"""Seconds that connections have to take the last bytes of their answers once the server ends."""
+"""Seconds that connections have to take the last bytes of their responses once the server ends."""
 POLL_S = 0.02
+"""Seconds between two looks whether all responses have ended."""
+NUM_ACCEPTS = 100
+"""Connections that are accepted before the event loop goes on."""
+NUM_OTHER_FILES = 200
+"""Open files of a server beside its connections, and connections that are about to be refused."""
+LOG_FILES_S = 60.0
+"""Seconds between two lines of the log which say that no file is left."""
 SWITCH_INTERVAL_S = 0.001
 """Thread switch interval of a server; CPython's default of 5 ms would hold up a token behind a tokenizer's thread."""
 
-StartEngine = Callable[[ServerState], "tuple[AsyncEngine, Front, str]"]
-"""Makes the engine, the front for it, and a text that identifies what outputs depend on. Runs on a thread."""
+StartEngine = Callable[[], StartedEngine]
+"""Makes the engine. Runs on a thread."""
 
 
-class _Server(uvicorn.Server):
+class LimitedServer(uvicorn.Server):
     """uvicorn's server without its signal handlers: after a signal it would close its socket, and end by the signal."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, a few at a time, whose TLS handshakes have no more time than a request's headers."""
+        config, loop = self.config, asyncio.get_running_loop()
+        protocol: type[LimitedProtocol] = config.http_protocol_class  # type: ignore[assignment]
+        make_protocol = partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        handshake_s = protocol.limits["header_s"] if config.ssl is not None else None
+        self.servers = []
+        for listener in sockets or ():
+            server = await loop.create_server(
+                make_protocol, sock=listener, ssl=config.ssl, backlog=NUM_ACCEPTS, ssl_handshake_timeout=handshake_s
+            )
+            self.servers.append(server)
+            listener.listen(BACKLOG)  # asyncio has set it to the number of connections that it accepts at a time.
+        self.started = True
 
-class ServerProcess:
-    """One server, from its socket to its end."""
 
-    def __init__(self, state: ServerState, listener: socket.socket, start_engine: StartEngine):
-        """`listener` is bound already; `start_engine` makes the engine once the server answers to health."""
-        self.state, self._listener, self._start_engine = state, listener, start_engine
-        self._end = asyncio.Event()
+class ServerLifecycle:
+    """One server, from its start to its end."""
+
+    def __init__(self, state: ServerState, listener: socket.socket, keys: Sequence[str], start_engine: StartEngine):
+        """`listener` listens already, `keys` are those of clients; `start_engine` is called once /health answers."""
+        self.state, self._listener, self._keys, self._start_engine = state, listener, keys, start_engine
+        self._end_requested = asyncio.Event()
         """Set by the first SIGTERM or SIGINT, and when the engine could not start."""
-        self._error: BaseException | None = None
+        self._files_logged_s = -LOG_FILES_S
 
     async def run(self) -> int:
         """Serve until a signal ends it; return the exit status. Raise what has kept the engine from starting."""
         options, state = self.state.options, self.state
         config = uvicorn_config(
-            make_app(state, options.keys()),
-            state.limits,
+            make_app(state, self._keys),
+            {**state.limits, "connections": allow_connections(state.limits["connections"])},
             root_path=options.root_path,
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
             timeout_graceful_shutdown=CLOSE_S,
         )
-        server = _Server(config)
+        server = LimitedServer(config)
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signal)
+            loop.add_signal_handler(number, self._on_signal)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         serving = asyncio.create_task(server.serve([self._listener]))
         start = asyncio.create_task(self._start())
         beat = asyncio.create_task(state.beat())
-        await self._end.wait()
+        await self._end_requested.wait()
         await self._drain()
         server.should_exit = True
         await serving
@@ -90,41 +111,56 @@ class ServerProcess:
             os._exit(0)
         await state.close()
         self._remove_socket()
-        if self._error is not None:
-            raise self._error
+        if state.start_error is not None:
+            raise state.start_error
+        if state.is_parsing:  # For clients that are gone; the interpreter would wait for it.
+            logging.shutdown()
+            os._exit(0)
         return 0
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop, but seldom that no file is left for a connection, which comes in floods."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._files_logged_s >= LOG_FILES_S:
+            self._files_logged_s = time.monotonic()
+            logger.error("no file is left for new connections (%s); raise the limit: ulimit -n", error.strerror)
 
     async def _start(self) -> None:
         """Make the engine on a thread, and serve it."""
         start_s = time.monotonic()
         try:
-            engine, front, identity = await asyncio.to_thread(self._start_engine, self.state)
+            started = await asyncio.to_thread(self._start_engine)
         except BaseException as error:
-            self.state.start_fault, self._error = one_line(error), error
+            self.state.start_error = error
             if not isinstance(error, JpagedError | ModelLoadError | OSError):
                 logger.error("the engine could not start", exc_info=error)
-            self._end.set()
+            self._end_requested.set()
             return
-        self.state.serve(engine, front, identity)
+        self.state.serve(started)
         logger.info("serving after %.1f s", time.monotonic() - start_s)
 
-    def _signal(self) -> None:
+    def _on_signal(self) -> None:
         """Begin to end; end at once at the second signal."""
-        if self._end.is_set():
+        if self._end_requested.is_set():
             self._remove_socket()
             os._exit(0)
-        self._end.set()
+        self._end_requested.set()
 
     async def _drain(self) -> None:
         """Refuse new requests while those that are open have time to end; then end them by an error."""
         self.state.is_stopping = True
-        end_s = time.monotonic() + self.state.options.shutdown_timeout
+        grace_s = self.state.options.shutdown_timeout
         if num_open := len(self.state.generations):
-            logger.info("stopping: %d requests have %.0f s to end", num_open, self.state.options.shutdown_timeout)
-        while self.state.generations and time.monotonic() < end_s and self._error is None:
-            await asyncio.sleep(POLL_S)
+            logger.info("stopping: %d requests have %.0f s to end", num_open, grace_s)
+        await self._wait_for_responses(grace_s)
         self.state.interrupt_all(unavailable("the server is stopping"))
-        deadline_s = time.monotonic() + CLOSE_S
+        await self._wait_for_responses(CLOSE_S)
+
+    async def _wait_for_responses(self, max_s: float) -> None:
+        """Wait until no response is open, or `max_s` seconds are over."""
+        deadline_s = time.monotonic() + max_s
         while self.state.generations and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
 
@@ -132,6 +168,23 @@ class ServerProcess:
         """Remove the file of a unix socket."""
         if self.state.options.uds is not None:
             Path(self.state.options.uds).unlink(missing_ok=True)
+
+
+def allow_connections(max_connections: int | None) -> int:
+    """Raise the process's limit on open files to what connections need; return how many there can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = 1 << 20
+    wanted = hard if max_connections is None else min(hard, max_connections + NUM_OTHER_FILES)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    num_possible = max(max(soft, wanted) - NUM_OTHER_FILES, 1)
+    if max_connections is not None and num_possible < max_connections:
+        logger.warning(
+            "%d connections instead of %d, since a process may open %d files here; raise the limit: ulimit -n",
+            num_possible, max_connections, hard,
+        )  # fmt: skip
+    return num_possible if max_connections is None else min(max_connections, num_possible)
 
 
 def address_of(options: ServeOptions, listener: socket.socket) -> str:
@@ -143,10 +196,12 @@ def address_of(options: ServeOptions, listener: socket.socket) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def run_server(state: ServerState, listener: socket.socket, start_engine: StartEngine) -> int:
-    """Run a server in this process until a signal ends it; return the exit status."""
+def run_server(
+    state: ServerState, listener: socket.socket, start_engine: StartEngine, *, keys: Sequence[str] = ()
+) -> int:
+    """Run a server in this process until a signal ends it; return the exit status.
 
-    async def main() -> Any:
-        return await ServerProcess(state, listener, start_engine).run()
-
-    return int(asyncio.run(main()))
+    `listener` is bound, and `keys` are those of which clients must send one. `start_engine` runs on a thread while the
+    server says by /health that it starts; what it raises is raised here.
+    """
+    return asyncio.run(ServerLifecycle(state, listener, keys, start_engine).run())

@@ -1,4 +1,4 @@
-"""What all handlers of a server share: the engine once it is there, its phase until then, and the open answers."""
+"""What all handlers of a server share: the engine once it is there, its start until then, and the open responses."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ..metrics import ServerMetrics
 from ..options import ServeOptions
-from ..protocols.front import Front
-from ..protocols.replies import HTTPError, unavailable
+from ..protocols.http_errors import HTTPError, unavailable
+from ..protocols.request_parser import RequestParser
 from ..tracing import Tracing
 
 if TYPE_CHECKING:
@@ -20,80 +20,105 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 NUM_THREADS = 4
-"""Threads that parse, render and tokenize at the same time."""
+"""Threads that parse bodies, render chats and tokenize at the same time."""
 HEARTBEAT_S = 1.0
+"""Seconds between two looks for streams that have been silent for too long."""
 SILENCE_S = 15.0
 """Seconds after which a stream without tokens sends a comment, so that no proxy takes it for dead."""
 
 
-class OpenAnswer(Protocol):
-    """An answer that is being computed or written."""
+class OpenResponse(Protocol):
+    """A response that is being computed or written."""
 
     is_waiting: bool
-    """No event is being sent: the core has given nothing since the last one."""
+    """False while an event is being sent."""
     last_sent_s: float
     """When its last event was sent, in seconds of `time.monotonic()`."""
 
-    def interrupt(self, reason: HTTPError | str) -> None:
-        """End the answer early: nothing is sent any more but what `reason` says."""
+    def interrupt(self, reason: HTTPError) -> None:
+        """End the response early: nothing is sent any more but `reason`."""
 
     def nudge(self) -> None:
-        """Let it look whether it is interrupted, or silent for too long."""
+        """Wake the task that waits for outputs, so that it looks at the time of its last event."""
+
+
+class StartPhase(NamedTuple):
+    """What an engine that starts is doing."""
+
+    name: str
+    num_done: int
+    num_parts: int | None
+    start_s: float
+    """When the phase has begun, in seconds of `time.monotonic()`."""
+
+
+class StartedEngine(NamedTuple):
+    """What a server needs of its engine."""
+
+    engine: AsyncEngine
+    parser: RequestParser
+    identity: str
+    """Names the model and the options of the engine, for `system_fingerprint`."""
 
 
 class ServerState:
-    """The engine, its front, and everything that is open."""
+    """The engine, the parser of its requests, and everything that is open."""
 
-    def __init__(self, options: ServeOptions, names: tuple[str, ...], limits: Mapping[str, int | None], version: str):
+    def __init__(
+        self, options: ServeOptions, model_names: tuple[str, ...], limits: Mapping[str, int | None], version: str
+    ):
         """Start without an engine: everything but health, live and the page is refused until `serve`."""
-        self.options, self.names, self.limits, self.version = options, names, limits, version
-        self.metrics = ServerMetrics(names[0], is_vllm=options.vllm_metrics)
+        self.options, self.model_names, self.limits, self.version = options, model_names, limits, version
+        self.metrics = ServerMetrics(model_names[0], has_vllm_names=options.vllm_metrics)
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint, version)
-        self.generations: set[OpenAnswer] = set()
-        self.created = int(time.time())
+        self.generations: set[OpenResponse] = set()
+        self.start_unix_s = int(time.time())
         self.fingerprint = ""
         self.is_stopping = False
-        self.start_fault: str | None = None
+        self.start_error: BaseException | None = None
         """Why the engine could not start."""
-        self._engine: AsyncEngine | None = None
-        self._front: Front | None = None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jpaged-front")
-        self._phase: tuple[str, int, int | None, float] = ("open", 0, None, time.monotonic())
-        """The phase of the start, how many of how many of its parts are done, and when it has begun."""
+        self._started: StartedEngine | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jpaged-parser")
+        self._parsing: set[Future[Any]] = set()
+        """Bodies that threads parse, or will."""
+        self._num_pending_bytes = 0
+        self._phase = StartPhase("open", 0, None, time.monotonic())
 
     def report(self, name: str, done: int, total: int | None) -> None:
         """Note the progress of the start. Any thread may call."""
-        since = self._phase[3] if self._phase[0] == name else time.monotonic()
-        self._phase = name, done, total, since
+        start_s = self._phase.start_s if self._phase.name == name else time.monotonic()
+        self._phase = StartPhase(name, done, total, start_s)
 
-    def serve(self, engine: AsyncEngine, front: Front, identity: str) -> None:
-        """Answer requests from now on. `identity` names the model and all options that outputs depend on."""
-        digest = hashlib.sha256(f"{self.version} {identity}".encode()).hexdigest()
+    def serve(self, started: StartedEngine) -> None:
+        """Answer requests from now on."""
+        digest = hashlib.sha256(f"{self.version} {started.identity}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        self._front, self._engine = front, engine
-        self.metrics.watch(engine.engine)
+        self._started = started
+        self.metrics.watch(started.engine.engine)
 
     @property
     def engine(self) -> AsyncEngine:
         """Return the engine. Raise HTTPError, a 503, while there is none that takes requests."""
         self.check_ready()
-        assert self._engine is not None
-        return self._engine
+        assert self._started is not None
+        return self._started.engine
 
     @property
-    def any_engine(self) -> AsyncEngine:
-        """Return the engine, whether or not it takes requests at present."""
-        assert self._engine is not None, "the start is over"
-        return self._engine
-
-    @property
-    def front(self) -> Front:
-        """Return the front. Raise HTTPError, a 503, before the start is over."""
-        if self._front is None:
+    def engine_even_asleep(self) -> AsyncEngine:
+        """Return the engine, also one that sleeps. Raise HTTPError, a 503, while there is none."""
+        if self.health()["status"] != "sleeping":
             self.check_ready()
-        assert self._front is not None
-        return self._front
+        assert self._started is not None
+        return self._started.engine
+
+    @property
+    def parser(self) -> RequestParser:
+        """Return the parser of requests. Raise HTTPError, a 503, before the start is over."""
+        if self._started is None:
+            self.check_ready()
+        assert self._started is not None
+        return self._started.parser
 
     def check_ready(self) -> None:
         """Raise HTTPError, a 503, unless new requests are taken."""
@@ -101,8 +126,7 @@ class ServerState:
         if health["status"] == "ok":
             return
         if health["status"] == "starting":
-            eta_s = health["eta_s"]
-            retry_after_s = max(1, min(60, int(eta_s or 5)))
+            retry_after_s = max(1, min(60, int(health["eta_s"] or 5)))
             raise unavailable(f"the server is starting ({health['phase']}); try again", retry_after_s=retry_after_s)
         raise unavailable(f"the server is {health['status']}", retry_after_s=10)
 
@@ -110,39 +134,63 @@ class ServerState:
         """Return what /health tells; `status` is "ok" where requests are taken."""
         if self.is_stopping:
             return {"status": "stopping"}
-        if self.start_fault is not None:
+        if self.start_error is not None:
             return {"status": "failed"}
-        if self._engine is None:
-            name, done, total, since = self._phase
-            elapsed_s = time.monotonic() - since
+        if self._started is None:
+            name, done, total, start_s = self._phase
+            elapsed_s = time.monotonic() - start_s
             eta_s = round(elapsed_s * (total - done) / done, 1) if total and done else None
             return {"status": "starting", "phase": name, "done": done, "total": total, "eta_s": eta_s}
-        if not self._engine.is_alive:
+        if not self._started.engine.is_alive:
             return {"status": "failed"}
-        return {"status": "sleeping"} if self._engine.is_sleeping() else {"status": "ok"}
+        return {"status": "sleeping"} if self._started.engine.is_sleeping() else {"status": "ok"}
 
-    async def in_thread(self, function: Callable[[], Result]) -> Result:
-        """Return what a function returns that would hold up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+    def parse(self, body: bytes, parse: Callable[[bytes], Result]) -> asyncio.Future[Result]:
+        """Parse a body from `read_body` on one of NUM_THREADS threads; return the future of the result.
+
+        If it is cancelled before a thread has begun, none will.
+        """
+        work = self._threads.submit(parse, body)
+        self._parsing.add(work)
+        future = asyncio.wrap_future(work)
+        future.add_done_callback(lambda _: self.release(len(body)))
+        work.add_done_callback(self._parsing.discard)
+        return future
+
+    @property
+    def is_parsing(self) -> bool:
+        """Return whether a thread parses a body."""
+        return any(work.running() for work in list(self._parsing))
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of bodies that have come. Raise HTTPError, a 503, if there are too many that wait."""
+        max_bytes = self.limits["pending_bytes"]
+        if max_bytes is not None and self._num_pending_bytes + num_bytes > max_bytes:
+            raise unavailable("the server is busy: too many bytes of requests wait to be parsed; try again later")
+        self._num_pending_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Count bytes of bodies that are parsed or dropped."""
+        self._num_pending_bytes -= num_bytes
 
     async def beat(self) -> None:
-        """Wake the streams that have been silent for long, for ever."""
+        """Wake the streams that have been silent for SILENCE_S, again and again until it is cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            before = time.monotonic() - SILENCE_S
+            silent_since_s = time.monotonic() - SILENCE_S
             for generation in list(self.generations):
-                if generation.is_waiting and generation.last_sent_s < before:
+                if generation.is_waiting and generation.last_sent_s < silent_since_s:
                     generation.nudge()
 
     def interrupt_all(self, reason: HTTPError) -> None:
-        """End all answers that are open, by an error."""
+        """End all responses that are open, by an error."""
         for generation in list(self.generations):
             generation.interrupt(reason)
 
     async def close(self) -> None:
         """End the engine and the threads."""
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.shutdown)
+        if self._started is not None:
+            await asyncio.to_thread(self._started.engine.shutdown)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self._threads.shutdown(wait=False, cancel_futures=True)

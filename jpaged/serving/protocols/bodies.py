@@ -7,20 +7,28 @@ import re
 from typing import Any, NoReturn
 
 from ...checks import RepeatedKeyError, one_line, shown, unique_keys
-from .replies import HTTPError
+from ...limits import LIMITS
+from .http_errors import HTTPError
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """How JSON can write a surrogate; a pair of them is one character, one alone is none."""
 
 
-def parse_body(body: bytes, *, max_depth: int) -> dict[str, Any]:
+def parse_body(body: bytes, *, max_depth: int, max_values: int | None = None) -> dict[str, Any]:
     """Return the object that a body holds. Raise HTTPError, a 400, for anything else than one sound JSON object.
 
     Refused are text that is no UTF-8 or no JSON, NaN and infinities, an object with a key twice, more than `max_depth`
-    levels, and strings that hold a lone surrogate or the character NUL.
+    levels, and strings that hold a lone surrogate or the character NUL. Before it is parsed, a body with more than
+    `max_values` commas, colons and opening brackets is refused: millions of values would take gigabytes, and Python's
+    global lock for seconds.
     """
     if not body:
         raise HTTPError(400, "the body is empty; send a JSON object")
+    if max_values is not None and (count := sum(map(body.count, b",:[{"))) > max_values:
+        way_out = "send less in one request, or raise the limit"
+        what = LIMITS["json_values"].meaning.partition(":")[0]
+        allowed = f"allowed: at most {max_values}, the server's limit json_values"
+        raise HTTPError(400, f"got {count} {what}, {allowed}; {way_out}")
     try:
         value = json.loads(body.decode(), object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
     except RepeatedKeyError as error:

@@ -1,6 +1,6 @@
 """The one internal form of a request to generate, whatever protocol it came by.
 
-The front of each protocol makes it of a body, and an encoder writes the protocol's answer from it (`encoders`).
+`request_parser` makes it of a body, and an encoder writes the protocol's response from it (`encoders`).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ class GenerationRequest:
 
     model: str
     """The name by which the client called the model."""
-    messages: tuple[NewRequest, ...]
+    new_requests: tuple[NewRequest, ...]
     """One for each prompt, in order; their ids and numbers are the core's to give."""
     num_samples: int
     """Samples of each prompt."""
     is_stream: bool = False
-    has_usage: bool = True
-    """Whether a stream ends with the usage; a whole answer always has it."""
+    has_usage: bool = False
+    """Whether a stream ends with the usage; a complete response always has it."""
     has_continuous_usage: bool = False
-    """Whether each event of a stream carries the usage so far."""
+    """Whether each chunk of a stream carries the usage so far."""
     num_logprobs: int | None = None
     """Likeliest tokens beside each token, whose logprobs are shown; None: no logprobs."""
     num_prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, as the field `prompt_logprobs`."""
     is_echoed: bool = False
-    """Whether the text of the prompt is part of the answer, and its logprobs too if there are any."""
+    """Whether the text of the prompt is part of the response, and its logprobs too if there are any."""
     has_output: bool = True
-    """False if no token was asked for: the one that is computed all the same is dropped."""
+    """False if no token was asked for: the one that is computed all the same is not shown."""
     has_token_ids: bool = False
-    """Whether the answer has the ids of the tokens of prompt and output."""
+    """Whether the response has the ids of the tokens of prompt and output."""
     has_tokens_as_ids: bool = False
     """Whether tokens beside logprobs are shown as `token_id:5`."""
     client_id: str | None = None

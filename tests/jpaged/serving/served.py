@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -64,7 +65,8 @@ class Served:
         for line in text.decode().splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                samples[name.replace('model_name="tiny"', "").replace(",}", "}").replace("{}", "")] = float(value)
+                name = re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
+                samples[name] = float(value)
         return samples
 
     def is_idle(self) -> bool:

@@ -1,5 +1,6 @@
 """The table of fields covers OpenAI's interface, and the page of the documentation shows the tables as they are."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,13 +9,13 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from jpaged.limits import LIMITS
-from jpaged.serving.protocols.fields import CHAT_FIELDS, COMPLETION_FIELDS, BodyField, Role
+from jpaged.serving.protocols.fields import CHAT_FIELDS, COMPLETION_FIELDS, BodyField, Use
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 ROWS = {
-    Role.SAMPLING: "a sampling parameter", Role.PROMPT: "how the prompt is made or scheduled",
-    Role.ROUTE: "read by the route", Role.KEPT: "taken, without meaning here",
-    Role.MISSING: "refused by name, unless the value asks for nothing",
+    Use.SAMPLING: "a sampling parameter", Use.PROMPT: "how the prompt is made or scheduled",
+    Use.PROTOCOL: "read by the route", Use.IGNORED: "taken, without meaning here",
+    Use.REFUSED: "refused by name, unless the value asks for nothing",
 }  # fmt: skip
 
 
@@ -33,18 +34,24 @@ def test_every_field_of_openais_package_is_in_the_table(types: type, table: dict
     assert (names | _inherited(types)) - table.keys() == set()
 
 
+@pytest.mark.parametrize(("route", "table"), [("completions", COMPLETION_FIELDS), ("chat", CHAT_FIELDS)])
+def test_every_field_of_vllms_protocols_is_in_the_table(route: str, table: dict[str, BodyField]):
+    names = json.loads((Path(__file__).parent / "vllm_fields.json").read_text())[route]
+    assert set(names) - table.keys() == set()
+
+
 def _inherited(types: type) -> set[str]:
     """Return the names of a TypedDict and of its bases."""
     bases = (types, *getattr(types, "__orig_bases__", ()))
     return {name for base in bases for name in getattr(base, "__annotations__", {})}
 
 
-@pytest.mark.parametrize("role", Role)
-def test_the_page_shows_what_becomes_of_each_field(role: Role):
-    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {ROWS[role]}"))
+@pytest.mark.parametrize("use", Use)
+def test_the_page_shows_what_becomes_of_each_field(use: Use):
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {ROWS[use]}"))
     both, completions, chats = (set(re.findall(r"`(\w+)`", cell)) for cell in line.split("|")[2:5])
-    of_completions = {name for name, one in COMPLETION_FIELDS.items() if one.role is role}
-    of_chats = {name for name, one in CHAT_FIELDS.items() if one.role is role}
+    of_completions = {name for name, one in COMPLETION_FIELDS.items() if one.use is use}
+    of_chats = {name for name, one in CHAT_FIELDS.items() if one.use is use}
     assert both == of_completions & of_chats
     assert completions == of_completions - of_chats
     assert chats == of_chats - of_completions
@@ -54,5 +61,5 @@ def test_the_page_shows_every_limit():
     for name, limit in LIMITS.items():
         (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` ")]
         assert limit.meaning in line
-        shown = "–" if limit.served is None else f"{limit.served:,}"
+        shown = "–" if limit.server_default is None else f"{limit.server_default:,}"
         assert line.split("|")[3].split()[0] == shown

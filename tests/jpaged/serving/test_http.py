@@ -1,7 +1,9 @@
 """The server below the level of a client library: keys, odd paths, limits, deadlines, sockets, pipelining."""
 
+import asyncio
 import json
 import re
+import resource
 import socket
 import ssl
 import subprocess
@@ -12,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from jpaged.serving.http.http_protocol import uvicorn_config
+from jpaged.serving.http.server import LimitedServer, allow_connections
+from jpaged.serving.options import served_limits
+
 from .conftest import FLAGS
 from .served import Served, command, read_all, serving, wait_until
 
@@ -19,7 +25,7 @@ KEYS = ("first-key", "second-key")
 SMALL: dict[str, int] = {
     "body_bytes": 2000, "body_s": 1, "header_bytes": 4000, "headers": 12, "header_s": 1, "keep_alive_s": 1,
     "connections": 20, "prompts": 3, "samples": 2, "stop": 2, "bad_words": 2, "logit_bias": 2, "json_depth": 5,
-    "requests_per_key": 4, "request_s": 20, "waiting_tokens": 100,
+    "requests_per_key": 4, "request_s": 20, "waiting_tokens": 100, "json_values": 40, "send_s": 1,
 }  # fmt: skip
 
 
@@ -89,6 +95,11 @@ def test_a_401_says_how_to_send_a_key(locked: Served):
     assert not any(key in json.dumps(body) + locked.log.read_text() for key in KEYS)
 
 
+def punctuation(body: dict[str, Any]) -> int:
+    """Return the commas, colons and opening brackets of a body."""
+    return sum(json.dumps(body).count(char) for char in ",:[{")
+
+
 AT_LIMIT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompts": (text(prompt=["a"] * 3), text(prompt=["a"] * 4)),
     "samples": (text(n=2), text(n=3)),
@@ -98,6 +109,8 @@ AT_LIMIT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "json_depth": (text(user={"a": [[[5]]]}), text(user={"a": [[[[5]]]]})),
     "body_bytes": (text(user="x" * (2000 - len(json.dumps(text(user=""))))),
                    text(user="x" * (2001 - len(json.dumps(text(user="")))))),
+    "json_values": (text(user="," * (40 - punctuation(text(user="")))),
+                    text(user="," * (41 - punctuation(text(user=""))))),
     "waiting_tokens": (text(prompt="x" * 100), text(prompt="x" * 101)),
 }  # fmt: skip
 
@@ -293,3 +306,44 @@ def test_pages_of_an_allowed_origin_may_call_the_server(tiny: str, log: Path):
         asked["access-control-request-headers"] = "authorization"
         status, headers, _ = server.request("/v1/completions", method="OPTIONS", headers=asked)
         assert (status, headers["access-control-allow-origin"]) == (200, "http://good")
+
+
+def test_a_client_that_takes_nothing_is_given_up():
+    """The application sends 64 MB; its sends end when the client has taken nothing for the limit's seconds."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        ended.append(time.monotonic())
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            config = uvicorn_config(app, served_limits({"send_s": 1}))
+            server = LimitedServer(config)
+            serving_task = asyncio.create_task(server.serve([listener]))
+            _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1], limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            while not ended:
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            await serving_task
+            writer.close()
+
+    ended: list[float] = []
+    start = time.monotonic()
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert 0.9 < ended[0] - start < 5
+
+
+def test_the_limit_on_open_files_is_raised_to_what_connections_need(caplog: pytest.LogCaptureFixture):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        assert allow_connections(700) == 700
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 900
+        assert not caplog.records
+        assert allow_connections(1 << 40) < 1 << 40
+        assert "raise the limit: ulimit -n" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

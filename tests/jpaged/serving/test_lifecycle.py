@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -23,23 +24,34 @@ def body(*, stream: bool = False, max_tokens: int = 110, **fields: Any) -> dict[
     }  # fmt: skip
 
 
-def send(server: Served, fields: dict[str, Any]) -> socket.socket:
+def send(server: Served, fields: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
     """Send a request, and return its connection without reading."""
     data = json.dumps(fields).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     connection.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + data)
     return connection
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("where", ["queued", "decoding"])
-def test_requests_of_clients_that_leave_are_aborted_within_a_second(served: Served, stream: bool, where: str):
+EARLY = {"nothing": b"", "a blank line": b"\r\n", "half a request": b"POST /v1/completions HTTP/1.1\r\nHost:"}
+"""What a client has sent behind its request before it leaves."""
+
+
+@pytest.mark.parametrize("early", EARLY.values(), ids=EARLY.keys())
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "complete"])
+@pytest.mark.parametrize("where", ["queued", "prefill", "decoding"])
+def test_requests_of_clients_that_leave_are_aborted_within_a_second(
+    served: Served, stream: bool, where: str, early: bytes
+):
+    # In prefill: several steps' worth of prompts have been begun.
+    fields = body(stream=stream, n=4) if where != "prefill" else body(stream=stream, prompt="x" * 110, max_tokens=10)
     for number in range(2):  # Their programs are compiled at their first use.
-        served.request("/v1/completions", body(n=4, seed=number))
+        served.request("/v1/completions", {**fields, "stream": False, "seed": number})
     if where == "queued":
         served.request("/pause", {})
-    connections = [send(served, body(stream=stream, n=4)) for _ in range(6)]
+    connections = [send(served, {**fields, "cache_salt": str(index)}) for index in range(6)]
+    for connection in connections:
+        connection.sendall(early)
     if where == "queued":
         wait_until(lambda: served.metrics()["jpaged:num_requests_waiting"] == 6, 5)
     else:
@@ -74,7 +86,9 @@ def test_admin_routes_pause_sleep_and_forget(served: Served, tiny: str, log: Pat
     assert served.request("/is_sleeping")[2] == {"is_sleeping": True}
     status, _, found = served.request("/v1/completions", asked)
     assert (status, found["error"]["message"]) == (503, "the server is sleeping")
-    assert served.request("/sleep?level=9", {})[0] == 400
+    for query in ("sleep?level=9", "sleep?level=²", "sleep?mode=x", "wake_up?tags=foo", "pause?x=1"):
+        status, _, found = served.request(f"/{quote(query, safe='?=/')}", {})
+        assert (status, found["error"]["code"]) == (400, 400), query
     assert served.request("/wake_up", {})[0] == 200
     assert served.request("/reset_prefix_cache", {})[0] == 200
     assert served.request("/v1/completions", asked)[2]["choices"] == before
@@ -118,17 +132,46 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones(tiny: str, log: Path):
         assert server.process.wait(10) == 0
 
 
-def test_requests_that_do_not_end_in_time_get_an_error(tiny: str, log: Path):
-    with serving(tiny, *FLAGS, "--shutdown-timeout", "0.5", log=log) as server:
+SLOW_TEMPLATE = "{% for i in range(99999) %}{% set x = i * i %}{% endfor %}" * 20 + "{{ messages[0].content }}"
+"""A chat template that takes seconds."""
+
+
+def test_requests_that_do_not_end_in_time_get_an_error(tiny: str, log: Path, tmp_path: Path):
+    """Requests that wait, and chats whose template is rendered: the process does not wait for that either."""
+    (tmp_path / "slow").write_text(SLOW_TEMPLATE)
+    flags = ("--shutdown-timeout", "0.5", "--chat-template", tmp_path / "slow")
+    with serving(tiny, *FLAGS, *flags, log=log) as server:
         server.request("/pause", {})
         connections = [send(server, body(stream=stream)) for stream in (True, False)]
         wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 2, 5)
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+        chats = [send(server, chat, "/v1/chat/completions") for _ in range(6)]
+        time.sleep(0.3)
+        assert server.request("/metrics")[0] == 200  # Beside four templates.
         server.process.send_signal(signal.SIGTERM)
-        stream, whole = map(read_all, connections)
+        stream, complete = map(read_all, connections)
         assert b'"code":503' in stream
         assert b"[DONE]" not in stream
-        assert whole.startswith(b"HTTP/1.1 503")
+        for response in (complete, *map(read_all, chats)):
+            assert response.startswith(b"HTTP/1.1 503"), response
+            assert b'"code":503' in response
         assert server.process.wait(10) == 0
+
+
+def test_clients_that_have_left_are_not_parsed_for(tiny: str, log: Path, tmp_path: Path):
+    """Sixteen chats of seconds each, whose clients leave at once, do not hold up the next request."""
+    (tmp_path / "slow").write_text(SLOW_TEMPLATE)
+    with serving(tiny, *FLAGS, "--chat-template", tmp_path / "slow", log=log) as server:
+        server.request("/v1/completions", body(max_tokens=2))
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+        chats = [send(server, chat, "/v1/chat/completions") for _ in range(16)]
+        time.sleep(0.3)
+        for connection in chats:
+            connection.close()
+        took_s = wait_until(lambda: server.request("/v1/completions", body(max_tokens=2))[0] == 200, 60)
+        alone = time.monotonic()
+        server.request("/v1/chat/completions", {**chat, "max_tokens": 1})
+        assert took_s < 3 * 4 * (time.monotonic() - alone)  # The four that had begun, and not all sixteen.
 
 
 def test_a_second_signal_ends_the_server_at_once(tiny: str, log: Path):

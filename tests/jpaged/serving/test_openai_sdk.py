@@ -105,6 +105,37 @@ def test_an_answer_is_what_the_engine_gives(client, engine: Engine):
     assert whole.usage.completion_tokens == len(sample.token_ids)
 
 
+def test_token_ids_of_a_chat_stand_where_vllm_has_them(client):
+    """Those of the prompt beside the choices, in the first chunk of a stream; those of the output in the choice."""
+    asked = CHAT | {"extra_body": {"return_token_ids": True}}
+    complete = client.chat.completions.create(**asked)
+    assert len(complete.prompt_token_ids) == complete.usage.prompt_tokens
+    assert len(complete.choices[0].token_ids) == complete.usage.completion_tokens
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].prompt_token_ids == complete.prompt_token_ids
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks[1:])
+    ids = [token_id for chunk in chunks[1:] for choice in chunk.choices for token_id in choice.token_ids]
+    assert ids == complete.choices[0].token_ids
+
+
+def test_an_echo_shows_what_the_prompt_has_become(client):
+    """Its own logprobs where they are asked for; what was kept of it; and nothing of the token that is not shown."""
+    asked = PROMPT | {"echo": True, "max_tokens": 0, "logprobs": 1}
+    choice = client.completions.create(**asked, extra_body={"prompt_logprobs": 3, "return_token_ids": True}).choices[0]
+    assert choice.text == PROMPT["prompt"]
+    assert (choice.token_ids, choice.stop_reason, choice.finish_reason) == ([], None, "length")
+    assert len(choice.prompt_logprobs) == len(choice.prompt_token_ids) == len(choice.logprobs.tokens)
+    assert [len(one) >= 3 for one in choice.prompt_logprobs[1:]] == [True] * (len(choice.prompt_token_ids) - 1)
+    kept = client.completions.create(**asked, extra_body={"truncate_prompt_tokens": 5}).choices[0]
+    assert kept.text == "".join(kept.logprobs.tokens) == PROMPT["prompt"][-5:]
+
+
+def test_a_prompt_is_cut_to_what_fits_beside_the_output(client):
+    asked = PROMPT | {"prompt": "x" * 500, "max_tokens": 20}
+    usage = client.completions.create(**asked, extra_body={"truncate_prompt_tokens": -1, "ignore_eos": True}).usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (108, 20)
+
+
 def test_cached_tokens_are_in_the_usage(client):
     prompt = "A prefix that fills some pages of eight tokens each, and is sent twice."
     first, second = (client.completions.create(**PROMPT | {"prompt": prompt}) for _ in range(2))
@@ -218,5 +249,6 @@ def test_tokenize_and_detokenize_are_inverse(served: Served):
     _, _, chat = served.request("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})
     _, _, text = served.request("/detokenize", {"tokens": chat["tokens"]})
     assert text["prompt"] == "<|start|>user: Hi\n<|start|>assistant: "
+    assert served.request("/tokenize", {"prompt": "x" * 500})[2]["count"] == 500  # More than the context.
     _, _, info = served.request("/tokenizer_info")
     assert (info["eos_token"], info["eos_token_id"], "chat_template" in info) == ("<|end|>", 0, True)

@@ -15,7 +15,7 @@ import jpaged.text.tokenizer as tokenizer_module
 from jpaged import not_available
 from jpaged.checks import shown
 from jpaged.errors import InvalidRequestError
-from jpaged.limits import DEFAULT_LIMITS, largest
+from jpaged.limits import DEFAULT_LIMITS, ceiling
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.text.prompts import MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
@@ -252,7 +252,7 @@ def lines_run(run):
 
 def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
     """The limit itself goes to the tokenizer, which counts; one character more is refused by its length."""
-    limit = CONTEXT * largest("chars_per_token")
+    limit = CONTEXT * ceiling("chars_per_token")
     with pytest.raises(InvalidRequestError, match=f"got {limit} tokens"):
         encoder.encode("a" * limit)
     with pytest.raises(

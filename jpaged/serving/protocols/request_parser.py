@@ -1,4 +1,4 @@
-"""Bodies of requests → requests of the core, checked: the server's front half, which runs off the event loop.
+"""Parses the bodies of requests into checked requests of the core: the server's front half, off the event loop.
 
 It holds a model's tokenizer and limits, and no engine: it can run in a process without a device.
 """
@@ -6,6 +6,7 @@ It holds a model's tokenizer and limits, and no engine: it can run in a process 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +19,12 @@ from ...intake.request_builder import RequestBuilder
 from ...messages import NewRequest
 from ...sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from ...text.chat_messages import normalize_messages, without_developers
+from ...text.prompts import PromptEncoder
 from ...text.tokenizer import Tokenizer
 from .bodies import parse_body
 from .fields import (
     CHAT_FIELDS,
+    CLIENT_ID,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
     TOKENIZE_FIELDS,
@@ -30,14 +33,25 @@ from .fields import (
     take_fields,
 )
 from .generation_request import GenerationRequest
-from .replies import HTTPError
+from .http_errors import HTTPError
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Output tokens of /v1/completions where a body does not say, as OpenAI has it."""
-MAX_CLIENT_ID_CHARS = 128
 
 
-class Front:
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What a body asks for beside its prompts and how tokens are drawn."""
+
+    max_tokens: int | None
+    """Output tokens that the client has asked for; None if it has not."""
+    num_logprobs: int | None
+    is_stream: bool
+    is_echoed: bool = False
+    has_output: bool = True
+
+
+class RequestParser:
     """Makes requests of bodies, for one model."""
 
     def __init__(self, builder: RequestBuilder, names: Sequence[str], *, is_strict: bool = False):
@@ -72,72 +86,81 @@ class Front:
             "chat_template": encoder.chat_template or tokenizer.chat_template,
         }
 
-    def completion(self, body: bytes) -> GenerationRequest:
+    @cached_property
+    def _counting_encoder(self) -> PromptEncoder:
+        """Return the encoder of /tokenize: a text may have more tokens than the context, but no more characters."""
+        encoder = self.builder.encoder
+        max_chars = self.max_model_len * (self.limits["chars_per_token"] or 1)
+        limits = {**encoder.limits, "chars_per_token": 1, "waiting_tokens": None}
+        return replace(encoder, max_model_len=max_chars, limits=limits)
+
+    def parse_completion(self, body: bytes) -> GenerationRequest:
         """Return the request that a body of /v1/completions asks for. Raise HTTPError or InvalidRequestError."""
         fields = self._fields(body, COMPLETION_FIELDS)
-        route, sampling = fields.route, fields.sampling
-        is_echoed = check("echo", route.get("echo", False), boolean)
-        num_logprobs = check("logprobs", route.get("logprobs"), or_none(integer(-1)))
-        max_tokens = check("max_tokens", route.get("max_tokens"), or_none(integer(0 if is_echoed else 1)))
-        if is_echoed and num_logprobs is not None:
-            sampling.setdefault("prompt_logprobs", num_logprobs)
-        prompts = [{_key_of(prompt): prompt} for prompt in self._prompts(route.get("prompt"))]
-        # The engine computes one token at least. The default is cut to what the context leaves; a client's number is
-        # refused instead.
-        num_computed = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
-        return self._request(
-            fields,
-            prompts,
-            self._params(fields, num_computed, num_logprobs),
+        given = fields.protocol
+        is_echoed = check("echo", given.get("echo", False), boolean)
+        num_logprobs = check("logprobs", given.get("logprobs"), or_none(integer(-1)))
+        max_tokens = check("max_tokens", given.get("max_tokens"), or_none(integer(0 if is_echoed else 1)))
+        prompts = [{_key_of(prompt): prompt} for prompt in self._prompts(given.get("prompt"))]
+        wanted = _Wanted(
             max_tokens=max_tokens or None,
             num_logprobs=num_logprobs,
+            is_stream=check("stream", given.get("stream", False), boolean),
             is_echoed=is_echoed,
             has_output=max_tokens != 0,
         )
+        # None: the default, cut to what the context leaves. 0: one token is computed, as always, and not shown. Others
+        # are refused if they do not fit.
+        num_computed = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
+        return self._request(fields, prompts, self._params(fields, wanted, num_computed), wanted)
 
-    def chat(self, body: bytes) -> GenerationRequest:
+    def parse_chat(self, body: bytes) -> GenerationRequest:
         """Return the request that a body of /v1/chat/completions asks for. Raise HTTPError or InvalidRequestError."""
         fields = self._fields(body, CHAT_FIELDS)
-        route = fields.route
-        if "messages" not in route:
+        given = fields.protocol
+        if "messages" not in given:
             raise refusal("messages", "none", "a list of at least one message")
-        if "max_tokens" in route and "max_completion_tokens" in route:
+        if "max_tokens" in given and "max_completion_tokens" in given:
             raise refusal("max_tokens", "it and max_completion_tokens", "one of them", "leave max_tokens out")
-        name = "max_tokens" if "max_tokens" in route else "max_completion_tokens"
-        max_tokens = check(name, route.get(name), or_none(integer(1)))
-        has_logprobs = check("logprobs", route.get("logprobs", False), boolean)
-        num_tops = check("top_logprobs", route.get("top_logprobs", 0), integer(-1))
-        if num_tops and not has_logprobs:
-            raise refusal("top_logprobs", f"{num_tops} without logprobs", "0", "give logprobs: true too")
-        self._take_effort(fields)
-        num_logprobs = num_tops if has_logprobs else None
-        params = self._params(fields, max_tokens, num_logprobs)
-        prompts = [{"messages": self._for_template(route["messages"])}]
-        return self._request(fields, prompts, params, max_tokens=max_tokens, num_logprobs=num_logprobs)
+        name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
+        max_tokens = check(name, given.get(name), or_none(integer(1)))
+        has_logprobs = check("logprobs", given.get("logprobs", False), boolean)
+        num_logprobs = check("top_logprobs", given.get("top_logprobs", 0), integer(-1))
+        if num_logprobs and not has_logprobs:
+            raise refusal("top_logprobs", f"{num_logprobs} without logprobs", "0", "give logprobs: true too")
+        wanted = _Wanted(
+            max_tokens=max_tokens,
+            num_logprobs=num_logprobs if has_logprobs else None,
+            is_stream=check("stream", given.get("stream", False), boolean),
+        )
+        if "reasoning_effort" in given:
+            fields.prompt["chat_template_kwargs"] = _template_arguments(fields)
+        prompts = [{"messages": self._for_template(given["messages"])}]
+        return self._request(fields, prompts, self._params(fields, wanted, max_tokens), wanted)
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
         """Return the tokens of a text or a chat, for /tokenize."""
         fields = self._fields(body, TOKENIZE_FIELDS)
-        keys = [key for key in ("prompt", "messages") if key in fields.route]
+        keys = [key for key in ("prompt", "messages") if key in fields.protocol]
         if len(keys) != 1:
             raise refusal("prompt", " and ".join(keys) or "none", "one of prompt and messages")
-        if keys == ["prompt"] and not isinstance(fields.route["prompt"], str):
-            raise refusal("prompt", shown(fields.route["prompt"]), "a text")
+        if keys == ["prompt"] and not isinstance(fields.protocol["prompt"], str):
+            raise refusal("prompt", shown(fields.protocol["prompt"]), "a text")
         tokenizer = self._tokenizer()
-        if fields.route.get("prompt") == "":
+        if fields.protocol.get("prompt") == "":
             token_ids = tokenizer.encode("", add_special_tokens=fields.prompt.get("add_special_tokens") is not False)
         else:
-            value = fields.route[keys[0]]
+            value = fields.protocol[keys[0]]
             prompt = {keys[0]: self._for_template(value) if keys == ["messages"] else value, **fields.prompt}
-            token_ids = self.builder.encoder.encode(prompt, has_answer=False).token_ids
+            token_ids = self._counting_encoder.encode(prompt, has_answer=False).token_ids
         result: dict[str, Any] = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
-        has_texts = check("return_token_strs", fields.route.get("return_token_strs", False), boolean)
+        has_texts = check("return_token_strs", fields.protocol.get("return_token_strs", False), boolean)
         result["token_strs"] = [tokenizer.backend.id_to_token(one) for one in token_ids] if has_texts else None
         return result
 
     def detokenize(self, body: bytes) -> dict[str, Any]:
         """Return the text of token ids, special tokens included, for /detokenize."""
-        token_ids = self._fields(body, DETOKENIZE_FIELDS).route.get("tokens")
+        token_ids = self._fields(body, DETOKENIZE_FIELDS).protocol.get("tokens")
         if not isinstance(token_ids, list):
             raise refusal("tokens", shown(token_ids), "a list of token ids")
         if len(token_ids) > self.max_model_len:
@@ -167,10 +190,11 @@ class Front:
 
     def _fields(self, body: bytes, table: Mapping[str, BodyField]) -> TakenFields:
         """Return the fields of a body, sorted, for the model that it names. Raise HTTPError, or InvalidRequestError."""
-        depth = self.limits["json_depth"]
-        assert depth is not None
-        fields = take_fields(parse_body(body, max_depth=depth), table, is_strict=self.is_strict)
-        self._check_model(fields.route.get("model", self.names[0]))
+        max_depth = self.limits["json_depth"]
+        assert max_depth is not None
+        value = parse_body(body, max_depth=max_depth, max_values=self.limits["json_values"])
+        fields = take_fields(value, table, is_strict=self.is_strict)
+        self._check_model(fields.protocol.get("model", self.names[0]))
         return fields
 
     def _check_model(self, name: Any) -> None:
@@ -191,121 +215,102 @@ class Front:
             raise refusal("prompt", shown(value), "a text, a list of token ids, or a list of such prompts")
         if not any(isinstance(one, str | list) for one in value):
             return [value]
-        most = self.limits["prompts"]
-        if most is not None and len(value) > most:
-            raise refusal("prompt", f"{len(value)} prompts", f"at most {most}", "send several requests")
+        max_prompts = self.limits["prompts"]
+        if max_prompts is not None and len(value) > max_prompts:
+            raise refusal("prompt", f"{len(value)} prompts", f"at most {max_prompts}", "send several requests")
         if not all(type(one) is type(value[0]) for one in value):
             raise refusal("prompt", "a list of prompts of several kinds", "texts alone, or lists of token ids alone")
         return value
 
-    def _take_effort(self, fields: TakenFields) -> None:
-        """Make `reasoning_effort` an argument of the chat template, which must read it."""
-        effort = fields.route.get("reasoning_effort")
-        if effort is None:
-            return
-        given = fields.prompt.setdefault("chat_template_kwargs", {})
-        if not isinstance(given, dict) or "reasoning_effort" in given:
-            got = "it and chat_template_kwargs with the same name"
-            raise refusal("reasoning_effort", got, "one of them", "leave one out")
-        given["reasoning_effort"] = check("reasoning_effort", effort, _effort)
-
     def _params(
-        self, fields: TakenFields, max_tokens: int | None, num_logprobs: int | None
+        self, fields: TakenFields, wanted: _Wanted, max_tokens: int | None
     ) -> SamplingParams | BeamSearchParams:
-        """Return the parameters of the requests; what a body leaves out is as the model's generation config has it."""
-        route, sampling = fields.route, fields.sampling
-        if "response_format" in route:
-            structure = _structure(route["response_format"])
-            if structure is not None and "structured_outputs" in sampling:
-                raise refusal("response_format", "it and structured_outputs", "one of them", "leave one out")
-            if structure is not None:
-                sampling["structured_outputs"] = structure
-        n = route.get("n", 1)
-        if check("use_beam_search", route.get("use_beam_search", False), boolean):
-            return self._beams(fields, n, max_tokens, num_logprobs)
-        if "length_penalty" in route and route["length_penalty"] != 1:
-            raise refusal("length_penalty", shown(route["length_penalty"]), "1 without use_beam_search")
-        is_stream = check("stream", route.get("stream", False), boolean)
-        if is_stream and "prompt_logprobs" in sampling and not route.get("echo"):
-            raise refusal("prompt_logprobs", "it and stream", "one of them", "leave stream out")
-        kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
-        given = {
-            **self.builder.sampling_defaults,
-            **sampling,
-            "n": n,
-            "max_tokens": max_tokens,
-            "logprobs": num_logprobs,
-        }
-        return SamplingParams(**given, output_kind=kind, detokenize=self.tokenizer is not None)
+        """Return the parameters of the requests; what a body leaves out is as the model's generation config has it.
 
-    def _beams(self, fields: TakenFields, n: Any, max_tokens: int | None, num_logprobs: int | None) -> BeamSearchParams:
-        """Return the parameters of a beam search, which takes few of the fields of sampling and is never a stream."""
-        given = {name: fields.sampling.pop(name) for name in ("ignore_eos", "temperature") if name in fields.sampling}
-        other = next(iter(fields.sampling), "logprobs" if num_logprobs is not None else None)
-        other = "stream" if fields.route.get("stream") else other
-        if other is not None:
-            raise refusal(other, "it and use_beam_search", "one of them", "leave one out")
-        penalty = fields.route.get("length_penalty", 1.0)
-        return BeamSearchParams(beam_width=n, max_tokens=max_tokens, length_penalty=penalty, **given)
+        `max_tokens` is the number of output tokens to compute at most, None for as many as the context leaves.
+        """
+        given = fields.protocol
+        structure = _structure(given["response_format"]) if "response_format" in given else None
+        if check("use_beam_search", given.get("use_beam_search", False), boolean):
+            return _beam_search(fields, wanted, max_tokens, has_structure=structure is not None)
+        if given.get("length_penalty", 1) != 1:
+            raise refusal("length_penalty", shown(given["length_penalty"]), "1 without use_beam_search")
+        if wanted.is_stream and "prompt_logprobs" in fields.sampling and not wanted.is_echoed:
+            raise refusal("prompt_logprobs", "it and stream", "one of them", "leave stream out")
+        values = {**self.builder.sampling_defaults, **fields.sampling}
+        if wanted.is_echoed and wanted.num_logprobs is not None:
+            values["prompt_logprobs"] = _most_logprobs(wanted.num_logprobs, values.get("prompt_logprobs"))
+        if structure is not None and "structured_outputs" in values:
+            raise refusal("response_format", "it and structured_outputs", "one of them", "leave one out")
+        if structure is not None:
+            values["structured_outputs"] = structure
+        return SamplingParams(
+            **values,
+            n=given.get("n", 1),
+            max_tokens=max_tokens,
+            logprobs=wanted.num_logprobs,
+            output_kind=RequestOutputKind.DELTA if wanted.is_stream else RequestOutputKind.FINAL_ONLY,
+            detokenize=self.tokenizer is not None,
+        )
 
     def _request(
         self,
         fields: TakenFields,
         prompts: Sequence[Mapping[str, Any]],
         params: SamplingParams | BeamSearchParams,
-        *,
-        max_tokens: int | None,
-        num_logprobs: int | None,
-        is_echoed: bool = False,
-        has_output: bool = True,
+        wanted: _Wanted,
     ) -> GenerationRequest:
-        """Return the internal form of a request; `max_tokens` is what the client has asked for, None if it has not."""
-        route = fields.route
-        is_stream = bool(route.get("stream", False))
-        messages = tuple(self._message(prompt, fields, params, max_tokens, is_stream) for prompt in prompts)
-        has_usage, has_continuous_usage = _stream_options(route.get("stream_options"), is_stream=is_stream)
-        prompt_logprobs = fields.sampling.get("prompt_logprobs")
-        client_id = check("request_id", route.get("request_id"), or_none(_client_id))
+        """Return the internal form of a request."""
+        given = fields.protocol
+        has_usage, has_continuous_usage = _stream_options(given.get("stream_options"), is_stream=wanted.is_stream)
         return GenerationRequest(
-            model=route.get("model", self.names[0]),
-            messages=messages,
+            model=given.get("model", self.names[0]),
+            new_requests=tuple(self._new_request({**prompt, **fields.prompt}, params, wanted) for prompt in prompts),
             num_samples=params.n,
-            is_stream=is_stream,
+            is_stream=wanted.is_stream,
             has_usage=has_usage,
             has_continuous_usage=has_continuous_usage,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=None if is_echoed else prompt_logprobs,
-            is_echoed=is_echoed,
-            has_output=has_output,
-            has_token_ids=check("return_token_ids", route.get("return_token_ids", False), boolean),
+            num_logprobs=wanted.num_logprobs,
+            num_prompt_logprobs=fields.sampling.get("prompt_logprobs"),
+            is_echoed=wanted.is_echoed,
+            has_output=wanted.has_output,
+            has_token_ids=check("return_token_ids", given.get("return_token_ids", False), boolean),
             has_tokens_as_ids=check(
-                "return_tokens_as_token_ids", route.get("return_tokens_as_token_ids", False), boolean
+                "return_tokens_as_token_ids", given.get("return_tokens_as_token_ids", False), boolean
             ),
-            client_id=client_id,
+            client_id=check("request_id", given.get("request_id"), or_none(_client_id)),
             warnings=tuple(fields.unknown),
         )
 
-    def _message(
-        self,
-        prompt: Mapping[str, Any],
-        fields: TakenFields,
-        params: SamplingParams | BeamSearchParams,
-        max_tokens: int | None,
-        is_stream: bool,
+    def _new_request(
+        self, prompt: Mapping[str, Any], params: SamplingParams | BeamSearchParams, wanted: _Wanted
     ) -> NewRequest:
         """Return the core's request for one prompt. Raise InvalidRequestError if the output may not fit beside it."""
-        new = self.builder.build("", {**prompt, **fields.prompt}, params, number=0)
-        num_tokens = len(new.prompt_token_ids) // 4
-        if max_tokens is not None and num_tokens + max_tokens > self.max_model_len:
+        num_kept = prompt.get("truncate_prompt_tokens")
+        if num_kept == -1 and wanted.max_tokens is not None:  # As many as fit beside the output.
+            prompt = {**prompt, "truncate_prompt_tokens": max(self.max_model_len - wanted.max_tokens, 1)}
+        new = self.builder.build("", prompt, params, number=0)
+        num_tokens = new.num_prompt_tokens
+        if wanted.max_tokens is not None and num_tokens + wanted.max_tokens > self.max_model_len:
             message = (
                 f"This model's maximum context length is {self.max_model_len} tokens, but your prompt has {num_tokens} "
-                f"and max_tokens is {max_tokens}, {num_tokens + max_tokens} together; lower one of them"
+                f"and max_tokens is {wanted.max_tokens}, {num_tokens + wanted.max_tokens} together; lower one of them"
             )
             raise InvalidRequestError(message, param="max_tokens")
-        return msgspec.structs.replace(new, is_streamed=is_stream)
+        # An echo shows what was kept of the prompt.
+        text = new.prompt if num_kept is None else None
+        return msgspec.structs.replace(new, is_streamed=wanted.is_stream, prompt=text)
+
+
+def _most_logprobs(num_echoed: int, num_asked: Any) -> Any:
+    """Return how many logprobs of a prompt are computed where both an echo and a client ask for some; -1 is all."""
+    if num_asked is None or not is_integer(num_asked):
+        return num_echoed if num_asked is None else num_asked  # What is no number is refused later.
+    return -1 if -1 in (num_echoed, num_asked) else max(num_echoed, num_asked)
 
 
 def _key_of(prompt: Any) -> str:
+    """Return the key of a prompt in the mapping that the engine takes."""
     return "prompt" if isinstance(prompt, str) else "prompt_token_ids"
 
 
@@ -315,9 +320,34 @@ def _effort(value: Any) -> str:
 
 
 def _client_id(value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CLIENT_ID_CHARS or not value.isprintable():
-        raise refusal("request_id", shown(value), f"1 to {MAX_CLIENT_ID_CHARS} printable characters")
+    if not isinstance(value, str) or not CLIENT_ID.fullmatch(value):
+        raise refusal("request_id", shown(value), "1 to 128 printable ASCII characters without spaces")
     return value
+
+
+def _template_arguments(fields: TakenFields) -> dict[str, Any]:
+    """Return the arguments of the chat template, `reasoning_effort` among them: the template must read it."""
+    arguments = fields.prompt.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict) or "reasoning_effort" in arguments:
+        got = "it and chat_template_kwargs with the same name"
+        raise refusal("reasoning_effort", got, "one of them", "leave one out")
+    return {**arguments, "reasoning_effort": check("reasoning_effort", fields.protocol["reasoning_effort"], _effort)}
+
+
+def _beam_search(
+    fields: TakenFields, wanted: _Wanted, max_tokens: int | None, *, has_structure: bool
+) -> BeamSearchParams:
+    """Return the parameters of a beam search, which takes few of the fields of sampling and is never a stream."""
+    known = {name: value for name, value in fields.sampling.items() if name in ("ignore_eos", "temperature")}
+    others = [name for name in fields.sampling if name not in known]
+    others += ["logprobs"] * (wanted.num_logprobs is not None) + ["stream"] * wanted.is_stream
+    others += ["response_format"] * has_structure
+    if others:
+        raise refusal(others[0], "it and use_beam_search", "one of them", "leave one out")
+    penalty = fields.protocol.get("length_penalty", 1.0)
+    return BeamSearchParams(
+        beam_width=fields.protocol.get("n", 1), max_tokens=max_tokens, length_penalty=penalty, **known
+    )
 
 
 def _stream_options(value: Any, *, is_stream: bool) -> tuple[bool, bool]:
@@ -332,8 +362,8 @@ def _stream_options(value: Any, *, is_stream: bool) -> tuple[bool, bool]:
     for name, one in value.items():
         check_name(name, known, "key of stream_options")
         check(f"stream_options.{name}", one, or_none(boolean))
-    has_continuous = bool(value.get("continuous_usage_stats"))
-    return bool(value.get("include_usage")) or has_continuous, has_continuous
+    has_usage = bool(value.get("include_usage"))
+    return has_usage, has_usage and bool(value.get("continuous_usage_stats"))
 
 
 def _structure(value: Any) -> dict[str, Any] | None:

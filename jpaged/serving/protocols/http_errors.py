@@ -1,4 +1,4 @@
-"""Replies that say no: every error of the server becomes one form here, whose text is short and quotes no prompt."""
+"""The one form of the server's errors, whose text is short and quotes no prompt."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 
 from ...checks import one_line
-from ...errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from ...errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger("jpaged")
 
 MAX_MESSAGE_CHARS = 1000
 RETRY_AFTER_S = 1
+"""Seconds after which a client may try again, where nothing better is known."""
 ERROR_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -35,7 +36,7 @@ one."""
 
 
 class HTTPError(Exception):
-    """A reply that refuses a request."""
+    """A response that tells an error, or the last event of a stream that has failed."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -50,13 +51,18 @@ def unavailable(message: str, *, retry_after_s: int = RETRY_AFTER_S) -> HTTPErro
 
 
 def http_error(error: Exception) -> HTTPError:
-    """Return the reply to a request that raised an exception. One that is a defect is logged, and not described."""
+    """Return the error that a client gets for a request which raised an exception.
+
+    An exception that is a defect is logged, and not described.
+    """
     if isinstance(error, HTTPError):
         return error
     if isinstance(error, QueueFullError):
         return unavailable(f"the server is busy: {error.limit} is {error.allowed}, all of it in use; try again later")
     if isinstance(error, InvalidRequestError):
         return HTTPError(400, str(error), param=error.param)
+    if isinstance(error, ConfigError):  # Of an argument of an admin route.
+        return HTTPError(400, str(error))
     if isinstance(error, EngineStoppedError):
         return unavailable("the engine has stopped", retry_after_s=10)
     logger.error("a request failed in the server: %s: %s", type(error).__name__, one_line(error), exc_info=error)
@@ -64,7 +70,7 @@ def http_error(error: Exception) -> HTTPError:
 
 
 def error_record(error: HTTPError) -> dict[str, Any]:
-    """Return the `error` object of a reply or of a stream's event."""
+    """Return the `error` object of a response or of a stream's event."""
     message = " ".join(error.message.split())
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 1] + "…"
@@ -74,7 +80,7 @@ def error_record(error: HTTPError) -> dict[str, Any]:
 
 
 def error_body(error: HTTPError) -> bytes:
-    """Return the JSON body of an error reply."""
+    """Return the JSON body of an error."""
     return msgspec.json.encode({"error": error_record(error)})
 
 
