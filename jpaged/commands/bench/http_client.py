@@ -45,7 +45,7 @@ class Server:
     """An IP address of the host that answers; with None, each connection looks the host up."""
 
     @classmethod
-    def at(cls, url: str, api_key: str | None = None) -> Server:
+    def from_url(cls, url: str, api_key: str | None = None) -> Server:
         """Return the server of a base URL, which may end with /v1; ConfigError if the URL or the key is wrong."""
         allowed = "http://HOST:PORT or https://HOST:PORT"
         try:
@@ -125,9 +125,11 @@ class Response:
     def _read_head(self) -> bool:
         """Read status and headers once all of them came; return whether they did."""
         end = self._buffer.find(b"\r\n\r\n")
-        if end < 0 and len(self._buffer) <= MAX_HEAD_BYTES:
+        if end < 0:
+            if len(self._buffer) > MAX_HEAD_BYTES:
+                raise RequestFailedError("no HTTP", f"the response has no head within {MAX_HEAD_BYTES} bytes")
             return False
-        first, *lines = bytes(self._buffer[: max(end, 0)]).decode("latin-1").split("\r\n")
+        first, *lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
         if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdecimal():
             raise RequestFailedError("no HTTP", f"the response begins with {bytes(self._buffer[:40])!r}")

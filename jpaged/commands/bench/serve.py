@@ -43,9 +43,9 @@ CHECK_S = 30.0
 NUM_SPARE_FILES = 100
 """File descriptors that the process needs besides those of its connections."""
 PERCENTILES = (50, 90, 99)
-SPREAD = (*(f"p{q}" for q in PERCENTILES), "mean", "max")
+STATISTICS = (*(f"p{q}" for q in PERCENTILES), "mean", "max")
 """What is reported of each kind of time."""
-ROWS = {
+TABLE_ROWS = {
     "first token": "time_to_first_token_s",
     "between tokens": "between_tokens_s",
     "between events": "between_events_s",
@@ -54,7 +54,7 @@ ROWS = {
     "send lateness": "send_lateness_s",
 }
 """Title of a row of the table → its key in the report."""
-MEASURED = {
+METRIC_DESCRIPTIONS = {
     "time_to_first_token_s": "from when the connection begins to be opened to the first event with text or a token",
     "between_tokens_s": "gap between two events with text, divided by the tokens of the later one where each event "
     "tells them, else by the mean tokens of the request's events (usage at its end); see tokens_counted_by",
@@ -68,13 +68,13 @@ MEASURED = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `jpaged bench serve` with the arguments `argv`; return 0, or 1 if all requests of some point failed.
+    """Run `jpaged bench serve` with the arguments `argv`; return 0, or 1 if all requests of a point failed in a run.
 
     A table goes to stderr, the report in JSON to stdout or the file of `--output`. Raises ConfigError if a flag is
     wrong or the server cannot be reached.
     """
     args = _parse(argv)
-    server, points = Server.at(args.base_url, args.api_key), _points(args)
+    server, points = Server.from_url(args.base_url, args.api_key), _points(args)
     server, args.model = asyncio.run(_reach(server, args.model))
     _allow_files(max(point.concurrency or point.num_requests for point in points))
     runs: list[list[dict[str, Any]]] = [[] for _ in points]
@@ -85,10 +85,10 @@ def main(argv: Sequence[str]) -> int:
                 load.warm_up()
             say(f"run {run + 1} of {args.runs}: {point}, {point.num_requests} requests")
             runs[index].append(_measurement(point, *load.run()))
-    entries = [_point_of(of_point) for of_point in runs]
+    entries = [_merged(point_runs) for point_runs in runs]
     _show(entries)
     write_report(_report(args, entries, runs), args.output)
-    return EXIT_FAILED if any(entry["succeeded"] == 0 for entry in entries) else 0
+    return EXIT_FAILED if any(run["succeeded"] == 0 for point_runs in runs for run in point_runs) else 0
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
@@ -98,7 +98,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
     """
     description = "Measure an OpenAI-compatible server: jpaged's, vLLM's, llama.cpp's."
     parser = FlagParser(prog="jpaged bench serve", description=description, allow_abbrev=False)
-    whole, real = CONVERTERS["N"], CONVERTERS["X"]
+    to_integer, to_number = CONVERTERS["N"], CONVERTERS["X"]
 
     def add(name: str, metavar: str, help: str, **options: Any) -> None:
         parser.add_argument(name, metavar=metavar, help=help, **options)
@@ -107,22 +107,33 @@ def _parse(argv: Sequence[str]) -> Namespace:
     add("--model", "NAME", "model to ask for; default: the first that the server names")
     add("--api-key", "K", "key that the server asks for")
     add("--endpoint", "NAME", f"{' or '.join(PATHS)}; default: %(default)s", default="completions")
-    add("--concurrency", "N", "closed loop: clients; with several N, each is a point", type=whole, nargs="+")
-    add("--rate", "X", "open loop: requests/s, or inf; with several X, each is a point", type=real, nargs="+")
+    add("--concurrency", "N", "closed loop: clients; with several N, each is a point", type=to_integer, nargs="+")
+    add("--rate", "X", "open loop: requests/s, or inf; with several X, each is a point", type=to_number, nargs="+")
     help = f"requests of each point; default: {NUM_REQUESTS}, or {REQUESTS_PER_CLIENT} per client if that is more"
-    add("--num-requests", "N", help, type=whole)
+    add("--num-requests", "N", help, type=to_integer)
     help = f"requests before each point that are not counted; default: one per client, at most {MAX_WARMUP}"
-    add("--warmup", "N", help, type=whole)
+    add("--warmup", "N", help, type=to_integer)
     add("--workload", "NAME", f"one of {', '.join(WORKLOADS)}; default: sharegpt")
-    add("--prompt-len", "N", "tokens (or words) of each prompt, instead of a workload", type=whole)
-    add("--output-len", "N", "tokens of each output, with --prompt-len", type=whole)
-    add("--shared-prefix-len", "N", "tokens (or words) that all prompts of --prompt-len begin with", type=whole)
+    add("--prompt-len", "N", "tokens (or words) of each prompt, instead of a workload", type=to_integer)
+    add("--output-len", "N", "tokens of each output, with --prompt-len", type=to_integer)
+    add("--shared-prefix-len", "N", "tokens (or words) that all prompts of --prompt-len begin with", type=to_integer)
     add("--prompts", "FORM", "ids (random token ids) or words (random text); default: ids, for chat words")
-    add("--vocab-size", "N", f"drawn token ids are below N; default: {VOCAB_SIZE}", type=whole)
+    add("--vocab-size", "N", f"drawn token ids are below N; default: {VOCAB_SIZE}", type=to_integer)
     help = "ask for the tokens so far in each event (continuous_usage_stats), at a cost to the server"
     parser.add_argument("--event-usage", action="store_true", help=help)
-    add("--timeout", "S", "seconds after which a request has failed; default: %(default)s", type=real, default=600.0)
-    add("--seed", "N", "seeds prompts and arrivals; default: a new one, so that no prefix cache helps", type=whole)
+    add(
+        "--timeout",
+        "S",
+        "seconds after which a request has failed; default: %(default)s",
+        type=to_number,
+        default=600.0,
+    )
+    add(
+        "--seed",
+        "N",
+        "seeds prompts and arrivals; default: a new one, so that no prefix cache helps",
+        type=to_integer,
+    )
     add_report_flags(parser, 1, "measurements of each point, in turns")
     args = parse_bench(parser, argv, "num_requests", "prompt_len", "output_len", "vocab_size")
     check("--endpoint", args.endpoint, one_of(*PATHS), error=ConfigError)
@@ -176,7 +187,8 @@ def _check_prompts(args: Namespace) -> None:
 def _points(args: Namespace) -> list[Point]:
     """Return the points in the order of the flags, each with its number of requests.
 
-    Raises ConfigError if a fixed workload has fewer requests than `--num-requests`, or a point fewer than clients.
+    Raises ConfigError if a fixed workload has fewer requests than `--num-requests`, or if a point has more clients than
+    requests.
     """
     available = None
     if args.workload in FIXED:
@@ -232,7 +244,7 @@ def _allow_files(num_connections: int) -> None:
 
 
 def _measurement(point: Point, records: list[StreamRecord], cpu_s: float) -> dict[str, Any]:
-    """Return what a run of a point has measured, as the report has it (MEASURED). Times are of successes only.
+    """Return what a run of a point has measured, under the keys of the report. Times are of successes only.
 
     `cpu_s` is the processor time of this process during the run.
     """
@@ -244,7 +256,7 @@ def _measurement(point: Point, records: list[StreamRecord], cpu_s: float) -> dic
     in_flight = np.arange(1, len(records) + 1) - np.searchsorted(ended_s, sent_s, side="right")
     num_output_tokens = sum(record.num_output_tokens for record in passed)
     num_prompt_tokens = sum(record.num_prompt_tokens for record in passed)
-    num_events = sum(len(record.token_times_s) for record in passed)
+    num_events = sum(len(record.event_times_s) for record in passed)
     lateness_s = [[record.sent_s - record.due_s] for record in records] if point.rate is not None else []
     return {
         **point.entry,
@@ -262,12 +274,12 @@ def _measurement(point: Point, records: list[StreamRecord], cpu_s: float) -> dic
         "tokens_per_event": round(num_output_tokens / num_events, 3) if num_events else None,
         "tokens_counted_by": dict(Counter(record.tokens_counted_by for record in passed)),
         "max_in_flight": int(np.max(in_flight)),
-        "time_to_first_token_s": _spread([[record.token_times_s[0] - record.sent_s] for record in passed]),
-        "between_tokens_s": _spread([_between_tokens_s(record) for record in passed]),
-        "between_events_s": _spread([np.diff(record.token_times_s) for record in passed]),
-        "time_per_output_token_s": _spread([_time_per_output_token_s(record) for record in passed]),
-        "request_s": _spread([[record.end_s - record.sent_s] for record in passed]),
-        "send_lateness_s": _spread(lateness_s),
+        "time_to_first_token_s": _statistics([[record.event_times_s[0] - record.sent_s] for record in passed]),
+        "between_tokens_s": _statistics([_between_tokens_s(record) for record in passed]),
+        "between_events_s": _statistics([np.diff(record.event_times_s) for record in passed]),
+        "time_per_output_token_s": _statistics([_time_per_output_token_s(record) for record in passed]),
+        "request_s": _statistics([[record.end_s - record.sent_s] for record in passed]),
+        "send_lateness_s": _statistics(lateness_s),
         "client_cpu_s": round(cpu_s, 4),
         "client_cpu_share": round(cpu_s / duration_s, 4),
     }
@@ -279,20 +291,20 @@ def _between_tokens_s(record: StreamRecord) -> np.ndarray:
     If the events tell their tokens, an event of n tokens gives n values; for example, a gap of 0.06 s before 3 tokens
     gives three times 0.02 s. Otherwise each gap gives one value: it is divided by the mean tokens of the events.
     """
-    gaps_s = np.diff(record.token_times_s)
+    gaps_s = np.diff(record.event_times_s)
     if record.tokens_counted_by == "each event":
         counts = np.array(record.event_tokens[1:], int)
         return np.repeat(gaps_s / counts, counts)
-    return gaps_s * (len(record.token_times_s) / record.num_output_tokens)
+    return gaps_s * (len(record.event_times_s) / record.num_output_tokens)
 
 
 def _time_per_output_token_s(record: StreamRecord) -> list[float]:
     """Return the mean seconds of a request's tokens after those of its first event; no value if there are none."""
     count = record.num_output_tokens - max(record.event_tokens[0], 1)
-    return [(record.token_times_s[-1] - record.token_times_s[0]) / count] if count > 0 else []
+    return [(record.event_times_s[-1] - record.event_times_s[0]) / count] if count > 0 else []
 
 
-def _spread(parts: Sequence[Sequence[float] | np.ndarray]) -> dict[str, float] | None:
+def _statistics(parts: Sequence[Sequence[float] | np.ndarray]) -> dict[str, float] | None:
     """Return percentiles, mean and maximum of the values in all parts; None if there is no value."""
     values = np.concatenate([np.zeros(0), *parts])
     if not values.size:
@@ -320,7 +332,7 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _point_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the runs of a point as one entry of the report: medians, but the errors of all runs together."""
     errors: Counter[str] = Counter()
     for run in runs:
@@ -339,9 +351,9 @@ def _report(args: Namespace, points: list[dict[str, Any]], runs: list[list[dict[
     return {
         "what": "serve: streamed requests over HTTP; medians of interleaved runs, errors of all runs",
         "points": points,
-        "measured": MEASURED,
+        "measured": METRIC_DESCRIPTIONS,
         "runs": args.runs,
-        "each_run": [{"run": index + 1, **run} for of_point in runs for index, run in enumerate(of_point)],
+        "each_run": [{"run": index + 1, **run} for point_runs in runs for index, run in enumerate(point_runs)],
         "command": shlex.join(words),
         "base_url": args.base_url,
         "model": args.model,
@@ -372,7 +384,7 @@ def _show(points: Sequence[dict[str, Any]]) -> None:
             say(f"  {point['tokens_per_event']} tokens per event, counted by {' or '.join(point['tokens_counted_by'])}")
         if point["requests_of_other_lengths"]:
             say(f"  {point['requests_of_other_lengths']:g} requests have another number of tokens than was asked for")
-        say("  " + "ms".ljust(18) + "".join(name.rjust(11) for name in SPREAD))
-        for title, name in ROWS.items():
+        say("  " + "ms".ljust(18) + "".join(name.rjust(11) for name in STATISTICS))
+        for title, name in TABLE_ROWS.items():
             if point[name] is not None:
-                say("  " + title.ljust(18) + "".join(f"{1e3 * point[name][key]:11.2f}" for key in SPREAD))
+                say("  " + title.ljust(18) + "".join(f"{1e3 * point[name][key]:11.2f}" for key in STATISTICS))

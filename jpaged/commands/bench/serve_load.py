@@ -67,7 +67,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Request:
+class PreparedRequest:
     """The bytes of an HTTP request, and its tokens: in, as far as known, and out."""
 
     data: bytes
@@ -95,8 +95,8 @@ class Load:
         """Draws prompts."""
         # All points share the prefix: it stands for a system prompt, which a prefix cache has from the first request.
         num_shared = args.shared_prefix_len or 0
-        self._prefix = self._draw(np.random.default_rng(args.seed), num_shared)
-        self._requests = self._make(point.num_requests)
+        self._prefix = self._draw_prompt(np.random.default_rng(args.seed), num_shared)
+        self._requests = self._make_requests(point.num_requests)
 
     def warm_up(self) -> None:
         """Send the requests that are not counted, as many at a time as there are clients; say if some fail."""
@@ -106,7 +106,7 @@ class Load:
         if count == 0:
             return
         say(f"warm-up: {self._point}, {count} requests")
-        requests = self._make(count)
+        requests = self._make_requests(count)
         records = asyncio.run(self._closed(requests, self._point.concurrency or MAX_WARMUP))
         if failed := [record for record in records if record.error_kind is not None]:
             say(f"warm-up: {len(failed)} of {count} failed: {failed[0].error_kind}: {failed[0].message}")
@@ -120,7 +120,7 @@ class Load:
             records = asyncio.run(self._open())
         return records, time.process_time() - start_cpu_s
 
-    async def _closed(self, requests: list[Request], num_clients: int) -> list[StreamRecord]:
+    async def _closed(self, requests: list[PreparedRequest], num_clients: int) -> list[StreamRecord]:
         """Let clients take the requests in turn, each its next one when its last has ended."""
         records: list[StreamRecord] = []
         queue = iter(requests)
@@ -145,48 +145,48 @@ class Load:
             tasks.append(asyncio.create_task(self._send(request, float(due_s))))
         return await asyncio.gather(*tasks)
 
-    async def _send(self, request: Request, due_s: float) -> StreamRecord:
+    async def _send(self, request: PreparedRequest, due_s: float) -> StreamRecord:
         record = StreamRecord(due_s, request.prompt_len, request.output_len)
         options = {"has_event_usage": self._args.event_usage, "timeout_s": self._args.timeout}
         await read_stream(self._server, request.data, record, **options)
         return record
 
-    def _make(self, count: int) -> list[Request]:
+    def _make_requests(self, count: int) -> list[PreparedRequest]:
         """Return new requests with prompts that no request had before, except for what they are to share.
 
-        A fixed workload keeps its token ids but the first of each prompt, which is drawn once for all of them: its
-        pages are found in no prefix cache, and those that the prompts share are still shared.
+        A fixed workload keeps its token ids but the first of each prompt, which is replaced by one that is drawn for
+        the run. So no page is in a prefix cache from an earlier run, and what the prompts share stays shared.
         """
         args = self._args
         prompts: list[list[Any]]
         if args.prompt_len is not None:
             output_lens = (args.output_len,) * count
             own_len = args.prompt_len - len(self._prefix)
-            prompts = [self._prefix + self._draw(self._rng, own_len) for _ in range(count)]
+            prompts = [self._prefix + self._draw_prompt(self._rng, own_len) for _ in range(count)]
         else:
             vocab_size = args.vocab_size or (sys.maxsize if args.workload in FIXED else VOCAB_SIZE)
             workload = load_workload(args.workload, vocab_size=vocab_size, num_requests=count)
             output_lens = workload.output_lens
             if args.workload in FIXED:
-                first = self._draw(self._rng, 1)
+                first = self._draw_prompt(self._rng, 1)
                 prompts = [first + list(prompt[1:]) for prompt in workload.prompts]
             else:
-                prompts = [self._draw(self._rng, len(prompt)) for prompt in workload.prompts]
-        return [self._request(prompt, out) for prompt, out in zip(prompts, output_lens, strict=True)]
+                prompts = [self._draw_prompt(self._rng, len(prompt)) for prompt in workload.prompts]
+        return [self._request(prompt, output_len) for prompt, output_len in zip(prompts, output_lens, strict=True)]
 
-    def _draw(self, rng: np.random.Generator, length: int) -> list[Any]:
+    def _draw_prompt(self, rng: np.random.Generator, length: int) -> list[Any]:
         """Return random words or token ids."""
         if self._args.prompts == "words":
             return [WORDS[index] for index in rng.integers(0, len(WORDS), length)]
         vocab_size = self._args.vocab_size or VOCAB_SIZE
         return rng.integers(min(MIN_TOKEN_ID, vocab_size // 2), vocab_size, length).tolist()
 
-    def _request(self, prompt: list[Any], output_len: int) -> Request:
+    def _request(self, prompt: list[Any], output_len: int) -> PreparedRequest:
         """Return the HTTP request that asks for `output_len` tokens after a prompt of words or token ids."""
         args = self._args
-        text = " ".join(prompt) if args.prompts == "words" else prompt
-        asked = {"messages": [{"role": "user", "content": text}]} if args.endpoint == "chat" else {"prompt": text}
+        text, is_chat = " ".join(prompt) if args.prompts == "words" else prompt, args.endpoint == "chat"
+        prompt_field = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
         stream_options = {"include_usage": True} | ({"continuous_usage_stats": True} if args.event_usage else {})
         fields = {"max_tokens": output_len, "temperature": 0, "ignore_eos": True, "stream": True}
-        body = json.dumps({"model": args.model, **asked, **fields, "stream_options": stream_options}).encode()
-        return Request(self._server.request("POST", PATHS[args.endpoint], body), len(prompt), output_len)
+        body = json.dumps({"model": args.model, **prompt_field, **fields, "stream_options": stream_options}).encode()
+        return PreparedRequest(self._server.request("POST", PATHS[args.endpoint], body), len(prompt), output_len)

@@ -67,7 +67,7 @@ class StreamRecord:
     """Tokens asked for."""
     sent_s: float = 0.0
     """When its connection began to be opened."""
-    token_times_s: list[float] = field(default_factory=list)
+    event_times_s: list[float] = field(default_factory=list)
     """When each event with text or a token came."""
     event_tokens: list[int] = field(default_factory=list)
     """Tokens of each of these events; all 0 if the server does not tell them."""
@@ -84,7 +84,7 @@ class StreamRecord:
         if self.tokens_counted_by == "usage":
             assert self.usage is not None
             return self.usage.completion_tokens
-        return sum(self.event_tokens) or len(self.token_times_s)
+        return sum(self.event_tokens) or len(self.event_times_s)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -127,10 +127,10 @@ class _EventReader:
             raise RequestFailedError("no [DONE]", "the stream ended without [DONE]")
         record = self._record
         if any(record.event_tokens):  # Text that came without a token, such as the rest of a character, is no event.
-            pairs = zip(record.token_times_s, record.event_tokens, strict=True)
-            record.token_times_s = [when_s for when_s, count in pairs if count]
+            pairs = zip(record.event_times_s, record.event_tokens, strict=True)
+            record.event_times_s = [when_s for when_s, count in pairs if count]
             record.event_tokens = [count for count in record.event_tokens if count]
-        if not record.token_times_s:
+        if not record.event_times_s:
             raise RequestFailedError("no tokens", "the stream had neither text nor tokens")
 
     def _line(self, line: bytes, now_s: float) -> None:
@@ -172,7 +172,7 @@ class _EventReader:
                 num_tokens = event.usage.completion_tokens - self._num_counted
                 self._num_counted = event.usage.completion_tokens
         if has_text or num_tokens > 0:
-            record.token_times_s.append(now_s)
+            record.event_times_s.append(now_s)
             record.event_tokens.append(max(num_tokens, 0))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jpaged import ConfigError
-from jpaged.commands.bench.serve import SPREAD, main
+from jpaged.commands.bench.serve import STATISTICS, main
 from jpaged.commands.bench.serve_load import arrival_times_s
 from jpaged.commands.bench.workloads import load_workload
 from jpaged.commands.cli import main as run_command
@@ -253,7 +253,7 @@ def test_a_closed_loop_keeps_its_clients_busy_and_counts_every_token(peer: Peer,
         assert point["requests_per_s"] == pytest.approx(8 / point["duration_s"], rel=0.01)
         for name in TIMES:
             spread = point[name]
-            assert list(spread) == list(SPREAD)
+            assert list(spread) == list(STATISTICS)
             assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"] <= spread["max"], name
             assert spread["mean"] <= spread["max"]
         # The peer sleeps at least so long; a clock may be rounded.
