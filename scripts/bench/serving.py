@@ -41,10 +41,15 @@ from scheduler import instant_runner
 NUM_TOKENS = 200
 CONTEXT = 512
 LONG_CONTEXT = 1 << 19
-"""Tokens of a context whose limit on characters, 64 a token, lets a prompt of 27 MB reach the tokenizer."""
+"""Tokens of a context whose limit on characters, 64 a token, lets a prompt of 27 MB reach the tokenizer.
+
+The tokenizer finds it too long by its first 3 MB.
+"""
 LONG_CHARS = 27_000_000
 TOKEN_TEXT = b"()"
 """Text of the token that the device always draws."""
+NUM_HELD, HELD_TOKENS = 1000, 40
+"""Streams that are open at the same time, and tokens of each."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -178,7 +183,7 @@ class Server:
             time.sleep(0.05)
             assert self.process.poll() is None, "the server has ended"
         self.port = int(self._port.read_text())
-        time.sleep(0.5)
+        time.sleep(0.5)  # The listener takes connections already; the engine begins to serve meanwhile.
 
     def stop(self) -> np.ndarray:
         """End the server; return the ends of its steps, in seconds of the monotonic clock."""
@@ -226,8 +231,11 @@ async def health_times_ms(port: int, until: asyncio.Event) -> list[float]:
 
 
 async def beside_long_prompts(port: int, pid: int) -> tuple[list[Stream], list[float], int]:
-    """Stream eight requests while prompts of 27 MB come one after another; return them, the times of /health in ms,
-    and how many long prompts were answered."""
+    """Stream eight requests while prompts of 27 MB come one after another.
+
+    Return them, the times of /health in ms, and how many long prompts were refused, each once the tokenizer had found
+    it too long.
+    """
     text = "The quick brown fox jumps over the lazy dog. " * (LONG_CHARS // 45)
     body = request_body(prompt=text, max_tokens=1, stream=False)
     ended, num_long = asyncio.Event(), 0
@@ -247,6 +255,40 @@ async def beside_long_prompts(port: int, pid: int) -> tuple[list[Stream], list[f
     ended.set()
     await long
     return streams, await health, num_long
+
+
+async def hold_streams(port: int, pid: int) -> dict[str, Any]:
+    """Open NUM_HELD streams at once and read all to their ends; return what that took.
+
+    The engine computes 64 of them at a time, and the others wait.
+    """
+    before_cpu_s, before_files, start_s = cpu_s(pid), num_files(pid), time.monotonic()
+    most_files = before_files
+
+    async def watch() -> None:
+        nonlocal most_files
+        while True:
+            most_files = max(most_files, num_files(pid))
+            await asyncio.sleep(0.1)
+
+    watching = asyncio.create_task(watch())
+    streams = await stream_all(port, [request_body(max_tokens=HELD_TOKENS)] * NUM_HELD)
+    watching.cancel()
+    num_tokens = sum(len(stream.token_times_s) for stream in streams)
+    if num_tokens != NUM_HELD * HELD_TOKENS or not all(stream.data[-1].endswith(b"0\r\n\r\n") for stream in streams):
+        raise RuntimeError(f"{num_tokens} tokens came from {NUM_HELD} streams of {HELD_TOKENS}")
+    return {
+        "streams": NUM_HELD,
+        "open_at_once": most_files - before_files,
+        "seconds": round(time.monotonic() - start_s, 2),
+        "cpu_us_per_token": round(1e6 * (cpu_s(pid) - before_cpu_s) / num_tokens, 1),
+        "first_token_s": quantiles([stream.token_times_s[0] - start_s for stream in streams]),
+    }
+
+
+def num_files(pid: int) -> int:
+    """Return the number of files that a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def quantiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -269,6 +311,8 @@ def main(argv: Sequence[str]) -> int:
             for _ in range(args.runs):
                 for num_streams, runs in found.items():
                     runs.append(asyncio.run(measure(server.port, server.process.pid, num_streams)))
+            report["held"] = asyncio.run(hold_streams(server.port, server.process.pid))
+            say(f"held: {report['held']}")
             ends_s = server.stop()
             for num_streams, runs in found.items():
                 added = np.concatenate([added_ms(streams, ends_s) for streams, _ in runs])
