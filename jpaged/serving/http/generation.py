@@ -33,8 +33,8 @@ EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 JSON_HEADERS = [(b"content-type", b"application/json")]
-CLIENT_GONE = HTTPError(499, "the client has left")
-"""Interrupts a request whose client is not there to read of it."""
+CLIENT_GONE = 499
+"""Status of a request whose client is not there to read it."""
 
 
 class Generation:
@@ -47,7 +47,7 @@ class Generation:
         """Headers of the response, beside those of its kind."""
         self.encoder: Encoder | None = None
         self.interruption: HTTPError | None = None
-        """Why it ends early: CLIENT_GONE, or the error that its client is told."""
+        """Why it ends early. Its client is told, unless it is what has left."""
         self._parsing: asyncio.Future[GenerationRequest] | None = None
         self.stream: OutputStream | None = None
         self.last_sent_s = time.monotonic()
@@ -56,7 +56,7 @@ class Generation:
         """The status and the headers have been sent."""
 
     def interrupt(self, reason: HTTPError) -> None:
-        """End the response early: nothing is sent any more but `reason`, or nothing at all for CLIENT_GONE."""
+        """End the response early: nothing is sent any more but `reason`, and nothing at all if it is CLIENT_GONE."""
         if self.interruption is None:
             self.interruption = reason
         if self._parsing is not None:
@@ -123,7 +123,7 @@ class Generation:
         """Wait until the client has left."""
         while (await receive())["type"] != "http.disconnect":
             continue
-        self.interrupt(CLIENT_GONE)
+        self.interrupt(HTTPError(CLIENT_GONE, "the client has left"))
 
     async def _generate(
         self,
@@ -216,7 +216,7 @@ class Generation:
 
     async def _fail(self, error: HTTPError, send: Callable[[Any], Any]) -> None:
         """Send an error: as the response, or as the last event of a stream that has begun."""
-        if self.interruption is CLIENT_GONE:
+        if error.status == CLIENT_GONE:
             return
         if self.has_begun:
             await send({"type": "http.response.body", "body": Encoder.failure(error), "more_body": False})
