@@ -213,7 +213,7 @@ def test_the_developers_message_joins_the_system_message(client):
     joined = [{"role": "system", "content": "A\n\nB"}, messages[2]]
     extra = {"return_token_ids": True}
     ids = [
-        client.chat.completions.create(**CHAT | {"messages": one}, extra_body=extra).choices[0].prompt_token_ids
+        client.chat.completions.create(**CHAT | {"messages": one}, extra_body=extra).prompt_token_ids
         for one in (messages, joined)
     ]
     assert ids[0] == ids[1]
