@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -305,11 +306,14 @@ def test_a_newcomer_beside_eight_streams_begins_within_two_steps(make):
         options = params(max_tokens=90, output_kind="delta")
         streams = [asyncio.create_task(collect(engine.generate(prompt, options))) for prompt in PROMPTS[:7]]
         await until(lambda: len(steps.first_of) == 7)
+        message = engine.engine.builder.build("", "New", params(max_tokens=2), number=0)
         for _ in range(5):
-            known, before = set(steps.first_of), steps.last
-            await collect(engine.generate("New", params(max_tokens=2)))
-            (newcomer,) = set(steps.first_of) - known
-            assert steps.first_of[newcomer] - before <= 2 + 1  # One step may be dispatched while the prompt is encoded.
+            last = asyncio.create_task(engine._result(partial(engine.core.call, lambda: steps.last)))
+            await asyncio.sleep(0)  # Its command is in front of the newcomer's.
+            newcomer = await engine.submit([message], takes_deltas=True)
+            await until(lambda stream=newcomer: stream.request_ids[0] in steps.first_of)
+            assert steps.first_of[newcomer.request_ids[0]] - await last <= 2
+            newcomer.close()
         assert not any(stream.done() for stream in streams)
         await asyncio.gather(*streams)
 

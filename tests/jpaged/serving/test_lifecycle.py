@@ -158,22 +158,6 @@ def test_requests_that_do_not_end_in_time_get_an_error(tiny: str, log: Path, tmp
         assert server.process.wait(10) == 0
 
 
-def test_clients_that_have_left_are_not_parsed_for(tiny: str, log: Path, tmp_path: Path):
-    """Sixteen chats of seconds each, whose clients leave at once, do not hold up the next request."""
-    (tmp_path / "slow").write_text(SLOW_TEMPLATE)
-    with serving(tiny, *FLAGS, "--chat-template", tmp_path / "slow", log=log) as server:
-        server.request("/v1/completions", body(max_tokens=2))
-        chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
-        chats = [send(server, chat, "/v1/chat/completions") for _ in range(16)]
-        time.sleep(0.3)
-        for connection in chats:
-            connection.close()
-        took_s = wait_until(lambda: server.request("/v1/completions", body(max_tokens=2))[0] == 200, 60)
-        alone = time.monotonic()
-        server.request("/v1/chat/completions", {**chat, "max_tokens": 1})
-        assert took_s < 3 * 4 * (time.monotonic() - alone)  # The four that had begun, and not all sixteen.
-
-
 def test_a_second_signal_ends_the_server_at_once(tiny: str, log: Path):
     with serving(tiny, *FLAGS, log=log) as server:
         server.request("/pause", {})
