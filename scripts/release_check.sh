@@ -6,7 +6,8 @@
 #
 # They need an environment with `pip install -e ".[dev,aot]"`. GPU kernels compile on JAX 0.11 and later only, and are
 # interpreted on 0.11.2 and later; with an older JAX their parts are left out. So `slow` is to be run twice, with the
-# oldest and the newest Python of .ci/run. Each part prints a header and the seconds it took; a failure does not end the run.
+# oldest and the newest Python of .ci/run, and `quick` with the newest, of which .ci/run runs a part there. Each part
+# prints a header and the seconds it took; a failure does not end the run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export JAX_PLATFORMS=cpu
@@ -46,6 +47,7 @@ gates_cuda13() { # The cells of the GPUs on the stack of machines with CUDA 13: 
 mutants() { python scripts/named_mutants.py; }
 seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
 steps() { python -m pytest tests/test_device_compile.py -m slow && python scripts/mesh_costs.py; }
+quick() { python -m pytest; }
 slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
 live() { python scripts/live_weights.py && python scripts/array_costs.py; }
 examples() { # Beside the libraries that they are for, which need environments of their own.
@@ -71,7 +73,7 @@ torch() { # What a trainer has saved, opened by transformers: torch is no requir
 readme() { python -m pytest tests/test_readme.py -m slow; }
 clients() { python scripts/serve_clients.py; } # Their environments, of 7 GB, stay in the user's cache folder.
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples torch readme clients}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow live examples torch readme clients}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

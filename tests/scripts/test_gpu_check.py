@@ -19,8 +19,13 @@ from .check_scripts import Script, blind, check_first_light, check_interpreted_r
 ITEMS = (*check_scripts.ITEMS, "cudnn", "engine-8b-no-command-buffers")
 
 
+@pytest.mark.slow
 def test_it_does_every_item_without_a_gpu(script: Script, tmp_path: Path) -> None:
     check_interpreted_run(script, "gpu_check", {"plain", "cut often"}, ITEMS, tmp_path)
+
+
+def test_it_does_one_item_without_a_gpu(tmp_path: Path) -> None:
+    check_item("gpu_check", "K1", is_after_crash=False, tmp_path=tmp_path)
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ class RequestParser:
             return _beam_search(fields, wanted, max_tokens, has_structure=structure is not None)
         if given.get("length_penalty", 1) != 1:
             raise refusal("length_penalty", shown(given["length_penalty"]), "1 without use_beam_search")
-        if wanted.is_stream and "prompt_logprobs" in fields.sampling and not wanted.is_echoed:
+        if wanted.is_stream and "prompt_logprobs" in fields.sampling:
             raise refusal("prompt_logprobs", "it and stream", "one of them", "leave stream out")
         values = {**self.builder.sampling_defaults, **fields.sampling}
         if wanted.is_echoed and wanted.num_logprobs is not None:
