@@ -176,7 +176,11 @@ def test_a_cache_that_fills_a_gpu_does_not_make_xla_compute_values_again():
 
 @pytest.mark.parametrize(
     ("name", "chip"),
-    [("google__gemma-3-1b-it", "v6e"), ("microsoft__Phi-3.5-mini-instruct", "v6e"), ("openai-community__gpt2", "h100")],
+    [
+        ("google__gemma-3-1b-it", "v6e"),
+        pytest.param("microsoft__Phi-3.5-mini-instruct", "v6e", marks=pytest.mark.slow),
+        ("openai-community__gpt2", "h100"),
+    ],
 )
 def test_two_layers_of_a_public_model_compile_for_a_chip(script, name, chip):
     """Two kinds of layers, LongRoPE, and LayerNorm; scripts/compile_families.py compiles all families."""
@@ -237,6 +241,7 @@ def test_a_step_over_several_devices_reduces_twice_a_layer_and_gathers_logits(st
         assert sizes_of(steps["sampler"]["collectives"]) == {"all-gather": [NUM_ROWS * steps["vocab_size"]]}
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_the_devices_need_no_other_collectives_and_no_copy_of_pages():
     """9 query heads and 3 KV heads on 8 virtual devices of a CPU, one stored KV head on each."""
     steps = output_of("compile_step.py", "cpu", 8, "float32", "1")
@@ -247,7 +252,11 @@ def test_heads_that_do_not_divide_the_devices_need_no_other_collectives_and_no_c
         assert many["temporary"] <= few["temporary"], name
 
 
-@pytest.mark.parametrize("cell", [("llama-70b", "v5e", 16), ("gemma-27b", "h100", 8)], ids=lambda cell: cell[0])
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(("llama-70b", "v5e", 16), marks=pytest.mark.slow), ("gemma-27b", "h100", 8)],
+    ids=lambda cell: cell[0],
+)
 def test_bytes_and_collectives_over_a_mesh_are_those_of_the_formulas(script, cell):
     """Each KV head of the first is on two chips; scripts/mesh_costs.py compiles all cells."""
     if missing := list(missing_wheels(TARGETS[cell[1]][1])):

@@ -23,6 +23,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_is_served_and_updated():
     printed = run("own_model.py").splitlines()
     assert float(printed[1].split(":")[1]) < 1e-4
@@ -30,6 +31,7 @@ def test_a_module_of_ones_own_is_served_and_updated():
     assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 80
 
 
+@pytest.mark.slow
 def test_a_model_of_linen_is_served_and_updated():
     printed = run("linen_model.py").splitlines()
     assert float(printed[-1].split(":")[1]) < 1e-5

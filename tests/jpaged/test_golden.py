@@ -113,7 +113,7 @@ def test_conversations_are_written_out_as_transformers_does(engine: Engine) -> N
     assert [output.outputs[0].token_ids[0] for output in outputs] == [item["output_ids"][0] for item in chats]
 
 
-@pytest.mark.parametrize("items", [pytest.param(SHORT[:1], id="one"), *SLOW])
+@pytest.mark.parametrize("items", [pytest.param(SHORT[:1], id="one", marks=pytest.mark.slow), *SLOW])
 def test_plain_xla_gives_the_tokens_and_logprobs_of_transformers(items: list[dict[str, Any]]) -> None:
     """One prompt in steps of one size: two programs, where XLA takes eight seconds for each."""
     few = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "num_decode_steps": 1} if len(items) == 1 else {}

@@ -28,7 +28,7 @@ from .. import quick_compile
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "families"
-FAST = {"three_kv_heads": (1, 2, 8), "olmo2": (1, 2), "gemma3": (1, 2)}
+FAST = {"three_kv_heads": (1, 2, 8), "olmo2": (1, 2)}
 """Model → numbers of devices. The slow tests have all models, numbers and buckets, and two layers of each model."""
 BOTH_MODES = "three_kv_heads"
 """The model whose tokens are drawn in both modes of samplers in fast tests too, and over two layers."""

@@ -75,6 +75,7 @@ def refusing(script, num_rows: int) -> Any:
     return other
 
 
+@pytest.mark.slow
 def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> None:
     """The other program takes one of two shapes. Its ratio would be that of an easier task, so there is none."""
     found = others_found(script, refusing(script, 3))

@@ -113,7 +113,7 @@ class TakenFields:
     """The fields of one body, by what is done with them."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
-    prompt: dict[str, Any] = field(default_factory=dict)
+    prompt_options: dict[str, Any] = field(default_factory=dict)
     protocol: dict[str, Any] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     """Names that neither OpenAI nor vLLM has, as a warning shows them; at most MAX_WARNED."""
@@ -125,7 +125,7 @@ def take_fields(body: Mapping[str, Any], table: Mapping[str, BodyField], *, is_s
     A field that is not in the table is a warning, with `is_strict` an error.
     """
     taken = TakenFields()
-    targets = {Use.SAMPLING: taken.sampling, Use.PROMPT: taken.prompt, Use.PROTOCOL: taken.protocol}
+    targets = {Use.SAMPLING: taken.sampling, Use.PROMPT: taken.prompt_options, Use.PROTOCOL: taken.protocol}
     for name, value in body.items():
         known = table.get(name)
         if known is None:

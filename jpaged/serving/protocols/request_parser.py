@@ -134,7 +134,7 @@ class RequestParser:
             is_stream=check("stream", given.get("stream", False), boolean),
         )
         if "reasoning_effort" in given:
-            fields.prompt["chat_template_kwargs"] = _template_arguments(fields)
+            fields.prompt_options["chat_template_kwargs"] = _template_arguments(fields)
         prompts = [{"messages": self._for_template(given["messages"])}]
         return self._request(fields, prompts, self._params(fields, wanted, max_tokens), wanted)
 
@@ -148,10 +148,12 @@ class RequestParser:
             raise refusal("prompt", shown(fields.protocol["prompt"]), "a text")
         tokenizer = self._tokenizer()
         if fields.protocol.get("prompt") == "":
-            token_ids = tokenizer.encode("", add_special_tokens=fields.prompt.get("add_special_tokens") is not False)
+            token_ids = tokenizer.encode(
+                "", add_special_tokens=fields.prompt_options.get("add_special_tokens") is not False
+            )
         else:
             value = fields.protocol[keys[0]]
-            prompt = {keys[0]: self._for_template(value) if keys == ["messages"] else value, **fields.prompt}
+            prompt = {keys[0]: self._for_template(value) if keys == ["messages"] else value, **fields.prompt_options}
             token_ids = self._counting_encoder.encode(prompt, has_answer=False).token_ids
         result: dict[str, Any] = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         has_texts = check("return_token_strs", fields.protocol.get("return_token_strs", False), boolean)
@@ -265,7 +267,9 @@ class RequestParser:
         has_usage, has_continuous_usage = _stream_options(given.get("stream_options"), is_stream=wanted.is_stream)
         return GenerationRequest(
             model=given.get("model", self.names[0]),
-            new_requests=tuple(self._new_request({**prompt, **fields.prompt}, params, wanted) for prompt in prompts),
+            new_requests=tuple(
+                self._new_request({**prompt, **fields.prompt_options}, params, wanted) for prompt in prompts
+            ),
             num_samples=params.n,
             is_stream=wanted.is_stream,
             has_usage=has_usage,
@@ -327,7 +331,7 @@ def _client_id(value: Any) -> str:
 
 def _template_arguments(fields: TakenFields) -> dict[str, Any]:
     """Return the arguments of the chat template, `reasoning_effort` among them: the template must read it."""
-    arguments = fields.prompt.get("chat_template_kwargs", {})
+    arguments = fields.prompt_options.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict) or "reasoning_effort" in arguments:
         got = "it and chat_template_kwargs with the same name"
         raise refusal("reasoning_effort", got, "one of them", "leave one out")

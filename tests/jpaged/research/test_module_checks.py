@@ -362,6 +362,7 @@ def test_the_weights_of_a_module_are_found_in_a_training_state():
         assert np.abs(engine.logprobs(IDS) - wanted).max() < 1e-4 < np.abs(before - wanted).max()
 
 
+@pytest.mark.slow
 def test_with_x64_an_engine_draws_the_same_tokens_by_every_rule(tiny):
     environment = {**quick_compile.environment(), "JAX_ENABLE_X64": "1"}
     command = [sys.executable, "-m", "tests.jpaged.research.every_rule", tiny]

@@ -262,6 +262,7 @@ print(json.dumps([name for name in names if before[name] != after[name]]))
 """
 
 
+@pytest.mark.slow
 def test_jaxs_configuration_is_left_alone(tmp_path):
     """By an engine for a model of the caller's own, and by any other with the compilation cache off."""
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}

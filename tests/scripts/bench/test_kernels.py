@@ -89,6 +89,7 @@ def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(ke
     assert json.loads(capsys.readouterr().out)["block_size"] == 64
 
 
+@pytest.mark.slow
 def test_the_bench_writes_what_it_measured(kernels, tmp_path, capsys, monkeypatch):
     small = {name: {f"small {name}": SMALL} for name in ("DECODES", "GATHERS")}
     small["SHARED"] = {"small": Workload(4, 70, 1, num_shared=64)}

@@ -15,6 +15,7 @@ def bench(script):
     return script("bench.scheduler")
 
 
+@pytest.mark.slow
 def test_the_bench_writes_its_measurements(bench, tmp_path, capsys):
     path = tmp_path / "scheduler.json"
     sizes = ["--running", "4", "--queued", "3", "9", "--requests", "8", "--runs", "2", "--block-size", "16"]
