@@ -24,7 +24,7 @@ def parse_body(body: bytes, *, max_depth: int, max_values: int | None = None) ->
     """
     if not body:
         raise HTTPError(400, "the body is empty; send a JSON object")
-    if max_values is not None and (count := sum(map(body.count, b",:[{"))) > max_values:
+    if max_values is not None and (count := _count(body)) > max_values:
         way_out = "send less in one request, or raise the limit"
         what = LIMITS["json_values"].meaning.partition(":")[0]
         allowed = f"allowed: at most {max_values}, the server's limit json_values"
@@ -48,6 +48,17 @@ def parse_body(body: bytes, *, max_depth: int, max_values: int | None = None) ->
     if b"\\u" in body and (b"\\u0000" in body or _SURROGATE.search(body)):
         _check_text(value)
     return value
+
+
+def _count(body: bytes) -> int:
+    """Return the number of commas, colons and opening brackets of a body.
+
+    One count after the other, so that other threads get Python's global lock between them: each takes 25 ms for 27 MB.
+    """
+    count = 0
+    for char in b",:[{":
+        count += body.count(char)
+    return count
 
 
 def _refuse_constant(name: str) -> NoReturn:
