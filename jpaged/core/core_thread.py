@@ -286,10 +286,10 @@ class CoreThread:
     ) -> list[str]:
         """Queue requests, all or none; return their ids."""
         self.loop.check_ready("generate")
-        first = self._take_numbers(len(messages))
+        first_number = self._take_numbers(len(messages))
         named = [
             msgspec.structs.replace(message, request_id=f"{self._id_prefix}-{number}", number=number)
-            for number, message in enumerate(messages, first)
+            for number, message in enumerate(messages, first_number)
         ]
         requests = [self.loop.make(new, grammar) for new, grammar in zip(named, grammars, strict=True)]
         self.loop.scheduler.waiting.check_room(*requests)

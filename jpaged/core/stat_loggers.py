@@ -27,7 +27,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_cached_tokens: int
     """Prompt tokens that were found in the prefix cache."""
     num_output_tokens: int
-    """Of all samples together."""
+    """Output tokens of all samples together."""
     num_samples: int
     arrival_time: float
     first_scheduled_time: float | None

@@ -120,12 +120,12 @@ class Routes:
         return _GenerationResponse(self.state, route, body)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request, self.state)
-        return json_response(await self.state.parse(body, self.state.parser.tokenize))
+        parser = self.state.parser  # Before the body is read: what follows must not fail while its bytes are held.
+        return json_response(await self.state.parse(await read_body(request, self.state), parser.tokenize))
 
     async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request, self.state)
-        return json_response(await self.state.parse(body, self.state.parser.detokenize))
+        parser = self.state.parser
+        return json_response(await self.state.parse(await read_body(request, self.state), parser.detokenize))
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(self.state.parser.tokenizer_info)

@@ -49,6 +49,10 @@ class Gate:
         """Unfinished requests by the digest of their key."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, give its response the header x-request-id, and log it.
+
+        The arguments are ASGI's: the request's scope, and the functions that receive and send its events.
+        """
         if scope["type"] != "http":
             return
         start_s, status = time.perf_counter(), 0

@@ -28,7 +28,7 @@ class GenerationRequest:
     num_logprobs: int | None = None
     """Likeliest tokens beside each token, whose logprobs are shown; None: no logprobs."""
     num_prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, as the field `prompt_logprobs`."""
+    """Likeliest tokens beside each token of the prompt, shown in the field `prompt_logprobs`; None: no such field."""
     is_echoed: bool = False
     """Whether the text of the prompt is part of the response, and its logprobs too if there are any."""
     has_output: bool = True

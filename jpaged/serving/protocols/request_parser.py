@@ -343,11 +343,11 @@ def _beam_search(
 ) -> BeamSearchParams:
     """Return the parameters of a beam search, which takes few of the fields of sampling and is never a stream."""
     known = {name: value for name, value in fields.sampling.items() if name in ("ignore_eos", "temperature")}
-    others = [name for name in fields.sampling if name not in known]
-    others += ["logprobs"] * (wanted.num_logprobs is not None) + ["stream"] * wanted.is_stream
-    others += ["response_format"] * has_structure
-    if others:
-        raise refusal(others[0], "it and use_beam_search", "one of them", "leave one out")
+    refused_names = [name for name in fields.sampling if name not in known]
+    refused_names += ["logprobs"] * (wanted.num_logprobs is not None) + ["stream"] * wanted.is_stream
+    refused_names += ["response_format"] * has_structure
+    if refused_names:
+        raise refusal(refused_names[0], "it and use_beam_search", "one of them", "leave one out")
     penalty = fields.protocol.get("length_penalty", 1.0)
     return BeamSearchParams(
         beam_width=fields.protocol.get("n", 1), max_tokens=max_tokens, length_penalty=penalty, **known
@@ -363,9 +363,9 @@ def _stream_options(value: Any, *, is_stream: bool) -> tuple[bool, bool]:
     if not isinstance(value, dict):
         raise refusal("stream_options", shown(value), "an object")
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-    for name, one in value.items():
+    for name, option in value.items():
         check_name(name, known, "key of stream_options")
-        check(f"stream_options.{name}", one, or_none(boolean))
+        check(f"stream_options.{name}", option, or_none(boolean))
     has_usage = bool(value.get("include_usage"))
     return has_usage, has_usage and bool(value.get("continuous_usage_stats"))
 
