@@ -90,6 +90,7 @@ def _start_engine(
     from ..async_engine import AsyncEngine
     from ..engine import Engine
     from ..serving.http.server_state import StartedEngine
+    from ..serving.protocols.parser_process import ParserProcess
     from ..serving.protocols.request_parser import RequestParser
 
     def report(name: str, done: int, total: int) -> None:
@@ -103,7 +104,8 @@ def _start_engine(
     parser = RequestParser(engine.builder, state.model_names, is_strict=state.options.strict)
     say(f"ready: {state.model_names[0]}, {engine.step_sizes.max_num_seqs} sequences at a time, {engine.memory}")
     identity = f"{engine.config} {engine.backend.name} {template}"
-    return StartedEngine(AsyncEngine.from_engine(engine, stat_loggers=[state.metrics]), parser, identity)
+    async_engine = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
+    return StartedEngine(async_engine, parser, ParserProcess(parser), identity)
 
 
 def _log() -> None:

@@ -92,6 +92,7 @@ def serve(port_file: str, ends_file: str, step_ms: str, context: str) -> int:
     from jpaged.serving.http.server import run_server
     from jpaged.serving.http.server_state import ServerState, StartedEngine
     from jpaged.serving.options import ServeOptions, bind, served_limits
+    from jpaged.serving.protocols.parser_process import ParserProcess
     from jpaged.serving.protocols.request_parser import RequestParser
 
     options = ServeOptions(port=0, disable_log_requests=True, shutdown_timeout=0.0)
@@ -111,7 +112,8 @@ def serve(port_file: str, ends_file: str, step_ms: str, context: str) -> int:
         engine.core.runner = runner = PacedRunner(instant_runner(engine.core.builder), float(step_ms) / 1e3)  # type: ignore[assignment]
         async_engine = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
         Path(port_file).write_text(str(listener.getsockname()[1]))
-        return StartedEngine(async_engine, RequestParser(engine.builder, ("bench",)), "bench")
+        parser = RequestParser(engine.builder, ("bench",))
+        return StartedEngine(async_engine, parser, ParserProcess(parser), "bench")
 
     status = run_server(state, listener, start)
     assert runner is not None

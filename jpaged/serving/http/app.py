@@ -33,8 +33,8 @@ from .server_state import ServerState
 INDEX_POLICY = "default-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; frame-ancestors 'none'"
 
 
-async def read_body(request: Request, state: ServerState) -> bytes:
-    """Return the body of a request, whose bytes `state` holds until `state.parse` or `state.release`.
+async def read_body(request: Request, state: ServerState) -> bytearray:
+    """Return the body of a request, whose bytes `state.bodies` holds until it parses or releases them.
 
     Raise HTTPError: 415 unless it says that it is plain JSON, 413 if it is longer than the limit, 503 if too many
     bodies wait, 400 if the client has left.
@@ -51,26 +51,25 @@ async def read_body(request: Request, state: ServerState) -> bytes:
     length = request.headers.get("content-length", "")
     if limit is not None and length.isdigit() and int(length) > limit:
         raise too_long
-    chunks, num_bytes = [], 0
+    body = bytearray()
     try:
         async for chunk in request.stream():
-            state.hold(len(chunk))
-            num_bytes += len(chunk)
-            if limit is not None and num_bytes > limit:
+            state.bodies.hold(len(chunk))
+            body += chunk
+            if limit is not None and len(body) > limit:
                 raise too_long
-            chunks.append(chunk)
     except BaseException as error:
-        state.release(num_bytes)
+        state.bodies.release(len(body))
         if isinstance(error, ClientDisconnect):
             raise HTTPError(400, "the client has left before its body was there") from None
         raise
-    return b"".join(chunks)
+    return body
 
 
 class GenerationRoute(NamedTuple):
     """How the requests of one protocol are read, and how their responses are written."""
 
-    parse: Callable[[RequestParser, bytes], GenerationRequest]
+    parse: Callable[[RequestParser, bytes | bytearray], GenerationRequest]
     encoder_type: type[Encoder]
 
 
@@ -120,12 +119,16 @@ class Routes:
         return _GenerationResponse(self.state, route, body)
 
     async def tokenize(self, request: Request) -> Response:
-        parser = self.state.parser  # Before the body is read: what follows must not fail while its bytes are held.
-        return json_response(await self.state.parse(await read_body(request, self.state), parser.tokenize))
+        return await self._parsed(request, RequestParser.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        parser = self.state.parser
-        return json_response(await self.state.parse(await read_body(request, self.state), parser.detokenize))
+        return await self._parsed(request, RequestParser.detokenize)
+
+    async def _parsed(self, request: Request, method: Callable[[RequestParser, bytes | bytearray], bytes]) -> Response:
+        """Return the response that a method of RequestParser makes of the body of a request."""
+        self.state.check_started()  # Before the body is read: nothing must fail while its bytes are held.
+        reply = await self.state.bodies.parse(await read_body(request, self.state), method)
+        return Response(reply, media_type="application/json")
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(self.state.parser.tokenizer_info)
@@ -175,12 +178,12 @@ class Routes:
 class _GenerationResponse(Response):
     """Computes a request whose body is there, and writes the response."""
 
-    def __init__(self, state: ServerState, route: GenerationRoute, body: bytes):
+    def __init__(self, state: ServerState, route: GenerationRoute, body: bytearray):
         super().__init__()
         self._state, self._route, self._request_body = state, route, body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        parse = partial(self._state.parse, self._request_body, partial(self._route.parse, self._state.parser))
+        parse = partial(self._state.bodies.parse, self._request_body, self._route.parse)
         await Generation(self._state, scope).run(parse, self._route.encoder_type, receive, send)
 
 

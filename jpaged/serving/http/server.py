@@ -113,7 +113,7 @@ class ServerLifecycle:
         self._remove_socket()
         if state.start_error is not None:
             raise state.start_error
-        if state.is_parsing:  # For clients that are gone; the interpreter would wait for it.
+        if state.bodies.is_parsing:  # For clients that are gone; the interpreter would wait for it.
             logging.shutdown()
             os._exit(0)
         return 0

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..metrics import ServerMetrics
 from ..options import ServeOptions
 from ..protocols.http_errors import HTTPError, unavailable
+from ..protocols.parser_process import ParserProcess
 from ..protocols.request_parser import RequestParser
 from ..tracing import Tracing
+from .body_parser import BodyParser
 
 if TYPE_CHECKING:
     from ...async_engine import AsyncEngine
 
-Result = TypeVar("Result")
-NUM_THREADS = 4
-"""Threads that parse bodies, render chats and tokenize at the same time."""
 HEARTBEAT_S = 1.0
 """Seconds between two looks for streams that have been silent for too long."""
 SILENCE_S = 15.0
@@ -57,6 +55,7 @@ class StartedEngine(NamedTuple):
 
     engine: AsyncEngine
     parser: RequestParser
+    long_parser: ParserProcess
     identity: str
     """Names the model and the options of the engine, for `system_fingerprint`."""
 
@@ -78,11 +77,8 @@ class ServerState:
         self.is_stopping = False
         self.start_error: BaseException | None = None
         """Why the engine could not start."""
+        self.bodies = BodyParser(limits["pending_bytes"])
         self._started: StartedEngine | None = None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jpaged-parser")
-        self._parsing: set[Future[Any]] = set()
-        """Bodies that threads parse, or will."""
-        self._num_pending_bytes = 0
         self._phase = StartPhase("open", 0, None, time.monotonic())
 
     def report(self, name: str, done: int, total: int | None) -> None:
@@ -95,6 +91,7 @@ class ServerState:
         digest = hashlib.sha256(f"{self.version} {started.identity}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         self._started = started
+        self.bodies.serve(started.parser, started.long_parser)
         self.metrics.watch(started.engine.engine)
 
     @property
@@ -115,10 +112,14 @@ class ServerState:
     @property
     def parser(self) -> RequestParser:
         """Return the parser of requests. Raise HTTPError, a 503, before the start is over."""
-        if self._started is None:
-            self.check_ready()
+        self.check_started()
         assert self._started is not None
         return self._started.parser
+
+    def check_started(self) -> None:
+        """Raise HTTPError, a 503, before the start is over."""
+        if self._started is None:
+            self.check_ready()
 
     def check_ready(self) -> None:
         """Raise HTTPError, a 503, unless new requests are taken."""
@@ -145,34 +146,6 @@ class ServerState:
             return {"status": "failed"}
         return {"status": "sleeping"} if self._started.engine.is_sleeping() else {"status": "ok"}
 
-    def parse(self, body: bytes, parse: Callable[[bytes], Result]) -> asyncio.Future[Result]:
-        """Parse a body from `read_body` on one of NUM_THREADS threads; return the future of the result.
-
-        If it is cancelled before a thread has begun, none will.
-        """
-        work = self._threads.submit(parse, body)
-        self._parsing.add(work)
-        future = asyncio.wrap_future(work)
-        future.add_done_callback(lambda _: self.release(len(body)))
-        work.add_done_callback(self._parsing.discard)
-        return future
-
-    @property
-    def is_parsing(self) -> bool:
-        """Return whether a thread parses a body."""
-        return any(work.running() for work in list(self._parsing))
-
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes of bodies that have come. Raise HTTPError, a 503, if there are too many that wait."""
-        max_bytes = self.limits["pending_bytes"]
-        if max_bytes is not None and self._num_pending_bytes + num_bytes > max_bytes:
-            raise unavailable("the server is busy: too many bytes of requests wait to be parsed; try again later")
-        self._num_pending_bytes += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """Count bytes of bodies that are parsed or dropped."""
-        self._num_pending_bytes -= num_bytes
-
     async def beat(self) -> None:
         """Wake the streams that have been silent for SILENCE_S, again and again until it is cancelled."""
         while True:
@@ -193,4 +166,4 @@ class ServerState:
             await asyncio.to_thread(self._started.engine.shutdown)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.bodies.close()

@@ -94,7 +94,7 @@ class RequestParser:
         limits = {**encoder.limits, "chars_per_token": 1, "waiting_tokens": None}
         return replace(encoder, max_model_len=max_chars, limits=limits)
 
-    def parse_completion(self, body: bytes) -> GenerationRequest:
+    def parse_completion(self, body: bytes | bytearray) -> GenerationRequest:
         """Return the request that a body of /v1/completions asks for. Raise HTTPError or InvalidRequestError."""
         fields = self._fields(body, COMPLETION_FIELDS)
         given = fields.protocol
@@ -114,7 +114,7 @@ class RequestParser:
         num_computed = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
         return self._request(fields, prompts, self._params(fields, wanted, num_computed), wanted)
 
-    def parse_chat(self, body: bytes) -> GenerationRequest:
+    def parse_chat(self, body: bytes | bytearray) -> GenerationRequest:
         """Return the request that a body of /v1/chat/completions asks for. Raise HTTPError or InvalidRequestError."""
         fields = self._fields(body, CHAT_FIELDS)
         given = fields.protocol
@@ -138,8 +138,8 @@ class RequestParser:
         prompts = [{"messages": self._for_template(given["messages"])}]
         return self._request(fields, prompts, self._params(fields, wanted, max_tokens), wanted)
 
-    def tokenize(self, body: bytes) -> dict[str, Any]:
-        """Return the tokens of a text or a chat, for /tokenize."""
+    def tokenize(self, body: bytes | bytearray) -> bytes:
+        """Return the response of /tokenize: JSON with the tokens of a text or a chat."""
         fields = self._fields(body, TOKENIZE_FIELDS)
         keys = [key for key in ("prompt", "messages") if key in fields.protocol]
         if len(keys) != 1:
@@ -158,10 +158,10 @@ class RequestParser:
         result: dict[str, Any] = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         has_texts = check("return_token_strs", fields.protocol.get("return_token_strs", False), boolean)
         result["token_strs"] = [tokenizer.backend.id_to_token(one) for one in token_ids] if has_texts else None
-        return result
+        return msgspec.json.encode(result)
 
-    def detokenize(self, body: bytes) -> dict[str, Any]:
-        """Return the text of token ids, special tokens included, for /detokenize."""
+    def detokenize(self, body: bytes | bytearray) -> bytes:
+        """Return the response of /detokenize: JSON with the text of token ids, special tokens included."""
         token_ids = self._fields(body, DETOKENIZE_FIELDS).protocol.get("tokens")
         if not isinstance(token_ids, list):
             raise refusal("tokens", shown(token_ids), "a list of token ids")
@@ -171,7 +171,7 @@ class RequestParser:
         for one in token_ids:
             if not is_integer(one) or not 0 <= one < size:
                 raise refusal("tokens", f"{shown(one)} among the token ids", f"integers in [0, {size - 1}]")
-        return {"prompt": self._tokenizer().decode(token_ids, skip_special_tokens=False)}
+        return msgspec.json.encode({"prompt": self._tokenizer().decode(token_ids, skip_special_tokens=False)})
 
     def _for_template(self, messages: Any) -> Any:
         """Return messages in which the role developer is system, if the chat template does not know that role.
@@ -190,7 +190,7 @@ class RequestParser:
             raise refusal("prompt", "a text", "token ids, since the server has no tokenizer")
         return self.tokenizer
 
-    def _fields(self, body: bytes, table: Mapping[str, BodyField]) -> TakenFields:
+    def _fields(self, body: bytes | bytearray, table: Mapping[str, BodyField]) -> TakenFields:
         """Return the fields of a body, sorted, for the model that it names. Raise HTTPError, or InvalidRequestError."""
         max_depth = self.limits["json_depth"]
         assert max_depth is not None

@@ -40,6 +40,7 @@ from ...pallas_kernels.ragged_paged_attention.interface import (
 )
 from ...pallas_kernels.ragged_paged_attention.names import BACKENDS
 from ...sharding import select_devices, visible_accelerators
+from ..import_path import import_path
 from ..sizing.sizes import chosen_dtypes
 from .check import EACH_START, keep_result, kernel_error, result_file, source_digest, too_different
 from .choice import attention_shape, load_backend
@@ -161,7 +162,6 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
     of a crash, such as SIGSEGV. It is not lasting if the child could not start or failed otherwise. Nothing is raised
     for a failed child.
     """
-    # -P and _import_path keep modules of the current folder, which may be a downloaded model, from being imported.
     # A session of its own lets `_end` kill the children of the child too.
     command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}"]
     with TemporaryFile() as answer, TemporaryFile() as errors:
@@ -171,7 +171,7 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
             return file.read().decode(errors="replace").strip().splitlines()
 
         try:
-            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": _import_path()}
+            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": import_path()}
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": answer, "stderr": errors}
             child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         except OSError as problem:
@@ -199,13 +199,6 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
         last = (lines(errors) or ["no message"])[-1]
         failure = f"its check in a subprocess ended with status {child.returncode}: {one_line(last, 500)}"
         return CheckResult(failure, is_lasting=False)
-
-
-def _import_path() -> str:
-    """Return `sys.path` as a value of PYTHONPATH, without the current folder unless jpaged itself is in it."""
-    # This file is jpaged/startup/attention/check_process.py, so parents[3] is the folder that jpaged is in.
-    here, own = Path.cwd().resolve(), Path(__file__).resolve().parents[3]
-    return os.pathsep.join(path for path in map(str, sys.path) if here == own or Path(path).resolve() != here)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

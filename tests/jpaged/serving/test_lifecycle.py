@@ -43,17 +43,18 @@ EARLY = {"nothing": b"", "a blank line": b"\r\n", "half a request": b"POST /v1/c
 def test_requests_of_clients_that_leave_are_aborted_within_a_second(
     served: Served, stream: bool, where: str, early: bytes
 ):
-    # In prefill: several steps' worth of prompts have been begun.
+    # In prefill: of a hundred steps' worth of prompts, some have been begun.
     fields = body(stream=stream, n=4) if where != "prefill" else body(stream=stream, prompt="x" * 110, max_tokens=10)
+    num_clients = 60 if where == "prefill" else 6
     for number in range(2):  # Their programs are compiled at their first use.
         served.request("/v1/completions", {**fields, "stream": False, "seed": number})
     if where == "queued":
         served.request("/pause", {})
-    connections = [send(served, {**fields, "cache_salt": str(index)}) for index in range(6)]
+    connections = [send(served, {**fields, "cache_salt": str(index)}) for index in range(num_clients)]
     for connection in connections:
         connection.sendall(early)
     if where == "queued":
-        wait_until(lambda: served.metrics()["jpaged:num_requests_waiting"] == 6, 5)
+        wait_until(lambda: served.metrics()["jpaged:num_requests_waiting"] == num_clients, 5)
     else:
         wait_until(lambda: served.metrics()["jpaged:num_requests_running"] > 0, 5)
     for connection in connections:
