@@ -189,7 +189,7 @@ def test_a_trickle_of_bytes_does_not_keep_a_request_open(locked: Served):
 
 
 def test_more_connections_than_the_limit_get_a_503(locked: Served):
-    wait_until(lambda: locked.request("/health")[0] == 200, 5)
+    wait_until(lambda: locked.request("/health")[0] == 200, 20)
     open_ones = [socket.create_connection(("127.0.0.1", locked.port)) for _ in range(SMALL["connections"])]
     try:
         time.sleep(0.2)
@@ -197,7 +197,7 @@ def test_more_connections_than_the_limit_get_a_503(locked: Served):
     finally:
         for one in open_ones:
             one.close()
-    wait_until(lambda: locked.request("/health")[0] == 200, 5)
+    wait_until(lambda: locked.request("/health")[0] == 200, 20)
 
 
 def test_pipelined_requests_are_answered_in_order(locked: Served):
@@ -223,7 +223,7 @@ def test_a_key_has_so_many_requests_at_a_time(locked: Served):
             connection = socket.create_connection(("127.0.0.1", locked.port))
             connection.sendall(post(body))
             open_ones.append(connection)
-        wait_until(lambda: locked.metrics()["jpaged:num_requests_waiting"] == SMALL["requests_per_key"], 5)
+        wait_until(lambda: locked.metrics()["jpaged:num_requests_waiting"] == SMALL["requests_per_key"], 20)
         status, headers, found = locked.request("/v1/completions", text())
         assert (status, headers["retry-after"], found["error"]["type"]) == (429, "1", "RateLimitError")
         other = {"authorization": f"Bearer {KEYS[1]}"}

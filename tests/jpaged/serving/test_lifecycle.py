@@ -54,9 +54,9 @@ def test_requests_of_clients_that_leave_are_aborted_within_a_second(
     for connection in connections:
         connection.sendall(early)
     if where == "queued":
-        wait_until(lambda: served.metrics()["jpaged:num_requests_waiting"] == num_clients, 5)
+        wait_until(lambda: served.metrics()["jpaged:num_requests_waiting"] == num_clients, 20)
     else:
-        wait_until(lambda: served.metrics()["jpaged:num_requests_running"] > 0, 5)
+        wait_until(lambda: served.metrics()["jpaged:num_requests_running"] > 0, 20)
     for connection in connections:
         connection.close()
     try:
@@ -119,7 +119,7 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones(tiny: str, log: Path):
         wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 58, 20)
         server.request("/resume", {})
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.request("/health")[2].get("status") == "stopping", 5)
+        wait_until(lambda: server.request("/health")[2].get("status") == "stopping", 20)
         status, headers, found = server.request("/v1/completions", body())
         assert (status, found["error"]["message"]) == (503, "the server is stopping")
         assert "retry-after" in headers
@@ -144,7 +144,7 @@ def test_requests_that_do_not_end_in_time_get_an_error(tiny: str, log: Path, tmp
     with serving(tiny, *FLAGS, *flags, log=log) as server:
         server.request("/pause", {})
         connections = [send(server, body(stream=stream)) for stream in (True, False)]
-        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 2, 5)
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 2, 20)
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
         chats = [send(server, chat, "/v1/chat/completions") for _ in range(6)]
         time.sleep(0.3)
@@ -163,9 +163,9 @@ def test_a_second_signal_ends_the_server_at_once(tiny: str, log: Path):
     with serving(tiny, *FLAGS, log=log) as server:
         server.request("/pause", {})
         connection = send(server, body(stream=True))
-        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 1, 5)
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 1, 20)
         server.process.send_signal(signal.SIGINT)
-        wait_until(lambda: server.request("/health")[0] == 503, 5)
+        wait_until(lambda: server.request("/health")[0] == 503, 20)
         start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         server.process.wait(5)
