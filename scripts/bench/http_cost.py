@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     add_report_flags(parser, 7, "runs of the server")
     args = parse_bench(parser, argv)
     engine = Engine(dtype=args.dtype, max_num_seqs=64, warmup="off")
-    workload = load_workload("B", vocab_size=engine.spec.vocab_size)
+    workload = load_workload("B", vocab_size=engine.handle.spec.vocab_size)
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in workload.output_lens]
     num_runs = 0
 

@@ -1,6 +1,6 @@
 """One HTTP request that generates, from its body to the last byte of its response.
 
-body ─▶ parser (a thread) ─▶ core ─▶ encoder ─▶ client
+body ─▶ parser (a thread or another process) ─▶ core ─▶ encoder ─▶ client
 a client that leaves, a deadline or the end of the server interrupts it: its requests are aborted
 """
 

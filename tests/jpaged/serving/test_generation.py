@@ -1,11 +1,14 @@
-"""What becomes of a request whose client leaves before its body was parsed."""
+"""What becomes of bodies that no thread parses: their clients have left, or the server still starts."""
 
 import asyncio
 import threading
 from functools import partial
 from typing import Any
 
+import pytest
+
 from jpaged import Engine
+from jpaged.serving.http.app import make_app
 from jpaged.serving.http.body_parser import NUM_THREADS
 from jpaged.serving.http.generation import Generation
 from jpaged.serving.http.server_state import ServerState
@@ -52,3 +55,24 @@ def test_a_body_whose_client_has_left_is_parsed_only_if_a_thread_has_begun(engin
     begun: list[bytes] = []
     sent: list[dict[str, Any]] = []
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_bodies_that_come_before_the_start_is_over_are_not_held(path: str):
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"prompt": "Hi"}', "more_body": False}
+
+    async def send(event: dict[str, Any]) -> None:
+        sent.append(event)
+
+    sent: list[dict[str, Any]] = []
+    state = ServerState(ServeOptions(), ("tiny",), {**served_limits({}), "pending_bytes": 20}, "0")
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "http_version": "1.1", "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    app = make_app(state, ())
+    for _ in range(2):
+        asyncio.run(app(dict(scope), receive, send))
+    assert [event["status"] for event in sent if event["type"] == "http.response.start"] == [503, 503]
+    state.bodies.hold(20)  # All that may be held.
