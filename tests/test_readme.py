@@ -35,6 +35,7 @@ def commands(label: str) -> str:
     return next(block for block in blocks("sh") if block.startswith(f"# ({label})"))
 
 
+@pytest.mark.slow
 def test_the_python_examples_print_an_answer_and_a_stream() -> None:
     first, streaming, *_ = blocks("python")
     streaming = indent(f"print('== stream')\n{streaming}", "    ")  # Into the block of the first one's engine.

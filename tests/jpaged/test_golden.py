@@ -82,6 +82,7 @@ def test_prompts_together_give_the_tokens_logprobs_and_text_of_transformers(
     assert engine.stats()["steps"] - before <= num_steps + 1, "they shared every step; one more was under way"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", SOME_AND_ALL)
 def test_a_warm_prefix_cache_and_several_tokens_a_dispatch_change_no_token(
     engine: Engine, items: list[dict[str, Any]]

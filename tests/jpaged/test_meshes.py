@@ -28,15 +28,12 @@ from .. import quick_compile
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "families"
-FAST = {"three_kv_heads": (1, 2, 8), "olmo2": (1, 2)}
-"""Model → numbers of devices. The slow tests have all models, numbers and buckets, and two layers of each model."""
-BOTH_MODES = "three_kv_heads"
-"""The model whose tokens are drawn in both modes of samplers in fast tests too, and over two layers."""
 SLOW = (
-    "four_kv_heads", "eight_kv_heads", "olmo2", "gemma3", "llama", "llama_tied", "llama_bias", "llama_gelu_heads",
-    "mistral_window", "qwen2", "qwen2_layer_types_tied", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial",
-    "smollm3", "granite", "qwen3_head_dim",
+    "three_kv_heads", "four_kv_heads", "eight_kv_heads", "olmo2", "gemma3", "llama", "llama_tied", "llama_bias",
+    "llama_gelu_heads", "mistral_window", "qwen2", "qwen2_layer_types_tied", "olmo3", "gemma2", "gpt2", "gpt_neox",
+    "phi3_partial", "smollm3", "granite", "qwen3_head_dim",
 )  # fmt: skip
+"""Models that the slow tests spread over all numbers of devices, with all buckets."""
 HEADS = {"three_kv_heads": (9, 3), "four_kv_heads": (12, 4), "eight_kv_heads": (8, 8)}
 
 
@@ -202,18 +199,14 @@ def test_what_a_mesh_cannot_have_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "buckets"),
     [
-        *(
-            pytest.param(name, sizes, "fewest_buckets" if name == BOTH_MODES else "one_mode", id=name)
-            for name, sizes in FAST.items()
-        ),
+        ("three_kv_heads", (1, 8), "fewest_buckets"),
         *(pytest.param(name, (1, 2, 4, 8), "make_buckets", id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_engines_over_several_devices_draw_the_same_tokens(
     name: str, sizes: tuple[int, ...], buckets: str, tmp_path: Path
 ) -> None:
-    num_layers = 1 if buckets == "one_mode" else 2
-    directory = random_model(tmp_path, *HEADS[name], num_layers) if name in HEADS else GOLDEN / name
+    directory = random_model(tmp_path, *HEADS[name]) if name in HEADS else GOLDEN / name
     whole, *spread = run(directory, buckets, *sizes)
     num_kv_heads = read_config(directory).num_kv_heads
     for num_devices, found in zip(sizes[1:], spread, strict=True):

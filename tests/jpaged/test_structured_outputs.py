@@ -161,8 +161,14 @@ def test_a_request_alone_draws_what_it_draws_among_others(campaign: Any, tiny: s
             assert tokens_of(run(engine, {name: asked[name]}))[name] == expected[name], name
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("mode", "is_async"),
+    [
+        ("recompute", True),
+        ("swap", False),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("recompute", False), ("swap", True))),
+    ],
+)
 def test_outputs_validate_and_are_the_same_under_preemption_forks_and_interrupts(
     mode: str, is_async: bool, campaign: Any, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

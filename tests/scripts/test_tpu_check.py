@@ -21,6 +21,7 @@ def test_it_does_every_item_without_a_tpu(script: Script, tmp_path: Path) -> Non
     check_interpreted_run(script, "tpu_check", {"all, int8", "only decode, all, int8"}, ITEMS, tmp_path)
 
 
+@pytest.mark.slow
 def test_it_does_one_item_without_a_tpu(tmp_path: Path) -> None:
     check_item("tpu_check", "K1", is_after_crash=False, tmp_path=tmp_path)
 

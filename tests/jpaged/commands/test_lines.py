@@ -70,6 +70,7 @@ def test_a_table_holds_what_a_dictionary_holds():
     assert len(table) == len(held)
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_line_is_under_150_bytes(tmp_path):
     """A resumed run, of whose lines half are done: everything that grows with them, where tables have just grown."""
     num_lines, path = 90_000, tmp_path / "out.jsonl"

@@ -315,6 +315,7 @@ for kind in (None, AxisType.Auto, AxisType.Explicit):
 """
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_gradients_are_those_of_one_device():
     """With axes of either type, and a batch that is spread over another axis of the mesh."""
     flags = "--xla_force_host_platform_device_count=4"

@@ -89,6 +89,7 @@ def test_scalars_and_plain_arrays_of_a_module_are_weights_too(example):
         assert float(engine.params["scale"][...]) == 2.0
 
 
+@pytest.mark.slow
 def test_a_trainer_may_rematerialise_its_blocks(example):
     class Frugal(example.Tiny):
         def __call__(self, inputs, cache):

@@ -221,9 +221,13 @@ def training_state(module: nnx.Module, optimizer: nnx.Optimizer) -> Any:
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
 
-CASES = [(kind, "float32") for kind in (Named, Normed, Scanned, adapted)]
-CASES += [(Scanned, "bfloat16")]
-SLOW = [pytest.param(kind, "bfloat16", marks=pytest.mark.slow) for kind in (Named, Normed, adapted)]
+CASES = [(Normed, "float32"), (adapted, "float32"), (Scanned, "bfloat16")]
+SLOW = [
+    pytest.param(kind, dtype, marks=pytest.mark.slow)
+    for kind in (Named, Normed, Scanned, adapted)
+    for dtype in ("float32", "bfloat16")
+    if (kind, dtype) not in CASES
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*CASES, *SLOW], ids=lambda one: getattr(one, "__name__", one))

@@ -132,7 +132,10 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("asked", RANDOM.values(), ids=RANDOM.keys())
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(asked, id=name, marks=[pytest.mark.slow] * (name != "all")) for name, asked in RANDOM.items()],
+)
 def test_draws_under_rules_have_the_exact_probabilities(asked):
     """Chi-squared over 2¹⁵ draws after a prompt and an output, against rules and truncation in float64."""
     rng = np.random.default_rng(5)

@@ -211,6 +211,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_PROC, reason="reads /proc")
 def test_loading_and_saving_take_little_more_memory_than_is_needed(tmp_path):
     """At most 1.3 × the bytes of the weights is promised for loading, though orbax stores each tensor as one compressed

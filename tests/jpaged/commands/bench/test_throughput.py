@@ -61,6 +61,7 @@ def test_every_baseline_computes_the_same_tokens_in_interleaved_runs(tiny: str, 
     assert result["recompiles"] == 0
 
 
+@pytest.mark.slow
 def test_every_kind_of_sampling_is_timed_at_every_number_of_requests(tiny: str, tmp_path: Path) -> None:
     """Several numbers of requests are as many workloads; the kinds share an engine, whose own steps stay apart."""
     result = bench(tiny, tmp_path, "--num-requests", "1", "3", "--versus", "replay", *SAMPLING)

@@ -136,6 +136,7 @@ def test_the_check_caps_scores_if_the_model_does():
     assert kernel_error(Uncapped(), capped, "float32", 16, CPU) > MAX_ERROR
 
 
+@pytest.mark.slow
 def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
     windowed = dataclasses.replace(SHAPE, windows=(None, 9))
     assert kernel_error(XlaBackend(), windowed, "float32", 16, CPU) < 1e-5

@@ -82,12 +82,20 @@ def test_a_failure_that_may_be_over_at_the_next_start_is_not_remembered(
     assert not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize("backend", [broken_kernels.Right, broken_kernels.Unavailable, broken_kernels.CrashesAtExit])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        broken_kernels.Right,
+        broken_kernels.Unavailable,
+        pytest.param(broken_kernels.CrashesAtExit, marks=pytest.mark.slow),
+    ],
+)
 def test_a_backend_that_agrees_or_is_not_for_this_device_has_no_failure(backend: Any) -> None:
     """Why a backend is not for a device, the start says by itself."""
     assert check_in_subprocess(request_of(backend)) is None
 
 
+@pytest.mark.slow
 def test_odd_folders_and_output_do_not_disturb_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module `jax` in the current folder, a broken package, a Path in sys.path, bytes that are no text."""
     (tmp_path / "here").mkdir()

@@ -392,6 +392,7 @@ print(bits.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     """The numbers include the caller's thread alone, and more threads than cores."""
     found = set()

@@ -148,7 +148,7 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
     run_ragged(world(page_size, mode=mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["on_wait", pytest.param("eager", marks=pytest.mark.slow)])
 def test_steps_of_prefill_rows_of_decode_rows_of_both_and_of_none(mode: str) -> None:
     """Every kernel of every step has a grid step, even where it has no rows: an empty grid may hang a TPU."""
     visited: list[int] = []
@@ -207,9 +207,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tiles of queries with many blocks to write": {"cut": {"tile_q": 64}, **SMALL},
 }
 """Every kind of page, of lanes and of feature once, each in one case, where another combination needs no other code."""
+FAST_CASES = ("int8, all features", "head size 80 in bfloat16, odd heads, sinks, v7x")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST_CASES)) for name in CASES]
+)
 def test_shapes_dtypes_and_features(name: str) -> None:
     """Races are left to the tests above and below, and to the slow ones: these kernels differ in what they compute."""
     case = {**CASES[name]}
@@ -245,9 +248,10 @@ def test_tiles_of_many_pages_and_rows_of_many_tiles() -> None:
     run_rows_of_many_tiles(world(mode="on_wait", cut=cut, table_len=16, **SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_programs")
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "tile", "window"), [(4, 2, 32, 35), *slow((8, 4, 64, 70), (8, 4, 64, None))]
+    ("num_heads", "num_kv_heads", "tile", "window"), [(4, 2, 32, 35), (8, 4, 64, 70), (8, 4, 64, None)]
 )
 def test_full_tiles_in_pieces_and_heads_in_groups(
     num_heads: int, num_kv_heads: int, tile: int, window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +266,8 @@ def test_full_tiles_in_pieces_and_heads_in_groups(
     run_rows_of_many_tiles(world(mode=mode, cut=cut, table_len=16, options=options, **heads))
 
 
-@pytest.mark.parametrize(("window", "mode"), [(None, "eager"), *slow((35, "on_wait"), (None, "on_wait"))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "mode"), [(None, "eager"), (35, "on_wait"), (None, "on_wait")])
 def test_rows_of_more_full_tiles_than_are_fetched_ahead(window: int | None, mode: str) -> None:
     """Three of four tiles are under way, of one row or of several; a step with fewer fetches none that it has not."""
     options = {} if window is None else {"window": window}
@@ -273,6 +278,7 @@ def test_rows_of_more_full_tiles_than_are_fetched_ahead(window: int | None, mode
     some.step({0: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_programs")
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a full tile's four pieces are unrolled together; prefill computes half a piece at the causal edge."""
@@ -338,10 +344,12 @@ def test_a_single_token_step() -> None:
     run_single_tokens(world(**SMALL))
 
 
+@pytest.mark.slow
 def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
     run_layer_without_keys(world(**SMALL))
 
 
+@pytest.mark.slow
 def test_decode_rows_without_tokens_among_others() -> None:
     """Such rows keep their queries; the kernel neither fetches, writes nor waits for anything of theirs."""
     some = world()
