@@ -24,6 +24,7 @@ def test_it_does_every_item_without_a_gpu(script: Script, tmp_path: Path) -> Non
     check_interpreted_run(script, "gpu_check", {"plain", "cut often"}, ITEMS, tmp_path)
 
 
+@pytest.mark.slow
 def test_it_does_one_item_without_a_gpu(tmp_path: Path) -> None:
     check_item("gpu_check", "K1", is_after_crash=False, tmp_path=tmp_path)
 
@@ -35,6 +36,7 @@ def test_each_item_is_done_alone_and_after_one_that_broke(item: str, is_after_cr
     check_item("gpu_check", item, is_after_crash=is_after_crash, tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
     check, gpu = script("device_checks.kernel_check"), script("gpu_check")
     case = check.Case("window", num_heads=2, num_kv_heads=1, head_size=64, window=9, rows=check.TINY)

@@ -25,9 +25,10 @@ from ..protocols.generation_request import GenerationRequest
 from ..protocols.http_errors import HTTPError, http_error
 from ..protocols.request_parser import RequestParser
 from . import admin
+from .body_parser import LONG_BODY_BYTES
 from .gate import Gate
 from .generation import Generation
-from .responses import Handler, error_response, json_response
+from .responses import Handler, client_left, error_response, json_response
 from .server_state import ServerState
 
 INDEX_POLICY = "default-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; frame-ancestors 'none'"
@@ -54,14 +55,14 @@ async def read_body(request: Request, state: ServerState) -> bytearray:
     body = bytearray()
     try:
         async for chunk in request.stream():
-            state.bodies.hold(len(chunk))
+            state.bodies.hold(len(chunk), is_long=len(body) + len(chunk) > LONG_BODY_BYTES)
             body += chunk
             if limit is not None and len(body) > limit:
                 raise too_long
     except BaseException as error:
         state.bodies.release(len(body))
         if isinstance(error, ClientDisconnect):
-            raise HTTPError(400, "the client has left before its body was there") from None
+            raise HTTPError(400, "the client has left") from None
         raise
     return body
 
@@ -69,7 +70,7 @@ async def read_body(request: Request, state: ServerState) -> bytearray:
 class GenerationRoute(NamedTuple):
     """How the requests of one protocol are read, and how their responses are written."""
 
-    parse: Callable[[RequestParser, bytes | bytearray], GenerationRequest]
+    parse: Callable[[RequestParser, bytearray], GenerationRequest]
     encoder_type: type[Encoder]
 
 
@@ -124,11 +125,22 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         return await self._parsed(request, RequestParser.detokenize)
 
-    async def _parsed(self, request: Request, method: Callable[[RequestParser, bytes | bytearray], bytes]) -> Response:
-        """Return the response that a method of RequestParser makes of the body of a request."""
+    async def _parsed(self, request: Request, method: Callable[[RequestParser, bytearray], bytes]) -> Response:
+        """Return the response that a method of RequestParser makes of the body of a request.
+
+        Raise HTTPError, a 400 that nobody reads, if the client leaves before.
+        """
         self.state.check_started()  # Before the body is read: nothing must fail while its bytes are held.
-        reply = await self.state.bodies.parse(await read_body(request, self.state), method)
-        return Response(reply, media_type="application/json")
+        parsing = self.state.bodies.parse(await read_body(request, self.state), method)
+        leaving = asyncio.create_task(client_left(request.receive))
+        try:
+            await asyncio.wait((parsing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not parsing.done():
+                raise HTTPError(400, "the client has left")
+            return Response(parsing.result(), media_type="application/json")
+        finally:
+            parsing.cancel()
+            leaving.cancel()
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(self.state.parser.tokenizer_info)

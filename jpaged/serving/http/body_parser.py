@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +17,9 @@ Result = TypeVar("Result")
 NUM_THREADS = 4
 """Threads that parse bodies, render chats and tokenize at the same time."""
 LONG_BODY_BYTES = 1 << 20
-"""A longer body is parsed in another process: this one's threads would wait for its JSON, 2 ms a megabyte and more."""
+"""A body with more bytes is parsed in another process: JSON alone holds Python's global lock for 2 ms a megabyte."""
+SHORT_SHARE = 8
+"""Long bodies leave one part in so many of the bytes that may wait to short ones."""
 
 
 class BodyParser:
@@ -30,50 +33,60 @@ class BodyParser:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jpaged-parser")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="jpaged-long-bodies")
         """Waits for the process."""
-        self._works: set[Future[Any]] = set()
-        """Bodies that threads parse, or will."""
+        self._unfinished: set[Future[Any]] = set()
+        """The work of threads that has not ended."""
 
     def serve(self, parser: RequestParser, long_parser: ParserProcess) -> None:
-        """Parse bodies from now on, by one parser in two processes."""
+        """Parse bodies from now on; both parsers make the same of a body."""
         self._parser, self._long_parser = parser, long_parser
 
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes of bodies that have come. Raise HTTPError, a 503, if there are too many that wait."""
-        if self._max_bytes is not None and self._num_bytes + num_bytes > self._max_bytes:
-            raise unavailable("the server is busy: too many bytes of requests wait to be parsed; try again later")
+    def hold(self, num_bytes: int, *, is_long: bool = False) -> None:
+        """Count bytes of a body, which is long, that have come. Raise HTTPError, a 503, if too many wait."""
+        if self._max_bytes is not None:
+            max_bytes = self._max_bytes - (self._max_bytes // SHORT_SHARE if is_long else 0)
+            if self._num_bytes + num_bytes > max_bytes:
+                raise unavailable("the server is busy: too many bytes of requests wait to be parsed; try again later")
         self._num_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Count bytes of bodies that are parsed or dropped."""
+        """Count bytes of bodies that are gone."""
         self._num_bytes -= num_bytes
 
-    def parse(
-        self, body: bytes | bytearray, method: Callable[[RequestParser, bytes | bytearray], Result]
-    ) -> asyncio.Future[Result]:
+    def parse(self, body: bytearray, method: Callable[[RequestParser, bytearray], Result]) -> asyncio.Future[Result]:
         """Parse a body whose bytes are held, by a method of RequestParser; return the future of the result.
 
-        If it is cancelled before a thread has begun, none will. `serve` must have been called.
+        The body is emptied afterwards. If the future is cancelled, a thread that has not begun never will, and the
+        process is ended if it parses this body. `serve` must have been called.
         """
         assert self._parser is not None, "no parser yet"
         assert self._long_parser is not None
         work: Future[Result]
-        if len(body) > LONG_BODY_BYTES:
+        if is_long := len(body) > LONG_BODY_BYTES:
             work = self._long_thread.submit(self._long_parser.run, method.__name__, body)
         else:
             work = self._threads.submit(method, self._parser, body)
-        self._works.add(work)
-        work.add_done_callback(self._works.discard)
+        self._unfinished.add(work)
         future = asyncio.wrap_future(work)
-        future.add_done_callback(partial(self._release, len(body)))
+        work.add_done_callback(partial(self._drop, body, asyncio.get_running_loop()))
+        if is_long:
+            future.add_done_callback(partial(self._abandon, body))
         return future
 
-    def _release(self, num_bytes: int, future: asyncio.Future[Any]) -> None:
-        self.release(num_bytes)
+    def _drop(self, body: bytearray, loop: asyncio.AbstractEventLoop, work: Future[Any]) -> None:
+        """Free a body that no thread needs any more. Called by the thread that has had it, or by the loop's."""
+        self._unfinished.discard(work)
+        with suppress(RuntimeError):  # The loop was closed: nobody counts any more.
+            loop.call_soon_threadsafe(self.release, len(body))
+        body.clear()
+
+    def _abandon(self, body: bytearray, future: asyncio.Future[Any]) -> None:
+        if future.cancelled() and self._long_parser is not None:
+            self._long_parser.abandon(body)
 
     @property
     def is_parsing(self) -> bool:
-        """Return whether a thread of this process parses a body."""
-        return any(work.running() for work in list(self._works))
+        """Return whether a thread of this process parses a body, or waits for the process that does."""
+        return any(work.running() for work in list(self._unfinished))
 
     def close(self) -> None:
         """Begin no other body, and end the process of long ones."""

@@ -18,6 +18,7 @@ from ..protocols.encoders import Encoder
 from ..protocols.generation_request import GenerationRequest
 from ..protocols.http_errors import HTTPError, error_body, http_error, unavailable
 from .gate import ID_KEY
+from .responses import client_left
 from .server_state import SILENCE_S, ServerState
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ class Generation:
         }
 
     async def _watch(self, receive: Callable[[], Any]) -> None:
-        """Wait until the client has left."""
-        while (await receive())["type"] != "http.disconnect":
-            continue
+        await client_left(receive)
         self.interrupt(HTTPError(CLIENT_GONE, "the client has left"))
 
     async def _generate(

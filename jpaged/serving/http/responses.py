@@ -1,4 +1,4 @@
-"""Responses that are made in one piece, and the type of the functions that make them."""
+"""What handlers share: responses that are made in one piece, and the wait for clients that leave."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from starlette.responses import Response
 from ..protocols.http_errors import HTTPError, error_body
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def client_left(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Wait until the client of a request whose body has been read has left. `receive` is ASGI's."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -3,22 +3,27 @@
     ParserProcess ── _Setup, then for each body: method, body ─▶ python -m jpaged.serving.protocols.parser_process
                   ◀── _Reply, after each body ──
 
-Every message is its length, 8 bytes, and that many bytes: a body as it came, all others as msgpack. The process starts
-with the first long body and ends when its stdin does.
+Every message is its length, 8 bytes, and that many bytes: the name of a method and a body as they are, all others as
+msgpack. The process starts with the first long body. It ends when its stdin does, and when its parent has died.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import IO, Any
 
 import msgspec
 import tokenizers
 
+from ...checks import one_line
 from ...config.engine_config import EngineConfig
 from ...intake.request_builder import RequestBuilder
 from ...messages import NewRequest, ResultForm
@@ -38,20 +43,22 @@ logger = logging.getLogger("jpaged")
 LENGTH_BYTES = 8
 MAX_REPLY_BYTES = 1 << 30
 NICENESS = 5
-"""By how much the process gives way to the server's threads."""
+"""Added to the process's niceness, so that the server's threads come first."""
+PARENT_POLL_S = 1.0
+"""Seconds between two looks of the process whether its parent has died."""
 CONFIG_FIELDS = ("model", "limits", "max_logprobs", "scheduling_policy", "logprobs_mode")
 """Options of the engine that a parser reads."""
-METHODS: dict[str, Callable[[RequestParser, bytes | bytearray], Any]] = {
+METHODS: dict[str, Callable[[RequestParser, bytearray], Any]] = {
     method.__name__: method
     for method in (
         RequestParser.parse_completion, RequestParser.parse_chat, RequestParser.tokenize, RequestParser.detokenize
     )
 }  # fmt: skip
-"""What the process does with a body, by name."""
+"""What the process can do with a body, by name."""
 
 
 class _Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a parser is made of, as plain values."""
+    """The first message: everything that a parser is made of, as plain values."""
 
     names: tuple[str, ...]
     is_strict: bool
@@ -61,16 +68,28 @@ class _Setup(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: frozenset[int]
     chat_template: str | None
-    """The one that replaces the model's own."""
+    """The template that replaces the model's own."""
     tokenizer: str | None
-    """As the package `tokenizers` writes it."""
+    """The tokenizer as JSON of the package `tokenizers`; None for an engine without one."""
+    splits_special_tokens: bool = False
+    """Whether special tokens that a text spells out are plain text. That JSON does not say it."""
     special_tokens: dict[str, str] = {}
     tokenizer_template: str | None = None
     """The model's own chat template."""
 
 
+class _Request(msgspec.Struct, frozen=True):
+    """A GenerationRequest in which nothing long stands once for each prompt."""
+
+    fields: dict[str, Any]
+    """Its fields. In each new request `grammar` is an index of `grammars`, and `params` is None."""
+    params: dict[str, Any]
+    """The parameters that all new requests share."""
+    grammars: list[str]
+
+
 class _Failure(msgspec.Struct, frozen=True):
-    """An HTTPError."""
+    """The attributes of an HTTPError."""
 
     status: int
     message: str
@@ -78,10 +97,11 @@ class _Failure(msgspec.Struct, frozen=True):
     headers: dict[str, str]
 
 
-class _Reply(msgspec.Struct, frozen=True):
-    """What a method has returned or raised."""
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a method has returned, a request or the bytes of a response, or the error that it has raised."""
 
-    value: Any = None
+    request: _Request | None = None
+    response: bytes = b""
     failure: _Failure | None = None
 
 
@@ -92,44 +112,69 @@ class ParserProcess:
         """Prepare a process that parses as `parser` does; takes up to half a second for a large vocabulary."""
         self._setup = msgspec.msgpack.encode(_setup_of(parser))
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        """Held while `_body` changes, and while the process is killed for its sake."""
+        self._body: bytearray | None = None
+        """What the process parses; None while it is idle."""
 
-    def run(self, method: str, body: bytes | bytearray) -> Any:
-        """Return what the method of METHODS makes of a body; one thread calls. Raise HTTPError as it does.
+    def run(self, method: str, body: bytearray) -> Any:
+        """Return what the method of METHODS makes of a body. Only one thread may call.
 
-        Raise HTTPError, a 500, if the process dies; the next body starts another one.
+        Raise the method's errors as HTTPError, and a 500 if the process dies or cannot be started. The next body starts
+        another process then.
         """
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        with self._lock:
+            self._body = body
         try:
+            process = self._running() or self._start()
             _send(process.stdin, method.encode())
             _send(process.stdin, body)
             reply = msgspec.msgpack.decode(_receive(process.stdout, MAX_REPLY_BYTES), type=_Reply)
-        except (OSError, EOFError):
-            self.close()
-            logger.error("the process that parses long bodies has ended with status %s", process.wait())
-            raise HTTPError(500, "the body could not be parsed: its process has ended; send less at once") from None
+        except Exception as error:  # The pipes may still hold parts of this body and of its reply.
+            status = self.close()
+            if self._body is not None:
+                logger.error("the process of long bodies has ended with status %s: %s", status, one_line(error))
+            raise HTTPError(500, "the process that parsed the body has ended; the server's log tells more") from None
+        finally:
+            with self._lock:
+                self._body = None
         if (failure := reply.failure) is not None:
             raise HTTPError(failure.status, failure.message, param=failure.param, headers=failure.headers)
-        is_request = METHODS[method] in (RequestParser.parse_completion, RequestParser.parse_chat)
-        return _request_of(reply.value) if is_request else reply.value
+        return reply.response if reply.request is None else _decoded(reply.request)
+
+    def abandon(self, body: bytearray) -> None:
+        """Kill the process if it parses this body, which nobody needs any more. Any thread may call."""
+        with self._lock:
+            if self._body is body:
+                self._body = None
+                self.close()
+
+    def close(self) -> int | None:
+        """Kill the process, and return its exit status; None if there is none. Any thread may call."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        return process.wait()
+
+    def _running(self) -> subprocess.Popen[bytes] | None:
+        """Return the process if it has not died meanwhile."""
+        is_running = self._process is not None and self._process.poll() is None
+        return self._process if is_running else None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in a terminal reaches the server alone, which lets open requests end.
-        command = [sys.executable, "-P", "-m", __name__]
-        environment = {**os.environ, "PYTHONPATH": import_path()}
-        process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Without a stderr of the server, its number may be that of any file.
+            stderr=subprocess.DEVNULL if sys.stderr is None else None,
+            env={**os.environ, "PYTHONPATH": import_path()},
+            start_new_session=True,  # Ctrl-C in a terminal reaches the server alone, which lets open requests end.
         )
-        assert process.stdin is not None
-        _send(process.stdin, self._setup)
-        return process
-
-    def close(self) -> None:
-        """Kill the process. Any thread may call; a body that is being parsed fails."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
+        _send(self._process.stdin, self._setup)
+        return self._process
 
 
 def _setup_of(parser: RequestParser) -> _Setup:
@@ -147,6 +192,7 @@ def _setup_of(parser: RequestParser) -> _Setup:
         eos_token_ids=encoder.eos_token_ids,
         chat_template=encoder.chat_template,
         tokenizer=None if tokenizer is None else tokenizer.backend.to_str(),
+        splits_special_tokens=tokenizer is not None and tokenizer.backend.encode_special_tokens,
         special_tokens={} if tokenizer is None else tokenizer.special_tokens,
         tokenizer_template=None if tokenizer is None else tokenizer.chat_template,
     )
@@ -154,16 +200,15 @@ def _setup_of(parser: RequestParser) -> _Setup:
 
 def _parser_of(setup: _Setup) -> RequestParser:
     """Return the parser that `_setup_of` was given."""
-    config = EngineConfig(**setup.config)
-    tokenizer, grammars = None, None
+    config, tokenizer, grammars = EngineConfig(**setup.config), None, None
     if setup.tokenizer is not None:
         backend = tokenizers.Tokenizer.from_str(setup.tokenizer)
+        backend.encode_special_tokens = setup.splits_special_tokens
         tokenizer = Tokenizer(backend, setup.special_tokens, chat_template=setup.tokenizer_template)
         grammars = Grammars(tokenizer, setup.vocab_size, setup.eos_token_ids)
-    rules_spec = LogitRulesSpec(setup.vocab_size, eos_token_ids=setup.eos_token_ids)
     encoder = PromptEncoder(
         tokenizer,
-        rules_spec,
+        LogitRulesSpec(setup.vocab_size, eos_token_ids=setup.eos_token_ids),
         setup.sizes.max_model_len,
         setup.chat_template,
         config.limits,
@@ -174,32 +219,48 @@ def _parser_of(setup: _Setup) -> RequestParser:
     return RequestParser(builder, setup.names, is_strict=setup.is_strict)
 
 
-def _request_of(fields: dict[str, Any]) -> GenerationRequest:
-    """Return the request that was encoded as these fields."""
-    new_requests = tuple(map(_new_request_of, fields["new_requests"]))
-    return GenerationRequest(**{**fields, "new_requests": new_requests, "warnings": tuple(fields["warnings"])})
+def _encoded(request: GenerationRequest) -> _Request:
+    """Return a request in the form in which it is sent."""
+    grammars = list(dict.fromkeys(one.grammar for one in request.new_requests))
+    new_requests = tuple(
+        msgspec.structs.replace(one, params=None, grammar=grammars.index(one.grammar)) for one in request.new_requests
+    )
+    fields = msgspec.to_builtins(replace(request, new_requests=new_requests), builtin_types=(bytes,))
+    return _Request(fields, msgspec.to_builtins(request.new_requests[0].params), grammars)
 
 
-def _new_request_of(fields: dict[str, Any]) -> NewRequest:
-    params_type = BeamSearchParams if "beam_width" in fields["params"] else SamplingParams
-    decoded = {
-        "params": params_type(**fields["params"]),
-        "stop_ids": frozenset(fields["stop_ids"]),
-        "bad_words": tuple(map(tuple, fields["bad_words"])),
-        "form": ResultForm(fields["form"]),
-    }
-    return NewRequest(**{**fields, **decoded})
+def _decoded(sent: _Request) -> GenerationRequest:
+    """Return the request that was sent."""
+    params = (BeamSearchParams if "beam_width" in sent.params else SamplingParams)(**sent.params)
+    new_requests = tuple(
+        NewRequest(
+            **{
+                **fields,
+                "params": params,
+                "grammar": sent.grammars[fields["grammar"]],
+                "stop_ids": frozenset(fields["stop_ids"]),
+                "bad_words": tuple(map(tuple, fields["bad_words"])),
+                "form": ResultForm(fields["form"]),
+            }
+        )
+        for fields in sent.fields["new_requests"]
+    )
+    warnings = tuple(sent.fields["warnings"])
+    return GenerationRequest(**{**sent.fields, "new_requests": new_requests, "warnings": warnings})
 
 
-def _send(pipe: IO[bytes], message: bytes | bytearray) -> None:
-    """Write a message to an unbuffered pipe."""
+def _send(pipe: IO[bytes] | None, message: bytes | bytearray) -> None:
+    """Write a message to an unbuffered pipe. Afterwards nothing refers to the message, also if this has failed."""
+    assert pipe is not None
     for part in (len(message).to_bytes(LENGTH_BYTES), message):
-        view = memoryview(part)
-        while view:
-            view = view[pipe.write(view) :]
+        num_sent = 0
+        with memoryview(part) as view:
+            while num_sent < len(view):
+                with view[num_sent:] as rest:
+                    num_sent += pipe.write(rest)
 
 
-def _receive(pipe: IO[bytes], max_bytes: int | None = None) -> bytearray:
+def _receive(pipe: IO[bytes] | None, max_bytes: int | None = None) -> bytearray:
     """Return the next message of an unbuffered pipe. Raise EOFError at its end, and for one that is too long."""
     num_bytes = int.from_bytes(_read(pipe, LENGTH_BYTES))
     if max_bytes is not None and num_bytes > max_bytes:
@@ -213,23 +274,15 @@ def _read(pipe: Any, num_bytes: int) -> bytearray:
     while view:
         num_read = pipe.readinto(view)
         if not num_read:
-            raise EOFError
+            raise EOFError("the pipe is closed")
         view = view[num_read:]
     return data
 
 
-def _reply(parser: RequestParser, method: str, body: bytearray) -> bytes:
-    """Return the encoded reply to a body."""
-    try:
-        return msgspec.msgpack.encode(_Reply(METHODS[method](parser, body)))
-    except Exception as error:
-        failure = http_error(error)
-        told = _Failure(failure.status, failure.message, failure.param, failure.headers)
-        return msgspec.msgpack.encode(_Reply(failure=told))
-
-
 def main() -> None:
     """Parse the bodies on stdin until it ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Service managers send it to all processes; the server decides.
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.nice(NICENESS)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     with open(0, "rb", buffering=0) as requests, open(os.dup(1), "wb", buffering=0) as replies:
@@ -241,6 +294,26 @@ def main() -> None:
                 _send(replies, _reply(parser, method, _receive(requests)))
         except (EOFError, BrokenPipeError):  # The server has ended.
             return
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent has died: a text may keep it for half a minute more."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(0)
+
+
+def _reply(parser: RequestParser, method: str, body: bytearray) -> bytes:
+    """Return the reply to a body."""
+    try:
+        found = METHODS[method](parser, body)
+        is_request = isinstance(found, GenerationRequest)
+        reply = _Reply(request=_encoded(found)) if is_request else _Reply(response=found)
+        return msgspec.msgpack.encode(reply)
+    except Exception as error:
+        failure = http_error(error)
+        told = _Failure(failure.status, failure.message, failure.param, failure.headers)
+        return msgspec.msgpack.encode(_Reply(failure=told))
 
 
 if __name__ == "__main__":

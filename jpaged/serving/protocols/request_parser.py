@@ -94,7 +94,7 @@ class RequestParser:
         limits = {**encoder.limits, "chars_per_token": 1, "waiting_tokens": None}
         return replace(encoder, max_model_len=max_chars, limits=limits)
 
-    def parse_completion(self, body: bytes | bytearray) -> GenerationRequest:
+    def parse_completion(self, body: bytearray) -> GenerationRequest:
         """Return the request that a body of /v1/completions asks for. Raise HTTPError or InvalidRequestError."""
         fields = self._fields(body, COMPLETION_FIELDS)
         given = fields.protocol
@@ -114,7 +114,7 @@ class RequestParser:
         num_computed = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(max_tokens, 1)
         return self._request(fields, prompts, self._params(fields, wanted, num_computed), wanted)
 
-    def parse_chat(self, body: bytes | bytearray) -> GenerationRequest:
+    def parse_chat(self, body: bytearray) -> GenerationRequest:
         """Return the request that a body of /v1/chat/completions asks for. Raise HTTPError or InvalidRequestError."""
         fields = self._fields(body, CHAT_FIELDS)
         given = fields.protocol
@@ -138,7 +138,7 @@ class RequestParser:
         prompts = [{"messages": self._for_template(given["messages"])}]
         return self._request(fields, prompts, self._params(fields, wanted, max_tokens), wanted)
 
-    def tokenize(self, body: bytes | bytearray) -> bytes:
+    def tokenize(self, body: bytearray) -> bytes:
         """Return the response of /tokenize: JSON with the tokens of a text or a chat."""
         fields = self._fields(body, TOKENIZE_FIELDS)
         keys = [key for key in ("prompt", "messages") if key in fields.protocol]
@@ -160,7 +160,7 @@ class RequestParser:
         result["token_strs"] = [tokenizer.backend.id_to_token(one) for one in token_ids] if has_texts else None
         return msgspec.json.encode(result)
 
-    def detokenize(self, body: bytes | bytearray) -> bytes:
+    def detokenize(self, body: bytearray) -> bytes:
         """Return the response of /detokenize: JSON with the text of token ids, special tokens included."""
         token_ids = self._fields(body, DETOKENIZE_FIELDS).protocol.get("tokens")
         if not isinstance(token_ids, list):
@@ -190,7 +190,7 @@ class RequestParser:
             raise refusal("prompt", "a text", "token ids, since the server has no tokenizer")
         return self.tokenizer
 
-    def _fields(self, body: bytes | bytearray, table: Mapping[str, BodyField]) -> TakenFields:
+    def _fields(self, body: bytearray, table: Mapping[str, BodyField]) -> TakenFields:
         """Return the fields of a body, sorted, for the model that it names. Raise HTTPError, or InvalidRequestError."""
         max_depth = self.limits["json_depth"]
         assert max_depth is not None

@@ -26,8 +26,8 @@ def test_a_body_whose_client_has_left_is_parsed_only_if_a_thread_has_begun(engin
     async def send(event: dict[str, Any]) -> None:
         sent.append(event)
 
-    def parse(parser: Any, body: bytes | bytearray) -> Any:
-        begun.append(body)
+    def parse(parser: Any, body: bytearray) -> Any:
+        begun.append(bytes(body))
         may_end.wait()
 
     async def run() -> None:
@@ -36,7 +36,9 @@ def test_a_body_whose_client_has_left_is_parsed_only_if_a_thread_has_begun(engin
         state.bodies.serve(parser, ParserProcess(parser))
         scope = {"headers": [], "path": "/v1/completions"}
         generations = [
-            Generation(state, scope).run(partial(state.bodies.parse, b"body", parse), CompletionEncoder, receive, send)
+            Generation(state, scope).run(
+                partial(state.bodies.parse, bytearray(b"body"), parse), CompletionEncoder, receive, send
+            )
             for _ in range(4 * NUM_THREADS)
         ]
         tasks = asyncio.gather(*generations)
@@ -46,7 +48,7 @@ def test_a_body_whose_client_has_left_is_parsed_only_if_a_thread_has_begun(engin
         await tasks  # While the threads still parse.
         assert state.bodies.is_parsing
         may_end.set()
-        await state.bodies.parse(b"last", parse)
+        await state.bodies.parse(bytearray(b"last"), parse)
         assert begun == [b"body"] * NUM_THREADS + [b"last"]
         assert not sent
         await state.close()

@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
+from jpaged.serving.http.body_parser import LONG_BODY_BYTES
+
 from .conftest import FLAGS
 from .served import ROOT, Served, command, read_all, serving, wait_until
 
@@ -156,6 +158,29 @@ def test_requests_that_do_not_end_in_time_get_an_error(tiny: str, log: Path, tmp
         for response in (complete, *map(read_all, chats)):
             assert response.startswith(b"HTTP/1.1 503"), response
             assert b'"code":503' in response
+        assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_long_body_whose_client_has_left_holds_up_no_other(path: str, tiny: str, log: Path, tmp_path: Path):
+    """Nor does it hold up the end of the server, which the client of another one learns."""
+    (tmp_path / "slow").write_text(SLOW_TEMPLATE)
+    flags = ("--shutdown-timeout", "0.5", "--chat-template", tmp_path / "slow")
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi" + " " * LONG_BODY_BYTES}]}
+    tokens = json.dumps({"tokens": [70, 71]}).encode() + b" " * LONG_BODY_BYTES
+    with serving(tiny, *FLAGS, *flags, log=log) as server:
+        assert server.request("/detokenize", tokens)[0] == 200  # The process is there.
+        connections = [send(server, chat, path) for _ in range(4)]
+        time.sleep(0.5)
+        for connection in connections:
+            connection.close()
+        start = time.monotonic()
+        assert server.request("/detokenize", tokens)[0] == 200
+        assert time.monotonic() - start < 10, "four templates take 30 s"
+        last = send(server, chat, "/v1/chat/completions")
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert read_all(last).startswith(b"HTTP/1.1 503")
         assert server.process.wait(10) == 0
 
 

@@ -1,21 +1,27 @@
 """A body is parsed alike in the server's process and, if it is long, in another one."""
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import tokenizers
 
 from jpaged import Engine
 from jpaged.errors import InvalidRequestError
+from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.http.body_parser import LONG_BODY_BYTES
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, http_error
 from jpaged.serving.protocols.parser_process import METHODS, ParserProcess
 from jpaged.serving.protocols.request_parser import RequestParser
+from jpaged.text.tokenizer import Tokenizer
 
 from .served import Served, wait_until
 
@@ -60,6 +66,10 @@ def process(parser: RequestParser) -> Iterator[ParserProcess]:
     process.close()
 
 
+def as_body(fields: Any) -> bytearray:
+    return bytearray(json.dumps(fields).encode())
+
+
 def timeless(parsed: Any) -> Any:
     """Return what was parsed without the times at which its requests came."""
     if not isinstance(parsed, GenerationRequest):
@@ -72,20 +82,20 @@ def timeless(parsed: Any) -> Any:
 def test_what_the_process_parses_is_what_the_server_would(
     parser: RequestParser, process: ParserProcess, method: str, fields: dict[str, Any]
 ):
-    body = json.dumps(fields).encode()
-    start_s = time.monotonic()
-    found = process.run(method, body)
-    assert timeless(found) == timeless(METHODS[method](parser, body))
+    body, start_s = as_body(fields), time.monotonic()
+    found, wanted = timeless(process.run(method, body)), timeless(METHODS[method](parser, body))
+    assert found == wanted
     if isinstance(found, GenerationRequest):
-        assert all(start_s <= one.arrival_time <= time.monotonic() for one in found.new_requests)
+        for one, other in zip(found.new_requests, wanted.new_requests, strict=True):  # 1, 1.0 and True are equal.
+            assert msgspec.msgpack.encode(one.params) == msgspec.msgpack.encode(other.params)
+        assert all(start_s <= one.arrival_time <= time.monotonic() for one in process.run(method, body).new_requests)
 
 
 @pytest.mark.parametrize(("method", "fields"), REFUSED)
 def test_what_the_process_refuses_is_refused_as_the_server_would(
     parser: RequestParser, process: ParserProcess, method: str, fields: dict[str, Any]
 ):
-    body = json.dumps(fields).encode()
-    told = []
+    body, told = as_body(fields), []
     for run in (lambda: process.run(method, body), lambda: METHODS[method](parser, body)):
         with pytest.raises((HTTPError, InvalidRequestError)) as caught:
             run()
@@ -94,15 +104,92 @@ def test_what_the_process_refuses_is_refused_as_the_server_would(
 
 
 def test_a_process_that_dies_costs_one_body(parser: RequestParser, process: ParserProcess):
-    body = b'{"prompt": "Hi"}'
-    before = process.run("parse_completion", body)
-    assert process._process is not None
-    process._process.kill()
-    process._process.wait()
-    with pytest.raises(HTTPError, match="its process has ended") as caught:
+    body = as_body({"prompt": "Hi"})
+    before = timeless(process.run("parse_completion", body))
+    child = process._process
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)  # Amid a body.
+    threading.Timer(0.2, child.kill).start()
+    with pytest.raises(HTTPError, match="has ended") as caught:
         process.run("parse_completion", body)
     assert caught.value.status == 500
-    assert timeless(process.run("parse_completion", body)) == timeless(before)
+    assert timeless(process.run("parse_completion", body)) == before
+    child = process._process
+    assert child is not None
+    child.kill()  # While it is idle: that costs nobody anything.
+    child.wait()
+    assert timeless(process.run("parse_completion", body)) == before
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
+    parser: RequestParser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    process = ParserProcess(parser)
+    body = as_body({"prompt": "Hi"})
+    for name in ("/no/such/python", "/bin/false"):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.executable", name)
+            with pytest.raises(HTTPError, match="has ended") as caught:
+                process.run("parse_completion", body)
+            assert caught.value.status == 500
+    assert "No such file" in caplog.text
+    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
+    process.close()
+
+
+def test_a_body_that_nobody_needs_any_more_is_given_up(parser: RequestParser, process: ParserProcess):
+    body, other = as_body({"prompt": "Hi"}), as_body({"prompt": "Hi"})
+    process.run("parse_completion", body)
+    child = process._process
+    assert child is not None
+    process.abandon(body)  # It has been parsed already.
+    assert child.poll() is None
+    child.send_signal(signal.SIGSTOP)
+    threading.Timer(0.2, process.abandon, (other,)).start()
+    threading.Timer(0.4, process.abandon, (body,)).start()
+    start_s = time.monotonic()
+    with pytest.raises(HTTPError):
+        process.run("parse_completion", body)
+    assert 0.4 <= time.monotonic() - start_s < 5
+
+
+def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: Engine):
+    """Among them what the tokenizer's JSON does not say: that the names of special tokens are plain text."""
+    builder, tokenizer = engine.builder, engine.builder.encoder.tokenizer
+    assert tokenizer is not None
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.encode_special_tokens = True
+    encoder = replace(
+        builder.encoder,
+        tokenizer=Tokenizer(backend, tokenizer.special_tokens),
+        chat_template="{{ messages[0].content }}!",
+    )
+    config = replace(builder.config, scheduling_policy="priority", max_logprobs=3)
+    defaults = {"temperature": 0.25, "top_k": 7}
+    parser = RequestParser(RequestBuilder(config, encoder, builder.sizes, defaults), ("a", "b"), is_strict=True)
+    process = ParserProcess(parser)
+    for method, fields in (
+        ("parse_completion", {"prompt": "<|end|>", "model": "b", "priority": 5}),
+        ("parse_chat", {"messages": CHAT}),
+        ("parse_completion", {"prompt": "Hi", "an_unknown_field": 1}),
+        ("parse_completion", {"prompt": "Hi", "logprobs": 4}),
+    ):
+        body, told = as_body(fields), []
+        for run in (lambda: process.run(method, body), lambda: METHODS[method](parser, body)):  # noqa: B023
+            try:
+                told.append(timeless(run()))
+            except (HTTPError, InvalidRequestError) as error:
+                told.append(vars(http_error(error)))
+        assert told[0] == told[1], fields
+        if fields.get("prompt") == "<|end|>":
+            assert told[0].new_requests[0].num_prompt_tokens == len("<|end|>")
+            assert told[0].new_requests[0].params.top_k == 7
+    process.close()
+    with_ids = replace(builder.encoder, tokenizer=None, grammars=None)
+    parser = RequestParser(RequestBuilder(config, with_ids, builder.sizes, {}), ("a",))
+    process, body = ParserProcess(parser), as_body({"prompt": [5, 6]})
+    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
+    process.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
@@ -118,4 +205,7 @@ def test_long_bodies_get_the_answers_of_short_ones(served: Served, path: str):
         replies.append((status, {name: value for name, value in reply.items() if name not in different}))
     assert replies[0] == replies[1]
     assert (replies[0][0], replies[2][0]) == (200, 404)
+    children = [path.read_text().split() for path in Path(f"/proc/{served.process.pid}/task").glob("*/children")]
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pids in children for pid in pids]
+    assert sum("parser_process" in command for command in commands) == 1
     wait_until(served.is_idle, 2)

@@ -68,6 +68,7 @@ def test_ragged_rows_match_the_oracle(page_size: int) -> None:
     run_ragged(world(page_size, table_len=16))
 
 
+@pytest.mark.slow
 def test_rows_of_several_tiles_in_one_piece_each() -> None:
     """Rows at and beside the edges of a tile of 64 keys, while others decode at position 62, 63 and 64.
 
@@ -104,6 +105,7 @@ def world_of_three_pages_a_row() -> World:
     return some
 
 
+@pytest.mark.slow
 def test_padding_behind_the_last_of_as_many_rows_as_there_is_room_for_is_finite() -> None:
     """The padding lies in the last tile, which computes it from slots that hold NaN."""
     some = world_of_three_pages_a_row()
@@ -136,7 +138,7 @@ SINKS = jnp.array([-1.0, 0.0, 2.0, 3.0])
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"window": 70, "sinks": SINKS},
         pytest.param({"window": 70}, marks=pytest.mark.slow),
         pytest.param({"sinks": SINKS}, marks=pytest.mark.slow),
@@ -153,7 +155,8 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
     some.step({0: 1, 1: 1})
 
 
-@pytest.mark.parametrize(("num_heads", "head_size"), [(17, 64), pytest.param(24, 128, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_heads", "head_size"), [(17, 64), (24, 128)], ids=str)
 def test_small_tiles_of_32_rows_in_pieces_that_are_merged(num_heads: int, head_size: int) -> None:
     """The heads of one query fill more than 16 rows and less than a large tile."""
     some = world(16, made_with=CUT, table_len=16, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
@@ -209,7 +212,7 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int], *,
 @pytest.mark.parametrize(
     ("sizes", "tile_rows"),
     [
-        ({"num_heads": 6, "num_kv_heads": 2}, 16),
+        pytest.param({"num_heads": 6, "num_kv_heads": 2}, 16, marks=pytest.mark.slow),
         pytest.param({"num_heads": 17, "num_kv_heads": 1}, 32, marks=pytest.mark.slow),
         pytest.param({"num_heads": 33, "num_kv_heads": 1, "head_size": 256}, 32, marks=pytest.mark.slow),
     ],
@@ -244,9 +247,12 @@ CASES: dict[str, dict[str, Any]] = {
     "head size 256, tiles of half a page": {"page_size": 64, "head_size": 256, "num_heads": 1, "num_kv_heads": 1},
 }
 """Every dtype, head size and feature once, in few programs, each of which has another combination of them."""
+FAST_CASES = ("int8, all features", "nine heads")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST_CASES)) for name in CASES]
+)
 def test_shapes_dtypes_and_features(name: str) -> None:
     run_three_steps(world(**CASES[name]))
 
@@ -303,6 +309,7 @@ def test_the_candidate_for_prefill_on_hopper_matches_the_oracle(dtype: str) -> N
 WINDOWED: dict[str, Any] = {"options": {"window": 17}, "made_with": {"windows": (None, 17, 40)}}
 
 
+@pytest.mark.slow
 def test_a_window_with_an_order_of_its_own() -> None:
     run_three_steps(world(**WINDOWED))
 
@@ -330,11 +337,13 @@ def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
     run_three_steps(world(**TWO_GROUPS))
 
 
+@pytest.mark.slow
 def test_a_single_token_step() -> None:
     """A step of one token launches no large tiles."""
     run_single_tokens(world(**PAIR))
 
 
+@pytest.mark.slow
 def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
     run_layer_without_keys(world(**PAIR))
 
