@@ -124,6 +124,7 @@ def test_the_default_model_gives_the_same_tokens_with_pages_of_any_size(default:
         run_all(setup, solo, covering_cases()).check()
 
 
+@pytest.mark.slow
 def test_the_comparison_fails_where_a_request_draws_by_its_place(tiny: Setup, solo: Solo) -> None:
     """Negative control: without seeds of their own, requests draw by the order in which they come."""
     unseeded = replace(tiny, given=lambda params: replace(params, seed=None), is_exact=False)
@@ -166,6 +167,7 @@ def test_logprobs_are_bitwise_equal_within_an_executable(tiny: Setup) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_products_that_round_by_the_number_of_rows_need_deterministic(tiny: Setup) -> None:
     """Negative control: native products have the same bits beside any number of rows, those of XLA have not."""
     sizes = {**tiny.sizes, "attention_backend": "xla", "max_num_seqs": 16}

@@ -36,6 +36,7 @@ def test_the_device_runs_all_calls_without_asking_whether_there_is_another(scrip
     assert len(whiles(script("device_checks.kernel_speed"), loop_of(script), COUNT)) == 1
 
 
+@pytest.mark.slow
 def test_each_call_takes_the_output_of_the_one_before_and_nothing_else_changes(script) -> None:
     """A loop of three is three calls: none is left out as the same as another."""
     speed, loop = script("device_checks.kernel_speed"), attention(script)
@@ -86,6 +87,7 @@ def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> 
     assert worst_ratio({"a": 1.0, "a by x": 2.0, "b": 3.0, "b by x": 2.0}, ["a", "b"], "x") == 1.5
 
 
+@pytest.mark.slow
 def test_rows_of_different_length_count_unless_they_are_refused(script) -> None:
     """Padded to the longest they may be more than another takes: the ratio of equally long rows stands without them."""
     found = others_found(script, refusing(script, 4))

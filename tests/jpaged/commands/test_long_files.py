@@ -86,6 +86,7 @@ def test_priorities_order_the_lines_that_have_been_read(tiny: str, tmp_path: Pat
     assert max(order[:8]) < 32
 
 
+@pytest.mark.slow
 def test_a_pipe_is_answered_while_it_stays_open(tiny: str) -> None:
     args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", "-", "--json", "-n", 3]
     process = subprocess.Popen(

@@ -118,10 +118,12 @@ def interrupted(after_s: float, args: list[Any]) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize("num_tries", [1, pytest.param(120, marks=pytest.mark.slow)])
-def test_an_interrupt_at_any_time_of_a_run_ends_it_in_one_line_and_loses_nothing(
-    num_tries: int, tiny: str, tmp_path: Path
-) -> None:
+NUM_TRIES = 120
+"""Interrupts of one run, each at another time."""
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_time_of_a_run_ends_it_in_one_line_and_loses_nothing(tiny: str, tmp_path: Path) -> None:
     """Before Python runs the command, in the first tenth of a short run, the interpreter itself ends."""
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("".join(f"line {number}\n" for number in range(40)))
@@ -130,14 +132,14 @@ def test_an_interrupt_at_any_time_of_a_run_ends_it_in_one_line_and_loses_nothing
     start = time.monotonic()
     assert subprocess.run(command(*args), cwd=ROOT, capture_output=True).returncode == 0
     whole, took_s = without_metrics(path), time.monotonic() - start
-    for number in range(num_tries):
+    for number in range(NUM_TRIES):
         path.unlink(missing_ok=True)
-        status, said = interrupted(took_s * (number + 0.5) / num_tries, args)
+        status, said = interrupted(took_s * (number + 0.5) / NUM_TRIES, args)
         if status == 0:
             assert without_metrics(path) == whole
         elif status == 130:
             assert said.splitlines()[-1] == "interrupted"
             assert "Traceback" not in said
         else:
-            assert number < num_tries / 10, said
+            assert number < NUM_TRIES / 10, said
         assert all(record in whole for record in (without_metrics(path) if path.exists() else []))

@@ -34,7 +34,7 @@ def check_arrays(arrays, prompts, temperature):
         assert np.abs(np.asarray(logprobs)[np.asarray(mask)] - wanted).max() < 1e-4
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_drawn_and_scored_tokens_have_the_logprobs_of_the_mode(tiny, mode):
     """Greedy, at a temperature, with several samples, and in several chunks."""
     with Engine(tiny, logprobs_mode=mode, **{**SIZES, "max_num_batched_tokens": 16}) as engine:
@@ -69,6 +69,7 @@ def test_drawn_and_scored_tokens_have_the_logprobs_of_the_mode(tiny, mode):
         assert np.abs(np.array(drawn) - wanted[len(PROMPTS[0]) - 1 :]).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_the_mass_that_truncation_left_is_what_tempered_and_processed_logprobs_differ_by(tiny):
     params = replace(PARAMS, top_k=12, top_p=0.8, min_p=0.01, logprobs=0, log_kept_mass=True)
     arrays = {}

@@ -315,7 +315,7 @@ class InJax(Small):
         return (super().logits(hidden.astype(jnp.float32)) * scales).astype(jnp.float16)
 
 
-@pytest.mark.parametrize("kind", [InNnx, InJax])
+@pytest.mark.parametrize("kind", [pytest.param(InNnx, marks=pytest.mark.slow), InJax])
 def test_an_ordinary_module_draws_and_scores_what_its_dense_forward_says(kind):
     ours, theirs = both_logprobs(kind())
     assert np.abs(ours - theirs).max() < 8e-3, "both round logits, which are about 1, to 16 bits: by 2 ** −8"

@@ -117,6 +117,7 @@ def test_it_draws_what_its_dense_forward_says(model, wanted):
     assert engine.stats()["preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_a_dense_forward_takes_sequences_padded_in_front(model):
     ids, mask = np.zeros((3, 20), np.int32), np.zeros((3, 20), bool)
     for row, prompt in enumerate(PROMPTS[:3]):
@@ -225,6 +226,7 @@ except ModelLoadError as error:
 """
 
 
+@pytest.mark.slow
 def test_weights_are_spread_over_devices_by_the_axes_that_variables_name():
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**quick_compile.environment(flags), "NPROC": "4"}

@@ -392,6 +392,7 @@ def test_a_head_of_its_own_counts_on_every_way_in_or_is_refused(tmp_path):
         assert np.abs(engine.logprobs(ids) - wanted).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_files_that_have_been_untied_are_not_read_into_a_tied_engine(tmp_path):
     directory = write_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     tied = {name: leaf for name, leaf in OLD.items() if name != "lm_head.weight"}

@@ -50,7 +50,7 @@ FLOORS = {
     "reset": 50,
     "retirement awaited": 50,
     "shrink": 100,
-    "swap-in": 40,
+    "swap-in": 17,
     "swap-out": 50,
     "table update batch": 50,
     "unpin": 50,

@@ -77,6 +77,7 @@ def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(kernels
     np.testing.assert_array_equal(sums, np.full(256, kernels.NUM_READS * (1 << 20) // 4 // 256))
 
 
+@pytest.mark.slow
 def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(kernels, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         kernels.main(["--help"])

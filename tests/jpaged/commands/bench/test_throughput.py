@@ -45,6 +45,7 @@ def bench(tiny: str, tmp_path: Path, *flags: str, kind: str = "throughput") -> d
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_every_baseline_computes_the_same_tokens_in_interleaved_runs(tiny: str, tmp_path: Path) -> None:
     versus = ["--versus", "replay", "bare", "dense", "sync", "one-step", "mixed"]
     result = bench(tiny, tmp_path, *versus, "--peer", peer(tmp_path))

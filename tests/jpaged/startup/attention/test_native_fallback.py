@@ -50,6 +50,7 @@ def run_without_llvmlite(tiny: Path, *args: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
+@pytest.mark.slow
 def test_without_llvmlite_xla_serves_and_native_by_name_ends_the_start(tiny):
     with Engine(tiny, **SIZES) as engine:
         assert engine.backend.name == "native"

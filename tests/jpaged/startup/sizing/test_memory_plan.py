@@ -75,6 +75,7 @@ def test_the_plan_is_what_is_taken_and_its_estimate_of_a_step_is_generous(tiny: 
     measure_with_plenty(tiny, "bfloat16")
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_the_pool_takes_half_of_what_weights_and_a_step_leave(
     tiny: str, plenty: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
