@@ -113,9 +113,9 @@ class ParserProcess:
         self._setup = msgspec.msgpack.encode(_setup_of(parser))
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        """Held while `_body` changes, and while the process is killed for its sake."""
+        """Held while `_body` changes, and while the process is killed because of that."""
         self._body: bytearray | None = None
-        """What the process parses; None while it is idle."""
+        """What the process parses and somebody waits for."""
 
     def run(self, method: str, body: bytearray) -> Any:
         """Return what the method of METHODS makes of a body. Only one thread may call.
@@ -131,8 +131,8 @@ class ParserProcess:
             _send(process.stdin, body)
             reply = msgspec.msgpack.decode(_receive(process.stdout, MAX_REPLY_BYTES), type=_Reply)
         except Exception as error:  # The pipes may still hold parts of this body and of its reply.
-            status = self.close()
-            if self._body is not None:
+            is_wanted, status = self._body is not None, self._end()
+            if is_wanted:
                 logger.error("the process of long bodies has ended with status %s: %s", status, one_line(error))
             raise HTTPError(500, "the process that parsed the body has ended; the server's log tells more") from None
         finally:
@@ -147,10 +147,16 @@ class ParserProcess:
         with self._lock:
             if self._body is body:
                 self._body = None
-                self.close()
+                self._end()
 
-    def close(self) -> int | None:
-        """Kill the process, and return its exit status; None if there is none. Any thread may call."""
+    def close(self) -> None:
+        """Kill the process, whatever it does. Any thread may call."""
+        with self._lock:
+            self._body = None
+            self._end()
+
+    def _end(self) -> int | None:
+        """Kill the process, and return its exit status; None if there is none."""
         process, self._process = self._process, None
         if process is None:
             return None
