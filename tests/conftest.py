@@ -76,6 +76,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         options.numprocesses, options.dist = NUM_PROCESSES, "worksteal"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the test that takes a minute, so that one process does not end long after the other."""
+    items.sort(key=lambda item: item.path.stem != "test_soak")
+
+
 def pytest_collection_finish() -> None:
     """Leave the modules and tests of this run out of all searches for garbage."""
     gc.collect()

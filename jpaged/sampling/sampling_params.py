@@ -110,7 +110,7 @@ class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError)
         FLOAT32,
     )
     top_k: int = parameter(
-        0, integer(-1, INT64[1]), "keep this many of the most likely tokens; 0 and -1 keep all", Flag("N"), INT32
+        0, integer(-1), "keep this many of the most likely tokens; 0 and -1 keep all", Flag("N"), INT32
     )
     min_p: float = parameter(
         0.0,

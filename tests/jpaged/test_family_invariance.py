@@ -11,7 +11,6 @@ from jpaged import Engine, RequestOutput, SamplingParams
 pytestmark = pytest.mark.usefixtures("optimized")
 FOLDERS = Path(__file__).parents[1] / "golden" / "families"
 FAMILIES = ("gemma3", "granite", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3_partial", "qwen3", "smollm3")
-CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES[:1])) for name in FAMILIES]
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 8, "num_blocks": 513,
     "num_decode_steps": 1, "enable_prefix_caching": False, "warmup": "off", "skip_tokenizer_init": True,
@@ -26,7 +25,8 @@ def bits(output: RequestOutput) -> list[Any]:
     return [list(completion.token_ids), [{i: entry.logprob for i, entry in at.items()} for at in completion.logprobs]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_request_has_the_same_bits_alone_and_beside_others(name: str) -> None:
     tokens = load_file(FOLDERS / name / "golden.safetensors")["tokens"].tolist()
     prompts = [tokens[:length] for length in (37, 5, 48, 1, 22, 30, 11)]

@@ -225,6 +225,7 @@ def test_engines_over_several_devices_draw_the_same_tokens(
         assert (whole["48"], whole["52"]) == ([tokens[48:]], [tokens[52:]])
 
 
+@pytest.mark.slow
 def test_trainers_meshes_serve_what_one_device_serves_and_give_their_weights_on_the_devices() -> None:
     """Four meshes, with automatic and explicit axes; the assertions are those of the process."""
     process("-m", "tests.jpaged.trainer_meshes", str(GOLDEN / "llama"), num_devices=4, num_threads=8)

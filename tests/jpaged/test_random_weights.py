@@ -17,6 +17,7 @@ def only_config(folder, **changes):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_config_alone_is_the_same_model_under_every_backend(tmp_path, is_tied):
     found = {}

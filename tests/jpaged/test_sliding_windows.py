@@ -53,7 +53,7 @@ class Model:
         return Engine(self.path, **sizes | options)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[pytest.param("on both layers", marks=pytest.mark.slow), "on one layer"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     config, num_blocks = CONFIGS[request.param]
     path = write_tiny_model(tmp_path_factory.mktemp("windows"), sliding_window=WINDOW, **config)

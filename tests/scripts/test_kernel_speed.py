@@ -105,6 +105,7 @@ def test_rows_of_different_length_count_unless_they_are_refused(script) -> None:
     assert found["decode ÷ other"] == worst
 
 
+@pytest.mark.slow
 def test_a_measurement_goes_on_without_options_that_do_not_run(script) -> None:
     """Beside the kernels stand plain XLA and other options: one that the backend refuses is told by its error."""
     check, speed = script("device_checks.kernel_check"), script("device_checks.kernel_speed")

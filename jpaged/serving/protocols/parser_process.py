@@ -23,7 +23,7 @@ from typing import IO, Any
 import msgspec
 import tokenizers
 
-from ...checks import one_line
+from ...checks import INT64, one_line
 from ...config.engine_config import EngineConfig
 from ...intake.request_builder import RequestBuilder
 from ...messages import NewRequest, ResultForm
@@ -232,7 +232,10 @@ def _encoded(request: GenerationRequest) -> _Request:
         msgspec.structs.replace(one, params=None, grammar=grammars.index(one.grammar)) for one in request.new_requests
     )
     fields = msgspec.to_builtins(replace(request, new_requests=new_requests), builtin_types=(bytes,))
-    return _Request(fields, msgspec.to_builtins(request.new_requests[0].params), grammars)
+    params = msgspec.to_builtins(request.new_requests[0].params)
+    if "top_k" in params:  # A larger one keeps all tokens too, and msgpack has no larger integers.
+        params["top_k"] = min(params["top_k"], INT64[1])
+    return _Request(fields, params, grammars)
 
 
 def _decoded(sent: _Request) -> GenerationRequest:

@@ -38,7 +38,7 @@ RENAMED: dict[str, Callable[[str], str]] = {
     "gpt_neox": lambda key: key.replace("embed_out", "lm_head"),
 }
 """Family → transformers' name of a parameter, for one in a file, where the two differ."""
-FAST = ("llama_tied", "phi3_longrope_long")
+FAST = ("phi3_longrope_long",)
 """Families for every run."""
 MAX_LEN = 64
 SIZES: dict[str, Any] = {

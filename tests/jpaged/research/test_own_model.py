@@ -73,6 +73,7 @@ def drawn(engine):
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
 
+@pytest.mark.slow
 def test_scalars_and_plain_arrays_of_a_module_are_weights_too(example):
     class Scaled(example.Tiny):
         def __init__(self, rngs):

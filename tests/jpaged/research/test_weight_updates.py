@@ -105,6 +105,7 @@ def test_kept_requests_go_on_as_if_nothing_had_been_if_the_weights_are_the_same(
     assert len(versions) > 1
 
 
+@pytest.mark.slow
 def test_while_running_requests_are_waited_for_those_that_wait_are_not_begun(tiny, drawn):
     with Engine(tiny, **{**SIZES, "max_num_seqs": 2}) as engine:
         begin(engine, 2)

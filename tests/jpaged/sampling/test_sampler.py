@@ -220,7 +220,7 @@ def is_drawn_from(weights, counts):
 DRAWN_RULES = {name: RULES[name] for name in ("none", "cold", "hot", "top-k 7", "top-p 0.5", "min-p 0.02", "all")}
 
 
-@pytest.mark.parametrize("vocab_size", [11, 700])
+@pytest.mark.parametrize("vocab_size", [11, pytest.param(700, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", DRAWN_RULES.values(), ids=DRAWN_RULES.keys())
 def test_draws_have_the_exact_probabilities(rule, vocab_size):
     """The test makes 2¹⁶ draws with a fixed seed."""

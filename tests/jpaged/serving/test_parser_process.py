@@ -19,7 +19,7 @@ from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.http.body_parser import LONG_BODY_BYTES
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, http_error
-from jpaged.serving.protocols.parser_process import METHODS, ParserProcess
+from jpaged.serving.protocols.parser_process import METHODS, ParserProcess, _encoded
 from jpaged.serving.protocols.request_parser import RequestParser
 from jpaged.text.tokenizer import Tokenizer
 
@@ -151,6 +151,20 @@ def test_a_body_that_nobody_needs_any_more_is_given_up(parser: RequestParser, pr
     with pytest.raises(HTTPError):
         process.run("parse_completion", body)
     assert 0.4 <= time.monotonic() - start_s < 5
+
+
+def test_a_number_of_any_size_is_taken_as_the_server_takes_it(process: ParserProcess):
+    """msgpack has no larger integers than of 64 bits."""
+    found = process.run("parse_completion", as_body({"prompt": "Hi", "top_k": 1 << 70}))
+    assert found.new_requests[0].params.top_k >= 1 << 62
+
+
+def test_the_process_is_told_once_what_all_prompts_share(parser: RequestParser, process: ParserProcess):
+    schema = {**SCHEMA, "description": "x" * 20_000}
+    body = as_body({"prompt": ["Hi"] * 500, "structured_outputs": {"json": schema}})
+    encoded = msgspec.msgpack.encode(_encoded(parser.parse_completion(body)))
+    assert len(encoded) < 500_000
+    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
 
 
 def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: Engine):

@@ -44,6 +44,7 @@ XLA_FOLDERS = {
     "phi3_partial", "qwen2", "qwen3", "smollm3",
 }  # fmt: skip
 """One of each family, which is compared on the operations that GPUs and TPUs use too."""
+FAST_XLA = ("gemma3", "gpt2", "llama")
 
 
 BACKENDS = {
@@ -105,7 +106,12 @@ def chunked_logits(
 @pytest.mark.parametrize(
     ("directory", "backend"),
     [
-        pytest.param(path, backend, id=f"{path.name}, {name}")
+        pytest.param(
+            path,
+            backend,
+            id=f"{path.name}, {name}",
+            marks=[pytest.mark.slow] * (name == "xla" and path.name not in FAST_XLA),
+        )
         for path in FOLDERS
         for name, backend in BACKENDS.items()
         if name == "native" or path.name in XLA_FOLDERS

@@ -73,6 +73,7 @@ def test_every_kind_of_sampling_is_timed_at_every_number_of_requests(tiny: str, 
     assert result["recompiles"] == 0
 
 
+@pytest.mark.slow
 def test_steps_are_counted_with_their_padding(tiny: str, tmp_path: Path) -> None:
     details = bench(tiny, tmp_path, "--versus", kind="latency")["details"]["decode"]
     workload = load_workload("decode", vocab_size=258, num_requests=4)

@@ -230,7 +230,11 @@ def test_sinks_take_their_share(dtype: str, page_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "page_size", "window"),
-    [("float32", 16, 30), ("bfloat16", 16, None), ("bfloat16", 32, None), ("bfloat16", 32, 30)],
+    [
+        ("float32", 16, 30),
+        ("bfloat16", 32, 30),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bfloat16", 16, None), ("bfloat16", 32, None))),
+    ],
 )
 def test_a_token_has_the_same_bits_in_any_tile(dtype: str, page_size: int, window: int | None) -> None:
     """A token gives the same bits in a decode row and in every cut of its prompt into tiles."""
