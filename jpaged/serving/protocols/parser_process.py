@@ -127,6 +127,8 @@ class ParserProcess:
             self._body = body
         try:
             process = self._running() or self._start()
+            if self._body is None:  # It was given up before there was a process that `abandon` could kill.
+                raise EOFError("nobody waits for the body any more")
             _send(process.stdin, method.encode())
             _send(process.stdin, body)
             reply = msgspec.msgpack.decode(_receive(process.stdout, MAX_REPLY_BYTES), type=_Reply)

@@ -137,7 +137,9 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
     process.close()
 
 
-def test_a_body_that_nobody_needs_any_more_is_given_up(parser: RequestParser, process: ParserProcess):
+def test_a_body_that_nobody_needs_any_more_is_given_up(
+    parser: RequestParser, process: ParserProcess, monkeypatch: pytest.MonkeyPatch
+):
     body, other = as_body({"prompt": "Hi"}), as_body({"prompt": "Hi"})
     process.run("parse_completion", body)
     child = process._process
@@ -151,6 +153,13 @@ def test_a_body_that_nobody_needs_any_more_is_given_up(parser: RequestParser, pr
     with pytest.raises(HTTPError):
         process.run("parse_completion", body)
     assert 0.4 <= time.monotonic() - start_s < 5
+    process.close()
+    start = process._start
+    monkeypatch.setattr(process, "_start", lambda: (process.abandon(body), start())[1])  # While it is started.
+    with pytest.raises(HTTPError):
+        process.run("parse_completion", body)
+    monkeypatch.undo()
+    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
 
 
 def test_a_number_of_any_size_is_taken_as_the_server_takes_it(process: ParserProcess):
