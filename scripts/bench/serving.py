@@ -287,7 +287,7 @@ async def hold_streams(port: int, pid: int) -> dict[str, Any]:
         "streams": NUM_HELD,
         "open_at_once": most_files - before_files,
         "seconds": round(time.monotonic() - start_s, 2),
-        "cpu_us_per_token": round(1e6 * (cpu_s(pid) - before_cpu_s)[0] / num_tokens, 1),
+        "cpu_us_per_token": round(1e6 * float((cpu_s(pid) - before_cpu_s)[0]) / num_tokens, 1),
         "first_token_s": quantiles([stream.token_times_s[0] - start_s for stream in streams]),
     }
 
