@@ -9,11 +9,12 @@ import pytest
 
 from jpaged import Engine
 from jpaged.serving.http.app import make_app
-from jpaged.serving.http.body_parser import NUM_THREADS
+from jpaged.serving.http.body_parser import NUM_THREADS, BodyParser
 from jpaged.serving.http.generation import Generation
 from jpaged.serving.http.server_state import ServerState
 from jpaged.serving.options import ServeOptions, served_limits
 from jpaged.serving.protocols.encoders import CompletionEncoder
+from jpaged.serving.protocols.http_errors import HTTPError
 from jpaged.serving.protocols.parser_process import ParserProcess
 from jpaged.serving.protocols.request_parser import RequestParser
 
@@ -78,3 +79,16 @@ def test_bodies_that_come_before_the_start_is_over_are_not_held(path: str):
         asyncio.run(app(dict(scope), receive, send))
     assert [event["status"] for event in sent if event["type"] == "http.response.start"] == [503, 503]
     state.bodies.hold(20)  # All that may be held.
+
+
+def test_bodies_that_wait_have_no_more_bytes_than_the_limit_and_long_ones_leave_some_to_short_ones():
+    bodies = BodyParser(80)
+    bodies.hold(70, is_long=True)  # Seven eighths.
+    for num_bytes, is_long in ((1, True), (11, False)):
+        with pytest.raises(HTTPError, match="too many bytes of requests") as caught:
+            bodies.hold(num_bytes, is_long=is_long)
+        assert caught.value.status == 503
+    bodies.hold(10)
+    bodies.release(80)
+    bodies.hold(80)
+    bodies.close()
