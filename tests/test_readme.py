@@ -55,10 +55,10 @@ def test_the_python_examples_print_an_answer_and_a_stream() -> None:
 
 @pytest.mark.slow
 def test_the_servers_commands_and_the_clients_lines_give_an_answer() -> None:
-    """The server of block (c), its `curl`, and the five lines of OpenAI's package, as they are written there."""
+    """The server of block (c), the `curl` of (d), and the five lines of OpenAI's package, as they are written there."""
     block, client = commands("c"), next(block for block in blocks("python") if "OpenAI" in block)
     serve = shlex.split(block.splitlines()[1].partition(" && ")[2])
-    curl = block.partition("curl ")[2]
+    curl = commands("d").partition("curl ")[2]
     server = subprocess.Popen([sys.executable, *serve[1:]], cwd=ROOT, env=users_environment())
     try:
         waits = "curl --retry 300 --retry-all-errors --retry-delay 1 -sf http://127.0.0.1:8000/health"

@@ -153,7 +153,7 @@ class ServerLifecycle:
         self.state.is_stopping = True
         grace_s = self.state.options.shutdown_timeout
         if num_open := len(self.state.generations):
-            logger.info("stopping: %d requests have %.0f s to end", num_open, grace_s)
+            logger.info("stopping: open requests, %d, have %g s to end", num_open, grace_s)
         await self._wait_for_responses(grace_s)
         self.state.interrupt_all(unavailable("the server is stopping"))
         await self._wait_for_responses(CLOSE_S)

@@ -140,7 +140,7 @@ class ServerState:
         if self._started is None:
             name, done, total, start_s = self._phase
             elapsed_s = time.monotonic() - start_s
-            eta_s = round(elapsed_s * (total - done) / done, 1) if total and done else None
+            eta_s = round(elapsed_s * (total - done) / done, 1) if total and 0 < done < total else None
             return {"status": "starting", "phase": name, "done": done, "total": total, "eta_s": eta_s}
         if not self._started.engine.is_alive:
             return {"status": "failed"}
