@@ -159,6 +159,7 @@ GEMMA = str(Path(__file__).parents[1] / "golden" / "families" / "gemma3")
 DRAWN = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=5, detokenize=False)
 
 
+@pytest.mark.slow
 def test_prompts_of_one_beginning_and_their_forks_draw_what_each_draws_alone_with_windows_as_in_gemma_3() -> None:
     prompts = [[1 + (7 * at * at + 3 * at) % 90 for at in range(24)] for _ in range(4)]
     for index, prompt in enumerate(prompts):

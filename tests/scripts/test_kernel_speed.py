@@ -119,6 +119,7 @@ def test_a_measurement_goes_on_without_options_that_do_not_run(script) -> None:
     assert found["times ours"]["odd"].startswith("TypeError")
 
 
+@pytest.mark.slow
 def test_a_copy_is_compared_to_the_data_sheet_of_a_device_that_has_one(script, monkeypatch: pytest.MonkeyPatch) -> None:
     speed = script("device_checks.kernel_speed")
     bench, case = tiny_bench(script)

@@ -142,6 +142,7 @@ def test_a_layer_that_attends_twice_from_one_cache_is_refused(transform):
         Engine(Twice(), **SIZES)
 
 
+@pytest.mark.slow
 def test_a_layer_without_keys_is_refused_where_its_spec_shares_none():
     class Keyless(Small):
         def block(self, block, x, inputs, cache, layer, options):

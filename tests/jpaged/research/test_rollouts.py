@@ -219,7 +219,7 @@ def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str, num_before: 
 @pytest.mark.parametrize(
     ("in_flight", "num_updates"),
     [
-        ("keep", 12),
+        pytest.param("keep", 12, marks=pytest.mark.slow),
         ("recompute", 6),
         *(pytest.param(mode, 200, marks=pytest.mark.slow) for mode in ("keep", "recompute")),
     ],

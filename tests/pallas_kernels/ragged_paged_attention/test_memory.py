@@ -28,7 +28,7 @@ def chain_of_layers(
 
 
 @pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_tokens", [64])
 def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype: str, backend: Backend) -> None:
     """Temporary memory is a small part of the cache and does not grow with it; the donated pages are the output's."""

@@ -85,6 +85,7 @@ def test_steps_are_counted_with_their_padding(tiny: str, tmp_path: Path) -> None
     assert 0 < first["median"] <= first["worst"]
 
 
+@pytest.mark.slow
 def test_a_peer_that_computes_another_number_of_tokens_is_refused(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other gave \d+ tokens for decode, wanted \d+"):
         bench(tiny, tmp_path, "--versus", "--peer", peer(tmp_path, surplus=1))

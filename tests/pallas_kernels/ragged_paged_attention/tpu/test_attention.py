@@ -325,7 +325,8 @@ def test_window_soft_cap_and_sinks(name: str, mode: str) -> None:
     run_ragged(world(mode=mode, options=FEATURES[name]))
 
 
-@pytest.mark.parametrize(("window", "mode"), [(17, "on_wait"), *slow((1, "on_wait"), (15, "eager"), (40, "eager"))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "mode"), [(17, "on_wait"), (1, "on_wait"), (15, "eager"), (40, "eager")])
 def test_pages_that_the_window_has_left_may_be_null(window: int, mode: str) -> None:
     run_beyond_the_window(world(mode=mode, options={"window": window}), num_steps=4, chunk=9)
 
