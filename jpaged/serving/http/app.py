@@ -128,7 +128,7 @@ class Routes:
     async def _parsed(self, request: Request, method: Callable[[RequestParser, bytearray], bytes]) -> Response:
         """Return the response that a method of RequestParser makes of the body of a request.
 
-        Raise HTTPError, a 400 that nobody reads, if the client leaves before.
+        Raise HTTPError, a 400 for the log, if the client leaves before the response is there.
         """
         self.state.check_started()  # Before the body is read: nothing must fail while its bytes are held.
         parsing = self.state.bodies.parse(await read_body(request, self.state), method)

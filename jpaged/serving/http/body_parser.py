@@ -19,7 +19,7 @@ NUM_THREADS = 4
 LONG_BODY_BYTES = 1 << 20
 """A body with more bytes is parsed in another process: JSON alone holds Python's global lock for 2 ms a megabyte."""
 SHORT_SHARE = 8
-"""Long bodies leave one part in so many of the bytes that may wait to short ones."""
+"""Long bodies may not take the last of this many parts of the bytes that may wait: it is left to short bodies."""
 
 
 class BodyParser:
@@ -41,7 +41,10 @@ class BodyParser:
         self._parser, self._long_parser = parser, long_parser
 
     def hold(self, num_bytes: int, *, is_long: bool = False) -> None:
-        """Count bytes of a body, which is long, that have come. Raise HTTPError, a 503, if too many wait."""
+        """Count bytes of a body that have come. Raise HTTPError, a 503, if too many wait.
+
+        `is_long` says that the body has more than LONG_BODY_BYTES.
+        """
         if self._max_bytes is not None:
             max_bytes = self._max_bytes - (self._max_bytes // SHORT_SHARE if is_long else 0)
             if self._num_bytes + num_bytes > max_bytes:
@@ -75,11 +78,12 @@ class BodyParser:
     def _drop(self, body: bytearray, loop: asyncio.AbstractEventLoop, work: Future[Any]) -> None:
         """Free a body that no thread needs any more. Called by the thread that has had it, or by the loop's."""
         self._unfinished.discard(work)
-        with suppress(RuntimeError):  # The loop was closed: nobody counts any more.
+        with suppress(RuntimeError):  # The event loop was closed, and with it the count ends.
             loop.call_soon_threadsafe(self.release, len(body))
         body.clear()
 
     def _abandon(self, body: bytearray, future: asyncio.Future[Any]) -> None:
+        """End the process of a long body whose future was cancelled."""
         if future.cancelled() and self._long_parser is not None:
             self._long_parser.abandon(body)
 

@@ -56,6 +56,7 @@ class StartedEngine(NamedTuple):
     engine: AsyncEngine
     parser: RequestParser
     long_parser: ParserProcess
+    """Makes the same of bodies as `parser`, in another process."""
     identity: str
     """Names the model and the options of the engine, for `system_fingerprint`."""
 

@@ -115,7 +115,7 @@ class ParserProcess:
         self._lock = threading.Lock()
         """Held while `_body` changes, and while the process is killed because of that."""
         self._body: bytearray | None = None
-        """What the process parses and somebody waits for."""
+        """The body that the process parses; None if it is idle, and if the body was given up."""
 
     def run(self, method: str, body: bytearray) -> Any:
         """Return what the method of METHODS makes of a body. Only one thread may call.
@@ -128,7 +128,7 @@ class ParserProcess:
         try:
             process = self._running() or self._start()
             if self._body is None:  # It was given up before there was a process that `abandon` could kill.
-                raise EOFError("nobody waits for the body any more")
+                raise EOFError("the body was given up")
             _send(process.stdin, method.encode())
             _send(process.stdin, body)
             reply = msgspec.msgpack.decode(_receive(process.stdout, MAX_REPLY_BYTES), type=_Reply)
@@ -145,7 +145,7 @@ class ParserProcess:
         return reply.response if reply.request is None else _decoded(reply.request)
 
     def abandon(self, body: bytearray) -> None:
-        """Kill the process if it parses this body, which nobody needs any more. Any thread may call."""
+        """Give a body up: kill the process if it parses this one. Any thread may call."""
         with self._lock:
             if self._body is body:
                 self._body = None
@@ -280,6 +280,7 @@ def _receive(pipe: IO[bytes] | None, max_bytes: int | None = None) -> bytearray:
 
 
 def _read(pipe: Any, num_bytes: int) -> bytearray:
+    """Return so many bytes of an unbuffered pipe, an `io.RawIOBase`. Raise EOFError if it ends before."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
@@ -308,7 +309,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent has died: a text may keep it for half a minute more."""
+    """End this process once its parent has died. Otherwise it would first tokenize the text that it has."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     os._exit(0)
