@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ..pallas_kernels.layer_ops import Product, RowNorm, scaled
 from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
-from .activations import ACTIVATIONS
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
 from .fields import Fields
@@ -74,14 +74,14 @@ class Attention(nnx.Module):
             else:  # One gain [head size] serves all heads of a device, so every device has the whole of it.
                 self.q_norm, self.k_norm = (norm(head, eps=config.norm_eps, make=make, axis=None) for _ in range(2))
 
-    def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
-        """Return queries, keys and values by head, for the layer's input `x_TD`.
+    def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None, norm: RowNorm | None = None) -> QKV:
+        """Return queries, keys and values by head, for the layer's input `x_TD`, which `norm` norms first.
 
         T are the tokens of the step, and D is the model's width. The results are [T, heads, head size], with N heads of
         queries and K of keys and values. Queries and keys are normed if the model has such norms, and then rotated
         unless `rotation` is None; values are neither normed nor rotated.
         """
-        queries, keys, values = self.qkv_proj(x_TD)
+        queries, keys, values = self.qkv_proj(x_TD, norm)
         q_TNH, k_TKH = self._by_head(queries, self.q_norm), self._by_head(keys, self.k_norm)
         v_TKH = values.reshape(values.shape[0], -1, self.head_size)
         if rotation is None:
@@ -117,9 +117,10 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), in_runs=run, **options)
         self.activation = config.activation
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_TF, up_TF = self.gate_up_proj(x_TD)
-        return self.down_proj(ACTIVATIONS[self.activation](gate_TF) * up_TF)
+    def as_products(self, norm: RowNorm | None, **ends: Any) -> list[Product]:
+        """Return the MLP as a chain of products. `norm` norms what it reads, and `ends` are fields of the last one."""
+        gate_up = self.gate_up_proj.as_product(norm=norm, activation=self.activation, is_gated=True)
+        return [gate_up, self.down_proj.as_product(**ends)]
 
 
 class MLP(nnx.Module):
@@ -136,8 +137,9 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), in_runs=run, **options)
         self.activation = config.activation
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x_TD)))
+    def as_products(self, norm: RowNorm | None, **ends: Any) -> list[Product]:
+        """Return the MLP as a chain of products. `norm` norms what it reads, and `ends` are fields of the last one."""
+        return [self.up_proj.as_product(norm=norm, activation=self.activation), self.down_proj.as_product(**ends)]
 
 
 class DecoderLayer(nnx.Module):
@@ -181,7 +183,7 @@ class DecoderLayer(nnx.Module):
         `rotation` is the rotary embedding of the step's positions; None for a layer without one. `inputs` are unused
         here, for subclasses that read more of a step.
         """
-        return self.attention.project(self._normed(self.norms_in_front, "attention", x_TD), rotation)
+        return self.attention.project(x_TD, rotation, self._norm(self.norms_in_front, "attention"))
 
     @jax.jit
     def after(
@@ -193,18 +195,27 @@ class DecoderLayer(nnx.Module):
         normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` are unused here, for
         subclasses that read more of a step.
         """
-        attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-        x_TD = self.add(x_TD, self._normed(self.norms_behind, "attention", attended_TD))
-        y_TD = self.mlp(self._normed(self.norms_in_front, "mlp", x_TD))
-        return self.add(x_TD, self._normed(self.norms_behind, "mlp", y_TD))
+        products = [
+            self.attention.o_proj.as_product(**self._adds("attention")),
+            *self.mlp.as_products(self._norm(self.norms_in_front, "mlp"), **self._adds("mlp")),
+        ]
+        return self.chain(out_TNH.reshape(x_TD.shape[0], -1), products, x_TD)
 
-    def _normed(self, norms: Mapping[str, str], block: str, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return `x_TD` after the norm that `norms` names for a block ("attention" or "mlp"); unchanged without one."""
-        return getattr(self, norms[block])(x_TD) if block in norms else x_TD
+    def chain(
+        self, rows: Float[Array, "T I"], products: Sequence[Product], stream: Float[Array, "T D"] | None = None
+    ) -> Float[Array, "T D"]:
+        """Return what the last of the products gives, by the layer operations of the weights: see `LayerOps.chain`."""
+        (result,) = self.attention.o_proj.weight.ops.chain(rows, products, stream)
+        return result
 
-    def add(self, x_TD: Float[Array, "T D"], y_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the stream with a block's output added, after multiplication by `residual_multiplier`."""
-        return x_TD + scaled(y_TD, self.residual_multiplier)
+    def _adds(self, block: str) -> dict[str, Any]:
+        """Return the fields of the product by which a block ("attention" or "mlp") adds its output to the stream."""
+        norm = self._norm(self.norms_behind, block)
+        return {"adds_to_stream": True, "norm_behind": norm, "scale": self.residual_multiplier}
+
+    def _norm(self, norms: Mapping[str, str], block: str) -> RowNorm | None:
+        """Return the norm that `norms` names for a block ("attention" or "mlp"); None without one."""
+        return getattr(self, norms[block]).as_row_norm() if block in norms else None
 
 
 class Decoder(nnx.Module):
@@ -345,18 +356,3 @@ class Decoder(nnx.Module):
         if self.logits_soft_cap is not None:
             logits_RV = self.logits_soft_cap * jnp.tanh(logits_RV / self.logits_soft_cap)
         return logits_RV
-
-
-def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
-    """Return x × factor in the dtype of x, multiplied in float32. A factor of 1 returns x itself.
-
-    The product is rounded to float32 before anything is added to it, so a token's result does not depend on the number
-    of tokens in its step.
-    """
-    if factor == 1.0:
-        return x
-    # XLA on a CPU may fuse this product with the sum that follows it. Fused, the result is rounded once, and otherwise
-    # twice; which of the two happens depends on the number of tokens. The clip changes no finite value and prevents
-    # this fusion. Infinities and NaN bypass it.
-    product, largest = x.astype(jnp.float32) * factor, jnp.finfo(jnp.float32).max
-    return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(x.dtype)

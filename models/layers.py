@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps, Product, RowNorm
 from .config.shares import Run
 
 Axes = tuple[str | None, ...]
@@ -69,7 +68,11 @@ class Linear(nnx.Module):
         self.bias = make.vector(num_out, axes[1], fill=0.0, rows=((None, out_runs),)) if bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        return self.product(x).astype(x.dtype)
+        return self.weight.ops.chain(x, [self.as_product()])[0]
+
+    def as_product(self, **ends: Any) -> Product:
+        """Return the projection as a product of a chain; `ends` are fields of `Product`, such as its norm."""
+        return _as_product(self.weight, self.bias, **ends)
 
     def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """Return x · W (+ b) in float32, not rounded to x's dtype."""
@@ -79,6 +82,10 @@ class Linear(nnx.Module):
 def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any] | None) -> Float[Array, "T O"]:
     out = weight.ops.product(x, weight[...], weight.matrix[1])
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
+
+
+def _as_product(weight: nnx.Param[Any], bias: nnx.Param[Any] | None, **ends: Any) -> Product:
+    return Product(weight=weight[...], num_out=weight.matrix[1], bias=None if bias is None else bias[...], **ends)
 
 
 class FusedLinear(nnx.Module):
@@ -113,23 +120,18 @@ class FusedLinear(nnx.Module):
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "rows": tuple((runs or {}).items())}
         self.weight = make.matrix(num_in, num_out, axes, **fused)
         self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
-        self.num_shards = make.num_shards
-        # Where one part ends and the next begins, counted in columns of one device's block: parts of 8 and 4 outputs on
-        # 2 devices end at column 4 of a block of 6. The end of the last part is left out, as `jnp.split` wants it.
-        self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
+        self.sizes, self.num_shards = tuple(size for _, size in parts), make.num_shards
 
-    def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
+    def __call__(self, x: Float[Array, "T I"], norm: RowNorm | None = None) -> list[Float[Array, "T P"]]:
         """Return the outputs of each part, [T, outputs], as separate projections would give them, in x's dtype.
 
-        With parts k and v of 4 outputs each on 2 devices, the product is k0 k1 v0 v1 | k2 k3 v2 v3 for each token, and
-        the result is [k0 k1 k2 k3, v0 v1 v2 v3].
+        The rows of x are normed first if there is a `norm`.
         """
-        out = _product(x, self.weight, self.bias).astype(x.dtype)
-        if self.num_shards == 1:
-            return jnp.split(out, self.ends, axis=-1)
-        # Blocks [T, devices, outputs of a device] are cut at `ends`, and the devices' shares of a part are joined.
-        blocks = out.reshape(x.shape[0], self.num_shards, -1)
-        return [part.reshape(x.shape[0], -1) for part in jnp.split(blocks, self.ends, axis=-1)]
+        return self.weight.ops.chain(x, [self.as_product(norm=norm)])
+
+    def as_product(self, **ends: Any) -> Product:
+        """Return the projections as a product of a chain; `ends` are fields of `Product`, such as its norm."""
+        return _as_product(self.weight, self.bias, parts=self.sizes, num_shards=self.num_shards, **ends)
 
 
 class Embedding(nnx.Module):
@@ -208,6 +210,8 @@ class RMSNorm(nnx.Module):
 
     fill: ClassVar[float] = 1.0
     """The weight that changes nothing."""
+    in_float32: ClassVar[bool] = False
+    """Whether the normalised rows are multiplied by the weight in float32, and not in the dtype of the rows."""
 
     def __init__(
         self,
@@ -234,24 +238,27 @@ class RMSNorm(nnx.Module):
         self.eps = eps * self.share
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        return self.normed(x, self.weight[...])
+        return self.weight.ops.norm(x, self.as_row_norm())
 
-    def normed(self, x: Float[Array, "*T D"], gain: Float[Array, " D"]) -> Float[Array, "*T D"]:
-        """Return the rows of x normalised, times `gain`; `__init__` says why the gain is scaled by √share."""
+    def as_row_norm(self) -> RowNorm:
+        """Return the norm as layer operations take it; `__init__` says why the gain is scaled by √share."""
+        gain = self.gain()
         if self.share != 1.0:
             gain = gain * jnp.asarray(self.share**0.5, gain.dtype)
-        return self.weight.ops.rms_norm(x, gain, self.eps)
+        return RowNorm(gain, self.eps, in_float32=self.in_float32)
+
+    def gain(self) -> Float[Array, " D"]:
+        """Return what the normalised rows are multiplied by."""
+        return self.weight[...]
 
 
 class RMSNormFloat32(RMSNorm):
     """RMSNorm that multiplies by its weight in float32 too, before it rounds."""
 
-    def gain(self) -> Float[Array, " D"]:
-        """Return what the normalised rows are multiplied by."""
-        return self.weight[...].astype(jnp.float32)
+    in_float32 = True
 
-    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        return self.normed(x.astype(jnp.float32), self.gain()).astype(x.dtype)
+    def gain(self) -> Float[Array, " D"]:
+        return self.weight[...].astype(jnp.float32)
 
 
 class RMSNormPlusOne(RMSNormFloat32):
@@ -273,4 +280,8 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        return self.weight.ops.layer_norm(x, self.weight[...], self.bias[...], self.eps)
+        return self.weight.ops.norm(x, self.as_row_norm())
+
+    def as_row_norm(self) -> RowNorm:
+        """Return the norm as layer operations take it."""
+        return RowNorm(self.weight[...], self.eps, bias=self.bias[...])

@@ -1,7 +1,8 @@
 """Operations of a model's layers beside attention: matrix products, norms, and how their weights are stored.
 
-`LayerOps` computes all of them by plain XLA, on any devices. An attention backend names the operations that go with it
-(`Backend.layer_ops`); models call them without knowing how a matrix is stored.
+Products come in chains: each reads what the one before gives, through a norm or not, and may add its results to the
+residual stream. `LayerOps` computes all of them by plain XLA, on any devices. An attention backend names the operations
+that go with it (`Backend.layer_ops`); models call them without knowing how a matrix is stored.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +19,49 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from .activations import ACTIVATIONS
+
 Bounds = tuple[int, int]
 """Start and stop of a slice."""
 RowWriter = Callable[[int, np.ndarray], None]
 """Called with the index of the first row, and with consecutive rows from that one on."""
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """A norm of rows of D numbers: an RMS norm, or with a `bias` a layer norm."""
+
+    weight: Float[Array, " D"]
+    eps: float
+    bias: Float[Array, " D"] | None = None
+    in_float32: bool = False
+    """Whether an RMS norm multiplies by its weight in float32 too, and not in the dtype of the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product of a chain: the stored matrix W, the norm of the rows that it reads, and what becomes of x · W."""
+
+    weight: Array
+    num_out: int
+    """Columns of W."""
+    bias: Float[Array, " O"] | None = None
+    parts: tuple[int, ...] = ()
+    """Columns of W of each of several projections side by side; empty for a single one."""
+    num_shards: int = 1
+    """Devices of a mesh that the columns are spread over: those of the first device hold its share of every part."""
+    norm: RowNorm | None = None
+    """The norm of the rows before they are multiplied."""
+    activation: str | None = None
+    """Name of the activation of the results."""
+    is_gated: bool = False
+    """The two `parts` are gates and what they gate: the results are activation(gate) × other."""
+    adds_to_stream: bool = False
+    """The results are added to the residual stream, and the new stream is what the next product reads."""
+    norm_behind: RowNorm | None = None
+    """The norm of results that are added to the stream."""
+    scale: float = 1.0
+    """Factor of results that are added to the stream."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +126,81 @@ class LayerOps:
         gain, offset = (_along_rows(vector.astype(jnp.float32), x) for vector in (weight, bias))
         return (normed * gain + offset).astype(x.dtype)
 
+    def norm(self, x: Float[Array, "*T D"], norm: RowNorm) -> Float[Array, "*T D"]:
+        """Return the rows of x normed, in x's dtype."""
+        if norm.bias is not None:
+            return self.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        if norm.in_float32:
+            return self.rms_norm(x.astype(jnp.float32), norm.weight.astype(jnp.float32), norm.eps).astype(x.dtype)
+        return self.rms_norm(x, norm.weight, norm.eps)
+
+    def chain(
+        self, rows: Float[Array, "R K"], products: Sequence[Product], stream: Float[Array, "R D"] | None = None
+    ) -> list[Float[Array, "R O"]]:
+        """Return what the last of the products gives, in the dtype of `rows`: its parts, or the one result or stream.
+
+        The first product reads `rows`, and each other one the results of the product before it: [R, columns]. Where
+        these are added to the stream, that is the new stream; the first product that adds adds to `stream`. A product
+        with several parts that are not gated is the last one.
+        """
+        results = [rows]
+        for each in products:
+            (rows,) = results
+            normed = rows if each.norm is None else self.norm(rows, each.norm)
+            out = self.product(normed, each.weight, each.num_out)
+            if each.bias is not None:
+                out = out + each.bias.astype(jnp.float32)[None, :]
+            results = split_parts(out.astype(rows.dtype), each.parts, each.num_shards)
+            if each.activation is not None:
+                results[0] = ACTIVATIONS[each.activation](results[0])
+            if each.is_gated:
+                gate, gated = results
+                results = [gate * gated]
+            if each.adds_to_stream:
+                assert stream is not None, "a chain that adds to the stream is given it"
+                (added,) = results
+                normed = added if each.norm_behind is None else self.norm(added, each.norm_behind)
+                stream = stream + scaled(normed, each.scale)
+                results = [stream]
+        return results
+
     def uninitialized(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return an array whose elements may hold anything. XLA fills it with zeros on a CPU."""
         return lax.empty(shape, dtype)
 
 
 XLA_OPS = LayerOps()
+
+
+def split_parts(out: Float[Array, "R O"], parts: Sequence[int], num_shards: int) -> list[Float[Array, "R P"]]:
+    """Return the results of each of several projections, `parts` columns of a product; all of it without parts.
+
+    On several devices the columns of the first device come first, its share of every part. With parts k and v of 4
+    columns on 2 devices, the product is k0 k1 v0 v1 | k2 k3 v2 v3 for each row, and the result is [k0 k1 k2 k3, v0 v1
+    v2 v3].
+    """
+    # Where one part ends and the next begins in one device's block: parts of 8 and 4 on 2 devices end at column 4 of 6.
+    ends = tuple(accumulate(size // num_shards for size in parts))[:-1]
+    if num_shards == 1:
+        return list(jnp.split(out, ends, axis=-1))
+    # Blocks [R, devices, columns of a device] are cut at `ends`, and the devices' shares of a part are joined.
+    blocks = out.reshape(out.shape[0], num_shards, -1)
+    return [part.reshape(out.shape[0], -1) for part in jnp.split(blocks, ends, axis=-1)]
+
+
+def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
+    """Return x × factor in the dtype of x, multiplied in float32. A factor of 1 returns x itself.
+
+    The product is rounded to float32 before anything is added to it, so a token's result does not depend on the number
+    of tokens in its step.
+    """
+    if factor == 1.0:
+        return x
+    # XLA on a CPU may fuse this product with the sum that follows it. Fused, the result is rounded once, and otherwise
+    # twice; which of the two happens depends on the number of tokens. The clip changes no finite value and prevents
+    # this fusion. Infinities and NaN bypass it.
+    product, largest = x.astype(jnp.float32) * factor, jnp.finfo(jnp.float32).max
+    return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(x.dtype)
 
 
 def _along_rows(vector: Float[Array, " D"], x: Float[Array, "*T D"]) -> Float[Array, "*O D"]:

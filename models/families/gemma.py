@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..activations import ACTIVATIONS
+from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_sizes, windows_by_type
 from ..config.rope import context_len, read_rope, read_ropes_by_type, rope_fields

@@ -9,7 +9,7 @@ import re
 
 from jaxtyping import Array, Float
 
-from ..activations import ACTIVATIONS
+from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..decoder import MLP, Decoder, DecoderLayer

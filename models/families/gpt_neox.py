@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float
 
-from ..activations import ACTIVATIONS
+from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..config.rope import context_len, read_rope, rope_fields
@@ -50,12 +50,11 @@ class GPTNeoXLayer(DecoderLayer):
         `out_TNH` is what `cache.attend` returned; `inputs` are unused. In a parallel layer the MLP reads `x_TD`, and
         otherwise the stream with attention's output added.
         """
+        if not self.is_parallel:
+            return super().after(x_TD, out_TNH, inputs)
+        # transformers adds both outputs first; another order would round differently.
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-        if self.is_parallel:
-            # transformers adds both outputs first; another order would round differently.
-            return x_TD + (self.mlp(self.mlp_norm(x_TD)) + attended_TD)
-        x_TD = x_TD + attended_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        return x_TD + (self.chain(x_TD, self.mlp.as_products(self.mlp_norm.as_row_norm())) + attended_TD)
 
 
 class GPTNeoX(Decoder):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..activations import ACTIVATIONS
+from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_sizes
 from ..config.rope import RopeConfig, context_len, read_rope, rope_fields

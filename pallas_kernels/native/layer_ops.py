@@ -12,9 +12,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..layer_ops import Bounds, LayerOps, RowWriter
-from .matmul import columns_of, empty_panels, fill_panels, in_panels, panels_shape, product
-from .norms import layer_norm, rms_norm
+from ..layer_ops import Bounds, LayerOps, Product, RowNorm, RowWriter, split_parts
+from .activations import NATIVE_ACTIVATIONS
+from .norms import NormKind, layer_norm, rms_norm
+from .panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
+from .products import Stage, check_panels, multiplier_for, product, run_chain
 from .xla_call import uninitialized
 
 
@@ -48,7 +50,66 @@ class NativeOps(LayerOps):
         return in_panels(matrix)
 
     def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
-        return product(x.astype(weight.dtype), weight, num_out)
+        return product(x, weight, num_out)
+
+    def chain(
+        self, rows: Float[Array, "R K"], products: Sequence[Product], stream: Float[Array, "R D"] | None = None
+    ) -> list[Float[Array, "R O"]]:
+        """See `LayerOps.chain`. Products that native code takes together are one custom call.
+
+        A product whose activation or whose number of gates native code does not take is computed by `LayerOps.chain`,
+        apart from those before and after it.
+        """
+        results = [rows]
+        for group in _groups(products):
+            (rows,) = results
+            if _is_native(group[0]):
+                results, stream = self._native_chain(rows, group, stream)
+            else:
+                results = super().chain(rows, group, stream)
+                stream = results[0] if group[-1].adds_to_stream else stream
+        return results
+
+    def _native_chain(
+        self, rows: Float[Array, "R K"], products: Sequence[Product], stream: Float[Array, "R D"] | None
+    ) -> tuple[list[Float[Array, "R O"]], Float[Array, "R D"] | None]:
+        """Return what `LayerOps.chain` returns, and the new stream, by one custom call."""
+        stages, weights, depth, last = list[Stage](), list[Array](), rows.shape[1], products[-1]
+        for each in products:
+            check_panels(each.weight, depth, each.num_out)
+            num_results = each.num_out // 2 if each.is_gated else each.num_out
+            parts: tuple[int, ...] = ()
+            if each is last and not each.adds_to_stream:
+                are_panels = not each.is_gated and all(size % PANEL == 0 for size in each.parts)
+                parts = each.parts if are_panels and each.parts else (num_results,)
+            stages.append(
+                Stage(
+                    multiplier_for(rows.shape[0], depth, each.weight.dtype),
+                    depth,
+                    num_results,
+                    parts,
+                    norm=_norm_kind(each.norm),
+                    has_bias=each.bias is not None,
+                    activation=each.activation,
+                    is_gated=each.is_gated,
+                    norm_behind=_norm_kind(each.norm_behind),
+                    adds=each.adds_to_stream,
+                    scale=each.scale,
+                )
+            )
+            biases = [] if each.bias is None else [each.bias.astype(jnp.float32)]
+            weights += [each.weight, *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
+            depth = num_results
+        old_stream = None if stream is None else stream.astype(jnp.float32)
+        outputs = [x.astype(rows.dtype) for x in run_chain(stages, rows.astype(jnp.float32), old_stream, weights)]
+        if any(each.adds_to_stream for each in products):
+            stream = outputs[0]
+        if last.adds_to_stream:
+            return [outputs[0]], stream
+        results = outputs[-len(stages[-1].parts) :]
+        # Parts that are not whole panels are cut from one result.
+        is_cut = len(last.parts) > len(results) and not last.is_gated
+        return split_parts(results[0], last.parts, 1) if is_cut else results, stream
 
     def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         return columns_of(weight, ids, num_in)
@@ -72,3 +133,40 @@ NATIVE_OPS = NativeOps()
 def _rows(x: Float[Array, "*T D"]) -> Float[Array, "R D"]:
     """Return x in float32 with its leading axes joined into one."""
     return x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+
+
+def _groups(products: Sequence[Product]) -> list[list[Product]]:
+    """Return the products in groups that are computed by one call each, in order.
+
+    A native product is joined to the one before if that is native too, and if its results are added to the stream or
+    can be packed for the next product: they are whole panels, and no norm comes between.
+    """
+    groups: list[list[Product]] = []
+    for index, each in enumerate(products):
+        before = products[index - 1] if index else None
+        if before is not None and _is_native(before) and _is_native(each) and _are_joined(before, each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
+
+
+def _is_native(product: Product) -> bool:
+    """Return whether native code takes the product: its activation, and gates that are whole panels."""
+    num_gates_is_whole = not product.is_gated or product.num_out % (2 * PANEL) == 0
+    return num_gates_is_whole and (product.activation is None or product.activation in NATIVE_ACTIVATIONS)
+
+
+def _are_joined(before: Product, product: Product) -> bool:
+    num_results = before.num_out // 2 if before.is_gated else before.num_out
+    return before.adds_to_stream or (num_results % PANEL == 0 and product.norm is None)
+
+
+def _norm_kind(norm: RowNorm | None) -> NormKind | None:
+    return None if norm is None else NormKind(float(norm.eps), is_centered=norm.bias is not None)
+
+
+def _norm_vectors(norm: RowNorm | None) -> list[Array]:
+    if norm is None:
+        return []
+    return [vector.astype(jnp.float32) for vector in (norm.weight, norm.bias) if vector is not None]

@@ -1,17 +1,18 @@
 """Makes native code a custom call of XLA, whose work is shared among threads.
 
     handler(call frame)     reads buffers, cuts the work into units, schedules helpers: other threads of XLA's pool
-      └─ work(job)          takes one unit after the other until none is left: caller and helpers alike
+      └─ work(job)          phase by phase, takes units until none is left: caller and helpers alike
            └─ body(unit)    the kernel's own code
 
-The interface of custom calls is described in `ffi`.
+Units of one phase may read what the phases before it have written: between phases every thread waits until all units
+of the phase are done. The interface of custom calls is described in `ffi`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -21,11 +22,16 @@ from jax.typing import DTypeLike
 from llvmlite import ir
 
 from . import ffi
-from .llvm import I32, I64, POINTER, Code, declare, register
+from .llvm import CACHE_LINE, I32, I64, POINTER, Code, declare, register
 
-TAKEN, DONE, HOLDERS, NUM_UNITS, VALUES = 0, 1, 2, 3, 4
-"""A job is one call's work in memory, as words of 8 bytes: units taken and units done so far; the number of holders,
-which are threads that may still read the job; the number of units; then the values that units are computed from."""
+WORDS_OF_LINE = CACHE_LINE // 8
+HOLDERS = 0
+TAKEN, DONE, NUM_UNITS = 0, 1, 2
+"""A job is one call's work in memory, as words of 8 bytes in lines of 64. The first line begins with the number of
+holders, which are threads that may still read the job. A line for each phase begins with the units taken and the units
+done so far, and the number of units. Then come the values that units are computed from."""
+NUM_SPINS = 2000
+"""Times that a thread looks whether a phase has ended before it offers its core to other threads each time."""
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
 MIN_LARGE_PAGE_BYTES = 256 << 20
 """Smallest array for which large system pages are requested: the first access to each makes the system zero 2 MB."""
@@ -49,30 +55,39 @@ class Buffer:
 
 
 class Work(NamedTuple):
-    """The work of one call, cut into units that threads share."""
+    """The work of one call, in phases that are cut into units, which threads share."""
 
     values: list[ir.Value]
     """Addresses and int64 numbers that each unit is computed from."""
-    num_units: ir.Value
-    """int64."""
+    num_units: list[ir.Value]
+    """int64: the units of each phase."""
     is_large: ir.Value
     """i1: whether the work is worth waking other threads."""
 
 
-Prepare = Callable[[Code, list[Buffer], list[Buffer]], Work]
-"""(code, arguments, results) → the call's work; runs once, on the calling thread."""
+class Call(NamedTuple):
+    """What XLA hands to a handler."""
+
+    arguments: list[Buffer]
+    results: list[Buffer]
+    num_threads: ir.Value
+    """int64: threads of XLA's pool, at least 1."""
+
+
+Prepare = Callable[[Code, Call], Work]
+"""(code, call) → the call's work; runs once, on the calling thread."""
 Body = Callable[[Code, list[ir.Value], ir.Value], None]
-"""(code, `Work.values`, unit): computes one unit, on any thread."""
+"""(code, `Work.values`, unit): computes one unit of a phase, on any thread."""
 
 
-def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Body) -> ir.Module:
+def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, *bodies: Body) -> ir.Module:
     """Return an LLVM module with an XLA handler of that name: a function that XLA calls with a call frame.
 
     The frame has `num_args` arguments and `num_rets` results. `prepare` emits code that cuts the work into units, and
-    `body` emits code for one unit. The thread that XLA calls (the caller) and helper threads of XLA's pool share the
-    units by an atomic counter: each takes the next unit until none is left. The caller then spins until the helpers'
-    units are done, and returns null, which means no error. Helpers are scheduled only if `Work.is_large` and there is
-    more than one unit.
+    each of `bodies` emits code for one unit of a phase. The thread that XLA calls (the caller) and helper threads of
+    XLA's pool share the units of a phase by an atomic counter: each takes the next unit until none is left, waits until
+    all units of the phase are done, and goes on to the next phase. The handler returns null, which means no error.
+    Helpers are scheduled only if `Work.is_large` and a phase has more than one unit.
     """
     module = ir.Module(name)
     module.triple = llvm.get_default_triple()
@@ -83,26 +98,35 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     args, rets = (code.load(frame, frame_offset, POINTER) for frame_offset in (ffi.FRAME_ARGS, ffi.FRAME_RETS))
     arguments = [Buffer(code, args, index) for index in range(num_args)]
     results = [Buffer(code, rets, index) for index in range(num_rets)]
-    values, num_units, is_large = prepare(code, arguments, results)
+    api, context = (code.load(frame, field, POINTER) for field in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
+    num_threads = _num_threads(code, api, context)
+    values, num_units, is_large = prepare(code, Call(arguments, results, num_threads))
+    work = _work(module, [value.type for value in values], bodies)
     # A helper may start after the caller has returned, so the job is on the heap, and its last holder frees it.
-    work = _work(module, [value.type for value in values], body)
-    # The words TAKEN and DONE, which are 0, HOLDERS (the caller alone so far) and NUM_UNITS, then the values.
-    job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + len(values)))])
-    for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
-        code.store(value, job, offset)
-    with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
-        _schedule_helpers(code, frame, work, job, num_units)
+    first_value = WORDS_OF_LINE * (1 + len(bodies))
+    job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (first_value + len(values)))])
+    code.store(I64(1), job, HOLDERS)  # The caller alone so far.
+    max_units = I64(0)
+    for phase, phase_units in enumerate(num_units):
+        for offset, word in ((TAKEN, I64(0)), (DONE, I64(0)), (NUM_UNITS, phase_units)):
+            code.store(word, job, _phase_line(phase) + offset)
+        max_units = code.max(max_units, phase_units)
+    for offset, value in enumerate(values):
+        code.store(value, job, first_value + offset)
+    with build.if_then(build.and_(is_large, build.icmp_signed(">", max_units, I64(1)))):
+        num_helpers = build.sub(code.min(num_threads, max_units), I64(1))
+        _schedule_helpers(code, api, context, work, job, num_helpers)
     build.call(work, [job])
-    # Wait until the units that other threads have taken are done; the acquire makes their results visible.
-    waiting, end = build.append_basic_block("waiting"), build.append_basic_block("end")
-    build.branch(waiting)
-    build.position_at_end(waiting)
-    done = build.load_atomic(code.at(job, DONE, I64), "acquire", 8)
-    build.cbranch(build.icmp_signed("<", done, num_units), waiting, end)
-    build.position_at_end(end)
+    if bodies:
+        _wait_for_phase(code, job, len(bodies) - 1)
     _release_job(code, job)
     build.ret(ir.Constant(POINTER, None))
     return module
+
+
+def _phase_line(phase: int) -> int:
+    """Return the first word of a phase's line in a job."""
+    return WORDS_OF_LINE * (1 + phase)
 
 
 def _answer_metadata(code: Code, frame: ir.Value) -> None:
@@ -125,41 +149,86 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
             build.ret(ir.Constant(POINTER, None))
 
 
-def _work(module: ir.Module, value_types: list[ir.Type], body: Body) -> ir.Function:
-    """Return a new function work(job), which takes units of a job until none is left and computes each by `body`.
+def _work(module: ir.Module, value_types: list[ir.Type], bodies: Sequence[Body]) -> ir.Function:
+    """Return a new function work(job), which computes units of a job, phase by phase, until none is left.
 
-    Every thread that shares the job calls it. A job is words of 8 bytes: TAKEN, DONE, HOLDERS, NUM_UNITS and the
-    values, of types `value_types`. An atomic addition to TAKEN returns a different unit to every thread, and a number
-    that is not below NUM_UNITS ends the loop. The addition to DONE is a release, so that the caller, which waits for
-    it, sees the unit's results.
+    Every thread that shares the job calls it. After each phase but the last one it waits until all units of the phase
+    are done, also those that other threads compute. A thread that starts late finds no units left in earlier phases.
+    The values, of types `value_types`, lie behind the lines of the phases. `bodies` emit the unit of each phase.
     """
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
     work.linkage = "internal"
     code = Code(work)
-    build, job = code.build, work.args[0]
-    num_units = code.load(job, NUM_UNITS, I64)
-    values = [code.load(job, VALUES + offset, value_type) for offset, value_type in enumerate(value_types)]
-    take_block, unit_block, end = (build.append_basic_block(name) for name in ("head", "unit", "end"))
-    # Allocations of `body` go to the entry block, so its branch to the loop is added last.
-    entry = build.block
-    build.position_at_end(take_block)
-    unit = build.atomic_rmw("add", code.at(job, TAKEN, I64), I64(1), "monotonic")
-    build.cbranch(build.icmp_signed("<", unit, num_units), unit_block, end)
-    build.position_at_end(unit_block)
-    body(code, values, unit)
-    build.atomic_rmw("add", code.at(job, DONE, I64), I64(1), "release")
-    build.branch(take_block)
-    build.position_at_end(end)
-    build.ret_void()
-    build.position_at_end(entry)
-    build.branch(take_block)
+    job, first_value = work.args[0], WORDS_OF_LINE * (1 + len(bodies))
+    values = [code.load(job, first_value + offset, value_type) for offset, value_type in enumerate(value_types)]
+    # Allocations of the bodies go to the entry block, so its branch to the first phase is added last.
+    entry = code.build.block
+    first_phase = code.build.append_basic_block("phases")
+    code.build.position_at_end(first_phase)
+    for phase, body in enumerate(bodies):
+        if phase > 0:
+            _wait_for_phase(code, job, phase - 1)
+        _share_units(code, job, phase, partial(body, code, values))
+    code.build.ret_void()
+    code.build.position_at_end(entry)
+    code.build.branch(first_phase)
     return work
 
 
-def _schedule_helpers(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
+def _share_units(code: Code, job: ir.Value, phase: int, compute: Callable[[ir.Value], None]) -> None:
+    """Emit a loop that takes units of a phase until none is left, and `compute`s each.
+
+    An atomic addition to TAKEN returns a different unit to every thread, and a number that is not below NUM_UNITS ends
+    the loop. The addition to DONE is a release, so that a thread that waits for it sees the unit's results.
+    """
+    build, line = code.build, _phase_line(phase)
+    num_units = code.load(job, line + NUM_UNITS, I64)
+    take_block, unit_block, end = (build.append_basic_block(name) for name in ("take", "unit", "end"))
+    build.branch(take_block)
+    build.position_at_end(take_block)
+    unit = build.atomic_rmw("add", code.at(job, line + TAKEN, I64), I64(1), "monotonic")
+    build.cbranch(build.icmp_signed("<", unit, num_units), unit_block, end)
+    build.position_at_end(unit_block)
+    compute(unit)
+    build.atomic_rmw("add", code.at(job, line + DONE, I64), I64(1), "release")
+    build.branch(take_block)
+    build.position_at_end(end)
+
+
+def _wait_for_phase(code: Code, job: ir.Value, phase: int) -> None:
+    """Emit a wait until all units of a phase are done; the acquire makes their results visible.
+
+    The thread spins, since the units that are left take microseconds. If they do not end soon, another thread may need
+    this core to end them: from then on the thread yields each time.
+    """
+    build, line = code.build, _phase_line(phase)
+    num_units = code.load(job, line + NUM_UNITS, I64)
+    entry, waiting, end = build.block, build.append_basic_block("waiting"), build.append_basic_block("end")
+    build.branch(waiting)
+    build.position_at_end(waiting)
+    num_spins = build.phi(I64)
+    num_spins.add_incoming(I64(0), entry)
+    with build.if_then(build.icmp_signed(">", num_spins, I64(NUM_SPINS))):
+        build.call(declare(build.module, "sched_yield", I32), [])
+    done = build.load_atomic(code.at(job, line + DONE, I64), "acquire", 8)
+    num_spins.add_incoming(build.add(num_spins, I64(1)), build.block)
+    build.cbranch(build.icmp_signed("<", done, num_units), waiting, end)
+    build.position_at_end(end)
+
+
+def _num_threads(code: Code, api: ir.Value, context: ir.Value) -> ir.Value:
+    """Return the number of threads of XLA's pool, an int64; 1 if XLA returns an error instead."""
+    num_threads = code.allocate(I64, 1)
+    code.store(I64(1), num_threads, 0)
+    _destroy(code, api, _call(code, api, ffi.NUM_THREADS, context, num_threads))
+    return code.load(num_threads, 0, I64)
+
+
+def _schedule_helpers(
+    code: Code, api: ir.Value, context: ir.Value, work: ir.Function, job: ir.Value, num_helpers: ir.Value
+) -> None:
     """Emit code that schedules helpers, which run `work` on other threads of XLA's thread pool.
 
-    There are min(threads of the pool, `num_units`) − 1 helpers, since the caller works too; `num_units` is at least 1.
     A busy thread may run its helper after the job is done. So each helper counts as a holder of the job, and releases
     it at its end; the last holder frees the memory. HOLDERS is raised before any helper can start, and needs no
     memory order: scheduling itself publishes the job. If XLA refuses to schedule a helper, the caller runs that helper.
@@ -171,12 +240,6 @@ def _schedule_helpers(code: Code, frame: ir.Value, work: ir.Function, job: ir.Va
     helper_code.build.call(work, [helper.args[0]])
     _release_job(helper_code, helper.args[0])
     helper_code.build.ret_void()
-    api, context = (code.load(frame, field, POINTER) for field in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
-    # The number stays 1, which gives no helpers, if XLA returns an error instead.
-    num_threads = code.allocate(I64, 1)
-    code.store(I64(1), num_threads, 0)
-    _destroy(code, api, _call(code, api, ffi.NUM_THREADS, context, num_threads))
-    num_helpers = build.sub(code.min(code.load(num_threads, 0, I64), num_units), I64(1))
     build.atomic_rmw("add", code.at(job, HOLDERS, I64), num_helpers, "monotonic")
 
     def schedule(_: ir.Value) -> None:
@@ -240,23 +303,23 @@ def _uninitialized(rank: int, item_size: int) -> str:
     `MIN_LARGE_PAGE_BYTES` into large pages.
     """
 
-    def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> Work:
+    def prepare(code: Code, call: Call) -> Work:
         """Emit the request to Linux, madvise(2), if the result is large; return no work.
 
         madvise takes an address at the begin of a system page of 4096 bytes, so the result's begin is rounded up: a
         result at address 5000 is requested from 8192 on. Other systems have no such request.
         """
-        build, num_bytes = code.build, I64(item_size)
+        build, num_bytes, result = code.build, I64(item_size), call.results[0]
         for dimension in range(rank):
-            num_bytes = build.mul(num_bytes, rets[0].size(dimension))
+            num_bytes = build.mul(num_bytes, result.size(dimension))
         if sys.platform == "linux":
-            start = build.ptrtoint(rets[0].data, I64)
+            start = build.ptrtoint(result.data, I64)
             first_page = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
             madvise = declare(build.module, "madvise", I32, POINTER, I64, I32)
             num_page_bytes = build.sub(build.add(start, num_bytes), first_page)
             with build.if_then(build.icmp_signed(">=", num_bytes, I64(MIN_LARGE_PAGE_BYTES))):
                 # A system without large pages returns an error, which is ignored.
                 build.call(madvise, [build.inttoptr(first_page, POINTER), num_page_bytes, I32(MADVISE_HUGEPAGE)])
-        return Work([], num_units=I64(0), is_large=ir.Constant(ir.IntType(1), 0))
+        return Work([], num_units=[], is_large=ir.Constant(ir.IntType(1), 0))
 
-    return register(handler(f"jpaged_uninitialized_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))
+    return register(handler(f"jpaged_uninitialized_{rank}_{item_size}", 0, 1, prepare))

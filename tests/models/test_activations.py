@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.activations import ACTIVATIONS
+from jpaged.pallas_kernels.activations import ACTIVATIONS
 
 X = np.linspace(-6, 6, 97)
 

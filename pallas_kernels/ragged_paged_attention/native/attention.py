@@ -27,7 +27,7 @@ from llvmlite import ir
 
 from ...native.amx import has_amx_unit
 from ...native.llvm import F32, I64, Code, constant, host_has, host_has_avx512, register
-from ...native.xla_call import Buffer, Work, handler
+from ...native.xla_call import Buffer, Call, Work, handler
 from ..tile_plan import PlanSections
 from .pages import NativePages, as_words
 from .queries import Queries, Shape
@@ -135,13 +135,13 @@ def _attend_handler(shape: Shape) -> str:
     """
     num_kv_heads, group_size, page_size = shape.num_kv_heads, shape.group_size, shape.page_size
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+    def prepare(code: Code, call: Call) -> Work:
         """Emit code that reads the counts of tiles and clears the outputs of padding tokens; return the work.
 
         There is one unit per tile and KV head. The work is worth several threads if its tokens attend to more than
         `MAX_SERIAL_ELEMENTS` elements of keys, or if there is any query tile.
         """
-        build, out = code.build, rets[0]
+        build, args, out = code.build, call.arguments, call.results[0]
         q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *shared_rows, sinks = args
         members, num_shared_pages = shared_rows
         num_shared_tiles, num_decode_rows, num_query_tiles = (code.load_index(counts.data, i) for i in range(3))
@@ -176,7 +176,7 @@ def _attend_handler(shape: Shape) -> str:
             out=out.data,
             first_page=code.load_index(first_page.data, 0),
         )
-        return Work(list(arguments), num_units=build.mul(num_tiles, I64(num_kv_heads)), is_large=is_large)
+        return Work(list(arguments), num_units=[build.mul(num_tiles, I64(num_kv_heads))], is_large=is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         """Emit the attention of one tile and KV head: its joint pages, then in a shared tile each row's other pages."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from ...native.llvm import F32, I16, I32, I64, Code, register
-from ...native.xla_call import Buffer, Work, handler
+from ...native.xla_call import Call, Work, handler
 from ..layer_pages import LayerPages
 
 PACKED_BF16 = jnp.uint32
@@ -118,19 +118,20 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Work:
+    def prepare(code: Code, call: Call) -> Work:
         """Emit code that cuts the tokens into units; return the work.
 
-        `args` are keys, values, k, v, slots and first page; `rets` are keys and values, in the same memory as the
-        first two arguments. Steps of few tokens get small units. 10 tokens in units of 4 are 3 units.
+        The arguments are keys, values, k, v, slots and first page; the results are keys and values, in the same memory
+        as the first two arguments. Steps of few tokens get small units. 10 tokens in units of 4 are 3 units.
         """
-        build, num_tokens = code.build, args[4].size(0)
+        build, args = code.build, call.arguments
+        num_tokens = args[4].size(0)
         has_small_units = build.icmp_signed("<=", num_tokens, I64(MAX_TOKENS_OF_SMALL_UNITS))
         tokens_per_unit = build.select(has_small_units, I64(FEW_TOKENS), I64(MANY_TOKENS))
         num_units = build.sdiv(build.add(num_tokens, build.sub(tokens_per_unit, I64(1))), tokens_per_unit)
         is_large = build.icmp_signed(">", num_tokens, I64(MAX_SERIAL_ELEMENTS // token_values))
-        data = [buffer.data for buffer in (*rets, *args[2:5])]
-        return Work([*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], num_units, is_large)
+        data = [buffer.data for buffer in (*call.results, *args[2:5])]
+        return Work([*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], [num_units], is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         """Emit code that writes the tokens of unit `unit`, head by head; the last unit may have fewer tokens."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from ...native.amx import PANEL, TILE, Matrix, MatrixUnit
+from ...native.amx import TILE, Matrix, MatrixUnit
 from ...native.llvm import I32, I64, Code
+from ...native.panels import PANEL
 from .queries import Queries, Shape
 
 BLOCK_SLOTS = 2 * TILE
@@ -93,7 +94,8 @@ class TiledQueries(Queries):
                 byte_offset = mul(slot, I64(4))
                 c, b = (Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (scores, keys))
                 self.matrix_unit.clear_sums(num_tiles)
-                self.matrix_unit.multiply(a, b, num_tiles, 0, shape.key_words)
+                tiles = a.row_tiles(code), b.column_tiles(code)
+                self.matrix_unit.multiply(*tiles, num_tiles, 0, shape.key_words // TILE)
                 self.matrix_unit.store_sums(c, num_tiles)
 
             code.loop(begin_block, end_block, score_slots, step=PANEL)
@@ -114,10 +116,12 @@ class TiledQueries(Queries):
                     Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (sums, values, edge_values)
                 )
                 self.matrix_unit.load_sums(c, num_tiles)
-                first_pair, end_pair = build.sdiv(begin_block, I64(2)), build.sdiv(edge_slot, I64(2))
-                self.matrix_unit.multiply(weights, b, num_tiles, first_pair, end_pair)
+                first_step, end_step = (build.sdiv(slot, I64(BLOCK_SLOTS)) for slot in (begin_block, edge_slot))
+                tiles = weights.row_tiles(code), b.column_tiles(code)
+                self.matrix_unit.multiply(*tiles, num_tiles, first_step, end_step)
                 with build.if_then(has_edge):
-                    self.matrix_unit.multiply(edge_weights, edge_b, num_tiles, 0, TILE)
+                    edge_tiles = edge_weights.row_tiles(code), edge_b.column_tiles(code)
+                    self.matrix_unit.multiply(*edge_tiles, num_tiles, 0, 1)
                 self.matrix_unit.store_sums(c, num_tiles)
 
             code.loop(0, shape.head_size, add_lanes, step=PANEL)

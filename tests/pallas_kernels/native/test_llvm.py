@@ -4,12 +4,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import llvmlite.binding as binding
 import pytest
 
-from jpaged.pallas_kernels.native import amx, ffi, llvm, matmul, norms, xla_call
+from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, products, xla_call
+from jpaged.pallas_kernels.native.multiplier import Multiplier
+from jpaged.pallas_kernels.native.norms import NormKind
+from jpaged.pallas_kernels.native.products import Stage
+from jpaged.pallas_kernels.native.tile_product import TileMultiplier
+from jpaged.pallas_kernels.native.vector_product import VectorMultiplier
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
 from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
 
@@ -18,7 +25,7 @@ MULTIPLY = """
 import os, jax, jax.numpy as jnp, numpy as np
 import jpaged
 from jpaged.pallas_kernels.native import llvm
-from jpaged.pallas_kernels.native.matmul import product
+from jpaged.pallas_kernels.native.products import product
 build = llvm.llvm.create_pass_builder
 def noted(*args):
     print("compiles")
@@ -130,7 +137,30 @@ PROCESSORS = {
     "neoverse-n1": ("aarch64", False, False, False),
 }
 """Architecture; has vectors of sixteen lanes, products of pairs, a matrix unit."""
-OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove"}
+OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove", "sched_yield"}
+
+
+def multipliers(is_bf16: bool, has_avx512: bool, has_pairs: bool, has_amx: bool) -> list[Callable[[int], Multiplier]]:
+    """Return what a processor multiplies by: a function of K for each."""
+    vectors = partial(
+        VectorMultiplier,
+        is_bf16=is_bf16,
+        has_avx512=has_avx512,
+        has_avx512_bf16=is_bf16 and has_pairs,
+        rows_per_batch=5,
+    )
+    return [vectors, *([partial(TileMultiplier, has_avx512_bf16=True)] if has_amx and is_bf16 else [])]
+
+
+def layer_of(multiplier: Callable[[int], Multiplier]) -> tuple[Stage, ...]:
+    """Return a layer's products after attention, with everything that may be in them."""
+    norm, centered = (NormKind(1e-5, is_centered=is_centered) for is_centered in (False, True))
+    return (
+        Stage(multiplier(40), 40, 96, has_bias=True, adds=True, norm_behind=norm, scale=0.5),
+        Stage(multiplier(96), 96, 64, norm=centered, activation="gelu_new", is_gated=True),
+        Stage(multiplier(64), 64, 96, adds=True),
+        Stage(multiplier(96), 96, 70, norm=norm, parts=(70,)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,11 +174,12 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     """LLVM calls by name what it has no instructions for: an unknown name would end the process."""
     architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
-    for module in (xla_call, matmul, amx, norms, attention, pages):
+    for module in (xla_call, products, norms, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     for dtype_is_pairs in (False, True):
-        matmul._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_avx512, 5)
+        for multiplier in multipliers(dtype_is_pairs, has_avx512, has_pairs, has_amx):
+            products._handler.__wrapped__(layer_of(multiplier))
         pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             attention._attend_handler.__wrapped__(
@@ -168,9 +199,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                 )
             )
     xla_call._uninitialized.__wrapped__(4, 4)
-    norms._handler.__wrapped__(100, 1e-5)
-    if has_amx:
-        amx.tile_handler.__wrapped__()
+    norms._handler.__wrapped__(100, norms.NormKind(1e-5, is_centered=False))
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple(f"{architecture}-unknown-linux-gnu")

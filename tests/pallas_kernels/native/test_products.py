@@ -1,4 +1,7 @@
-"""Native products on a CPU: numbers, every shape, the same bits beside any other rows, panels, who uses them."""
+"""Native products on a CPU: numbers, shapes, chains, the same bits beside any other rows, panels, who uses them."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +10,15 @@ import pytest
 from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
-from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
-from jpaged.pallas_kernels.native import matmul
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps, Product, RowNorm
+from jpaged.pallas_kernels.native import llvm, products
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
-from jpaged.pallas_kernels.native.matmul import columns_of, empty_panels, fill_panels, panels_shape, product
+from jpaged.pallas_kernels.native.panels import columns_of, empty_panels, fill_panels, panels_shape
+from jpaged.pallas_kernels.native.products import product
 
 DTYPES = "float32", "bfloat16"
+TOLERANCES: dict[str, Any] = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "bfloat16": {"rtol": 0.05, "atol": 0.05}}
+"""Of chains. XLA rounds the results of each product, ours those that the next product reads."""
 ROWS = (1, 2, 5, 6, 7, 12, 13, 16, 25, 37, 130)
 SHAPES = [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (1700, 40), (96, 8), (1, 1)]
 
@@ -32,6 +38,14 @@ def operands(rows: int, depth: int, num_out: int, dtype: str) -> tuple[jax.Array
     rng = np.random.default_rng(depth + num_out)
     x = jnp.asarray(rng.normal(size=(rows, depth)), dtype)
     return x, np.asarray(jnp.asarray(rng.normal(size=(num_out, depth)), dtype))
+
+
+def be_processor(monkeypatch: pytest.MonkeyPatch, *, has_pairs: bool, has_avx512: bool) -> None:
+    """Have native code compiled for a processor without AMX."""
+    monkeypatch.setattr(products, "has_amx_unit", lambda: False)
+    monkeypatch.setattr(products, "host_has", lambda feature: has_pairs)
+    for module in (products, llvm):
+        monkeypatch.setattr(module, "host_has_avx512", lambda: has_avx512)
 
 
 run = jax.jit(product, static_argnums=2)
@@ -60,11 +74,9 @@ def test_other_processors_multiply_as_well(
     dtype: str, has_pairs: bool, has_avx512: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processors without AMX, with and without AVX512-BF16, with vectors of sixteen lanes and of eight."""
-    if has_pairs and not matmul.host_has("avx512bf16"):
+    if has_pairs and not llvm.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
-    monkeypatch.setattr(matmul, "has_amx_unit", lambda: False)
-    monkeypatch.setattr(matmul, "host_has", lambda feature: has_pairs)
-    monkeypatch.setattr(matmul, "host_has_avx512", lambda: has_avx512)
+    be_processor(monkeypatch, has_pairs=has_pairs, has_avx512=has_avx512)
     for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):
         for rows in (3, 7, 40):
             x, columns = operands(rows, depth, num_out, dtype)
@@ -72,6 +84,96 @@ def test_other_processors_multiply_as_well(
             found = np.asarray(jax.jit(lambda x, w: product(x, w, num_out))(x, panels_of(columns)))  # noqa: B023
             scale = np.abs(np.asarray(x, np.float64)) @ np.abs(columns.astype(np.float64).T)
             assert (np.abs(found - exact) / scale).max() < 1e-6
+
+
+STREAM, INNER, HEADS = 96, 160, 64
+
+
+def weight(num_in: int, num_out: int, dtype: str) -> np.ndarray:
+    """Return a random W [K, N] whose products with normed rows are of the size of these."""
+    rng = np.random.default_rng(num_in + 7 * num_out)
+    return np.asarray(jnp.asarray(rng.normal(size=(num_in, num_out)) / np.sqrt(num_in), dtype))
+
+
+def norm(kind: str | None) -> RowNorm | None:
+    gain, bias = (jnp.asarray(np.random.default_rng(seed).normal(size=STREAM), jnp.float32) for seed in (1, 2))
+    return None if kind is None else RowNorm(gain, 1e-5, bias=bias if kind == "layer" else None)
+
+
+CHAINS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"has_biases": True, "front": "layer", "activation": "gelu_new", "is_gated": False},
+    "norms behind": {"front": "rms", "behind": "rms", "activation": "gelu_pytorch_tanh"},
+    "norms behind alone": {"front": None, "behind": "layer", "scale": 0.22},
+    "scaled": {"scale": 0.25, "activation": "relu2", "is_gated": False},
+    "an activation of XLA": {"activation": "gelu"},
+    "gates that are not whole panels": {"inner": 40},
+    "results that are not whole panels": {"inner": 40, "is_gated": False},
+}
+
+
+def chain_of(
+    ops: LayerOps,
+    dtype: str,
+    *,
+    front: str | None = "rms",
+    behind: str | None = None,
+    has_biases: bool = False,
+    activation: str = "silu",
+    is_gated: bool = True,
+    scale: float = 1.0,
+    inner: int = INNER,
+) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+    """Return a layer after attention, and the projections of the next one, as a function of its rows and the stream."""
+
+    def a_product(num_in: int, num_out: int, **ends: Any) -> Product:
+        matrix = weight(num_in, num_out, dtype)
+        bias = jnp.asarray(matrix[0], jnp.float32) if has_biases else None
+        return Product(weight=ops.store(jnp.asarray(matrix)), num_out=num_out, bias=bias, **ends)
+
+    adds: dict[str, Any] = {"adds_to_stream": True, "norm_behind": norm(behind), "scale": scale}
+    parts = (inner, inner) if is_gated else ()
+    mlp = a_product(
+        STREAM, sum(parts) or inner, norm=norm(front), activation=activation, is_gated=is_gated, parts=parts
+    )
+    layer = [a_product(HEADS, STREAM, **adds), mlp, a_product(inner, STREAM, **adds)]
+    heads = a_product(STREAM, 128, norm=norm(front), parts=(64, 32, 32))
+
+    def run(rows: jax.Array, stream: jax.Array) -> list[jax.Array]:
+        (stream,) = ops.chain(rows, layer, stream)
+        return [stream, *ops.chain(stream, [heads])]
+
+    return run
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside plain XLA in float32 with the same weights; rows are rounded to bfloat16 where weights are."""
+    if not has_amx:
+        be_processor(monkeypatch, has_pairs=llvm.host_has("avx512bf16"), has_avx512=llvm.host_has_avx512())
+    native = jax.jit(chain_of(NATIVE_OPS, dtype, **CHAINS[name]))
+    exact = jax.jit(chain_of(XLA_OPS, dtype, **CHAINS[name]))
+    rng = np.random.default_rng(5)
+    for num_rows in (1, 5, 16, 33, 300):
+        rows, stream = (jnp.asarray(rng.normal(size=(num_rows, size)), jnp.float32) for size in (HEADS, STREAM))
+        for found, wanted in zip(native(rows, stream), exact(rows, stream), strict=True):
+            assert found.dtype == wanted.dtype == jnp.float32
+            np.testing.assert_allclose(found, wanted, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_chain_has_the_same_bits_beside_any_others(dtype: str) -> None:
+    run_chain = jax.jit(chain_of(NATIVE_OPS, dtype, behind="rms"))
+    rng = np.random.default_rng(5)
+    rows, stream = (jnp.asarray(rng.normal(size=(300, size)), jnp.float32) for size in (HEADS, STREAM))
+    together = [np.asarray(x).view(np.int32) for x in run_chain(rows, stream)]
+    for num_rows in ROWS:
+        for first in (0, 300 - num_rows):
+            part = slice(first, first + num_rows)
+            for found, wanted in zip(run_chain(rows[part], stream[part]), together, strict=True):
+                assert np.array_equal(np.asarray(found).view(np.int32), wanted[part]), (num_rows, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,13 +189,10 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: str) -> None:
                 assert np.array_equal(found, together[first : first + rows]), (depth, rows, first)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "other"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("int32", "int32"), ("float16", "float16")]
-)
-def test_a_dtype_that_native_code_would_misread_is_refused(dtype: str, other: str) -> None:
-    x, weight = jnp.ones((4, 64), dtype), jnp.ones((2, 64, 32), other)
-    with pytest.raises(ValueError, match=rf"product: got rows of {dtype} and a weight of {other}, wanted both"):
-        product(x, weight, 64)
+@pytest.mark.parametrize("dtype", ["int32", "float16"])
+def test_a_dtype_that_native_code_would_misread_is_refused(dtype: str) -> None:
+    with pytest.raises(ValueError, match=rf"product: got a weight of {dtype}, wanted float32 or bfloat16"):
+        product(jnp.ones((4, 64)), jnp.ones((2, 64, 32), dtype), 64)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (2, 63, 32), (1, 64, 32), (2, 64, 16)])

@@ -1,0 +1,60 @@
+"""Activations of MLPs in native code, for vectors of float32, by the names that config.json gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from llvmlite import ir
+
+from .llvm import Code, constant
+
+
+def _sigmoid(code: Code, x: ir.Value) -> ir.Value:
+    """Return 1 ÷ (1 + exp(−x)) for each lane; exp(−|x|), which cannot overflow, serves for either sign of x."""
+    build, one = code.build, constant(x.type, 1.0)
+    is_negative = build.fcmp_ordered("<", x, constant(x.type, 0.0))
+    exponential = code.exp(build.select(is_negative, x, build.fneg(x)))
+    inverse = build.fdiv(one, build.fadd(one, exponential))
+    return build.select(is_negative, build.fmul(exponential, inverse), inverse)
+
+
+def _silu(code: Code, x: ir.Value) -> ir.Value:
+    return code.build.fmul(x, _sigmoid(code, x))
+
+
+def _quick_gelu(code: Code, x: ir.Value) -> ir.Value:
+    return code.build.fmul(x, _sigmoid(code, code.build.fmul(x, constant(x.type, 1.702))))
+
+
+def _gelu_tanh(code: Code, x: ir.Value) -> ir.Value:
+    """Return x ÷ 2 × (1 + tanh(y)), which is x × sigmoid(2 y), with y = √(2 ÷ π) × (x + 0.044715 x³)."""
+    build = code.build
+    cubic = code.add_product(build.fmul(x, x), constant(x.type, 0.044715), constant(x.type, 1.0))
+    argument = build.fmul(build.fmul(x, cubic), constant(x.type, 2 * math.sqrt(2 / math.pi)))
+    return build.fmul(x, _sigmoid(code, argument))
+
+
+def _relu(code: Code, x: ir.Value) -> ir.Value:
+    zeros = constant(x.type, 0.0)  # A NaN is not below 0, and stays.
+    return code.build.select(code.build.fcmp_ordered("<", x, zeros), zeros, x)
+
+
+def _relu2(code: Code, x: ir.Value) -> ir.Value:
+    positive = _relu(code, x)
+    return code.build.fmul(positive, positive)
+
+
+NATIVE_ACTIVATIONS: Mapping[str, Callable[[Code, ir.Value], ir.Value]] = {
+    "silu": _silu,
+    "swish": _silu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_python_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": _relu,
+    "relu2": _relu2,
+}
+"""Name in config.json → code. XLA computes the activations that are not named here."""

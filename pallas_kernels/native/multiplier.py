@@ -1,0 +1,101 @@
+"""What the code of a product needs of a way to multiply: vectors, or a matrix unit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from llvmlite import ir
+
+from .llvm import Code
+
+
+class Batch(NamedTuple):
+    """Rows that are multiplied together by a panel: an int64 in each field but the last two, which are i1."""
+
+    index: ir.Value
+    first_row: ir.Value
+    num_rows: ir.Value
+    is_first: ir.Value
+    """Whether it is the first batch of its unit of work."""
+    is_only: ir.Value
+    """Whether it is the only batch of its unit of work."""
+
+
+class Batches(NamedTuple):
+    """The batches `begin` … `end` − 1 of a unit of work, int64."""
+
+    begin: ir.Value
+    end: ir.Value
+
+    def batch(self, code: Code, index: ir.Value, first_row: ir.Value, num_rows: ir.Value) -> Batch:
+        """Return one of the batches."""
+        build = code.build
+        is_only = build.icmp_signed("==", build.sub(self.end, self.begin), index.type(1))
+        return Batch(index, first_row, num_rows, build.icmp_signed("==", index, self.begin), is_only)
+
+
+class Panel(NamedTuple):
+    """A panel that a unit of work multiplies, and what is read after it."""
+
+    begin: ir.Value
+    """Its address."""
+    ahead: ir.Value
+    """The address of the panel that this thread will probably take next, as many bytes of which are prefetched."""
+    tools: Any
+    """What the multiplier's `begin` has returned for this panel."""
+
+
+class Multiplier(Protocol):
+    """Multiplies batches of rows by a panel of 32 columns, each result in one order whatever rows are beside it.
+
+    Rows are read in a form of the multiplier's own (packed rows). Multipliers compare equal if they emit equal code.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the multiplier as part of a handler's name."""
+
+    @property
+    def max_batch_rows(self) -> int:
+        """Return the largest number of rows of a batch."""
+
+    @property
+    def batches_per_block(self) -> int:
+        """Return how many batches a unit of work multiplies: their packed rows stay in the level-2 cache."""
+
+    @property
+    def num_depth_blocks(self) -> int:
+        """Return into how many blocks K is cut."""
+
+    @property
+    def pads_depth(self) -> bool:
+        """Return whether packed rows are padded to a multiple of 32 values, which must be zeros."""
+
+    def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
+        """Return shape and dtype of an array that holds `num_rows` packed rows."""
+
+    def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
+        """Emit the store of a float32 vector into a packed row, from value `column` on; `rows` is their address."""
+
+    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
+        """Return the number of batches of `num_rows` rows."""
+
+    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
+        """Return a batch of a unit; there are `num_rows` rows in all."""
+
+    def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
+        """Return the address of a panel."""
+
+    def begin(self, code: Code) -> Any:
+        """Emit what comes before the products of a unit; return what `multiply` needs of it, as `Panel.tools`."""
+
+    def multiply(
+        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
+    ) -> None:
+        """Emit the products of a batch with block `block` of a panel's K, added to `sums`: float32 [rows, 32].
+
+        The sums start at zero in block 0.
+        """
+
+    def end(self, code: Code) -> None:
+        """Emit what comes after the products of a unit."""

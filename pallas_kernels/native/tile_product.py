@@ -1,0 +1,122 @@
+"""Products of bfloat16 by the matrix unit of an x86 processor (AMX): two tiles of 16 rows by the 32 columns of a panel.
+
+Rows are packed in tiles, each 1 KiB from end to end: [R ÷ 16, K ÷ 32, 16, 32]. Rows at their usual distance, of 3,072
+bytes say, would share a quarter of the level-1 cache's sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from llvmlite import ir
+
+from .amx import TILE, Matrix, MatrixUnit, Tiles
+from .llvm import I32, I64, LONG_LANES, Code
+from .multiplier import Batch, Batches, Panel
+from .panels import DEPTH, PANEL
+
+TILE_WORDS = TILE * DEPTH
+"""bfloat16 values of a tile."""
+MAX_BLOCK_ROWS, MAX_BLOCK_BYTES = 256, 1 << 20
+"""Rows that a unit of work multiplies at most, and bytes of them: they stay in the level-2 cache."""
+
+
+@dataclass(frozen=True)
+class TileMultiplier:
+    """Multiplies bfloat16 by tiles. See `Multiplier` for the methods."""
+
+    depth: int
+    """K."""
+    has_avx512_bf16: bool
+
+    @property
+    def name(self) -> str:
+        return "tiles"
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many instructions go over K, 32 values each."""
+        return -(-self.depth // DEPTH)
+
+    @property
+    def max_batch_rows(self) -> int:
+        return 2 * TILE
+
+    @property
+    def batches_per_block(self) -> int:
+        max_rows = min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // (2 * DEPTH * self.num_steps))
+        return max(1, max_rows // self.max_batch_rows)
+
+    @property
+    def num_depth_blocks(self) -> int:
+        return 1
+
+    @property
+    def pads_depth(self) -> bool:
+        return True
+
+    def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
+        return (-(-num_rows // TILE), self.num_steps, TILE, DEPTH), jnp.bfloat16
+
+    def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
+        build, add, mul = code.build, code.build.add, code.build.mul
+        tile = add(mul(build.udiv(row, I64(TILE)), I64(self.num_steps)), build.udiv(column, I64(DEPTH)))
+        in_tile = add(mul(build.urem(row, I64(TILE)), I64(DEPTH)), build.urem(column, I64(DEPTH)))
+        is_whole = self.has_avx512_bf16 and values.type.count == LONG_LANES
+        code.store_rounded(values, rows, add(mul(tile, I64(TILE_WORDS)), in_tile), has_avx512_bf16=is_whole)
+
+    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
+        return code.build.sdiv(code.build.add(num_rows, I64(self.max_batch_rows - 1)), I64(self.max_batch_rows))
+
+    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
+        first_row = code.build.mul(index, I64(self.max_batch_rows))
+        batch_rows = code.min(code.build.sub(num_rows, first_row), I64(self.max_batch_rows))
+        return batches.batch(code, index, first_row, batch_rows)
+
+    def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
+        return code.build.gep(panels, [code.build.mul(index, I64(2 * PANEL * DEPTH * self.num_steps))])
+
+    def begin(self, code: Code) -> MatrixUnit:
+        matrix_unit = MatrixUnit(code)
+        matrix_unit.configure()
+        return matrix_unit
+
+    def end(self, code: Code) -> None:
+        MatrixUnit(code).release()
+
+    def multiply(
+        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
+    ) -> None:
+        """See `Multiplier.multiply`. A batch of more than 16 rows is two tiles, whose last rows may hold anything."""
+        build, tile_bytes, matrix_unit = code.build, 2 * TILE_WORDS, panel.tools
+        rows_bytes = build.mul(batch.index, I64(2 * self.num_steps * tile_bytes))
+        row_tiles = Tiles(
+            build.gep(rows, [rows_bytes]), I64(2 * DEPTH), I64(self.num_steps * tile_bytes), I64(tile_bytes)
+        )
+        column_tiles = Matrix(panel.begin, I64(4 * PANEL)).column_tiles(code)
+
+        def prefetch(step: ir.Value) -> None:
+            code.prefetch(panel.ahead, build.mul(step, I64(PANEL * TILE)), I32, PANEL * TILE)
+
+        def multiply_tiles(num_tiles: int) -> None:
+            matrix_unit.clear_sums(num_tiles)
+            with build.if_else(batch.is_first) as (first, other):
+                with first:
+                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch)
+                with other:
+                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps)
+            matrix_unit.store_sums(Matrix(sums, I64(4 * PANEL)), num_tiles)
+
+        by_tiles(code, batch, multiply_tiles)
+
+
+def by_tiles(code: Code, batch: Batch, body: Callable[[int], None]) -> None:
+    """Emit `body`(number of tiles): two tiles of rows for a batch of more than 16 rows, else one."""
+    with code.build.if_else(code.build.icmp_signed(">", batch.num_rows, I64(TILE))) as (has_two, has_one):
+        with has_two:
+            body(2)
+        with has_one:
+            body(1)

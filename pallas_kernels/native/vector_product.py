@@ -1,0 +1,184 @@
+"""Products by vectors: for a batch of rows, all sums with 32 columns stay in registers while k goes over a block of K.
+
+    for each k:   one value of each row × 32 values of the panel
+
+Rows lie one after the other, [R, K], in the weight's dtype. In bfloat16 a word is a pair of values along K, both of
+which are multiplied at once (AVX512-BF16), or one after the other as float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from llvmlite import ir
+
+from .llvm import F32, I32, I64, LONG_LANES, Code, constant
+from .multiplier import Batch, Batches, Panel
+from .panels import DEPTH, PANEL
+
+VECTORS = 2
+"""Vectors of sums per row that stay in registers."""
+MAX_WORDS_PER_BLOCK = 768
+"""Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows use it."""
+PREFETCH_WORDS = 32 * PANEL
+"""Distance in words from what is read in a panel to what is prefetched: hardware prefetchers do not reach as far."""
+MAX_BLOCK_ROWS = 252
+"""Rows that a unit of work multiplies at most: 21 batches of 12, or 42 of 6."""
+
+
+def max_rows_together(has_avx512: bool) -> int:
+    """Return how many rows are multiplied together at most: all their sums must stay in registers."""
+    return 12 if has_avx512 else 6
+
+
+@dataclass(frozen=True)
+class VectorMultiplier:
+    """Multiplies by vectors. See `Multiplier` for the methods.
+
+    Rows are divided evenly into as few batches as possible: the larger ones, of `rows_per_batch` + 1 rows, come first,
+    then those of `rows_per_batch`. With AVX-512 (at most 12 rows together), 25 rows are 3 batches with `rows_per_batch`
+    8: one of 9 rows and two of 8.
+    """
+
+    depth: int
+    """K."""
+    is_bf16: bool
+    has_avx512: bool
+    has_avx512_bf16: bool
+    rows_per_batch: int
+
+    @property
+    def name(self) -> str:
+        lanes = "pairs" if self.is_bf16 and self.has_avx512_bf16 else "bf16" if self.is_bf16 else "f32"
+        return f"{lanes}x{self.lanes}x{self.rows_per_batch}"
+
+    @property
+    def lanes(self) -> int:
+        """Return the float32 lanes of a vector."""
+        return LONG_LANES if self.has_avx512 else LONG_LANES // 2
+
+    @property
+    def num_words(self) -> int:
+        """Return the words of a packed row: float32, or pairs of bfloat16 with K padded as in panels."""
+        return -(-self.depth // DEPTH) * DEPTH // 2 if self.is_bf16 else self.depth
+
+    @property
+    def max_batch_rows(self) -> int:
+        return max_rows_together(self.has_avx512)
+
+    @property
+    def batches_per_block(self) -> int:
+        return MAX_BLOCK_ROWS // self.max_batch_rows
+
+    @property
+    def num_depth_blocks(self) -> int:
+        return -(-self.num_words // MAX_WORDS_PER_BLOCK)
+
+    @property
+    def pads_depth(self) -> bool:
+        return self.is_bf16
+
+    def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
+        if self.is_bf16:
+            return (num_rows, 2 * self.num_words), jnp.bfloat16
+        return (num_rows, self.num_words), jnp.float32
+
+    def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
+        build = code.build
+        if self.is_bf16:
+            offset = build.add(build.mul(row, I64(2 * self.num_words)), column)
+            is_whole = self.has_avx512_bf16 and values.type.count == LONG_LANES
+            code.store_rounded(values, rows, offset, has_avx512_bf16=is_whole)
+        else:
+            code.store_vector(values, rows, build.add(build.mul(row, I64(self.num_words)), column))
+
+    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
+        return code.build.sdiv(code.build.add(num_rows, I64(self.max_batch_rows - 1)), I64(self.max_batch_rows))
+
+    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
+        """See `Multiplier.batch`. 25 rows with `rows_per_batch` 8 are 3 batches, of which 25 − 3 × 8 = 1 is larger."""
+        build = code.build
+        smaller = build.mul(self.num_batches(code, num_rows), I64(self.rows_per_batch))
+        num_larger = build.sub(num_rows, smaller)
+        first_row = build.add(build.mul(index, I64(self.rows_per_batch)), code.min(index, num_larger))
+        is_larger = build.icmp_signed("<", index, num_larger)
+        batch_rows = build.add(I64(self.rows_per_batch), build.zext(is_larger, I64))
+        return batches.batch(code, index, first_row, batch_rows)
+
+    def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
+        return code.build.gep(panels, [code.build.mul(index, I64(4 * PANEL * self.num_words))])
+
+    def begin(self, code: Code) -> None:
+        pass
+
+    def end(self, code: Code) -> None:
+        pass
+
+    def multiply(
+        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
+    ) -> None:
+        """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into."""
+        build = code.build
+        block_words = -(-self.num_words // self.num_depth_blocks)
+        begin = build.mul(block, I64(block_words))
+        end = code.min(build.add(begin, I64(block_words)), I64(self.num_words))
+
+        def multiply_rows(num_rows: int) -> None:
+            for first_column in range(0, PANEL, VECTORS * self.lanes):
+                self._multiply_columns(code, num_rows, rows, panel.begin, batch, (begin, end), first_column, sums)
+
+        # If `rows_per_batch` is the most that fits, no batch is larger, and code for one would spill registers.
+        if self.rows_per_batch == self.max_batch_rows:
+            multiply_rows(self.rows_per_batch)
+            return
+        is_larger = build.icmp_signed(">", batch.num_rows, I64(self.rows_per_batch))
+        with build.if_else(is_larger) as (larger, smaller):
+            with larger:
+                multiply_rows(self.rows_per_batch + 1)
+            with smaller:
+                if self.rows_per_batch > 0:
+                    multiply_rows(self.rows_per_batch)
+
+    def _multiply_columns(
+        self,
+        code: Code,
+        num_rows: int,
+        rows: ir.Value,
+        panel: ir.Value,
+        batch: Batch,
+        words: tuple[ir.Value, ir.Value],
+        first_column: int,
+        sums: ir.Value,
+    ) -> None:
+        """Multiply words begin … end − 1 of K for the batch's rows and `VECTORS` vectors of the panel's columns.
+
+        `words` is (begin, end). The sums stay in registers, one vector per row and v < `VECTORS`. They start at zero if
+        `begin` is 0, else at those in `sums`, and are written to `sums`. The panel is also prefetched, 32 of its rows
+        ahead; beyond its end this is harmless.
+        """
+        build, add, lanes = code.build, code.build.add, self.lanes
+        (begin, end), word_type = words, I32 if self.is_bf16 else F32
+        starts = [build.mul(add(batch.first_row, I64(i)), I64(self.num_words)) for i in range(num_rows)]
+        sum_offsets = [I64(i * PANEL + first_column + v * lanes) for i in range(num_rows) for v in range(VECTORS)]
+
+        def add_products(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+            """Return the sums plus the products of word k of each row and of each column: an outer product."""
+            word_offset = add(build.mul(k, I64(PANEL)), I64(first_column))
+            offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
+            vectors = code.load_vectors(panel, offsets, word_type, lanes)
+            code.prefetch(panel, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
+            factors = (code.load(rows, add(start, k), word_type) for start in starts)
+            return code.add_outer(factors, vectors, totals, has_avx512_bf16=self.is_bf16 and self.has_avx512_bf16)
+
+        zeros = constant(ir.VectorType(F32, lanes), 0.0)
+        old_sums = [zeros] * len(sum_offsets)
+        if self.num_depth_blocks > 1:
+            # To avoid a branch, `sums` is always read: in the first block it holds anything, and zeros are selected.
+            has_sums = build.icmp_signed(">", begin, I64(0))
+            stored = [code.load_vector(sums, offset, F32, lanes) for offset in sum_offsets]
+            old_sums = [build.select(has_sums, vector, zeros) for vector in stored]
+        new_sums = code.loop(begin, end, add_products, carried=old_sums)
+        for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
+            code.store_vector(total, sums, sum_offset)
