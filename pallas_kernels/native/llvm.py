@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -30,6 +30,8 @@ LONG_LANES = 16
 CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
+FLUSH_DENORMALS = 0x8040
+"""Bits of the control register MXCSR: results that are not normal become 0, and so do such operands."""
 EXP_LEAST = -87.0
 """Smallest argument of `Code.exp`: its result is about the smallest normal float32."""
 EXP_TERMS = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
@@ -200,7 +202,7 @@ class Code:
             function = declare(build.module, name, total.type, total.type, pairs, pairs)
             return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
         for half in range(2):
-            factor_half, words_half = (self._half(pair, half) for pair in (factor, words))
+            factor_half, words_half = (self.half(pair, half) for pair in (factor, words))
             total = self.add_product(factor_half, words_half, total)
         return total
 
@@ -228,11 +230,24 @@ class Code:
                 sums.append(self.add_words(factor_in_lanes, vector, total, has_avx512_bf16=has_avx512_bf16))
         return sums
 
-    def _half(self, pairs: ir.Value, half: int) -> ir.Value:
+    def half(self, pairs: ir.Value, half: int) -> ir.Value:
         """Return the lower (0) or upper (1) bfloat16 of each pair as float32: its bits followed by 16 zeros."""
         word_type, build = pairs.type, self.build
         bits = build.and_(pairs, constant(word_type, -1 << 16)) if half else build.shl(pairs, constant(word_type, 16))
         return build.bitcast(bits, ir.VectorType(F32, word_type.count))
+
+    @contextlib.contextmanager
+    def flushed_denormals(self) -> Iterator[None]:
+        """Have the code emitted within take and give 0 for numbers below the smallest normal float32 (x86 only)."""
+        control = self.allocate(I32, 2)
+        read, write = (
+            declare(self.build.module, f"llvm.x86.sse.{name}mxcsr", ir.VoidType(), POINTER) for name in ("st", "ld")
+        )
+        self.build.call(read, [control])
+        self.store(self.build.or_(self.load(control, 0, I32), I32(FLUSH_DENORMALS)), control, 1)
+        self.build.call(write, [self.build.gep(control, [I64(4)])])
+        yield
+        self.build.call(write, [control])
 
     def exp(self, x: ir.Value) -> ir.Value:
         """Return eˣ for each lane of x, float32 and at most 0, within 2 units in the last place.

@@ -89,9 +89,7 @@ class Multiplier(Protocol):
     def begin(self, code: Code) -> Any:
         """Emit what comes before the products of a unit; return what `multiply` needs of it, as `Panel.tools`."""
 
-    def multiply(
-        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
-    ) -> None:
+    def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """Emit the products of a batch with block `block` of a panel's K, added to `sums`: float32 [rows, 32].
 
         The sums start at zero in block 0.

@@ -7,11 +7,13 @@ upper half of its word, x₂ that of x − x₁, and x₃ the rest. Six products
 
 which is nearer to the exact sum than float32 products that are added one by one. Weights stay float32 in memory. A
 panel is cut into parts as its first batch of rows is multiplied, and further batches find the parts in the level-2
-cache. Infinities become NaN (∞ − ∞), in their own rows alone.
+cache. A single row is multiplied by vectors, which read weights faster, with the bits of the matrix unit.
+Infinities become NaN (∞ − ∞), in their own rows alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ STEP_BYTES = PARTS * 2 * TILE_SIZE
 MAX_STEPS_PER_BLOCK = 24
 """Blocks of K have at most this many steps of 32 values: a panel's parts take 144 KiB of a thread's stack."""
 UPPER_HALF = -1 << 16
+PRODUCTS = (2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)
+"""Parts of rows and of columns that are multiplied, small products first; each shares a part with the one before."""
 
 
 class PartTools(NamedTuple):
@@ -88,8 +92,9 @@ class PartMultiplier:
         step = add(mul(build.udiv(row, I64(TILE)), I64(self.num_steps)), build.udiv(column, I64(DEPTH)))
         in_tile = add(mul(build.urem(row, I64(TILE)), I64(DEPTH)), build.urem(column, I64(DEPTH)))
         bits_type, half_type = (ir.VectorType(type_, values.type.count) for type_ in (I32, I16))
-        for part, words in enumerate(_parts(code, values)):
-            upper = build.trunc(build.lshr(words, constant(bits_type, 16)), half_type)
+        for part, numbers in enumerate(_parts(code, values)):
+            bits = build.bitcast(numbers, bits_type)
+            upper = build.trunc(build.lshr(bits, constant(bits_type, 16)), half_type)
             tile = add(mul(step, I64(PARTS)), I64(part))
             code.store_vector(upper, rows, add(mul(tile, I64(TILE * DEPTH)), in_tile))
 
@@ -107,43 +112,48 @@ class PartMultiplier:
     def begin(self, code: Code) -> PartTools:
         matrix_unit = MatrixUnit(code)
         matrix_unit.configure()
-        return PartTools(matrix_unit, code.allocate(I32, self.steps_per_block * STEP_BYTES // 4))
+        return PartTools(matrix_unit, code.allocate(I32, (self.steps_per_block + 1) * STEP_BYTES // 4))
 
     def end(self, code: Code) -> None:
         MatrixUnit(code).release()
 
-    def multiply(
-        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
-    ) -> None:
-        """See `Multiplier.multiply`. The first batch cuts the panel into parts, each step just before it is multiplied.
+    def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
+        """See `Multiplier.multiply`. The first batch cuts the panel into parts, each step while the one before it is
+        multiplied: a tile that has just been stored could not be loaded at once.
 
-        A unit's only batch needs no parts again: those of each step take the place of the ones before, in the level-1
-        cache.
+        A unit's only batch needs no parts again: two steps' places are used in turn, which stay in the level-1 cache.
         """
         build, mul, tools = code.build, code.build.mul, panel.tools
         first_step = mul(block, I64(self.steps_per_block))
         end_step = code.min(build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
         tile_rows_bytes = self.num_steps * PARTS * TILE_SIZE
         first_tiles = build.gep(rows, [mul(batch.index, I64(2 * tile_rows_bytes))])
-        kept_bytes = build.select(batch.is_only, I64(0), I64(STEP_BYTES))
+        place_mask = build.select(batch.is_only, I64(1), I64(-1))
+
+        def parts_of(step: ir.Value) -> ir.Value:
+            place = build.and_(build.sub(step, first_step), place_mask)
+            return build.gep(tools.parts, [mul(place, I64(STEP_BYTES))])
 
         def multiply_step(step: ir.Value, num_tiles: int, cuts_panel: bool) -> None:
-            parts = build.gep(tools.parts, [mul(build.sub(step, first_step), kept_bytes)])
-            if cuts_panel:
-                self._cut_step(code, panel, step, parts)
+            parts, next_step = parts_of(step), build.add(step, I64(1))
+            # The last step is cut twice, into the place after its own.
+            step_to_cut, cut_parts = code.min(next_step, build.sub(end_step, I64(1))), parts_of(next_step)
             rows_of_step = build.gep(first_tiles, [mul(step, I64(PARTS * TILE_SIZE))])
             # Tile i of part p, and the two tiles of part p: a part is a step of these.
             a = Tiles(rows_of_step, I64(TILE_BYTES), I64(tile_rows_bytes), I64(TILE_SIZE))
             b = Tiles(parts, I64(TILE_BYTES), I64(TILE_SIZE), I64(2 * TILE_SIZE))
             row_part, column_part = None, None
-            # Small products first; each pair shares a part with the one before.
-            for new_row_part, new_column_part in ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)):
+            for number, (new_row_part, new_column_part) in enumerate(PRODUCTS):
                 if new_row_part != row_part:
                     tools.matrix_unit.load_rows(a, num_tiles, I64(new_row_part))
                 if new_column_part != column_part:
                     tools.matrix_unit.load_columns(b, I64(new_column_part))
                 tools.matrix_unit.add_products(num_tiles)
                 row_part, column_part = new_row_part, new_column_part
+                if cuts_panel:
+                    # A few pairs between the products: vectors and the matrix unit then work at the same time.
+                    for pair in range(number, TILE, len(PRODUCTS)):
+                        self._cut_pair(code, panel, step_to_cut, pair, cut_parts)
 
         def multiply_tiles(num_tiles: int) -> None:
             c = Matrix(sums, I64(4 * PANEL))
@@ -158,55 +168,113 @@ class PartMultiplier:
             with build.if_else(batch.is_first) as (first, other):
                 for branch, cuts_panel in ((first, True), (other, False)):
                     with branch:
+                        if cuts_panel:
+                            for pair in range(TILE):
+                                self._cut_pair(code, panel, first_step, pair, parts_of(first_step))
                         body = lambda step, cuts=cuts_panel: multiply_step(step, num_tiles, cuts)  # noqa: E731
                         code.loop(first_step, end_step, body)
             tools.matrix_unit.store_sums(c, num_tiles)
 
-        by_tiles(code, batch, multiply_tiles)
+        with build.if_else(build.icmp_signed("==", batch.num_rows, I64(1))) as (is_single, has_more):
+            with is_single:
+                self._multiply_row(code, panel, first_tiles, (first_step, end_step), block, sums)
+            with has_more:
+                by_tiles(code, batch, multiply_tiles)
 
-    def _cut_step(self, code: Code, panel: Panel, step: ir.Value, parts: ir.Value) -> None:
-        """Emit the cut of 32 values of K of a panel into parts, in pairs of K, and the prefetch of the panel ahead.
+    def _multiply_row(
+        self,
+        code: Code,
+        panel: Panel,
+        row: ir.Value,
+        steps: tuple[ir.Value, ir.Value],
+        block: ir.Value,
+        sums: ir.Value,
+    ) -> None:
+        """Multiply the first row of a tile by steps begin … end − 1 of a panel, in vectors of 16 columns.
 
-        If K is no multiple of 32, the last step has fewer values, and zeros take the place of the others.
+        `row` is the address of the tile's parts, and `steps` is (begin, end). The sums are those of the instruction
+        TDPBF16PS (Intel's manual, volume 2): the products of a step's even values of K are added one by one with one
+        rounding each, those of the odd values too, then both sums, and their sum is added to the total. Numbers too
+        small for a normal float32 count as 0.
         """
-        build, add, mul = code.build, code.build.add, code.build.mul
-        first_value = mul(step, I64(DEPTH))
+        build, mul, (begin, end) = code.build, code.build.mul, steps
+        vector_type, halves = ir.VectorType(F32, TILE), range(PANEL // TILE)
+        zeros = constant(vector_type, 0.0)
 
-        def load(value: ir.Value, half: int) -> ir.Value:
-            """Return 16 columns of a row of the panel, zeros behind the last row."""
-            if self.depth % DEPTH == 0:
-                return code.load_vector(panel.begin, add(mul(value, I64(PANEL)), I64(TILE * half)), F32, TILE)
-            is_there = build.icmp_signed("<", value, I64(self.depth))
-            row = build.select(is_there, value, I64(0))
-            loaded = code.load_vector(panel.begin, add(mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
-            return build.select(is_there, loaded, constant(loaded.type, 0.0))
-
-        def cut_pair(pair: ir.Value) -> None:
-            value = add(first_value, mul(pair, I64(2)))
+        def add_pair(pair: ir.Value, step: ir.Value, partial_sums: Sequence[ir.Value]) -> list[ir.Value]:
+            """Return the sums of a step, by half, product and even or odd K, with one pair of K added."""
+            value = build.add(mul(step, I64(DEPTH)), mul(pair, I64(2)))
             code.prefetch(panel.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
-            for half in range(2):
-                pair_parts = [_parts(code, load(row, half)) for row in (value, add(value, I64(1)))]
-                for part, (first, second) in enumerate(zip(*pair_parts, strict=True)):
-                    words_type = first.type
-                    lower = build.lshr(first, constant(words_type, 16))
-                    words = build.or_(lower, build.and_(second, constant(words_type, UPPER_HALF)))
-                    offset = add(mul(pair, I64(TILE)), I64((2 * part + half) * TILE_SIZE // 4))
-                    code.store_vector(words, parts, offset)
+            new_sums = list(partial_sums)
+            for odd in range(2):
+                first_factor = build.add(mul(build.sub(step, begin), I64(2 * PARTS * TILE)), pair)
+                offsets = (build.add(first_factor, I64((2 * part + odd) * TILE)) for part in range(PARTS))
+                factors = [code.broadcast(code.load(row_parts, offset, F32), TILE) for offset in offsets]
+                for half in halves:
+                    columns = _parts(code, self._load(code, panel, build.add(value, I64(odd)), half))
+                    for product, (row_part, column_part) in enumerate(PRODUCTS):
+                        index = (half * len(PRODUCTS) + product) * 2 + odd
+                        new_sums[index] = code.add_product(factors[row_part], columns[column_part], new_sums[index])
+            return new_sums
 
-        code.loop(0, TILE, cut_pair)
+        def add_step(step: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+            empty_sums = [zeros] * (2 * len(PRODUCTS) * len(halves))
+            step_sums = code.loop(0, TILE, lambda pair, *carried: add_pair(pair, step, carried), carried=empty_sums)
+            new_totals = list(totals)
+            for index in range(0, len(step_sums), 2):
+                half = index // (2 * len(PRODUCTS))
+                new_totals[half] = build.fadd(new_totals[half], build.fadd(step_sums[index], step_sums[index + 1]))
+            return new_totals
+
+        row_parts = code.allocate(F32, self.steps_per_block * 2 * PARTS * TILE)
+
+        def expand_step(step: ir.Value) -> None:
+            """Store the parts of the row's values of a step as float32: for each part the even ones, then the odd."""
+            for part in range(PARTS):
+                offset = build.add(mul(step, I64(PARTS * TILE_SIZE // 4)), I64(part * TILE_SIZE // 4))
+                words = code.load_vector(row, offset, I32, TILE)
+                for odd in range(2):
+                    target = build.add(mul(build.sub(step, begin), I64(2 * PARTS)), I64(2 * part + odd))
+                    code.store_vector(code.half(words, odd), row_parts, mul(target, I64(TILE)))
+
+        code.loop(begin, end, expand_step)
+        is_new = build.icmp_signed("==", block, I64(0))
+        stored = [code.load_vector(sums, I64(TILE * half), F32, TILE) for half in halves]
+        with code.flushed_denormals():
+            totals = code.loop(begin, end, add_step, carried=[build.select(is_new, zeros, old) for old in stored])
+        for half, total in zip(halves, totals, strict=True):
+            code.store_vector(total, sums, I64(TILE * half))
+
+    def _cut_pair(self, code: Code, panel: Panel, step: ir.Value, pair: int, parts: ir.Value) -> None:
+        """Emit the cut of a pair of K of a step into parts, and the prefetch of that pair of the panel ahead."""
+        build, mul = code.build, code.build.mul
+        values = [build.add(mul(step, I64(DEPTH)), I64(2 * pair + i)) for i in range(2)]
+        code.prefetch(panel.ahead, mul(values[0], I64(PANEL)), F32, 2 * PANEL)
+        for half in range(2):
+            first_parts, second_parts = (_parts(code, self._load(code, panel, value, half)) for value in values)
+            for part, parts_of_pair in enumerate(zip(first_parts, second_parts, strict=True)):
+                first, second = (build.bitcast(number, ir.VectorType(I32, TILE)) for number in parts_of_pair)
+                words = build.or_(build.lshr(first, constant(first.type, 16)), second)
+                code.store_vector(words, parts, I64(((2 * part + half) * TILE + pair) * TILE))
+
+    def _load(self, code: Code, panel: Panel, value: ir.Value, half: int) -> ir.Value:
+        """Return 16 columns of row `value` of K of a panel: the first ones or, in half 1, the others.
+
+        If K is no multiple of 32, zeros take the place of rows behind the last one.
+        """
+        build = code.build
+        is_there = build.icmp_signed("<", value, I64(self.depth))
+        row = value if self.depth % DEPTH == 0 else build.select(is_there, value, I64(0))
+        loaded = code.load_vector(panel.begin, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
+        return loaded if row is value else build.select(is_there, loaded, constant(loaded.type, 0.0))
 
 
 def _parts(code: Code, values: ir.Value) -> list[ir.Value]:
-    """Return the three parts of a float32 vector as words, whose upper halves are the bfloat16 numbers.
-
-    The lower halves of the last part are zeros, and those of the others hold bits that are not part of them.
-    """
+    """Return the three parts of a float32 vector as float32: the lower halves of their words are zeros."""
     build, bits_type = code.build, ir.VectorType(I32, values.type.count)
-    words = []
-    for part in range(PARTS):
-        word = build.bitcast(values, bits_type)
-        words.append(word)
-        if part + 1 < PARTS:
-            upper = build.bitcast(build.and_(word, constant(bits_type, UPPER_HALF)), values.type)
-            values = build.fsub(values, upper)
-    return words
+    parts = []
+    for _ in range(PARTS - 1):
+        upper = build.and_(build.bitcast(values, bits_type), constant(bits_type, UPPER_HALF))
+        parts.append(build.bitcast(upper, values.type))
+        values = build.fsub(values, parts[-1])
+    return [*parts, values]

@@ -87,9 +87,7 @@ class TileMultiplier:
     def end(self, code: Code) -> None:
         MatrixUnit(code).release()
 
-    def multiply(
-        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
-    ) -> None:
+    def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A batch of more than 16 rows is two tiles, whose last rows may hold anything."""
         build, tile_bytes, matrix_unit = code.build, 2 * TILE_WORDS, panel.tools
         rows_bytes = build.mul(batch.index, I64(2 * self.num_steps * tile_bytes))

@@ -116,9 +116,7 @@ class VectorMultiplier:
     def end(self, code: Code) -> None:
         pass
 
-    def multiply(
-        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
-    ) -> None:
+    def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into."""
         build = code.build
         block_words = -(-self.num_words // self.num_depth_blocks)

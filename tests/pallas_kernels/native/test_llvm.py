@@ -14,6 +14,7 @@ import pytest
 from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, products, xla_call
 from jpaged.pallas_kernels.native.multiplier import Multiplier
 from jpaged.pallas_kernels.native.norms import NormKind
+from jpaged.pallas_kernels.native.part_product import PartMultiplier
 from jpaged.pallas_kernels.native.products import Stage
 from jpaged.pallas_kernels.native.tile_product import TileMultiplier
 from jpaged.pallas_kernels.native.vector_product import VectorMultiplier
@@ -149,7 +150,8 @@ def multipliers(is_bf16: bool, has_avx512: bool, has_pairs: bool, has_amx: bool)
         has_avx512_bf16=is_bf16 and has_pairs,
         rows_per_batch=5,
     )
-    return [vectors, *([partial(TileMultiplier, has_avx512_bf16=True)] if has_amx and is_bf16 else [])]
+    tiles = partial(TileMultiplier, has_avx512_bf16=True) if is_bf16 else PartMultiplier
+    return [vectors, *([tiles] if has_amx else [])]
 
 
 def layer_of(multiplier: Callable[[int], Multiplier]) -> tuple[Stage, ...]:
