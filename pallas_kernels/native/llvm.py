@@ -30,6 +30,9 @@ LONG_LANES = 16
 CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
+EXP2_LEAST = -126.0
+EXP2_TERMS = 0.05517166954, 0.24261112544, 0.69326098565, 0.99992807335
+"""Coefficients of 2ʳ for |r| ≤ ½, the highest power first: those whose largest relative error is least."""
 FLUSH_DENORMALS = 0x8040
 """Bits of the control register MXCSR: results that are not normal become 0, and so do such operands."""
 EXP_LEAST = -87.0
@@ -275,6 +278,23 @@ class Code:
         # Float32 has its exponent from bit 23 on, with a bias of 127.
         exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
+
+    def exp2(self, x: ir.Value) -> ir.Value:
+        """Return 2ˣ for each lane of x, float32 and at most 0, within 8e-5 of itself: for results that become bfloat16.
+
+        An x below −126 counts as −126, so that the result is a normal number. See `exp` for the method.
+        """
+        build, vector_type = self.build, x.type
+        x = self.maximum(constant(vector_type, EXP2_LEAST), x)  # A NaN stays.
+        rounder = constant(vector_type, ROUNDER)
+        shifted = build.fadd(x, rounder)
+        remainder = build.fsub(x, build.fsub(shifted, rounder))
+        series = constant(vector_type, EXP2_TERMS[0])
+        for term in EXP2_TERMS[1:]:
+            series = self.add_product(series, remainder, constant(vector_type, term))
+        bits_type = ir.VectorType(I32, vector_type.count)
+        exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
+        return build.bitcast(build.add(build.bitcast(series, bits_type), exponent), vector_type)
 
     def soft_capped(self, x: ir.Value, cap: float) -> ir.Value:
         """Return cap × tanh(x ÷ cap) for each lane of x, float32: within ± `cap`, and about x where x is near 0.

@@ -16,7 +16,7 @@ finite values: a later token's value has weight 0 for the earlier tokens of its 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from ...native.amx import has_amx_unit
-from ...native.llvm import F32, I64, Code, constant, host_has, host_has_avx512, register
+from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_avx512, register
 from ...native.xla_call import Buffer, Call, Work, handler
 from ..tile_plan import PlanSections
 from .pages import NativePages, as_words
-from .queries import Queries, Shape
+from .queries import PageBlock, Queries, Shape
 from .query_tiles import TiledQueries
 
 MAX_SERIAL_ELEMENTS = 1 << 17
@@ -79,7 +79,10 @@ def attend_tiles(
         has_avx512_bf16=host_has("avx512bf16"),
         has_amx=has_amx_unit(),
     )
-    queries = as_words(q.astype(jnp.float32) * pages.options.scale, is_bf16_packed=pages.is_bf16_packed)
+    # The matrix unit's scores are in units of ln 2.
+    unit = LOG2_E if TiledQueries.takes(shape) else 1.0
+    sinks = None if sinks is None else sinks * unit
+    queries = as_words(q.astype(jnp.float32) * (pages.options.scale * unit), is_bf16_packed=pages.is_bf16_packed)
     arrays = [queries, pages.keys, pages.values, tables, positions, pages.first_page[None]]
     # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles. All decode rows count
     # here, but the own tile of a row in a shared tile is empty: `num_shared_pages` [R] is above 0 for such a row.
@@ -122,6 +125,8 @@ class TileArguments(NamedTuple):
     num_decode_rows: ir.Value
     first_page: ir.Value
     """Index of the layer's page 0 among the pages of all layers."""
+    num_threads: ir.Value
+    """Threads that share the units."""
 
 
 @cache
@@ -133,7 +138,7 @@ def _attend_handler(shape: Shape) -> str:
     with 2 shared tiles and 5 decode rows, tile 4 is decode row 2 and tile 7 is query tile 0. A decode row that belongs
     to a shared tile has a number too, but its own tile is empty.
     """
-    num_kv_heads, group_size, page_size = shape.num_kv_heads, shape.group_size, shape.page_size
+    num_kv_heads, group_size = shape.num_kv_heads, shape.group_size
 
     def prepare(code: Code, call: Call) -> Work:
         """Emit code that reads the counts of tiles and clears the outputs of padding tokens; return the work.
@@ -175,6 +180,7 @@ def _attend_handler(shape: Shape) -> str:
             num_decode_rows=num_decode_rows,
             out=out.data,
             first_page=code.load_index(first_page.data, 0),
+            num_threads=call.num_threads,
         )
         return Work(list(arguments), num_units=[build.mul(num_tiles, I64(num_kv_heads))], is_large=is_large)
 
@@ -209,6 +215,11 @@ def _attend_handler(shape: Shape) -> str:
         is_alone = build.icmp_signed("==", code.load_index(given.num_shared_pages, decode_index), I64(0))
         num_decode_tokens = build.select(is_alone, I64(1), I64(0))
         num_tokens = build.select(is_shared, num_members, build.select(is_decode, num_decode_tokens, num_queries))
+        # With two threads the other one takes the next unit, and this one the unit after that.
+        tile_ahead = build.sdiv(add(unit, given.num_threads), I64(num_kv_heads))
+        last_decode_row = sub(given.num_decode_rows, I64(1))
+        row_ahead = code.max(code.min(sub(tile_ahead, given.num_shared_tiles), last_decode_row), I64(0))
+        pages_per_block = queries.pages_per_block
 
         def start_token(i: ir.Value) -> None:
             member_index = build.select(is_shared, add(first_member, i), I64(0))
@@ -233,18 +244,23 @@ def _attend_handler(shape: Shape) -> str:
             """
             row = queries.row(begin_token)
 
-            def attend_one_page(table_index: ir.Value) -> None:
-                # The last page has no next one, so it is prefetched once more, which is harmless.
-                next_page = page_of(row, code.min(add(table_index, I64(1)), sub(end, I64(1))))
-                page, page_start = page_of(row, table_index), mul(table_index, I64(page_size))
-                queries.attend_page(begin_token, end_token, page, next_page, page_start)
+            def attend_one_block(block: ir.Value) -> None:
+                first = code.max(mul(block, I64(pages_per_block)), begin)
+                last = code.min(mul(add(block, I64(1)), I64(pages_per_block)), end)
+                pages = PageBlock(first, last, end, partial(page_of, row), partial(page_of, row_ahead))
+                queries.attend_block(begin_token, end_token, pages)
 
-            code.loop(begin, end, attend_one_page)
+            # Blocks begin at multiples of their size, whatever the tile, so that a token's sums are the same.
+            first_block = build.sdiv(begin, I64(pages_per_block))
+            last_block = build.sdiv(add(end, I64(pages_per_block - 1)), I64(pages_per_block))
+            code.loop(first_block, last_block, attend_one_block)
 
         with build.if_then(build.icmp_signed(">", num_tokens, I64(0))):
             queries.begin()
             num_pages_of_last = queries.num_pages(sub(num_tokens, I64(1)))
-            num_joint_pages = build.select(is_shared, num_common_pages, num_pages_of_last)
+            # The last pages in common are left to each row if they do not fill a block.
+            whole_blocks = mul(build.sdiv(num_common_pages, I64(pages_per_block)), I64(pages_per_block))
+            num_joint_pages = build.select(is_shared, whole_blocks, num_pages_of_last)
             attend_pages(I64(0), num_tokens, queries.first_page(I64(0)), num_joint_pages)
 
             def finish_token(i: ir.Value) -> None:

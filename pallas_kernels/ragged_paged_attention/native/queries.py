@@ -9,6 +9,7 @@ maximum so far. Sums are float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +19,19 @@ from llvmlite import ir
 from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
 from .pages import words_of
+
+
+class PageBlock(NamedTuple):
+    """Entries `begin` … `end` − 1 of a page table, at least one, that are attended to in one step; int64."""
+
+    begin: ir.Value
+    end: ir.Value
+    end_of_row: ir.Value
+    """End of all entries that are attended to."""
+    page_of: Callable[[ir.Value], ir.Value]
+    """Table entry → the page's index among the pages of all layers and KV heads."""
+    prefetched: Callable[[ir.Value], ir.Value]
+    """Table entry → a page that this thread will probably attend to when it is done with this row."""
 
 
 class SlotRange(NamedTuple):
@@ -98,15 +112,38 @@ class Queries:
         num_queries, num_score_rows = self.num_allocated_queries()
         self.queries = code.allocate(self.word, num_queries * shape.key_words)
         self.value_sums = code.allocate(F32, num_queries * shape.head_size)
-        self.scores = code.allocate(F32, num_score_rows * shape.page_size)
-        """Scores, and in float32 also the weights that replace them."""
-        self.weights = code.allocate(I32, num_score_rows * shape.value_words) if shape.is_bf16_packed else self.scores
+        self.scores = code.allocate(F32, num_score_rows * self.score_stride)
+        """Scores of a block of pages, and in float32 also the weights that replace them."""
+        self.weights = code.allocate(I32, num_score_rows * self.weight_stride) if shape.is_bf16_packed else self.scores
         if shape.page_size % 2 and shape.is_bf16_packed:
             # The upper half of a query's last word of weights is never written, but is multiplied: it must be 0.
-            code.loop(0, num_score_rows * shape.value_words, lambda word: code.store(I32(0), self.weights, word))
+            code.loop(0, num_score_rows * self.weight_stride, lambda word: code.store(I32(0), self.weights, word))
         self.running_max, self.weight_sums = (code.allocate(F32, shape.num_queries) for _ in range(2))
         # Of each token of the tile, see `set_token`.
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
+
+    @property
+    def pages_per_block(self) -> int:
+        """Return how many pages are attended to in one step of the online softmax."""
+        return 1
+
+    @property
+    def score_stride(self) -> int:
+        """Return the distance in float32 numbers from one query's scores to the next one's."""
+        return self.shape.page_size
+
+    @property
+    def weight_stride(self) -> int:
+        """Return the distance in words from one query's weights to the next one's."""
+        return self.shape.value_words
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """Return the weight of a score x below the maximum, x ≤ 0, in the unit of scores."""
+        return self.code.exp(x)
+
+    def decay(self, x: ir.Value) -> ir.Value:
+        """Return the factor of earlier sums if the maximum has grown by −x."""
+        return self.code.exp(x)
 
     def num_allocated_queries(self) -> tuple[int, int]:
         """Return the number of queries that memory is allocated for, and of those whose scores are kept at once."""
@@ -143,12 +180,12 @@ class Queries:
             return I64(0)
         return self.code.max(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
-    def visible_slots(self, i: ir.Value, page_start: ir.Value) -> SlotRange:
-        """Return the slots of a page that token i of the tile attends to; `page_start` is the position of slot 0."""
+    def visible_slots(self, i: ir.Value, block_start: ir.Value) -> SlotRange:
+        """Return the slots of a block that token i of the tile attends to; `block_start` is the position of slot 0."""
         code, build = self.code, self.code.build
-        first_visible = code.max(build.sub(self._first_visible(i), page_start), I64(0))
-        length = build.sub(code.load(self.lens, i, I64), page_start)
-        return SlotRange(first_visible, code.min(length, I64(self.shape.page_size)))
+        first_visible = code.max(build.sub(self._first_visible(i), block_start), I64(0))
+        length = build.sub(code.load(self.lens, i, I64), block_start)
+        return SlotRange(first_visible, code.min(length, I64(self.pages_per_block * self.shape.page_size)))
 
     def first_query_of_token(self, i: ir.Value, head: ir.Value) -> ir.Value:
         """Return the index of token i's first query for a KV head in the array of all queries, [T, K, G]."""
@@ -215,18 +252,18 @@ class Queries:
 
         code.loop(0, group_size, finish_query)
 
-    def attend_page(
-        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, page_start: ir.Value
-    ) -> None:
-        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of one KV head.
+    def attend_block(self, begin_token: ir.Value, end_token: ir.Value, block: PageBlock) -> None:
+        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to a block, here one page.
 
-        `page` and `next_page` are indices among the pages of all layers and KV heads; `page_start` is the position
-        of the page's slot 0. Tokens are computed together while their sums fit into registers, and those that are left
+        Tokens are computed together while their sums fit into registers, and those that are left
         one by one: if 2 tokens fit, tokens 0 to 3 of 5 are computed in pairs and token 4 alone. Only the code for
         single tokens prefetches `next_page`, since a decode row is bound by memory.
         """
         code, build = self.code, self.code.build
         num_together, single_token = self.tokens_together, begin_token
+        page, page_start = block.page_of(block.begin), build.mul(block.begin, I64(self.shape.page_size))
+        # The last page has no next one, so it is prefetched once more, which is harmless.
+        next_page = block.page_of(code.min(build.add(block.begin, I64(1)), build.sub(block.end_of_row, I64(1))))
 
         def attend_together(i: ir.Value) -> None:
             self._attend_tokens(i, num_together, page, None, page_start)
@@ -315,59 +352,76 @@ class Queries:
         """Return whether the processor has instructions for pairs of bfloat16, and vectors of `lanes` fit them."""
         return self.shape.has_avx512_bf16 and lanes == LONG_LANES
 
-    def update_softmax(self, query: ir.Value, score_row: ir.Value, page_start: ir.Value, end_slot: ir.Value) -> None:
-        """Emit one step of the online softmax for one query: turn a page's scores into weights, and update its state.
+    def update_softmax(self, query: ir.Value, score_row: ir.Value, block_start: ir.Value, end_slot: ir.Value) -> None:
+        """Emit one step of the online softmax for one query: turn a block's scores into weights, and update its state.
 
         `query` is the query's index in the tile, `score_row` its row of scores and of weights, [rows, slots]. Scores
         are capped first if the layer has a soft cap. weight[z] = exp(score[z] − new maximum) for slots z < `end_slot`,
-        and 0 for a slot that the query must not attend to; `page_start` is the position of slot 0. If the maximum has
+        and 0 for a slot that the query must not attend to; `block_start` is the position of slot 0. If the maximum has
         grown, weight sum and value sums are multiplied by exp(old − new maximum). Then the weights are added to the
-        weight sum. The page's values are added by the caller.
+        weight sum. The block's values are added by the caller. Scores are only masked if some slot must not be seen.
         """
+        build = self.code.build
+        begin, visible_end = self.visible_slots(build.sdiv(query, I64(self.shape.group_size)), block_start)
+        starts_visible = build.icmp_signed("<=", begin, I64(0))
+        is_visible = build.and_(starts_visible, build.icmp_signed(">=", visible_end, end_slot))
+        with build.if_else(is_visible) as (all_visible, some_visible):
+            with all_visible:
+                self._update_query(query, score_row, end_slot, None)
+            with some_visible:
+                self._update_query(query, score_row, end_slot, SlotRange(begin, visible_end))
+
+    def _update_query(
+        self, query: ir.Value, score_row: ir.Value, end_slot: ir.Value, visible: SlotRange | None
+    ) -> None:
+        """Emit what `update_softmax` emits; slots out of `visible` are masked, and None masks none."""
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         slot_lanes, head_lanes = self.slot_lanes, self.head_lanes
-        begin, visible_end = self.visible_slots(build.sdiv(query, I64(shape.group_size)), page_start)
-        row_scores = mul(score_row, I64(shape.page_size))
+        row_scores = mul(score_row, I64(self.score_stride))
         # Offset of the row of weights, in elements: a word of bfloat16 weights holds two.
-        row_weights = mul(score_row, I64(2 * shape.value_words)) if shape.is_bf16_packed else row_scores
+        row_weights = mul(score_row, I64(2 * self.weight_stride)) if shape.is_bf16_packed else row_scores
         zeros = constant(ir.VectorType(F32, slot_lanes), 0.0)
         lane_indices = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
-        bounds = [code.broadcast(build.trunc(bound, I32), slot_lanes) for bound in (begin, visible_end)]
+        bounds = [code.broadcast(build.trunc(bound, I32), slot_lanes) for bound in visible or ()]
 
-        def is_visible(slot: ir.Value) -> ir.Value:
+        def masked(values: ir.Value, slot: ir.Value, hidden: ir.Value) -> ir.Value:
+            """Return `values` of the slots from `slot` on, with `hidden` in place of those that are masked."""
+            if visible is None:
+                return values
             element = add(lane_indices, code.broadcast(build.trunc(slot, I32), slot_lanes))
-            return build.and_(build.icmp_signed(">=", element, bounds[0]), build.icmp_signed("<", element, bounds[1]))
+            is_behind = build.icmp_signed(">=", element, bounds[0])
+            return build.select(build.and_(is_behind, build.icmp_signed("<", element, bounds[1])), values, hidden)
 
         def load_scores(slot: ir.Value) -> ir.Value:
             return code.load_vector(self.scores, add(row_scores, slot), F32, slot_lanes)
 
         def update_max(slot: ir.Value, largest: ir.Value) -> list[ir.Value]:
-            score, masked = load_scores(slot), constant(zeros.type, INITIAL_MAX)
+            score = load_scores(slot)
             if shape.soft_cap is not None:
-                score = code.soft_capped(score, shape.soft_cap)
+                score = self.capped(score, shape.soft_cap)
                 code.store_vector(score, self.scores, add(row_scores, slot))
-            return [code.maximum(build.select(is_visible(slot), score, masked), largest)]
+            return [code.maximum(masked(score, slot, constant(zeros.type, INITIAL_MAX)), largest)]
 
         old_max = code.load(self.running_max, query, F32)
         largest = code.loop(0, end_slot, update_max, step=slot_lanes, carried=[code.broadcast(old_max, slot_lanes)])
         new_max = code.reduce(largest[0], code.maximum)
         max_in_lanes = code.broadcast(new_max, slot_lanes)
 
-        def add_weights(slot: ir.Value, page_sum: ir.Value) -> list[ir.Value]:
-            """Store the weights of a vector of slots, and return their sum with `page_sum`, lane by lane."""
-            weight = build.select(is_visible(slot), code.exp(build.fsub(load_scores(slot), max_in_lanes)), zeros)
+        def add_weights(slot: ir.Value, block_sum: ir.Value) -> list[ir.Value]:
+            """Store the weights of a vector of slots, and return their sum with `block_sum`, lane by lane."""
+            weight = masked(self.exp(build.fsub(load_scores(slot), max_in_lanes)), slot, zeros)
             element = add(row_weights, slot)
             if shape.is_bf16_packed:
                 code.store_rounded(weight, self.weights, element, has_avx512_bf16=self._fills_avx512(slot_lanes))
             else:
                 code.store_vector(weight, self.weights, element)
-            return [build.fadd(page_sum, weight)]
+            return [build.fadd(block_sum, weight)]
 
-        page_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
+        block_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
         # An unchanged maximum needs no rescaling of earlier sums; a NaN counts as a change. Lanes of `decay` are equal.
         has_changed = build.fcmp_unordered("!=", old_max, new_max)
         with build.if_then(has_changed):
-            decay = code.exp(code.broadcast(build.fsub(old_max, new_max), head_lanes))
+            decay = self.decay(code.broadcast(build.fsub(old_max, new_max), head_lanes))
             old_sum = code.load(self.weight_sums, query, F32)
             code.store(build.fmul(old_sum, build.extract_element(decay, I32(0))), self.weight_sums, query)
             code.store(new_max, self.running_max, query)
@@ -379,7 +433,11 @@ class Queries:
                 code.store_vector(rescaled, self.value_sums, element)
 
             code.loop(0, shape.head_size, rescale, step=head_lanes)
-        code.store(build.fadd(code.load(self.weight_sums, query, F32), page_sum), self.weight_sums, query)
+        code.store(build.fadd(code.load(self.weight_sums, query, F32), block_sum), self.weight_sums, query)
+
+    def capped(self, scores: ir.Value, cap: float) -> ir.Value:
+        """Return scores with the soft cap, in the unit of `exp`."""
+        return self.code.soft_capped(scores, cap)
 
     def _add_weighted_values(
         self, first_query: ir.Value, queries: list[int], page: ir.Value, next_page: ir.Value | None, slots: SlotRange

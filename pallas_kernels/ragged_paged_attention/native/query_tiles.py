@@ -1,4 +1,10 @@
-"""The queries of a tile, multiplied by the matrix unit of an x86 processor (AMX)."""
+"""The queries of a tile, multiplied by the matrix unit of an x86 processor (AMX).
+
+    a block of pages:  scores [queries, slots] = Q · K ──▶ weights ──▶ sums [queries, H] += weights · V
+
+All pages of a block are multiplied before its softmax, and its values are summed in tile registers: the fewer blocks,
+the fewer sums of rows and moves of tiles. Scores are in units of ln 2, so that weights are powers of two.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,16 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from ...native.amx import TILE, Matrix, MatrixUnit
-from ...native.llvm import I32, I64, Code
+from ...native.llvm import I32, I64, LOG2_E, Code, constant
 from ...native.panels import PANEL
-from .queries import Queries, Shape
+from .queries import PageBlock, Queries, Shape, SlotRange
 
-BLOCK_SLOTS = 2 * TILE
+BLOCK_SLOTS = 256
+"""Slots of a block of pages at most, unless a page has more."""
+STEP_SLOTS = 2 * TILE
 """Slots whose values are summed by one instruction: a tile's row of pairs."""
+STRIDE_PADDING = TILE
+"""Words between one query's scores and the next one's beside the scores: rows of 1 KiB would share cache sets."""
 MAX_STACK_BYTES = 1 << 20
 """Bytes of queries, scores, weights and sums together, which must fit a thread's stack."""
 
@@ -33,20 +43,44 @@ class TiledQueries(Queries):
         """
         # Words of 4 bytes for each query: its own, its value sums, its scores, its weights. The unit also computes rows
         # beyond the last query, fewer than `TILE` = 16, which need memory too.
-        words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
+        num_slots = _pages_per_block(shape) * shape.page_size
+        words = shape.key_words + shape.head_size + num_slots + num_slots // 2 + 2 * STRIDE_PADDING
         is_small = 4 * words * (shape.num_queries + TILE) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
         return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
-
-    def num_allocated_queries(self) -> tuple[int, int]:
-        """See `Queries.num_allocated_queries`: whole tiles are computed, with rows beyond the last query."""
-        return (self.shape.num_queries + TILE,) * 2
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
         super().__init__(code, shape, keys=keys, values=values)
         self.matrix_unit = MatrixUnit(code)
         self.edge = code.allocate(I32, TILE * shape.head_size)
-        """Copy of the values of a block whose last slots are unwritten, with zeros there."""
+        """Copy of the values of a step of slots whose last ones are unwritten, with zeros there."""
+        self.page_values = code.allocate(I64, self.pages_per_block)
+        """Of each page of a block, the offset of its values, in words."""
+
+    @property
+    def pages_per_block(self) -> int:
+        return _pages_per_block(self.shape)
+
+    @property
+    def score_stride(self) -> int:
+        return self.pages_per_block * self.shape.page_size + STRIDE_PADDING
+
+    @property
+    def weight_stride(self) -> int:
+        return self.pages_per_block * self.shape.value_words + STRIDE_PADDING
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        return self.code.exp2(x)
+
+    def decay(self, x: ir.Value) -> ir.Value:
+        return self.code.exp(self.code.build.fmul(x, constant(x.type, 1 / LOG2_E)))
+
+    def capped(self, scores: ir.Value, cap: float) -> ir.Value:
+        return self.code.soft_capped(scores, cap * LOG2_E)
+
+    def num_allocated_queries(self) -> tuple[int, int]:
+        """See `Queries.num_allocated_queries`: whole tiles are computed, with rows beyond the last query."""
+        return (self.shape.num_queries + TILE,) * 2
 
     def begin(self) -> None:
         self.matrix_unit.configure()
@@ -54,88 +88,145 @@ class TiledQueries(Queries):
     def end(self) -> None:
         self.matrix_unit.release()
 
-    def attend_page(
-        self, begin_token: ir.Value, end_token: ir.Value, page: ir.Value, next_page: ir.Value, page_start: ir.Value
-    ) -> None:
-        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to one page of their KV head.
+    def attend_block(self, begin_token: ir.Value, end_token: ir.Value, block: PageBlock) -> None:
+        """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to a block of pages of their KV head.
 
-        All of these tokens' queries Q [queries, H] go through the matrix unit: scores [queries, Z] = Q · K, then one
-        online-softmax step for each query, then value sums [queries, H] += weights · V. Slots are multiplied in blocks
-        of 32. If the last block holds slots from `end_slot` on, no query attends to these, and their values may be NaN.
-        So the values of this block are copied to `self.edge`, with zeros in these slots. With `end_slot` 70, slots
-        0 … 63 are multiplied in place and slots 64 … 69 from the copy (`edge_slot` is 64).
-
-        `page` is an index among the pages of all layers and KV heads, and `page_start` is the position of its slot 0.
-        `next_page` is not used: nothing is prefetched here.
+        All of these tokens' queries Q [queries, H] go through the matrix unit: scores [queries, slots] = Q · K, page by
+        page, then one online-softmax step for each query, then value sums [queries, H] += weights · V. Slots are
+        multiplied in steps of 32. If the last step holds slots from `end_slot` on, no query attends to these, and their
+        values may be NaN. So the values of this step are copied to `self.edge`, with zeros in these slots. With
+        `end_slot` 70, slots 0 … 63 are multiplied in place and slots 64 … 69 from the copy (`edge_slot` is 64).
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
+        first_entry = mul(build.sdiv(block.begin, I64(self.pages_per_block)), I64(self.pages_per_block))
+        block_start = mul(first_entry, I64(shape.page_size))
         # The first token sees the first slot and the last token the last one: positions ascend in a query tile, and the
         # tokens of a shared tile attend to whole pages.
-        begin_slot, _ = self.visible_slots(begin_token, page_start)
-        _, end_slot = self.visible_slots(build.sub(end_token, I64(1)), page_start)
+        begin_slot, _ = self.visible_slots(begin_token, block_start)
+        _, end_slot = self.visible_slots(build.sub(end_token, I64(1)), block_start)
         first_query = mul(begin_token, I64(shape.group_size))
         num_queries = mul(build.sub(end_token, begin_token), I64(shape.group_size))
-        # The first block may begin before `begin_slot`: its earlier slots are written, and have weight 0.
-        begin_block = mul(build.sdiv(begin_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
-        edge_slot = mul(build.sdiv(end_slot, I64(BLOCK_SLOTS)), I64(BLOCK_SLOTS))
+        # The first step may begin before `begin_slot`: its earlier slots are written, and have weight 0.
+        begin_step, edge_step = (build.sdiv(slot, I64(STEP_SLOTS)) for slot in (begin_slot, end_slot))
+        edge_slot = mul(edge_step, I64(STEP_SLOTS))
         has_edge = build.icmp_signed("<", edge_slot, end_slot)
-        end_block = build.add(edge_slot, build.select(has_edge, I64(BLOCK_SLOTS), I64(0)))
-        keys = self._matrix(self.keys, mul(page, I64(shape.key_words * shape.page_size)), shape.page_size)
-        values = self._matrix(self.values, mul(page, I64(shape.value_words * shape.head_size)), shape.head_size)
+        steps = SlotRange(begin_step, edge_step)
+        end_of_steps = build.add(edge_slot, build.select(has_edge, I64(STEP_SLOTS), I64(0)))
 
-        def score_rows(row: ir.Value, num_tiles: int) -> None:
-            """Compute the scores of `num_tiles` (1 or 2) tiles of 16 queries from `row` on, 32 slots at a time."""
-            query = build.add(first_query, row)
-            a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words)
-            scores = self._matrix(self.scores, mul(query, I64(shape.page_size)), shape.page_size)
+        def locate_page(entry: ir.Value) -> None:
+            offset = mul(block.page_of(entry), I64(shape.value_words * shape.head_size))
+            code.store(offset, self.page_values, build.sub(entry, first_entry))
 
-            def score_slots(slot: ir.Value) -> None:
-                # A slot is a column of both matrices: a float32 score, or one pair of bfloat16 of a key.
-                byte_offset = mul(slot, I64(4))
-                c, b = (Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (scores, keys))
-                self.matrix_unit.clear_sums(num_tiles)
-                tiles = a.row_tiles(code), b.column_tiles(code)
-                self.matrix_unit.multiply(*tiles, num_tiles, 0, shape.key_words // TILE)
-                self.matrix_unit.store_sums(c, num_tiles)
-
-            code.loop(begin_block, end_block, score_slots, step=PANEL)
-
-        def sum_values(row: ir.Value, num_tiles: int) -> None:
-            """Add weights · V to the value sums of `num_tiles` (1 or 2) tiles of 16 queries from `row` on."""
-            query = build.add(first_query, row)
-            weights = self._matrix(self.weights, mul(query, I64(shape.value_words)), shape.value_words)
-            sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
-            # The weights of the copied block: columns from `edge_slot` on, 2 bytes per weight.
-            edge_weights = Matrix(weights.at(code, 0, mul(edge_slot, I64(2))), weights.stride)
-            edge_values = self._matrix(self.edge, I64(0), shape.head_size)
-
-            def add_lanes(lane: ir.Value) -> None:
-                """Add the whole blocks of slots, then the copied block if there is one, to 32 lanes of the sums."""
-                byte_offset = mul(lane, I64(4))
-                c, b, edge_b = (
-                    Matrix(matrix.at(code, 0, byte_offset), matrix.stride) for matrix in (sums, values, edge_values)
-                )
-                self.matrix_unit.load_sums(c, num_tiles)
-                first_step, end_step = (build.sdiv(slot, I64(BLOCK_SLOTS)) for slot in (begin_block, edge_slot))
-                tiles = weights.row_tiles(code), b.column_tiles(code)
-                self.matrix_unit.multiply(*tiles, num_tiles, first_step, end_step)
-                with build.if_then(has_edge):
-                    edge_tiles = edge_weights.row_tiles(code), edge_b.column_tiles(code)
-                    self.matrix_unit.multiply(*edge_tiles, num_tiles, 0, 1)
-                self.matrix_unit.store_sums(c, num_tiles)
-
-            code.loop(0, shape.head_size, add_lanes, step=PANEL)
-
-        self._by_tiles(num_queries, score_rows)
+        code.loop(block.begin, block.end, locate_page)
+        is_single = build.icmp_signed("<=", num_queries, I64(TILE))
+        self._by_tiles(
+            num_queries,
+            lambda row, num_tiles: self._score_rows(
+                build.add(first_query, row), num_tiles, block, first_entry, begin_step, end_of_steps, is_single
+            ),
+        )
 
         def update_query(query_index: ir.Value) -> None:
             query = build.add(first_query, query_index)
-            self.update_softmax(query, query, page_start, end_block)
+            self.update_softmax(query, query, block_start, end_of_steps)
 
         code.loop(0, num_queries, update_query)
         with build.if_then(has_edge):
-            self._copy_edge(values, edge_slot, end_slot)
-        self._by_tiles(num_queries, sum_values)
+            self._copy_edge(edge_slot, end_slot)
+        self._by_tiles(
+            num_queries,
+            lambda row, num_tiles: self._sum_rows(build.add(first_query, row), num_tiles, steps, has_edge),
+        )
+
+    def _score_rows(
+        self,
+        query: ir.Value,
+        num_tiles: int,
+        block: PageBlock,
+        first_entry: ir.Value,
+        begin_step: ir.Value,
+        end_slot: ir.Value,
+        is_single: ir.Value,
+    ) -> None:
+        """Compute the scores of `num_tiles` (1 or 2) tiles of 16 queries from `query` on, 32 slots at a time.
+
+        The slots are those of the block from step `begin_step` on up to `end_slot`, a multiple of 32. A decode row
+        reads its pages from memory: beside each step of keys, the values of the same slots are prefetched, and the keys
+        of a page that this thread will probably attend to next.
+        """
+        code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
+        page_words = I64(shape.key_words * shape.page_size)
+        steps_per_page = shape.page_size // STEP_SLOTS
+        a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words).row_tiles(code)
+        scores = self._matrix(self.scores, mul(query, I64(self.score_stride)), self.score_stride)
+
+        def score_page(entry: ir.Value) -> None:
+            index = build.sub(entry, first_entry)
+            page, ahead = block.page_of(entry), block.prefetched(entry)
+            keys = self._matrix(self.keys, mul(page, page_words), shape.page_size)
+            first_step = mul(index, I64(steps_per_page))
+            end_step = code.min(build.add(first_step, I64(steps_per_page)), build.sdiv(end_slot, I64(STEP_SLOTS)))
+
+            def score_step(step: ir.Value) -> None:
+                # A slot is a column of both matrices: a float32 score, or one pair of bfloat16 of a key.
+                in_page = build.sub(step, first_step)
+                b = Matrix(keys.at(code, 0, mul(in_page, I64(4 * STEP_SLOTS))), keys.stride).column_tiles(code)
+                c = Matrix(scores.at(code, 0, mul(step, I64(4 * STEP_SLOTS))), scores.stride)
+                with build.if_then(is_single):
+                    part = page_words.constant // steps_per_page
+                    offset = mul(in_page, I64(part))
+                    code.prefetch(self.values, build.add(mul(page, page_words), offset), I32, part)
+                    code.prefetch(self.keys, build.add(mul(ahead, page_words), offset), I32, part)
+                self.matrix_unit.clear_sums(num_tiles)
+                self.matrix_unit.multiply(a, b, num_tiles, 0, shape.key_words // TILE)
+                self.matrix_unit.store_sums(c, num_tiles)
+
+            code.loop(code.max(first_step, begin_step), end_step, score_step)
+
+        code.loop(block.begin, block.end, score_page)
+
+    def _sum_rows(self, query: ir.Value, num_tiles: int, steps: SlotRange, has_edge: ir.Value) -> None:
+        """Add weights · V to the value sums of `num_tiles` (1 or 2) tiles of 16 queries from `query` on.
+
+        `steps` of 32 slots are multiplied where they lie, page after page, and then the copied step if there is one.
+        """
+        code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
+        steps_per_page = shape.page_size // STEP_SLOTS
+        weights = self._matrix(self.weights, mul(query, I64(self.weight_stride)), self.weight_stride)
+        sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
+        # The weights of the copied step: columns from its first slot on, 2 bytes per weight.
+        edge_weights = Matrix(weights.at(code, 0, mul(steps.end, I64(2 * STEP_SLOTS))), weights.stride)
+        first_page, end_page = (
+            build.sdiv(slot, I64(steps_per_page))
+            for slot in (steps.begin, build.add(steps.end, I64(steps_per_page - 1)))
+        )
+
+        def add_lanes(lane: ir.Value) -> None:
+            """Add the steps of each page, then the copied step if there is one, to 32 lanes of the sums."""
+            byte_offset = mul(lane, I64(4))
+            c = Matrix(sums.at(code, 0, byte_offset), sums.stride)
+            self.matrix_unit.load_sums(c, num_tiles)
+
+            def add_page(index: ir.Value) -> None:
+                first_step = mul(index, I64(steps_per_page))
+                page_weights = Matrix(weights.at(code, 0, mul(first_step, I64(2 * STEP_SLOTS))), weights.stride)
+                values = self._matrix(self.values, code.load(self.page_values, index, I64), shape.head_size)
+                b = Matrix(values.at(code, 0, byte_offset), values.stride)
+                begin = build.sub(code.max(steps.begin, first_step), first_step)
+                end = code.min(build.sub(steps.end, first_step), I64(steps_per_page))
+                tiles = page_weights.row_tiles(code), b.column_tiles(code)
+                self.matrix_unit.multiply(*tiles, num_tiles, begin, end)
+
+            code.loop(first_page, end_page, add_page)
+            with build.if_then(has_edge):
+                edge_values = Matrix(
+                    self._matrix(self.edge, I64(0), shape.head_size).at(code, 0, byte_offset), I64(4 * shape.head_size)
+                )
+                edge_tiles = edge_weights.row_tiles(code), edge_values.column_tiles(code)
+                self.matrix_unit.multiply(*edge_tiles, num_tiles, 0, 1)
+            self.matrix_unit.store_sums(c, num_tiles)
+
+        code.loop(0, shape.head_size, add_lanes, step=PANEL)
 
     def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
         """Emit `body(first row, number of tiles)` for the rows of a matrix: two tiles of 16 rows at a time.
@@ -150,15 +241,17 @@ class TiledQueries(Queries):
         with build.if_then(build.icmp_signed("<", single_tile_row, num_rows)):
             body(single_tile_row, 1)
 
-    def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
-        """Emit a copy of the values of a page's slots `begin` … `end` − 1 into `self.edge`, with zeros up to 32 slots.
+    def _copy_edge(self, begin: ir.Value, end: ir.Value) -> None:
+        """Emit a copy of the values of a block's slots `begin` … `end` − 1 into `self.edge`, with zeros up to 32 slots.
 
         `begin` is a multiple of 32. Row w of words holds slots 2w and 2w + 1. With `begin` 64 and `end` 69, rows 0 and
         1 of `edge` are copied whole, of row 2 only the lower halves (slot 68), and rows 3 … 15 are zeros.
         """
         code, build, lanes = self.code, self.code.build, self.head_lanes
-        head_size = I64(self.shape.head_size)
-        first_pair, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
+        head_size, page_size = I64(self.shape.head_size), I64(self.shape.page_size)
+        offset = code.load(self.page_values, build.sdiv(begin, page_size), I64)
+        values = self._matrix(self.values, offset, self.shape.head_size)
+        first_pair, num_slots = build.sdiv(build.srem(begin, page_size), I64(2)), build.sub(end, begin)
 
         def copy_pair(pair: ir.Value) -> None:
             """Copy one row of words, which holds two slots, and clear the slots that are not before `end`."""
@@ -181,3 +274,7 @@ class TiledQueries(Queries):
     def _matrix(self, base: ir.Value, first_word: ir.Value, words_a_row: int) -> Matrix:
         """Return the matrix of 32-bit words that begins `first_word` words after `base`."""
         return Matrix(self.code.build.gep(base, [self.code.build.mul(first_word, I64(4))]), I64(4 * words_a_row))
+
+
+def _pages_per_block(shape: Shape) -> int:
+    return max(1, BLOCK_SLOTS // shape.page_size)

@@ -213,7 +213,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         assembly = machine.emit_assembly(parsed)
         called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))
         assert called - {"work", "help"} <= OF_LIBC
-    assert len(texts) == 10 + has_amx
+    assert len(texts) == 10 + 2 * has_amx
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with large pages")

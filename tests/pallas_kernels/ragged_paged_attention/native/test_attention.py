@@ -17,8 +17,8 @@ from llvmlite import ir
 
 from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.amx import has_amx_unit
-from jpaged.pallas_kernels.native.llvm import F32, I64, Code, register
-from jpaged.pallas_kernels.native.xla_call import Buffer, handler
+from jpaged.pallas_kernels.native.llvm import F32, I64, LOG2_E, Code, register
+from jpaged.pallas_kernels.native.xla_call import Call, Work, handler
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention
 from jpaged.pallas_kernels.ragged_paged_attention.native.attention import attend_tiles
@@ -110,7 +110,9 @@ class Step:
         page_size, window, head_size = self.pages.page_size, self.pages.options.window, self.q.shape[3]
         is_bf16_packed = self.pages.keys.dtype == PACKED_BF16
         keys, values = in_numbers(self.pages.keys, head_size), in_numbers(self.pages.values, page_size)
-        q = self.q.astype(np.float32) * np.float32(self.pages.options.scale)
+        # The matrix unit is given queries in units of ln 2, which are rounded to bfloat16 so.
+        unit = LOG2_E if is_bf16_packed and "tdpbf16ps" in code_of(self) else 1.0
+        q = self.q.astype(np.float32) * np.float32(self.pages.options.scale * unit)
         if is_bf16_packed:
             q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
         wanted, slack = np.zeros(q.shape), np.zeros(q.shape[:3])
@@ -123,7 +125,7 @@ class Step:
             for head in range(q.shape[1]):
                 k = np.concatenate(keys[ids, head], axis=1)[:, seen]
                 v = np.concatenate(values[ids, head], axis=0)[seen]
-                scores = q[token, head].astype(np.float64) @ k
+                scores = q[token, head].astype(np.float64) @ k / unit
                 if (cap := self.pages.options.soft_cap) is not None:
                     scores = cap * np.tanh(scores / cap)
                 sinks = np.full(len(scores), -np.inf) if self.sinks is None else self.sinks[head].astype(np.float64)
@@ -447,8 +449,9 @@ def check_writes(num_tokens: int, heads: int, head_size: int, page_size: int, dt
 
 
 def test_exponentials_are_within_two_units_of_the_last_place() -> None:
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Any:
-        return [args[0].data, rets[0].data, args[0].size(0)], I64(1), BIT(0)
+    def prepare(code: Code, call: Call) -> Work:
+        source = call.arguments[0]
+        return Work([source.data, call.results[0].data, source.size(0)], [I64(1)], BIT(0))
 
     def body(code: Code, given: list[Any], unit: Any) -> None:
         source, target, size = given
@@ -468,8 +471,9 @@ def test_numbers_are_rounded_to_bfloat16_to_nearest_even(has_avx512_bf16: bool) 
     if has_avx512_bf16 and not llvm.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
 
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Any:
-        return [args[0].data, rets[0].data, args[0].size(0)], I64(1), BIT(0)
+    def prepare(code: Code, call: Call) -> Work:
+        source = call.arguments[0]
+        return Work([source.data, call.results[0].data, source.size(0)], [I64(1)], BIT(0))
 
     def body(code: Code, given: list[Any], unit: Any) -> None:
         source, target, size = given
