@@ -174,11 +174,11 @@ class MatrixUnit:
         code = self._code
 
         def step(k: ir.Value) -> None:
-            if beside is not None:
-                beside(k)
             self.load_columns(b, k)
             self.load_rows(a, num_tiles, k)
             self.add_products(num_tiles)
+            if beside is not None:
+                beside(k)
 
         code.loop(begin, end, step)
 

@@ -1,4 +1,4 @@
-"""The operations of a model's layers in native code, for one CPU device. Matrices are stored in panels (`matmul`)."""
+"""The operations of a model's layers in native code, for one CPU device. Matrices are stored in `products.panels`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..layer_ops import Bounds, LayerOps, Product, RowNorm, RowWriter, split_parts
-from .activations import NATIVE_ACTIVATIONS
 from .norms import NormKind, layer_norm, rms_norm
-from .panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
-from .products import Stage, check_panels, multiplier_for, product, run_chain
+from .products.activations import NATIVE_ACTIVATIONS
+from .products.chain import check_panels, multiplier_for, product, run_chain
+from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
+from .products.stages import Stage
 from .xla_call import uninitialized
 
 

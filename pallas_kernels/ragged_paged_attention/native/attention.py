@@ -30,8 +30,9 @@ from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_
 from ...native.xla_call import Buffer, Call, Work, handler
 from ..tile_plan import PlanSections
 from .pages import NativePages, as_words
-from .queries import PageBlock, Queries, Shape
+from .queries import PageBlock, Shape
 from .query_tiles import TiledQueries
+from .query_vectors import VectorQueries
 
 MAX_SERIAL_ELEMENTS = 1 << 17
 """Largest number of elements of keys that one thread attends to alone: waking a second would take longer."""
@@ -189,7 +190,7 @@ def _attend_handler(shape: Shape) -> str:
         given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
-        queries_class = TiledQueries if TiledQueries.takes(shape) else Queries
+        queries_class = TiledQueries if TiledQueries.takes(shape) else VectorQueries
         queries = queries_class(code, shape, keys=given.keys, values=given.values)
 
         # Find the type of the tile, its tokens and their rows, and the pages that they attend to together.

@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from ...native.amx import TILE, Matrix, MatrixUnit
 from ...native.llvm import I32, I64, LOG2_E, Code, constant
-from ...native.panels import PANEL
+from ...native.products.panels import PANEL
 from .queries import PageBlock, Queries, Shape, SlotRange
 
 BLOCK_SLOTS = 256

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.opening.reading import config_from_hf
-from jpaged.pallas_kernels.native.panels import columns_of
+from jpaged.pallas_kernels.native.products.panels import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache

@@ -11,13 +11,14 @@ from pathlib import Path
 import llvmlite.binding as binding
 import pytest
 
-from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, products, xla_call
-from jpaged.pallas_kernels.native.multiplier import Multiplier
+from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, xla_call
 from jpaged.pallas_kernels.native.norms import NormKind
-from jpaged.pallas_kernels.native.part_product import PartMultiplier
-from jpaged.pallas_kernels.native.products import Stage
-from jpaged.pallas_kernels.native.tile_product import TileMultiplier
-from jpaged.pallas_kernels.native.vector_product import VectorMultiplier
+from jpaged.pallas_kernels.native.products import chain
+from jpaged.pallas_kernels.native.products.multiplier import Multiplier
+from jpaged.pallas_kernels.native.products.parts import PartMultiplier
+from jpaged.pallas_kernels.native.products.stages import Stage
+from jpaged.pallas_kernels.native.products.tiles import TileMultiplier
+from jpaged.pallas_kernels.native.products.vectors import VectorMultiplier
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
 from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
 
@@ -26,7 +27,7 @@ MULTIPLY = """
 import os, jax, jax.numpy as jnp, numpy as np
 import jpaged
 from jpaged.pallas_kernels.native import llvm
-from jpaged.pallas_kernels.native.products import product
+from jpaged.pallas_kernels.native.products.chain import product
 build = llvm.llvm.create_pass_builder
 def noted(*args):
     print("compiles")
@@ -176,12 +177,12 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     """LLVM calls by name what it has no instructions for: an unknown name would end the process."""
     architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
-    for module in (xla_call, products, norms, attention, pages):
+    for module in (xla_call, chain, norms, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     for dtype_is_pairs in (False, True):
         for multiplier in multipliers(dtype_is_pairs, has_avx512, has_pairs, has_amx):
-            products._handler.__wrapped__(layer_of(multiplier))
+            chain._handler.__wrapped__(layer_of(multiplier))
         pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             attention._attend_handler.__wrapped__(

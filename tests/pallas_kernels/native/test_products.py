@@ -11,10 +11,11 @@ from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps, Product, RowNorm
-from jpaged.pallas_kernels.native import llvm, products
+from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
-from jpaged.pallas_kernels.native.panels import columns_of, empty_panels, fill_panels, panels_shape
-from jpaged.pallas_kernels.native.products import product
+from jpaged.pallas_kernels.native.products import chain
+from jpaged.pallas_kernels.native.products.chain import product
+from jpaged.pallas_kernels.native.products.panels import columns_of, empty_panels, fill_panels, panels_shape
 
 DTYPES = "float32", "bfloat16"
 TOLERANCES: dict[str, Any] = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "bfloat16": {"rtol": 0.05, "atol": 0.05}}
@@ -42,9 +43,9 @@ def operands(rows: int, depth: int, num_out: int, dtype: str) -> tuple[jax.Array
 
 def be_processor(monkeypatch: pytest.MonkeyPatch, *, has_pairs: bool, has_avx512: bool) -> None:
     """Have native code compiled for a processor without AMX."""
-    monkeypatch.setattr(products, "has_amx_unit", lambda: False)
-    monkeypatch.setattr(products, "host_has", lambda feature: has_pairs)
-    for module in (products, llvm):
+    monkeypatch.setattr(chain, "has_amx_unit", lambda: False)
+    monkeypatch.setattr(chain, "host_has", lambda feature: has_pairs)
+    for module in (chain, llvm):
         monkeypatch.setattr(module, "host_has_avx512", lambda: has_avx512)
 
 

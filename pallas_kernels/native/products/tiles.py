@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .amx import TILE, Matrix, MatrixUnit, Tiles
-from .llvm import I32, I64, LONG_LANES, Code
+from ..amx import TILE, Matrix, MatrixUnit, Tiles
+from ..llvm import I32, I64, LONG_LANES, Code
 from .multiplier import Batch, Batches, Panel
 from .panels import DEPTH, PANEL
 

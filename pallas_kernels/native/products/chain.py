@@ -9,7 +9,6 @@ Threads share the units of a phase, and wait for one another between phases. Not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,94 +18,20 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
-from .activations import NATIVE_ACTIVATIONS
-from .amx import has_amx_unit
-from .llvm import F32, I64, LONG_LANES, Code, constant, host_has, host_has_avx512, lanes_for, register
-from .multiplier import Batch, Batches, Multiplier, Panel
-from .norms import NormKind, emit_row_norm
+from ..amx import has_amx_unit
+from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for, register
+from ..norms import emit_row_norm
+from ..xla_call import Body, Call, Work, handler
+from .multiplier import Batches, Multiplier, Panel
 from .panels import DEPTH, PANEL, panels_shape
-from .part_product import PartMultiplier
-from .tile_product import TileMultiplier
-from .vector_product import VectorMultiplier, max_rows_together
-from .xla_call import Body, Call, Work, handler
+from .parts import PartMultiplier
+from .results import add_normed_rows, finish_batch
+from .stages import ChainData, Stage, chain_data, each_row_of_unit, units_of_rows
+from .tiles import TileMultiplier
+from .vectors import VectorMultiplier, max_rows_together
 
-ROWS_OF_UNIT = 4
-"""Rows that a unit of work packs or norms."""
 MAX_SERIAL_WEIGHTS = 1 << 16
 """A chain with at most this many elements of weights runs on one thread: waking a second would take longer."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What code is compiled for, of one product of a chain."""
-
-    multiplier: Multiplier
-    depth: int
-    """K: the columns of the rows that are read."""
-    num_results: int
-    """Columns of the results: half of those of W if gates are among them."""
-    parts: tuple[int, ...] = ()
-    """Columns of each output array that the results are split into; empty if they are no outputs."""
-    norm: NormKind | None = None
-    """The norm of the rows that are read."""
-    has_bias: bool = False
-    activation: str | None = None
-    is_gated: bool = False
-    """W's columns are those of gates and then those that are gated: the results are activation(gate) × other."""
-    norm_behind: NormKind | None = None
-    """The norm of results before they are added to the stream."""
-    adds: bool = False
-    """The results are added to the stream, which is also what the next product reads."""
-    scale: float = 1.0
-    """Factor of the results before they are added."""
-
-    @property
-    def num_panels(self) -> int:
-        """Return the number of panels of results."""
-        return -(-self.num_results // PANEL)
-
-    @property
-    def name(self) -> str:
-        """Return the stage as part of a handler's name."""
-        norms = [norm and f"{norm.name}{norm.eps.hex()}" for norm in (self.norm, self.norm_behind)]
-        flags = [("bias", self.has_bias), ("gated", self.is_gated), ("adds", self.adds)]
-        words = [
-            self.multiplier.name,
-            *norms,
-            self.activation,
-            *(name for name, is_set in flags if is_set),
-            *self.parts,
-        ]
-        scale = [] if self.scale == 1.0 else [self.scale.hex()]
-        return "_".join([f"{self.depth}x{self.num_results}", *(str(word) for word in words if word), *scale])
-
-
-class StageData(NamedTuple):
-    """Addresses of one stage's arrays."""
-
-    weight: ir.Value
-    bias: ir.Value | None
-    norm: list[ir.Value]
-    norm_behind: list[ir.Value]
-    """Vectors of both norms."""
-    packed: ir.Value
-    """The rows as the multiplier reads them."""
-    results: ir.Value | None
-    """float32 [R, results], if they are normed before they are added."""
-
-
-class ChainData(NamedTuple):
-    """Addresses of a chain's arrays, in the order of arguments and results."""
-
-    num_threads: ir.Value
-    num_rows: ir.Value
-    rows: ir.Value
-    old_stream: ir.Value | None
-    """float32 [R, D], to which the first stage that adds adds."""
-    stream: ir.Value | None
-    """float32 [R, D]: the stream after that."""
-    outputs: list[ir.Value]
-    stages: list[StageData]
 
 
 def run_chain(
@@ -185,7 +110,7 @@ def _handler(stages: tuple[Stage, ...]) -> str:
     phases = [phase for index in range(len(stages)) for phase in _phases(stages, index)]
 
     def body_of(phase: Phase) -> Body:
-        return lambda code, values, unit: phase.body(code, _chain_data(stages, values), unit)
+        return lambda code, values, unit: phase.body(code, chain_data(stages, values), unit)
 
     adds = any(stage.adds for stage in stages)
     num_vectors = [
@@ -196,33 +121,6 @@ def _handler(stages: tuple[Stage, ...]) -> str:
     num_scratch = len(stages) + sum(stage.norm_behind is not None for stage in stages)
     name = "_".join(["jpaged_products", *(stage.name for stage in stages)])
     return register(handler(name, num_args, adds + len(stages[-1].parts) + num_scratch, prepare, *map(body_of, phases)))
-
-
-def _chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData:
-    """Return the values of a job by their names: the number of rows, and the addresses of arguments and results."""
-    following: Iterator[ir.Value] = iter(values)
-
-    def take(count: int) -> list[ir.Value]:
-        return [next(following) for _ in range(count)]
-
-    adds = any(stage.adds for stage in stages)
-
-    def take_if(is_there: bool) -> ir.Value | None:
-        return next(following) if is_there else None
-
-    num_threads, num_rows, rows = take(3)
-    old_stream = take_if(adds)
-    weights = []
-    for stage in stages:
-        weight, bias = next(following), take_if(stage.has_bias)
-        norms = [take(norm.num_vectors if norm else 0) for norm in (stage.norm, stage.norm_behind)]
-        weights.append((weight, bias, norms))
-    stream, outputs = take_if(adds), take(len(stages[-1].parts))
-    data = []
-    for stage, (weight, bias, (norm, norm_behind)) in zip(stages, weights, strict=True):
-        packed, results = next(following), take_if(stage.norm_behind is not None)
-        data.append(StageData(weight, bias, norm, norm_behind, packed, results))
-    return ChainData(num_threads, num_rows, rows, old_stream, stream, outputs, data)
 
 
 class Phase(NamedTuple):
@@ -239,7 +137,7 @@ def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
     norm behind it."""
     stage = stages[index]
     if index == 0 or stages[index - 1].adds:
-        yield Phase(_units_of_rows, lambda code, data, unit: _pack_rows(code, stages, index, data, unit))
+        yield Phase(units_of_rows, lambda code, data, unit: _pack_rows(code, stages, index, data, unit))
 
     def units_of_product(code: Code, num_rows: ir.Value) -> ir.Value:
         num_batches, per_block = stage.multiplier.num_batches(code, num_rows), stage.multiplier.batches_per_block
@@ -248,17 +146,7 @@ def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
 
     yield Phase(units_of_product, lambda code, data, unit: _multiply(code, stages, index, data, unit))
     if stage.norm_behind is not None:
-        yield Phase(_units_of_rows, lambda code, data, unit: _add_normed(code, stages, index, data, unit))
-
-
-def _units_of_rows(code: Code, num_rows: ir.Value) -> ir.Value:
-    return code.build.sdiv(code.build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
-
-
-def _rows_of_unit(code: Code, unit: ir.Value, num_rows: ir.Value, body: Callable[[ir.Value], None]) -> None:
-    """Emit `body` for each row of a unit of `ROWS_OF_UNIT` rows; the last unit may have fewer."""
-    first_row = code.build.mul(unit, I64(ROWS_OF_UNIT))
-    code.loop(first_row, code.min(code.build.add(first_row, I64(ROWS_OF_UNIT)), num_rows), body)
+        yield Phase(units_of_rows, lambda code, data, unit: add_normed_rows(code, stages, index, data, unit))
 
 
 def _pack_rows(code: Code, stages: Sequence[Stage], index: int, data: ChainData, unit: ir.Value) -> None:
@@ -288,7 +176,7 @@ def _pack_rows(code: Code, stages: Sequence[Stage], index: int, data: ChainData,
             zero = constant(ir.VectorType(F32, 1), 0.0)
             code.loop(depth, -(-depth // DEPTH) * DEPTH, lambda element: pack(element, zero))
 
-    _rows_of_unit(code, unit, data.num_rows, pack_row)
+    each_row_of_unit(code, unit, data.num_rows, pack_row)
 
 
 def _multiply(code: Code, stages: Sequence[Stage], index: int, data: ChainData, unit: ir.Value) -> None:
@@ -323,11 +211,11 @@ def _multiply(code: Code, stages: Sequence[Stage], index: int, data: ChainData, 
             for each, address in zip(panels, batch_addresses, strict=True):
                 multiplier.multiply(code, stage_data.packed, each, batch, depth_block, address)
             if has_one_block:
-                _finish(code, stages, index, data, panel, batch, batch_addresses)
+                finish_batch(code, stages, index, data, panel, batch, batch_addresses)
                 return
             is_last = build.icmp_signed("==", depth_block, I64(multiplier.num_depth_blocks - 1))
             with build.if_then(is_last):
-                _finish(code, stages, index, data, panel, batch, batch_addresses)
+                finish_batch(code, stages, index, data, panel, batch, batch_addresses)
 
         code.loop(first_batch, end_batch, multiply_batch)
 
@@ -355,124 +243,3 @@ def _panels_ahead(code: Code, stages: Sequence[Stage], index: int, data: ChainDa
             address = build.select(is_in_stage, address, next_address)
         addresses.append(address)
     return addresses
-
-
-def _finish(
-    code: Code,
-    stages: Sequence[Stage],
-    index: int,
-    data: ChainData,
-    panel: ir.Value,
-    batch: Batch,
-    sums: Sequence[ir.Value],
-) -> None:
-    """Emit what becomes of the sums of a batch of rows and a panel: bias, activation and gate, and where they go.
-
-    `sums` are addresses of float32 [rows, 32]: of the panel, and in a gated stage of the one that it gates.
-    """
-    build, stage, stage_data = code.build, stages[index], data.stages[index]
-    first_column = build.mul(panel, I64(PANEL))
-    is_whole = stage.num_results % PANEL == 0
-    lanes = min(LONG_LANES if host_has_avx512() else LONG_LANES // 2, lanes_for(stage.num_results))
-    activate = NATIVE_ACTIVATIONS[stage.activation] if stage.activation else None
-    store = _result_store(code, stages, index, data, first_column)
-
-    def finish_row(i: ir.Value) -> None:
-        row, row_sums = build.add(batch.first_row, i), build.mul(i, I64(PANEL))
-
-        def result(number: int, column: ir.Value) -> ir.Value:
-            """Return a vector of the sums from a column of the panel on, with the bias added."""
-            values = code.load_vector(sums[number], build.add(row_sums, column), F32, lanes)
-            if stage_data.bias is None:
-                return values
-            bias_offset = build.add(build.add(first_column, column), I64(number * stage.num_results))
-            return build.fadd(values, code.load_vector(stage_data.bias, bias_offset, F32, lanes))
-
-        def finish_columns(column: ir.Value) -> None:
-            values = result(0, column)
-            if activate is not None:
-                values = activate(code, values)
-            if stage.is_gated:
-                values = build.fmul(values, result(1, column))
-            store(row, column, values)
-
-        if is_whole:
-            for column in range(0, PANEL, lanes):
-                finish_columns(I64(column))
-        else:
-            num_columns = code.min(build.sub(I64(stage.num_results), first_column), I64(PANEL))
-            code.loop(0, num_columns, finish_columns, step=lanes)
-
-    code.loop(0, batch.num_rows, finish_row)
-
-
-def _result_store(
-    code: Code, stages: Sequence[Stage], index: int, data: ChainData, first_column: ir.Value
-) -> Callable[[ir.Value, ir.Value, ir.Value], None]:
-    """Return a function (row, column of the panel, vector) that stores results where they go.
-
-    `first_column` is the panel's. Results that are normed first wait in an array of their own, others are added to the
-    stream, or are outputs, or are packed for the next stage. A panel lies in one of several outputs.
-    """
-    build, stage = code.build, stages[index]
-
-    def offset_in(width: ir.Value, row: ir.Value, column: ir.Value, first: ir.Value = first_column) -> ir.Value:
-        return build.add(build.add(build.mul(row, width), first), column)
-
-    if stage.norm_behind is not None:
-        results = data.stages[index].results
-        return lambda row, column, values: code.store_vector(
-            values, results, offset_in(I64(stage.num_results), row, column)
-        )
-    if stage.adds:
-        return lambda row, column, values: _add_to_stream(
-            code, stages, index, data, offset_in(I64(stage.num_results), row, column), values
-        )
-    if not stage.parts:
-        following = stages[index + 1].multiplier
-        packed = data.stages[index + 1].packed
-        return lambda row, column, values: following.pack(code, packed, row, build.add(first_column, column), values)
-    # The output that the panel lies in, with its width and the panel's first column within it.
-    output, width, first = data.outputs[0], I64(stage.parts[0]), first_column
-    begin = 0
-    for part_output, part_width in zip(data.outputs, stage.parts, strict=True):
-        is_here = build.icmp_signed(">=", first_column, I64(begin))
-        output, width = build.select(is_here, part_output, output), build.select(is_here, I64(part_width), width)
-        first = build.select(is_here, build.sub(first_column, I64(begin)), first)
-        begin += part_width
-    return lambda row, column, values: code.store_vector(values, output, offset_in(width, row, column, first))
-
-
-def _add_to_stream(
-    code: Code, stages: Sequence[Stage], index: int, data: ChainData, offset: ir.Value, values: ir.Value
-) -> None:
-    """Emit stream[offset …] = old stream[offset …] + scale × values, each rounded to float32.
-
-    The first stage that adds reads the stream that the chain was given, later ones read the new one.
-    """
-    build, stage = code.build, stages[index]
-    source = data.stream if any(earlier.adds for earlier in stages[:index]) else data.old_stream
-    if stage.scale != 1.0:
-        values = build.fmul(values, constant(values.type, stage.scale))
-    old = code.load_vector(source, offset, F32, values.type.count)
-    code.store_vector(build.fadd(old, values), data.stream, offset)
-
-
-def _add_normed(code: Code, stages: Sequence[Stage], index: int, data: ChainData, unit: ir.Value) -> None:
-    """Emit code that norms the results of a unit's rows and adds them to the stream."""
-    build, stage, stage_data = code.build, stages[index], data.stages[index]
-    norm = stage.norm_behind
-    assert norm is not None, "it is a phase of stages that have one"
-
-    def add_row(row: ir.Value) -> None:
-        start = build.mul(row, I64(stage.num_results))
-        emit_row_norm(
-            code,
-            norm,
-            stage.num_results,
-            lambda element, lanes: code.load_vector(stage_data.results, build.add(start, element), F32, lanes),
-            stage_data.norm_behind,
-            lambda element, normed: _add_to_stream(code, stages, index, data, build.add(start, element), normed),
-        )
-
-    _rows_of_unit(code, unit, data.num_rows, add_row)

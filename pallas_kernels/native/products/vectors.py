@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .llvm import F32, I32, I64, LONG_LANES, Code, constant
+from ..llvm import F32, I32, I64, LONG_LANES, Code, constant
 from .multiplier import Batch, Batches, Panel
 from .panels import DEPTH, PANEL
 

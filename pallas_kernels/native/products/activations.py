@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from llvmlite import ir
 
-from .llvm import Code, constant
+from ..llvm import Code, constant
 
 
 def _sigmoid(code: Code, x: ir.Value) -> ir.Value:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from llvmlite import ir
 
-from .amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
-from .llvm import F32, I16, I32, I64, Code, constant
+from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
+from ..llvm import F32, I16, I32, I64, Code, constant
 from .multiplier import Batch, Batches, Panel
 from .panels import DEPTH, PANEL
-from .tile_product import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, by_tiles
+from .tiles import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, by_tiles
 
 PARTS = 3
 TILE_SIZE = TILE * TILE_BYTES

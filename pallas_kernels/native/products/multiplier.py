@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from llvmlite import ir
 
-from .llvm import Code
+from ..llvm import Code
 
 
 class Batch(NamedTuple):

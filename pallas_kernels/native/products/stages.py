@@ -1,0 +1,128 @@
+"""The products of a chain as their code knows them: what they are compiled for, and where their arrays lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from ..llvm import I64, Code
+from ..norms import NormKind
+from .multiplier import Multiplier
+from .panels import PANEL
+
+ROWS_OF_UNIT = 4
+"""Rows that a unit of work packs or norms."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What code is compiled for, of one product of a chain."""
+
+    multiplier: Multiplier
+    depth: int
+    """K: the columns of the rows that are read."""
+    num_results: int
+    """Columns of the results: half of those of W if gates are among them."""
+    parts: tuple[int, ...] = ()
+    """Columns of each output array that the results are split into; empty if they are no outputs."""
+    norm: NormKind | None = None
+    """The norm of the rows that are read."""
+    has_bias: bool = False
+    activation: str | None = None
+    is_gated: bool = False
+    """W's columns are those of gates and then those that are gated: the results are activation(gate) × other."""
+    norm_behind: NormKind | None = None
+    """The norm of results before they are added to the stream."""
+    adds: bool = False
+    """The results are added to the stream, which is also what the next product reads."""
+    scale: float = 1.0
+    """Factor of the results before they are added."""
+
+    @property
+    def num_panels(self) -> int:
+        """Return the number of panels of results."""
+        return -(-self.num_results // PANEL)
+
+    @property
+    def name(self) -> str:
+        """Return the stage as part of a handler's name."""
+        norms = [norm and f"{norm.name}{norm.eps.hex()}" for norm in (self.norm, self.norm_behind)]
+        flags = [("bias", self.has_bias), ("gated", self.is_gated), ("adds", self.adds)]
+        words = [
+            self.multiplier.name,
+            *norms,
+            self.activation,
+            *(name for name, is_set in flags if is_set),
+            *self.parts,
+        ]
+        scale = [] if self.scale == 1.0 else [self.scale.hex()]
+        return "_".join([f"{self.depth}x{self.num_results}", *(str(word) for word in words if word), *scale])
+
+
+class StageData(NamedTuple):
+    """Addresses of one stage's arrays."""
+
+    weight: ir.Value
+    bias: ir.Value | None
+    norm: list[ir.Value]
+    norm_behind: list[ir.Value]
+    """Vectors of both norms."""
+    packed: ir.Value
+    """The rows as the multiplier reads them."""
+    results: ir.Value | None
+    """float32 [R, results], if they are normed before they are added."""
+
+
+class ChainData(NamedTuple):
+    """Addresses of a chain's arrays, in the order of arguments and results."""
+
+    num_threads: ir.Value
+    num_rows: ir.Value
+    rows: ir.Value
+    old_stream: ir.Value | None
+    """float32 [R, D], to which the first stage that adds adds."""
+    stream: ir.Value | None
+    """float32 [R, D]: the stream after that."""
+    outputs: list[ir.Value]
+    stages: list[StageData]
+
+
+def chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData:
+    """Return the values of a job by their names: the number of rows, and the addresses of arguments and results."""
+    following: Iterator[ir.Value] = iter(values)
+
+    def take(count: int) -> list[ir.Value]:
+        return [next(following) for _ in range(count)]
+
+    adds = any(stage.adds for stage in stages)
+
+    def take_if(is_there: bool) -> ir.Value | None:
+        return next(following) if is_there else None
+
+    num_threads, num_rows, rows = take(3)
+    old_stream = take_if(adds)
+    weights = []
+    for stage in stages:
+        weight, bias = next(following), take_if(stage.has_bias)
+        norms = [take(norm.num_vectors if norm else 0) for norm in (stage.norm, stage.norm_behind)]
+        weights.append((weight, bias, norms))
+    stream, outputs = take_if(adds), take(len(stages[-1].parts))
+    data = []
+    for stage, (weight, bias, (norm, norm_behind)) in zip(stages, weights, strict=True):
+        packed, results = next(following), take_if(stage.norm_behind is not None)
+        data.append(StageData(weight, bias, norm, norm_behind, packed, results))
+    return ChainData(num_threads, num_rows, rows, old_stream, stream, outputs, data)
+
+
+def units_of_rows(code: Code, num_rows: ir.Value) -> ir.Value:
+    """Return the number of units of `ROWS_OF_UNIT` rows."""
+    return code.build.sdiv(code.build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
+
+
+def each_row_of_unit(code: Code, unit: ir.Value, num_rows: ir.Value, body: Callable[[ir.Value], None]) -> None:
+    """Emit `body` for each row of a unit of `ROWS_OF_UNIT` rows; the last unit may have fewer."""
+    first_row = code.build.mul(unit, I64(ROWS_OF_UNIT))
+    code.loop(first_row, code.min(code.build.add(first_row, I64(ROWS_OF_UNIT)), num_rows), body)
