@@ -67,7 +67,7 @@ LAYERS = {
         ("weights",),
         ("families",),
         ("decoder", "dense"),
-        ("layers", "inputs", "checked_cache", "traces", "rope", "activations"),
+        ("layers", "inputs", "checked_cache", "traces", "rope"),
         ("recipe",),
         ("config",),
         ("formats",),

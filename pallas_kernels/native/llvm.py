@@ -8,16 +8,9 @@ in a tenth of a second, for the vectors of this machine, and `xla_call` makes it
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
-from threading import Lock
 
-import jax
-import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
@@ -27,7 +20,6 @@ SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, POINTER: 8}
 CACHE_LINE = 64
 LONG_LANES = 16
 """Lanes of float32 in an AVX-512 vector."""
-CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
 EXP2_LEAST = -126.0
@@ -365,7 +357,7 @@ def lanes_for(size: int) -> int:
 
 
 @cache
-def _features() -> llvm.FeatureMap:
+def host_features() -> llvm.FeatureMap:
     """Register LLVM's code generator for this processor; return which of LLVM's feature names the processor has."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -374,77 +366,9 @@ def _features() -> llvm.FeatureMap:
 
 def host_has(feature: str) -> bool:
     """Return whether the processor has the feature of that LLVM name."""
-    return _features().get(feature, False)
+    return host_features().get(feature, False)
 
 
 def processor() -> str:
     """Return the name and features of the processor: compiled code is kept for these."""
-    return f"{llvm.get_host_cpu_name()} {_features().flatten()}"
-
-
-_lock = Lock()
-_engines: dict[str, llvm.ExecutionEngine] = {}
-"""Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
-
-
-def register(module: ir.Module) -> str:
-    """Compile a module and register its handler with XLA under the module's name; return that name.
-
-    The handler is the module's function of the same name. If a module of this name is already registered, nothing is
-    done: equal names mean equal code. Several threads may trace steps at once: the first one compiles while the others
-    wait. Object code is stored in JAX's compilation cache, if one is configured; later processes load it from there and
-    skip optimisation and code generation. The engine is kept, as it owns the code.
-    """
-    with _lock:
-        if module.name in _engines:
-            return module.name
-        source, features = str(module), _features().flatten()  # `_features` also registers LLVM's code generator.
-        target, cpu = llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
-        machine = target.create_target_machine(cpu=cpu, features=features, opt=3)  # The engine below frees it.
-        kept_code = _KeptCode(source)
-        parsed = llvm.parse_assembly(source)
-        parsed.verify()
-        if kept_code.code is None:  # Else the engine takes the object code, and optimised text is not needed.
-            passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-            passes.getModulePassManager().run(parsed, passes)
-        engine = llvm.create_mcjit_compiler(parsed, machine)
-        engine.set_object_cache(lambda _, code: kept_code.keep(code), lambda _: kept_code.code)
-        engine.finalize_object()
-        address = ctypes.c_void_p(engine.get_function_address(module.name))
-        jax.ffi.register_ffi_target(module.name, jax.ffi.pycapsule(address), platform="cpu")
-        _engines[module.name] = engine
-    return module.name
-
-
-class _KeptCode:
-    """Object code of a module for this processor, in a file that begins with its checksum."""
-
-    def __init__(self, text: str) -> None:
-        """Read the object code of the module with this source `text` from JAX's compilation cache, if it is there.
-
-        The file's name is a hash of everything that the code depends on: LLVM's version (llvmlite's), the processor and
-        the text. The file holds a SHA-256 checksum of `CHECKSUM_BYTES` and then the code. `code` stays None if no cache
-        is configured, if the file cannot be read, or if the checksum does not match.
-        """
-        name = hashlib.sha256("\0".join((llvmlite.__version__, processor(), text)).encode()).hexdigest()
-        directory = jax.config.values.get("jax_compilation_cache_dir")
-        self._path = Path(directory, f"native_{name}.o") if directory else None
-        self.code: bytes | None = None
-        """The object code; None if the file is missing or damaged."""
-        with contextlib.suppress(OSError):
-            content = self._path.read_bytes() if self._path else b""
-            checksum, code = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
-            self.code = code if checksum == hashlib.sha256(code).digest() else None
-
-    def keep(self, code: bytes) -> None:
-        """Write the object code for later processes, unless it was read from the cache or there is no cache.
-
-        The file appears whole or not at all, since several processes may write it: each writes a file of its own, named
-        by its process id, and renames it. Errors of the file system are ignored: the next process compiles again.
-        """
-        if self._path is None or self.code is not None:
-            return
-        with contextlib.suppress(OSError):
-            new = self._path.with_suffix(f".{os.getpid()}")
-            new.write_bytes(hashlib.sha256(code).digest() + code)
-            new.replace(self._path)
+    return f"{llvm.get_host_cpu_name()} {host_features().flatten()}"

@@ -17,7 +17,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
-from .llvm import F32, I64, Code, constant, declare, lanes_for, register
+from .llvm import F32, I64, Code, constant, declare, lanes_for
+from .registry import register
 from .xla_call import Call, Work, handler
 
 NUM_ACCUMULATORS = 4

@@ -22,7 +22,8 @@ from jax.typing import DTypeLike
 from llvmlite import ir
 
 from . import ffi
-from .llvm import CACHE_LINE, I32, I64, POINTER, Code, declare, register
+from .llvm import CACHE_LINE, I32, I64, POINTER, Code, declare
+from .registry import register
 
 WORDS_OF_LINE = CACHE_LINE // 8
 HOLDERS = 0

@@ -19,8 +19,9 @@ from jaxtyping import Array, Float
 from llvmlite import ir
 
 from ..amx import has_amx_unit
-from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for, register
+from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for
 from ..norms import emit_row_norm
+from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .multiplier import Batches, Multiplier, Panel
 from .panels import DEPTH, PANEL, panels_shape

@@ -13,15 +13,17 @@ Infinities become NaN (∞ − ∞), in their own rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
-from ..llvm import F32, I16, I32, I64, Code, constant
+from ..llvm import F32, I16, I32, I64, Code, constant, declare
+from ..registry import link
 from .multiplier import Batch, Batches, Panel
 from .panels import DEPTH, PANEL
 from .tiles import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, by_tiles
@@ -122,96 +124,148 @@ class PartMultiplier:
         multiplied: a tile that has just been stored could not be loaded at once.
 
         A unit's only batch needs no parts again: two steps' places are used in turn, which stay in the level-1 cache.
+        The loops over K are functions, which all products share.
         """
         build, mul, tools = code.build, code.build.mul, panel.tools
         first_step = mul(block, I64(self.steps_per_block))
         end_step = code.min(build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
-        tile_rows_bytes = self.num_steps * PARTS * TILE_SIZE
-        first_tiles = build.gep(rows, [mul(batch.index, I64(2 * tile_rows_bytes))])
+        row_tiles_bytes = self.num_steps * PARTS * TILE_SIZE
+        first_tiles = build.gep(rows, [mul(batch.index, I64(2 * row_tiles_bytes))])
         place_mask = build.select(batch.is_only, I64(1), I64(-1))
+        addresses = first_tiles, panel.begin, panel.ahead, tools.parts, sums
+        numbers = first_step, end_step, I64(row_tiles_bytes), I64(self.depth), place_mask
+        has_tail = self.depth % DEPTH > 0
 
-        def parts_of(step: ir.Value) -> ir.Value:
-            place = build.and_(build.sub(step, first_step), place_mask)
-            return build.gep(tools.parts, [mul(place, I64(STEP_BYTES))])
+        def call(name: str, emit: Callable[[_Steps], None]) -> None:
+            types = [value.type for value in (*addresses, *numbers)]
+            function = declare(build.module, _link_steps(name, has_tail, types, emit), ir.VoidType(), *types)
+            build.call(function, [*addresses, *numbers])
 
-        def multiply_step(step: ir.Value, num_tiles: int, cuts_panel: bool) -> None:
-            parts, next_step = parts_of(step), build.add(step, I64(1))
+        def multiply_tiles(num_tiles: int) -> None:
+            with build.if_else(batch.is_first) as (first, other):
+                with first:
+                    call(f"cut_{num_tiles}", lambda steps: steps.multiply_tiles(num_tiles, cuts_panel=True))
+                with other:
+                    call(f"multiply_{num_tiles}", lambda steps: steps.multiply_tiles(num_tiles, cuts_panel=False))
+
+        with build.if_else(build.icmp_signed("==", batch.num_rows, I64(1))) as (is_single, has_more):
+            with is_single:
+                call("multiply_row", lambda steps: steps.multiply_row())
+            with has_more:
+                by_tiles(code, batch, multiply_tiles)
+
+
+def _link_steps(name: str, has_tail: bool, types: Sequence[ir.Type], emit: Callable[[_Steps], None]) -> str:
+    """Link a function of its own module whose body `emit` emits; return its name. See `_Steps` for its arguments."""
+    module = ir.Module(f"jpaged_parts_{name}{'_tail' * has_tail}")
+    module.triple = llvm.get_default_triple()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), module.name)
+    code = Code(function)
+    emit(_Steps(code, has_tail, *function.args))
+    code.build.ret_void()
+    return link(module)
+
+
+class _Steps:
+    """Emits a function that multiplies rows by steps `begin` … `end` − 1 of a panel, for any K.
+
+    Sums start at zero if `begin` is 0, else at those in `sums`.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        has_tail: bool,
+        rows: ir.Value,
+        panel: ir.Value,
+        ahead: ir.Value,
+        parts: ir.Value,
+        sums: ir.Value,
+        begin: ir.Value,
+        end: ir.Value,
+        row_tiles_bytes: ir.Value,
+        depth: ir.Value,
+        place_mask: ir.Value,
+    ) -> None:
+        """Keep the arguments: addresses of the rows' tiles, of the panel, of the panel ahead, of the panel's parts and
+        of the sums; the steps; the bytes from one tile of rows to the next; K; and a mask of steps' places in `parts`.
+
+        With `has_tail`, K is no multiple of 32, and zeros take the place of rows of the panel behind the last one.
+        """
+        self.code, self.has_tail = code, has_tail
+        self.rows, self.panel, self.ahead, self.parts, self.sums = rows, panel, ahead, parts, sums
+        self.begin, self.end, self.row_tiles_bytes, self.depth = begin, end, row_tiles_bytes, depth
+        self.place_mask = place_mask
+
+    def multiply_tiles(self, num_tiles: int, *, cuts_panel: bool) -> None:
+        """Multiply one or two tiles of rows by the panel's parts, which are cut first if `cuts_panel`."""
+        code, build = self.code, self.code.build
+        matrix_unit, c = MatrixUnit(code), Matrix(self.sums, I64(4 * PANEL))
+        with build.if_else(build.icmp_signed("==", self.begin, I64(0))) as (is_new, is_begun):
+            with is_new:
+                matrix_unit.clear_sums(num_tiles)
+            with is_begun:
+                matrix_unit.load_sums(c, num_tiles)
+        if cuts_panel:
+            first_parts = self._parts_of(self.begin)
+            code.loop(0, TILE, lambda pair: self._cut_pair(self.begin, pair, first_parts))
+
+        def multiply_step(step: ir.Value) -> None:
+            parts, next_step = self._parts_of(step), build.add(step, I64(1))
             # The last step is cut twice, into the place after its own.
-            step_to_cut, cut_parts = code.min(next_step, build.sub(end_step, I64(1))), parts_of(next_step)
-            rows_of_step = build.gep(first_tiles, [mul(step, I64(PARTS * TILE_SIZE))])
+            step_to_cut, cut_parts = code.min(next_step, build.sub(self.end, I64(1))), self._parts_of(next_step)
+            rows_of_step = build.gep(self.rows, [build.mul(step, I64(PARTS * TILE_SIZE))])
             # Tile i of part p, and the two tiles of part p: a part is a step of these.
-            a = Tiles(rows_of_step, I64(TILE_BYTES), I64(tile_rows_bytes), I64(TILE_SIZE))
+            a = Tiles(rows_of_step, I64(TILE_BYTES), self.row_tiles_bytes, I64(TILE_SIZE))
             b = Tiles(parts, I64(TILE_BYTES), I64(TILE_SIZE), I64(2 * TILE_SIZE))
             row_part, column_part = None, None
             for number, (new_row_part, new_column_part) in enumerate(PRODUCTS):
                 if new_row_part != row_part:
-                    tools.matrix_unit.load_rows(a, num_tiles, I64(new_row_part))
+                    matrix_unit.load_rows(a, num_tiles, I64(new_row_part))
                 if new_column_part != column_part:
-                    tools.matrix_unit.load_columns(b, I64(new_column_part))
-                tools.matrix_unit.add_products(num_tiles)
+                    matrix_unit.load_columns(b, I64(new_column_part))
+                matrix_unit.add_products(num_tiles)
                 row_part, column_part = new_row_part, new_column_part
                 if cuts_panel:
                     # A few pairs between the products: vectors and the matrix unit then work at the same time.
                     for pair in range(number, TILE, len(PRODUCTS)):
-                        self._cut_pair(code, panel, step_to_cut, pair, cut_parts)
+                        self._cut_pair(step_to_cut, I64(pair), cut_parts)
 
-        def multiply_tiles(num_tiles: int) -> None:
-            c = Matrix(sums, I64(4 * PANEL))
-            if self.num_depth_blocks == 1:
-                tools.matrix_unit.clear_sums(num_tiles)
-            else:
-                with build.if_else(build.icmp_signed("==", block, I64(0))) as (is_new, is_begun):
-                    with is_new:
-                        tools.matrix_unit.clear_sums(num_tiles)
-                    with is_begun:
-                        tools.matrix_unit.load_sums(c, num_tiles)
-            with build.if_else(batch.is_first) as (first, other):
-                for branch, cuts_panel in ((first, True), (other, False)):
-                    with branch:
-                        if cuts_panel:
-                            for pair in range(TILE):
-                                self._cut_pair(code, panel, first_step, pair, parts_of(first_step))
-                        body = lambda step, cuts=cuts_panel: multiply_step(step, num_tiles, cuts)  # noqa: E731
-                        code.loop(first_step, end_step, body)
-            tools.matrix_unit.store_sums(c, num_tiles)
+        code.loop(self.begin, self.end, multiply_step)
+        matrix_unit.store_sums(c, num_tiles)
 
-        with build.if_else(build.icmp_signed("==", batch.num_rows, I64(1))) as (is_single, has_more):
-            with is_single:
-                self._multiply_row(code, panel, first_tiles, (first_step, end_step), block, sums)
-            with has_more:
-                by_tiles(code, batch, multiply_tiles)
+    def multiply_row(self) -> None:
+        """Multiply the first row of a tile, in vectors of 16 columns.
 
-    def _multiply_row(
-        self,
-        code: Code,
-        panel: Panel,
-        row: ir.Value,
-        steps: tuple[ir.Value, ir.Value],
-        block: ir.Value,
-        sums: ir.Value,
-    ) -> None:
-        """Multiply the first row of a tile by steps begin … end − 1 of a panel, in vectors of 16 columns.
-
-        `row` is the address of the tile's parts, and `steps` is (begin, end). The sums are those of the instruction
-        TDPBF16PS (Intel's manual, volume 2): the products of a step's even values of K are added one by one with one
-        rounding each, those of the odd values too, then both sums, and their sum is added to the total. Numbers too
-        small for a normal float32 count as 0.
+        The sums are those of the instruction TDPBF16PS (Intel's manual, volume 2): the products of a step's even values
+        of K are added one by one with one rounding each, those of the odd values too, then both sums, and their sum is
+        added to the total. Numbers too small for a normal float32 count as 0.
         """
-        build, mul, (begin, end) = code.build, code.build.mul, steps
+        code, build, mul = self.code, self.code.build, self.code.build.mul
         vector_type, halves = ir.VectorType(F32, TILE), range(PANEL // TILE)
         zeros = constant(vector_type, 0.0)
+        row_parts = code.allocate(F32, MAX_STEPS_PER_BLOCK * 2 * PARTS * TILE)
+
+        def expand_step(step: ir.Value) -> None:
+            """Store the parts of the row's values of a step as float32: for each part the even ones, then the odd."""
+            for part in range(PARTS):
+                offset = build.add(mul(step, I64(PARTS * TILE_SIZE // 4)), I64(part * TILE_SIZE // 4))
+                words = code.load_vector(self.rows, offset, I32, TILE)
+                for odd in range(2):
+                    target = build.add(mul(build.sub(step, self.begin), I64(2 * PARTS)), I64(2 * part + odd))
+                    code.store_vector(code.half(words, odd), row_parts, mul(target, I64(TILE)))
 
         def add_pair(pair: ir.Value, step: ir.Value, partial_sums: Sequence[ir.Value]) -> list[ir.Value]:
             """Return the sums of a step, by half, product and even or odd K, with one pair of K added."""
             value = build.add(mul(step, I64(DEPTH)), mul(pair, I64(2)))
-            code.prefetch(panel.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
+            code.prefetch(self.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
             new_sums = list(partial_sums)
             for odd in range(2):
-                first_factor = build.add(mul(build.sub(step, begin), I64(2 * PARTS * TILE)), pair)
+                first_factor = build.add(mul(build.sub(step, self.begin), I64(2 * PARTS * TILE)), pair)
                 offsets = (build.add(first_factor, I64((2 * part + odd) * TILE)) for part in range(PARTS))
                 factors = [code.broadcast(code.load(row_parts, offset, F32), TILE) for offset in offsets]
                 for half in halves:
-                    columns = _parts(code, self._load(code, panel, build.add(value, I64(odd)), half))
+                    columns = _parts(code, self._load(build.add(value, I64(odd)), half))
                     for product, (row_part, column_part) in enumerate(PRODUCTS):
                         index = (half * len(PRODUCTS) + product) * 2 + odd
                         new_sums[index] = code.add_product(factors[row_part], columns[column_part], new_sums[index])
@@ -226,47 +280,42 @@ class PartMultiplier:
                 new_totals[half] = build.fadd(new_totals[half], build.fadd(step_sums[index], step_sums[index + 1]))
             return new_totals
 
-        row_parts = code.allocate(F32, self.steps_per_block * 2 * PARTS * TILE)
-
-        def expand_step(step: ir.Value) -> None:
-            """Store the parts of the row's values of a step as float32: for each part the even ones, then the odd."""
-            for part in range(PARTS):
-                offset = build.add(mul(step, I64(PARTS * TILE_SIZE // 4)), I64(part * TILE_SIZE // 4))
-                words = code.load_vector(row, offset, I32, TILE)
-                for odd in range(2):
-                    target = build.add(mul(build.sub(step, begin), I64(2 * PARTS)), I64(2 * part + odd))
-                    code.store_vector(code.half(words, odd), row_parts, mul(target, I64(TILE)))
-
-        code.loop(begin, end, expand_step)
-        is_new = build.icmp_signed("==", block, I64(0))
-        stored = [code.load_vector(sums, I64(TILE * half), F32, TILE) for half in halves]
+        code.loop(self.begin, self.end, expand_step)
+        is_new = build.icmp_signed("==", self.begin, I64(0))
+        stored = [code.load_vector(self.sums, I64(TILE * half), F32, TILE) for half in halves]
+        old_totals = [build.select(is_new, zeros, old) for old in stored]
         with code.flushed_denormals():
-            totals = code.loop(begin, end, add_step, carried=[build.select(is_new, zeros, old) for old in stored])
+            totals = code.loop(self.begin, self.end, add_step, carried=old_totals)
         for half, total in zip(halves, totals, strict=True):
-            code.store_vector(total, sums, I64(TILE * half))
+            code.store_vector(total, self.sums, I64(TILE * half))
 
-    def _cut_pair(self, code: Code, panel: Panel, step: ir.Value, pair: int, parts: ir.Value) -> None:
+    def _parts_of(self, step: ir.Value) -> ir.Value:
+        """Return the address of the parts of a step of the panel."""
+        build = self.code.build
+        place = build.and_(build.sub(step, self.begin), self.place_mask)
+        return build.gep(self.parts, [build.mul(place, I64(STEP_BYTES))])
+
+    def _cut_pair(self, step: ir.Value, pair: ir.Value, parts: ir.Value) -> None:
         """Emit the cut of a pair of K of a step into parts, and the prefetch of that pair of the panel ahead."""
-        build, mul = code.build, code.build.mul
-        values = [build.add(mul(step, I64(DEPTH)), I64(2 * pair + i)) for i in range(2)]
-        code.prefetch(panel.ahead, mul(values[0], I64(PANEL)), F32, 2 * PANEL)
+        code, build = self.code, self.code.build
+        first_value = build.add(build.mul(step, I64(DEPTH)), build.mul(pair, I64(2)))
+        values = first_value, build.add(first_value, I64(1))
+        code.prefetch(self.ahead, build.mul(first_value, I64(PANEL)), F32, 2 * PANEL)
         for half in range(2):
-            first_parts, second_parts = (_parts(code, self._load(code, panel, value, half)) for value in values)
+            first_parts, second_parts = (_parts(code, self._load(value, half)) for value in values)
             for part, parts_of_pair in enumerate(zip(first_parts, second_parts, strict=True)):
                 first, second = (build.bitcast(number, ir.VectorType(I32, TILE)) for number in parts_of_pair)
                 words = build.or_(build.lshr(first, constant(first.type, 16)), second)
-                code.store_vector(words, parts, I64(((2 * part + half) * TILE + pair) * TILE))
+                offset = build.add(build.mul(pair, I64(TILE)), I64((2 * part + half) * TILE_SIZE // 4))
+                code.store_vector(words, parts, offset)
 
-    def _load(self, code: Code, panel: Panel, value: ir.Value, half: int) -> ir.Value:
-        """Return 16 columns of row `value` of K of a panel: the first ones or, in half 1, the others.
-
-        If K is no multiple of 32, zeros take the place of rows behind the last one.
-        """
-        build = code.build
-        is_there = build.icmp_signed("<", value, I64(self.depth))
-        row = value if self.depth % DEPTH == 0 else build.select(is_there, value, I64(0))
-        loaded = code.load_vector(panel.begin, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
-        return loaded if row is value else build.select(is_there, loaded, constant(loaded.type, 0.0))
+    def _load(self, value: ir.Value, half: int) -> ir.Value:
+        """Return 16 columns of row `value` of K of the panel: the first ones or, in half 1, the others."""
+        code, build = self.code, self.code.build
+        is_there = build.icmp_signed("<", value, self.depth)
+        row = build.select(is_there, value, I64(0)) if self.has_tail else value
+        loaded = code.load_vector(self.panel, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
+        return build.select(is_there, loaded, constant(loaded.type, 0.0)) if self.has_tail else loaded
 
 
 def _parts(code: Code, values: ir.Value) -> list[ir.Value]:

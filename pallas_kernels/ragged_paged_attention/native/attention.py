@@ -26,7 +26,8 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from ...native.amx import has_amx_unit
-from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_avx512, register
+from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_avx512
+from ...native.registry import register
 from ...native.xla_call import Buffer, Call, Work, handler
 from ..tile_plan import PlanSections
 from .pages import NativePages, as_words

@@ -20,7 +20,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ...native.llvm import F32, I16, I32, I64, Code, register
+from ...native.llvm import F32, I16, I32, I64, Code
+from ...native.registry import register
 from ...native.xla_call import Call, Work, handler
 from ..layer_pages import LayerPages
 

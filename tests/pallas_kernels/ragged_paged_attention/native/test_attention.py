@@ -17,7 +17,8 @@ from llvmlite import ir
 
 from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.amx import has_amx_unit
-from jpaged.pallas_kernels.native.llvm import F32, I64, LOG2_E, Code, register
+from jpaged.pallas_kernels.native.llvm import F32, I64, LOG2_E, Code
+from jpaged.pallas_kernels.native.registry import register
 from jpaged.pallas_kernels.native.xla_call import Call, Work, handler
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention
