@@ -16,15 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ..pallas_kernels.layer_ops import Product, RowNorm, scaled
+from ..pallas_kernels.layer_ops import Heads, Product, RowNorm, scaled
 from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
+from ..pallas_kernels.rotation import Rotation
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
 from .fields import Fields
 from .inputs import ModelInputs
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
 from .recipe import Source
-from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
+from .rope import attention_factor, inverse_frequencies, rotation_at
 
 
 class QKV(NamedTuple):
@@ -81,22 +82,19 @@ class Attention(nnx.Module):
         queries and K of keys and values. Queries and keys are normed if the model has such norms, and then rotated
         unless `rotation` is None; values are neither normed nor rotated.
         """
-        queries, keys, values = self.qkv_proj(x_TD, norm)
-        q_TNH, k_TKH = self._by_head(queries, self.q_norm), self._by_head(keys, self.k_norm)
-        v_TKH = values.reshape(values.shape[0], -1, self.head_size)
-        if rotation is None:
-            return QKV(q_TNH, k_TKH, v_TKH)
-        return QKV(rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH)
+        if self.norms_all_heads:
+            queries, keys, values = self.qkv_proj(x_TD, norm)
+            q_TNH, k_TKH = self._by_head(self.q_norm(queries)), self._by_head(self.k_norm(keys))
+            if rotation is not None:
+                q_TNH, k_TKH = rotation.apply(q_TNH), rotation.apply(k_TKH)
+            return QKV(q_TNH, k_TKH, self._by_head(values))
+        norms = tuple(None if each is None else each.as_row_norm() for each in (self.q_norm, self.k_norm))
+        heads = Heads(self.head_size, rotation, norms)
+        return QKV(*map(self._by_head, self.qkv_proj(x_TD, norm, heads)))
 
-    def _by_head(self, x: Float[Array, "T NH"], norm: Any) -> Float[Array, "T N H"]:
-        """Return queries or keys `x` [T, heads × head size] as [T, heads, head size], normed unless `norm` is None.
-
-        A norm over all heads is applied before the split into heads, and a norm of each head after it.
-        """
-        if norm is not None and self.norms_all_heads:
-            x = norm(x)
-        x_TNH = x.reshape(x.shape[0], -1, self.head_size)
-        return x_TNH if norm is None or self.norms_all_heads else norm(x_TNH)
+    def _by_head(self, x: Float[Array, "T NH"]) -> Float[Array, "T N H"]:
+        """Return queries, keys or values `x` [T, heads × head size] as [T, heads, head size]."""
+        return x.reshape(x.shape[0], -1, self.head_size)
 
 
 class GatedMLP(nnx.Module):

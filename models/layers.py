@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps, Product, RowNorm
+from ..pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm
 from .config.shares import Run
 
 Axes = tuple[str | None, ...]
@@ -122,12 +122,15 @@ class FusedLinear(nnx.Module):
         self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
         self.sizes, self.num_shards = tuple(size for _, size in parts), make.num_shards
 
-    def __call__(self, x: Float[Array, "T I"], norm: RowNorm | None = None) -> list[Float[Array, "T P"]]:
+    def __call__(
+        self, x: Float[Array, "T I"], norm: RowNorm | None = None, heads: Heads | None = None
+    ) -> list[Float[Array, "T P"]]:
         """Return the outputs of each part, [T, outputs], as separate projections would give them, in x's dtype.
 
-        The rows of x are normed first if there is a `norm`.
+        The rows of x are normed first if there is a `norm`, and heads of the first parts are normed and rotated as
+        `heads` says.
         """
-        return self.weight.ops.chain(x, [self.as_product(norm=norm)])
+        return self.weight.ops.chain(x, [self.as_product(norm=norm, heads=heads)])
 
     def as_product(self, **ends: Any) -> Product:
         """Return the projections as a product of a chain; `ends` are fields of `Product`, such as its norm."""

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .activations import ACTIVATIONS
+from .rotation import Rotation
 
 Bounds = tuple[int, int]
 """Start and stop of a slice."""
@@ -36,6 +37,16 @@ class RowNorm:
     bias: Float[Array, " D"] | None = None
     in_float32: bool = False
     """Whether an RMS norm multiplies by its weight in float32 too, and not in the dtype of the rows."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What becomes of the heads in the first parts of a product: a norm of each head, then a rotation."""
+
+    head_size: int
+    rotation: Rotation | None
+    norms: tuple[RowNorm | None, ...]
+    """The norm of the heads of each of the first parts, [head size]; None for a part without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +67,8 @@ class Product:
     """Name of the activation of the results."""
     is_gated: bool = False
     """The two `parts` are gates and what they gate: the results are activation(gate) × other."""
+    heads: Heads | None = None
+    """What becomes of heads in the results, which are not added to the stream."""
     adds_to_stream: bool = False
     """The results are added to the residual stream, and the new stream is what the next product reads."""
     norm_behind: RowNorm | None = None
@@ -156,6 +169,8 @@ class LayerOps:
             if each.is_gated:
                 gate, gated = results
                 results = [gate * gated]
+            if each.heads is not None:
+                results = self.finish_heads(results, each.heads)
             if each.adds_to_stream:
                 assert stream is not None, "a chain that adds to the stream is given it"
                 (added,) = results
@@ -163,6 +178,16 @@ class LayerOps:
                 stream = stream + scaled(normed, each.scale)
                 results = [stream]
         return results
+
+    def finish_heads(self, parts: Sequence[Float[Array, "R P"]], heads: Heads) -> list[Float[Array, "R P"]]:
+        """Return the parts of a product, with each head of the first ones normed and rotated."""
+        finished = list(parts)
+        for index, norm in enumerate(heads.norms):
+            by_head = finished[index].reshape(finished[index].shape[0], -1, heads.head_size)
+            normed = by_head if norm is None else self.norm(by_head, norm)
+            rotated = normed if heads.rotation is None else heads.rotation.apply(normed)
+            finished[index] = rotated.reshape(finished[index].shape)
+        return finished
 
     def uninitialized(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return an array whose elements may hold anything. XLA fills it with zeros on a CPU."""

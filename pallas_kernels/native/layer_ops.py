@@ -12,12 +12,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..layer_ops import Bounds, LayerOps, Product, RowNorm, RowWriter, split_parts
+from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, split_parts
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS
 from .products.chain import check_panels, multiplier_for, product, run_chain
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
-from .products.stages import Stage
+from .products.stages import HeadShape, Stage
 from .xla_call import uninitialized
 
 
@@ -93,6 +93,7 @@ class NativeOps(LayerOps):
                     has_bias=each.bias is not None,
                     activation=each.activation,
                     is_gated=each.is_gated,
+                    heads=_head_shape(each.heads, parts),
                     norm_behind=_norm_kind(each.norm_behind),
                     adds=each.adds_to_stream,
                     scale=each.scale,
@@ -100,6 +101,7 @@ class NativeOps(LayerOps):
             )
             biases = [] if each.bias is None else [each.bias.astype(jnp.float32)]
             weights += [each.weight, *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
+            weights += _head_arrays(each.heads) if stages[-1].heads else []
             depth = num_results
         old_stream = None if stream is None else stream.astype(jnp.float32)
         outputs = [x.astype(rows.dtype) for x in run_chain(stages, rows.astype(jnp.float32), old_stream, weights)]
@@ -109,8 +111,10 @@ class NativeOps(LayerOps):
             return [outputs[0]], stream
         results = outputs[-len(stages[-1].parts) :]
         # Parts that are not whole panels are cut from one result.
-        is_cut = len(last.parts) > len(results) and not last.is_gated
-        return split_parts(results[0], last.parts, 1) if is_cut else results, stream
+        if len(last.parts) > len(results) and not last.is_gated:
+            results = split_parts(results[0], last.parts, 1)
+            results = results if last.heads is None else self.finish_heads(results, last.heads)
+        return results, stream
 
     def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         return columns_of(weight, ids, num_in)
@@ -171,3 +175,21 @@ def _norm_vectors(norm: RowNorm | None) -> list[Array]:
     if norm is None:
         return []
     return [vector.astype(jnp.float32) for vector in (norm.weight, norm.bias) if vector is not None]
+
+
+def _head_shape(heads: Heads | None, parts: tuple[int, ...]) -> HeadShape | None:
+    """Return what native code does with the heads of these outputs; None if nothing, or if they are not apart."""
+    if heads is None or len(parts) < len(heads.norms):
+        return None
+    num_rotated = 0 if heads.rotation is None else 2 * heads.rotation.cos.shape[-1]
+    norms = tuple(map(_norm_kind, heads.norms))
+    return HeadShape(heads.head_size, num_rotated, norms) if num_rotated or any(norms) else None
+
+
+def _head_arrays(heads: Heads | None) -> list[Array]:
+    """Return the arrays that `HeadShape` counts, float32: cosines and sines, and the vectors of the norms."""
+    if heads is None:
+        return []
+    rotation = [] if heads.rotation is None else [heads.rotation.cos, heads.rotation.sin]
+    angles = [x.astype(jnp.float32).reshape(x.shape[0], -1) for x in rotation]
+    return [*angles, *(vector for norm in heads.norms for vector in _norm_vectors(norm))]

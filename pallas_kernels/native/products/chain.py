@@ -23,6 +23,7 @@ from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_fo
 from ..norms import emit_row_norm
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
+from .heads import finish_heads
 from .multiplier import Batches, Multiplier, Panel
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
@@ -40,7 +41,8 @@ def run_chain(
 ) -> list[Array]:
     """Return the outputs of a chain of products: the new stream if a stage adds to it, and the last stage's parts.
 
-    `weights` are, for each stage, its panels, its bias if it has one, and the vectors of its norms. Native code checks
+    `weights` are, for each stage, its panels, its bias if it has one, the vectors of its norms, and the arrays of its
+    heads. Native code checks
     no arguments, so this raises ValueError for rows, stream, norms or biases that are not float32. R is at least 1.
     """
     for array in (rows, *([] if stream is None else [stream])):
@@ -115,7 +117,7 @@ def _handler(stages: tuple[Stage, ...]) -> str:
 
     adds = any(stage.adds for stage in stages)
     num_vectors = [
-        int(stage.has_bias) + sum(norm.num_vectors for norm in (stage.norm, stage.norm_behind) if norm)
+        stage.has_bias + sum(each.num_vectors for each in (stage.norm, stage.norm_behind, stage.heads) if each)
         for stage in stages
     ]
     num_args = 1 + adds + len(stages) + sum(num_vectors)
@@ -134,8 +136,8 @@ class Phase(NamedTuple):
 
 
 def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
-    """Yield the phases of stage `index`: its rows are packed, unless the stage before has done so; the product; and the
-    norm behind it."""
+    """Yield the phases of stage `index`: its rows are packed, unless the stage before has done so; the product; what
+    becomes of heads; and the norm behind it."""
     stage = stages[index]
     if index == 0 or stages[index - 1].adds:
         yield Phase(units_of_rows, lambda code, data, unit: _pack_rows(code, stages, index, data, unit))
@@ -146,6 +148,8 @@ def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
         return code.build.mul(num_blocks, I64(stage.num_panels))
 
     yield Phase(units_of_product, lambda code, data, unit: _multiply(code, stages, index, data, unit))
+    if stage.heads is not None:
+        yield Phase(units_of_rows, lambda code, data, unit: finish_heads(code, stages, index, data, unit))
     if stage.norm_behind is not None:
         yield Phase(units_of_rows, lambda code, data, unit: add_normed_rows(code, stages, index, data, unit))
 

@@ -17,6 +17,28 @@ ROWS_OF_UNIT = 4
 """Rows that a unit of work packs or norms."""
 
 
+class HeadShape(NamedTuple):
+    """What becomes of the heads in the first outputs of a stage: a norm of each head, then a rotation."""
+
+    size: int
+    """Lanes of a head."""
+    num_rotated: int
+    """Lanes that are rotated, the first ones of a head; 0 for none."""
+    norms: tuple[NormKind | None, ...]
+    """The norm of the heads in each of these outputs."""
+
+    @property
+    def num_vectors(self) -> int:
+        """Return how many arrays there are for it: cosines and sines, and the vectors of the norms."""
+        return 2 * (self.num_rotated > 0) + sum(norm.num_vectors for norm in self.norms if norm)
+
+    @property
+    def name(self) -> str:
+        """Return it as part of a handler's name."""
+        norms = (f"{norm.name}{norm.eps.hex()}" if norm else "plain" for norm in self.norms)
+        return "_".join(["heads", str(self.size), str(self.num_rotated), *norms])
+
+
 @dataclass(frozen=True)
 class Stage:
     """What code is compiled for, of one product of a chain."""
@@ -36,6 +58,8 @@ class Stage:
     """W's columns are those of gates and then those that are gated: the results are activation(gate) × other."""
     norm_behind: NormKind | None = None
     """The norm of results before they are added to the stream."""
+    heads: HeadShape | None = None
+    """What becomes of the heads in the first outputs."""
     adds: bool = False
     """The results are added to the stream, which is also what the next product reads."""
     scale: float = 1.0
@@ -51,13 +75,9 @@ class Stage:
         """Return the stage as part of a handler's name."""
         norms = [norm and f"{norm.name}{norm.eps.hex()}" for norm in (self.norm, self.norm_behind)]
         flags = [("bias", self.has_bias), ("gated", self.is_gated), ("adds", self.adds)]
-        words = [
-            self.multiplier.name,
-            *norms,
-            self.activation,
-            *(name for name, is_set in flags if is_set),
-            *self.parts,
-        ]
+        heads = self.heads and self.heads.name
+        set_flags = (name for name, is_set in flags if is_set)
+        words = [self.multiplier.name, *norms, self.activation, *set_flags, *self.parts, heads]
         scale = [] if self.scale == 1.0 else [self.scale.hex()]
         return "_".join([f"{self.depth}x{self.num_results}", *(str(word) for word in words if word), *scale])
 
@@ -70,6 +90,8 @@ class StageData(NamedTuple):
     norm: list[ir.Value]
     norm_behind: list[ir.Value]
     """Vectors of both norms."""
+    heads: list[ir.Value]
+    """Cosines and sines, float32 [R, rotated lanes ÷ 2], if heads are rotated, then the vectors of their norms."""
     packed: ir.Value
     """The rows as the multiplier reads them."""
     results: ir.Value | None
@@ -108,12 +130,12 @@ def chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData
     for stage in stages:
         weight, bias = next(following), take_if(stage.has_bias)
         norms = [take(norm.num_vectors if norm else 0) for norm in (stage.norm, stage.norm_behind)]
-        weights.append((weight, bias, norms))
+        weights.append((weight, bias, norms, take(stage.heads.num_vectors if stage.heads else 0)))
     stream, outputs = take_if(adds), take(len(stages[-1].parts))
     data = []
-    for stage, (weight, bias, (norm, norm_behind)) in zip(stages, weights, strict=True):
+    for stage, (weight, bias, (norm, norm_behind), heads) in zip(stages, weights, strict=True):
         packed, results = next(following), take_if(stage.norm_behind is not None)
-        data.append(StageData(weight, bias, norm, norm_behind, packed, results))
+        data.append(StageData(weight, bias, norm, norm_behind, heads, packed, results))
     return ChainData(num_threads, num_rows, rows, old_stream, stream, outputs, data)
 
 

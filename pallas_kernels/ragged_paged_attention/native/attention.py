@@ -16,6 +16,7 @@ finite values: a later token's value has weight 0 for the earlier tokens of its 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_
 from ...native.registry import register
 from ...native.xla_call import Buffer, Call, Work, handler
 from ..tile_plan import PlanSections
-from .pages import NativePages, as_words
+from .pages import NativePages
 from .queries import PageBlock, Shape
 from .query_tiles import TiledQueries
 from .query_vectors import VectorQueries
@@ -73,6 +74,7 @@ def attend_tiles(
         group_size=group_size,
         head_size=head_size,
         page_size=pages.page_size,
+        scale=float(pages.options.scale),
         window=pages.options.window,
         soft_cap=pages.options.soft_cap,
         has_sinks=sinks is not None,
@@ -81,11 +83,10 @@ def attend_tiles(
         has_avx512_bf16=host_has("avx512bf16"),
         has_amx=has_amx_unit(),
     )
-    # The matrix unit's scores are in units of ln 2.
-    unit = LOG2_E if TiledQueries.takes(shape) else 1.0
-    sinks = None if sinks is None else sinks * unit
-    queries = as_words(q.astype(jnp.float32) * (pages.options.scale * unit), is_bf16_packed=pages.is_bf16_packed)
-    arrays = [queries, pages.keys, pages.values, tables, positions, pages.first_page[None]]
+    if TiledQueries.takes(shape):  # The matrix unit's scores are in units of ln 2.
+        shape = replace(shape, scale=shape.scale * LOG2_E)
+        sinks = None if sinks is None else sinks * LOG2_E
+    arrays = [q.astype(jnp.float32), pages.keys, pages.values, tables, positions, pages.first_page[None]]
     # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles. All decode rows count
     # here, but the own tile of a row in a shared tile is empty: `num_shared_pages` [R] is above 0 for such a row.
     counts = jnp.stack([plan.num_shared_tiles[0], num_decode_rows, plan.num_query_tiles[0]])
@@ -101,7 +102,7 @@ class TileArguments(NamedTuple):
     """Values that `prepare` hands to `body`: addresses of the arguments' and the result's data, then int64 numbers."""
 
     queries: ir.Value
-    """[T, K, G, key words] scaled queries."""
+    """float32 [T, K, G, H] queries."""
     keys: ir.Value
     values: ir.Value
     """Keys and values of all layers, see `pages`."""

@@ -20,7 +20,7 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ...native.llvm import F32, I16, I32, I64, Code
+from ...native.llvm import F32, I16, I32, I64, LONG_LANES, Code, host_has, lanes_for
 from ...native.registry import register
 from ...native.xla_call import Call, Work, handler
 from ..layer_pages import LayerPages
@@ -79,30 +79,22 @@ def pages_shapes(
     return (num_pages, num_kv_heads, key_words, page_size), (num_pages, num_kv_heads, value_words, head_size)
 
 
-def as_words(x: Float[Array, "*rows H"], *, is_bf16_packed: bool) -> Float[Array, "*rows H2"]:
-    """Return x as native code reads it by the word: float32, or bfloat16 padded with a zero to an even number."""
-    if not is_bf16_packed:
-        return x.astype(jnp.float32)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)]).astype(jnp.bfloat16)
-
-
 def write_pages(
     pages: NativePages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
 ) -> tuple[Array, Array]:
     """Write k and v into `slots` of the layer by native code; return the new keys and values of all layers.
 
     Token t's key and value for all K heads go to slot `slots[t]`. A slot is page × page size + offset, and pages are
-    counted within the layer; slots are not checked. k and v are first converted to the dtype of the pages. The results
+    counted within the layer; slots are not checked. k and v are rounded to the dtype of the pages. The results
     reuse the memory of `pages.keys` and `pages.values`, so that no page is copied unless these are used later. Raises
     ValueError if these arrays do not fit the heads of `k`.
     """
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
-    stored_dtype = jnp.dtype(jnp.bfloat16) if pages.is_bf16_packed else pages.keys.dtype
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
     name = _write_handler(pages.is_bf16_packed, num_kv_heads, head_size, pages.page_size)
     call = ffi_call(name, shapes, input_output_aliases={0: 0, 1: 1})
-    new_kv = k.astype(stored_dtype), v.astype(stored_dtype)
+    new_kv = k.astype(jnp.float32), v.astype(jnp.float32)
     keys, values = call(pages.keys, pages.values, *new_kv, slots, pages.first_page[None])
     return keys, values
 
@@ -115,7 +107,8 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
     key share word w, and the values of slots 2w and 2w + 1 share the words of row w: those of slot 5 are the upper
     halves of row 2.
     """
-    element_type = I16 if is_bf16_packed else F32
+    element_type, word_type = (I16, I32) if is_bf16_packed else (F32, F32)
+    has_avx512_bf16 = is_bf16_packed and host_has("avx512bf16")
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
@@ -140,21 +133,23 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         build, add, mul = code.build, code.build.add, code.build.mul
         begin = mul(unit, tokens_per_unit)
 
-        def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
-            """Load word `word` of the key whose first number is element `source` of k.
+        # The key and the value of one token and head, in the dtype of the pages. A key of an odd head size ends with a
+        # word whose upper half is zero.
+        rounded_key, rounded_value = (code.allocate(I32, head_size) for _ in range(2))
+        code.store(I32(0), rounded_key, key_words - 1)
+        lanes = lanes_for(head_size)
 
-            It is one float32, or the pair of bfloat16 numbers 2 × `word` (lower half) and 2 × `word` + 1 (upper half).
-            """
-            if not is_bf16_packed:
-                return code.load(k, add(source, word), F32)
-            element = add(source, mul(word, I64(2)))
-            low_half = build.zext(code.load(k, element, I16), I32)
-            # With an odd head size the last word holds one number, and its upper half is zero. To avoid a branch, the
-            # first number is then loaded a second time, and is not used.
-            has_second = build.icmp_signed("<", mul(word, I64(2)), I64(head_size - 1))
-            second = code.load(k, build.select(has_second, add(element, I64(1)), element), I16)
-            high_half = build.select(has_second, build.zext(second, I32), I32(0))
-            return build.or_(low_half, build.shl(high_half, I32(16)))
+        def round_head(x: ir.Value, source: ir.Value, target: ir.Value) -> None:
+            """Copy a head of a token from element `source` of x, float32, rounded to the dtype of the pages."""
+
+            def round_lanes(lane: ir.Value) -> None:
+                numbers = code.load_vector(x, add(source, lane), F32, lanes)
+                if is_bf16_packed:
+                    code.store_rounded(numbers, target, lane, has_avx512_bf16=has_avx512_bf16 and lanes == LONG_LANES)
+                else:
+                    code.store_vector(numbers, target, lane)
+
+            code.loop(0, head_size, round_lanes, step=lanes)
 
         def write(token: ir.Value) -> None:
             """Write a token's key and value into its slot, for every KV head.
@@ -168,20 +163,22 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
             page_head = mul(add(first_page, page), I64(num_kv_heads))
             for head in range(num_kv_heads):
                 source, page_head_index = add(token_offset, I64(head * head_size)), add(page_head, I64(head))
+                round_head(k, source, rounded_key)
+                round_head(v, source, rounded_value)
                 key_target = add(mul(page_head_index, I64(key_words * page_size)), slot_in_page)
                 value_target = mul(page_head_index, I64(value_words * head_size))
 
                 # The defaults bind this head's offsets.
-                def write_key(word: ir.Value, source: ir.Value = source, target: ir.Value = key_target) -> None:
-                    code.store(key_word(source, word), keys, add(target, mul(word, I64(page_size))))
+                def write_key(word: ir.Value, target: ir.Value = key_target) -> None:
+                    code.store(code.load(rounded_key, word, word_type), keys, add(target, mul(word, I64(page_size))))
 
-                def write_value(lane: ir.Value, source: ir.Value = source, target: ir.Value = value_target) -> None:
+                def write_value(lane: ir.Value, target: ir.Value = value_target) -> None:
                     if is_bf16_packed:
                         value_offset = add(mul(build.sdiv(slot_in_page, I64(2)), I64(head_size)), lane)
                         element = add(mul(add(target, value_offset), I64(2)), build.srem(slot_in_page, I64(2)))
                     else:
                         element = add(target, add(mul(slot_in_page, I64(head_size)), lane))
-                    code.store(code.load(v, add(source, lane), element_type), values, element)
+                    code.store(code.load(rounded_value, lane, element_type), values, element)
 
                 code.loop(0, key_words, write_key)
                 code.loop(0, head_size, write_value)

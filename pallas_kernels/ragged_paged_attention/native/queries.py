@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
+from ...native.llvm import F32, I16, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
 from .pages import words_of
 
@@ -52,6 +52,8 @@ class Shape:
     """Query heads per KV head."""
     head_size: int
     page_size: int
+    scale: float
+    """Factor of queries."""
     window: int | None
     soft_cap: float | None
     has_sinks: bool
@@ -201,7 +203,8 @@ class Queries:
     def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
         """Emit code that copies the G queries of token i and KV head `head` into the tile, and starts their softmax.
 
-        `q` holds all queries of the step, [T, K, G, words], a word being one float32 or two bfloat16. Value sums start
+        `q` holds all queries of the step, float32 [T, K, G, H], which are multiplied by the scale and rounded to the
+        dtype of the pages. Value sums start
         at 0, the running maximum at a finite minimum and the weight sum at 0. With attention sinks, whose logits
         `sinks` [K, G] holds, a sink counts as a first key with value zero: its logit is the first maximum, and the
         weight sum starts at 1.
@@ -217,12 +220,28 @@ class Queries:
             code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.weight_sums, query)
 
         code.loop(0, shape.group_size, start_query)
-        source, target = (build.mul(x, I64(shape.key_words)) for x in (self.first_query_of_token(i, head), first_query))
+        first_source = self.first_query_of_token(i, head)
+        # In bfloat16 a query of an odd head size ends with a zero.
+        stored_size = 2 * shape.key_words if shape.is_bf16_packed else shape.head_size
 
-        def copy_word(word: ir.Value) -> None:
-            code.store(code.load(q, build.add(source, word), self.word), self.queries, build.add(target, word))
+        def copy_query(query_head: ir.Value) -> None:
+            source = build.mul(build.add(first_source, query_head), I64(shape.head_size))
+            target = build.mul(build.add(first_query, query_head), I64(stored_size))
 
-        code.loop(0, shape.group_size * shape.key_words, copy_word)
+            def copy_lanes(lane: ir.Value) -> None:
+                values = code.load_vector(q, build.add(source, lane), F32, self.head_lanes)
+                scaled = build.fmul(values, constant(values.type, shape.scale))
+                if shape.is_bf16_packed:
+                    has_rounding = self._fills_avx512(self.head_lanes)
+                    code.store_rounded(scaled, self.queries, build.add(target, lane), has_avx512_bf16=has_rounding)
+                else:
+                    code.store_vector(scaled, self.queries, build.add(target, lane))
+
+            code.loop(0, shape.head_size, copy_lanes, step=self.head_lanes)
+            if stored_size > shape.head_size:
+                code.store(I16(0), self.queries, build.add(target, I64(shape.head_size)))
+
+        code.loop(0, shape.group_size, copy_query)
         zeros = constant(ir.VectorType(F32, self.head_lanes), 0.0)
         first_sum = build.mul(first_query, I64(shape.head_size))
 

@@ -16,7 +16,7 @@ from jpaged.pallas_kernels.native.norms import NormKind
 from jpaged.pallas_kernels.native.products import chain, parts
 from jpaged.pallas_kernels.native.products.multiplier import Multiplier
 from jpaged.pallas_kernels.native.products.parts import PartMultiplier
-from jpaged.pallas_kernels.native.products.stages import Stage
+from jpaged.pallas_kernels.native.products.stages import HeadShape, Stage
 from jpaged.pallas_kernels.native.products.tiles import TileMultiplier
 from jpaged.pallas_kernels.native.products.vectors import VectorMultiplier
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
@@ -162,7 +162,7 @@ def layer_of(multiplier: Callable[[int], Multiplier]) -> tuple[Stage, ...]:
         Stage(multiplier(40), 40, 96, has_bias=True, adds=True, norm_behind=norm, scale=0.5),
         Stage(multiplier(96), 96, 64, norm=centered, activation="gelu_new", is_gated=True),
         Stage(multiplier(64), 64, 96, adds=True),
-        Stage(multiplier(96), 96, 70, norm=norm, parts=(70,)),
+        Stage(multiplier(96), 96, 128, parts=(64, 32, 32), heads=HeadShape(32, 24, (norm, None))),
     )
 
 
@@ -193,6 +193,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                     group_size=3,
                     head_size=64,
                     page_size=page_size,
+                    scale=0.125,
                     window=window,
                     soft_cap=soft_cap,
                     has_sinks=window is not None,

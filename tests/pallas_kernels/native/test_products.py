@@ -1,6 +1,7 @@
 """Native products on a CPU: numbers, shapes, chains, the same bits beside any other rows, panels, who uses them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ import pytest
 from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
-from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps, Product, RowNorm
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm
 from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.products import chain
 from jpaged.pallas_kernels.native.products.chain import product
 from jpaged.pallas_kernels.native.products.panels import columns_of, empty_panels, fill_panels, panels_shape
+from jpaged.pallas_kernels.rotation import Rotation
 
 DTYPES = "float32", "bfloat16"
 TOLERANCES: dict[str, Any] = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "bfloat16": {"rtol": 0.05, "atol": 0.05}}
@@ -103,6 +105,9 @@ def norm(kind: str | None) -> RowNorm | None:
 
 CHAINS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "heads": {"has_head_norms": True, "num_rotated": 24},
+    "heads that are not whole panels": {"head_size": 20, "has_head_norms": True, "num_rotated": 20},
+    "heads without a rotation": {"has_head_norms": True, "num_rotated": 0},
     "biases": {"has_biases": True, "front": "layer", "activation": "gelu_new", "is_gated": False},
     "norms behind": {"front": "rms", "behind": "rms", "activation": "gelu_pytorch_tanh"},
     "norms behind alone": {"front": None, "behind": "layer", "scale": 0.22},
@@ -124,6 +129,9 @@ def chain_of(
     is_gated: bool = True,
     scale: float = 1.0,
     inner: int = INNER,
+    head_size: int = 32,
+    num_rotated: int = 32,
+    has_head_norms: bool = False,
 ) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
     """Return a layer after attention, and the projections of the next one, as a function of its rows and the stream."""
 
@@ -133,16 +141,22 @@ def chain_of(
         return Product(weight=ops.store(jnp.asarray(matrix)), num_out=num_out, bias=bias, **ends)
 
     adds: dict[str, Any] = {"adds_to_stream": True, "norm_behind": norm(behind), "scale": scale}
-    parts = (inner, inner) if is_gated else ()
+    mlp_parts = (inner, inner) if is_gated else ()
     mlp = a_product(
-        STREAM, sum(parts) or inner, norm=norm(front), activation=activation, is_gated=is_gated, parts=parts
+        STREAM, sum(mlp_parts) or inner, norm=norm(front), activation=activation, is_gated=is_gated, parts=mlp_parts
     )
     layer = [a_product(HEADS, STREAM, **adds), mlp, a_product(inner, STREAM, **adds)]
-    heads = a_product(STREAM, 128, norm=norm(front), parts=(64, 32, 32))
+    parts = 2 * head_size, head_size, head_size
+    projections = a_product(STREAM, sum(parts), norm=norm(front), parts=parts)
+    head_norm = RowNorm(jnp.linspace(0.5, 2.0, head_size), 1e-6) if has_head_norms else None
 
     def run(rows: jax.Array, stream: jax.Array) -> list[jax.Array]:
         (stream,) = ops.chain(rows, layer, stream)
-        return [stream, *ops.chain(stream, [heads])]
+        positions = jnp.round(100 * rows[:, 0])  # A row's own, beside any others.
+        angles = positions[:, None, None] * jnp.linspace(1.0, 0.01, num_rotated // 2)[None, None]
+        rotation = Rotation(jnp.cos(angles), jnp.sin(angles)) if num_rotated else None
+        heads = Heads(head_size, rotation, (head_norm, None))
+        return [stream, *ops.chain(stream, [replace(projections, heads=heads)])]
 
     return run
 
