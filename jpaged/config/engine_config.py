@@ -228,6 +228,9 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     compilation_cache_dir: str | None = _option(
         None, "where executables are kept, or off; default: the user's cache folder", text("a directory, or off")
     )
+    perf_map: bool = _option(
+        False, "name native code for Linux's profiler: write /tmp/perf-PID.map, which perf reads", boolean
+    )
     generation_config: str = _option(
         "auto", "auto: sampling defaults from the model; none: plain defaults", one_of("auto", "none")
     )

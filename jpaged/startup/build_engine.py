@@ -257,6 +257,9 @@ def _checked_engine(
     choice = choose_attention(config.attention_backend, shape, devices, deterministic=config.deterministic)
     log = logger.warning if choice.is_replacement or choice.is_unverified else logger.info
     log("attention: %s", choice)
+    if config.perf_map and not choice.backend.name_code_for_perf():
+        fault = f"got true with the attention backend {choice.backend.name}"
+        raise ConfigError(f"perf_map: {fault}, allowed: false, or the backend native on Linux: leave it out")
     engine, sizes = sized_engine(choice.backend)
     step = sizes.step
     # A backend that might crash or hang is checked in a subprocess, mostly before this process opened the device.

@@ -15,11 +15,13 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from .llvm import host_features, processor
+from .perf_map import name_functions
 
 CHECKSUM_BYTES = 32
 _lock = Lock()
 _engines: dict[str, llvm.ExecutionEngine] = {}
 """Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
+_has_perf_map = False
 
 
 def register(module: ir.Module) -> str:
@@ -68,7 +70,15 @@ def _compile(module: ir.Module) -> int:
     engine.finalize_object()
     _engines[module.name] = engine
     address: int = engine.get_function_address(module.name)
+    if _has_perf_map:
+        name_functions(module.name, address, kept_code.code or b"")
     return address
+
+
+def name_functions_for_perf() -> None:
+    """From now on, name the functions of each module that is compiled in the map of Linux's perf (`perf_map`)."""
+    global _has_perf_map
+    _has_perf_map = True
 
 
 class _KeptCode:
@@ -85,19 +95,22 @@ class _KeptCode:
         directory = jax.config.values.get("jax_compilation_cache_dir")
         self._path = Path(directory, f"native_{name}.o") if directory else None
         self.code: bytes | None = None
-        """The object code; None if the file is missing or damaged."""
+        """The object code; None if the file is missing or damaged, until the module is compiled."""
         with contextlib.suppress(OSError):
             content = self._path.read_bytes() if self._path else b""
             checksum, code = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
             self.code = code if checksum == hashlib.sha256(code).digest() else None
 
     def keep(self, code: bytes) -> None:
-        """Write the object code for later processes, unless it was read from the cache or there is no cache.
+        """Keep the object code, and write it for later processes unless it was read from the cache or there is none.
 
         The file appears whole or not at all, since several processes may write it: each writes a file of its own, named
         by its process id, and renames it. Errors of the file system are ignored: the next process compiles again.
         """
-        if self._path is None or self.code is not None:
+        if self.code is not None:
+            return
+        self.code = code
+        if self._path is None:
             return
         with contextlib.suppress(OSError):
             new = self._path.with_suffix(f".{os.getpid()}")

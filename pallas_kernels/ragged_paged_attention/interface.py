@@ -280,6 +280,10 @@ class Backend(ABC):
         """Return, for the log, the machine's features that the backend uses, or what it lacks there; else nothing."""
         return ""
 
+    def name_code_for_perf(self) -> bool:
+        """Have code that is compiled from now on named for Linux's profiler, perf; return whether the backend can."""
+        return False
+
     @classmethod
     def for_devices(
         cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: Tuned = ()

@@ -20,6 +20,7 @@ from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
+from ...native.registry import name_functions_for_perf
 from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
@@ -93,6 +94,13 @@ class NativeBackend(TiledBackend):
     def describe(self) -> str:
         """See `Backend.describe`."""
         return cpu_features()
+
+    def name_code_for_perf(self) -> bool:
+        """See `Backend.name_code_for_perf`."""
+        if sys.platform != "linux":
+            return False
+        name_functions_for_perf()
+        return True
 
     def layout(self, shape: KVShape) -> NativeLayout:
         """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""

@@ -81,6 +81,7 @@ RANGES = {
     "device": (["auto", "cpu", "gpu", "tpu"], ["cuda", "", None, 0]),
     "attention_backend": (["auto", *BACKEND_NAMES], ["flash", "", None, ["xla"]]),
     "generation_config": (["auto", "none"], [None, "", "vllm"]),
+    "perf_map": BOOLEAN,
     "async_scheduling": BOOLEAN,
     "deterministic": BOOLEAN,
     "num_decode_steps": (["auto", 1, MAX_DECODE_STEPS], [0, -1, MAX_DECODE_STEPS + 1, None, "2", "", True, 2.0]),

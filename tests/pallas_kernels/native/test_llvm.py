@@ -93,6 +93,34 @@ def test_without_a_cache_each_process_compiles(tmp_path: Path) -> None:
     assert multiply(tmp_path / "file") == "compiles\n", "a directory that cannot be"
 
 
+NAMED = """
+import os
+from pathlib import Path
+import jax, jax.numpy as jnp
+import jpaged
+from jpaged.pallas_kernels.native import registry
+from jpaged.pallas_kernels.native.products.chain import product
+jax.config.update("jax_compilation_cache_dir", os.environ["CACHE"])
+registry.name_functions_for_perf()
+jax.jit(product, static_argnums=2)(jnp.ones((3, 64)), jnp.ones((64, 64, 32)), 2048)
+path = Path(f"/tmp/perf-{os.getpid()}.map")
+named = {name: (int(begin, 16), int(size, 16)) for begin, size, name in map(str.split, path.read_text().splitlines())}
+path.unlink()
+for name, engine in registry._engines.items():
+    begin, size = named[name]
+    assert begin == engine.get_function_address(name)
+    assert size > 0
+print({name.rpartition("::")[2] for name in named} >= {"work", "help"})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="perf is Linux's profiler")
+def test_functions_are_named_for_perf(tmp_path: Path) -> None:
+    """Also those of code that an earlier process has compiled."""
+    for _ in range(2):
+        assert output_of(NAMED, CACHE=str(tmp_path)) == "True\n"
+
+
 def test_the_installed_interface_is_the_one_that_native_code_takes() -> None:
     assert ffi.check_interface(ffi.interface_header())[0] == 0
 

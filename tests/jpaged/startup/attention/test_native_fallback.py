@@ -79,3 +79,8 @@ def test_a_failed_check_lets_xla_serve_and_ends_a_start_that_asked_for_native(ti
     assert line.startswith("attention: xla, not native: it differs from xla on cpu by ")
     with pytest.raises(ConfigError, match=r"got native, which cannot serve here: it differs from xla .*; use .* xla$"):
         Engine(tiny, **SIZES, attention_backend="native")
+
+
+def test_names_for_perf_are_refused_where_no_code_is_native(tiny):
+    with pytest.raises(ConfigError, match=r"perf_map: got true with the attention backend xla, allowed: false, or"):
+        Engine(tiny, **SIZES, attention_backend="xla", perf_map=True)
