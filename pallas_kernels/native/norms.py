@@ -169,4 +169,4 @@ def _handler(size: int, kind: NormKind) -> str:
         code.loop(first_row, code.min(build.add(first_row, I64(ROWS_OF_UNIT)), num_rows), normalize_row)
 
     name = f"jpaged_{kind.name}_{size}_{lanes_for(size)}_{kind.eps.hex()}"
-    return register(handler(name, 1 + kind.num_vectors, 1, prepare, body))
+    return register(name, lambda: handler(name, 1 + kind.num_vectors, 1, prepare, body))

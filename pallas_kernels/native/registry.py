@@ -1,13 +1,22 @@
-"""Compiles native code for this processor, keeps it on disk, and registers it with XLA."""
+"""Compiles native code for this processor, keeps it on disk, and registers it with XLA.
+
+A module is named by all that its code depends on beside our sources. So a module that an earlier process has compiled
+is neither written nor compiled again: its object code is loaded by its name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import hashlib
+import json
 import os
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from threading import Lock
+from threading import RLock
+from typing import NamedTuple
 
 import jax
 import llvmlite
@@ -18,101 +27,150 @@ from .llvm import host_features, processor
 from .perf_map import name_functions
 
 CHECKSUM_BYTES = 32
-_lock = Lock()
+SOURCES = (
+    "native/*.py",
+    "native/products/*.py",
+    "ragged_paged_attention/native/*.py",
+    "ragged_paged_attention/xla/softmax.py",
+)
+"""Our sources that write native code."""
+Build = Callable[[], ir.Module]
+"""Writes a module."""
+_lock = RLock()
 _engines: dict[str, llvm.ExecutionEngine] = {}
 """Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
+_linked: list[str] = []
+"""Names of modules that were linked, in the order of the calls of `link`."""
 _has_perf_map = False
 
 
-def register(module: ir.Module) -> str:
-    """Compile a module and register its handler with XLA under the module's name; return that name.
+class _ObjectCode(NamedTuple):
+    """A module's object code, and the names of the linked modules that it calls."""
+
+    code: bytes
+    calls: list[str]
+
+
+def register(name: str, build: Build) -> str:
+    """Compile the module that `build` writes, and register its handler with XLA under its name; return the name.
 
     The handler is the module's function of the same name. If a module of this name is already registered, nothing is
     done: equal names mean equal code. Several threads may trace steps at once: the first one compiles while the others
     wait.
     """
     with _lock:
-        if module.name not in _engines:
-            address = ctypes.c_void_p(_compile(module))
-            jax.ffi.register_ffi_target(module.name, jax.ffi.pycapsule(address), platform="cpu")
-    return module.name
+        if name not in _engines:
+            address = ctypes.c_void_p(_address_of(name, build))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+    return name
 
 
-def link(module: ir.Module) -> str:
-    """Compile a module for other modules, which may call its function of the same name; return that name.
+def link(name: str, build: Build) -> str:
+    """Compile the module that `build` writes for the module that is being written, which may call its function of the
+    same name; return that name.
 
-    Code that many modules need is compiled once so. It must be linked before any of them is compiled. Equal names mean
-    equal code.
+    Code that many modules need is compiled once so. Equal names mean equal code.
     """
     with _lock:
-        if module.name not in _engines:
-            llvm.add_symbol(module.name, _compile(module))
-    return module.name
-
-
-def _compile(module: ir.Module) -> int:
-    """Compile a module, and return the address of its function of the same name.
-
-    Object code is stored in JAX's compilation cache, if one is configured; later processes load it from there and skip
-    optimisation and code generation. The engine is kept, as it owns the code.
-    """
-    features = host_features().flatten()  # It also registers LLVM's code generator.
-    source, target, cpu = str(module), llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
-    machine = target.create_target_machine(cpu=cpu, features=features, opt=3)  # The engine below frees it.
-    kept_code = _KeptCode(source)
-    parsed = llvm.parse_assembly(source)
-    parsed.verify()
-    if kept_code.code is None:  # Else the engine takes the object code, and optimised text is not needed.
-        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-        passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.set_object_cache(lambda _, code: kept_code.keep(code), lambda _: kept_code.code)
-    engine.finalize_object()
-    _engines[module.name] = engine
-    address: int = engine.get_function_address(module.name)
-    if _has_perf_map:
-        name_functions(module.name, address, kept_code.code or b"")
-    return address
+        _linked.append(name)
+        if name not in _engines:
+            llvm.add_symbol(name, _address_of(name, build))
+    return name
 
 
 def name_functions_for_perf() -> None:
-    """From now on, name the functions of each module that is compiled in the map of Linux's perf (`perf_map`)."""
+    """From now on, name the functions of each module in the map of Linux's perf (`perf_map`)."""
     global _has_perf_map
     _has_perf_map = True
 
 
-class _KeptCode:
-    """Object code of a module for this processor, in a file that begins with its checksum."""
+def _address_of(name: str, build: Build) -> int:
+    """Return the address of a module's function of its own name, from kept object code or newly compiled."""
+    kept = _read(name)
+    if kept is None or not all(map(_link_kept, kept.calls)):
+        kept = _compile(build)
+        _write(name, kept)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(kept.code))
+    engine.finalize_object()
+    _engines[name] = engine
+    address: int = engine.get_function_address(name)
+    if _has_perf_map:
+        name_functions(name, address, kept.code)
+    return address
 
-    def __init__(self, text: str) -> None:
-        """Read the object code of the module with this source `text` from JAX's compilation cache, if it is there.
 
-        The file's name is a hash of everything that the code depends on: LLVM's version (llvmlite's), the processor and
-        the text. The file holds a SHA-256 checksum of `CHECKSUM_BYTES` and then the code. `code` stays None if no cache
-        is configured, if the file cannot be read, or if the checksum does not match.
-        """
-        name = hashlib.sha256("\0".join((llvmlite.__version__, processor(), text)).encode()).hexdigest()
-        directory = jax.config.values.get("jax_compilation_cache_dir")
-        self._path = Path(directory, f"native_{name}.o") if directory else None
-        self.code: bytes | None = None
-        """The object code; None if the file is missing or damaged, until the module is compiled."""
-        with contextlib.suppress(OSError):
-            content = self._path.read_bytes() if self._path else b""
-            checksum, code = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
-            self.code = code if checksum == hashlib.sha256(code).digest() else None
+def _link_kept(name: str) -> bool:
+    """Link a module whose object code is kept; return whether it is."""
+    if name in _engines:
+        return True
+    kept = _read(name)
+    if kept is not None:
+        link(name, lambda: ir.Module(name))
+    return kept is not None
 
-    def keep(self, code: bytes) -> None:
-        """Keep the object code, and write it for later processes unless it was read from the cache or there is none.
 
-        The file appears whole or not at all, since several processes may write it: each writes a file of its own, named
-        by its process id, and renames it. Errors of the file system are ignored: the next process compiles again.
-        """
-        if self.code is not None:
-            return
-        self.code = code
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError):
-            new = self._path.with_suffix(f".{os.getpid()}")
-            new.write_bytes(hashlib.sha256(code).digest() + code)
-            new.replace(self._path)
+def _compile(build: Build) -> _ObjectCode:
+    """Return the object code of a newly written module, optimised for this processor."""
+    num_linked = len(_linked)
+    parsed = llvm.parse_assembly(str(build()))
+    parsed.verify()
+    machine = _target_machine()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return _ObjectCode(machine.emit_object(parsed), list(dict.fromkeys(_linked[num_linked:])))
+
+
+def _target_machine() -> llvm.TargetMachine:
+    """Return LLVM's code generator for this processor; an execution engine that it is given to frees it."""
+    features = host_features().flatten()  # It also registers LLVM's code generator.
+    target, cpu = llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+
+
+@cache
+def _sources() -> str:
+    """Return a hash of what all modules depend on: our sources, the processor, and the versions of LLVM and of XLA."""
+    folder = Path(__file__).parents[1]
+    texts = [path.read_bytes() for pattern in SOURCES for path in sorted(folder.glob(pattern))]
+    versions = "\0".join((llvmlite.__version__, version("jaxlib"), processor()))
+    return hashlib.sha256(b"\0".join([*texts, versions.encode()])).hexdigest()
+
+
+def _path_of(name: str) -> Path | None:
+    """Return where the object code of a module is kept, in JAX's compilation cache; None if there is no cache."""
+    directory = jax.config.values.get("jax_compilation_cache_dir")
+    key = hashlib.sha256(f"{_sources()}\0{name}".encode()).hexdigest()
+    return Path(directory, f"native_{key}.o") if directory else None
+
+
+def _read(name: str) -> _ObjectCode | None:
+    """Return a module's kept object code; None if there is no cache, no file, or one whose checksum does not match.
+
+    The file holds a SHA-256 checksum of `CHECKSUM_BYTES`, a line of JSON with the names of the modules that it calls,
+    and then the code.
+    """
+    path = _path_of(name)
+    with contextlib.suppress(OSError):
+        content = path.read_bytes() if path else b""
+        checksum, rest = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+        if checksum == hashlib.sha256(rest).digest():
+            calls, _, code = rest.partition(b"\n")
+            return _ObjectCode(code, json.loads(calls))
+    return None
+
+
+def _write(name: str, kept: _ObjectCode) -> None:
+    """Keep object code for later processes, if there is a cache.
+
+    The file appears whole or not at all, since several processes may write it: each writes a file of its own, named by
+    its process id, and renames it. Errors of the file system are ignored: the next process compiles again.
+    """
+    path = _path_of(name)
+    if path is None:
+        return
+    rest = json.dumps(kept.calls).encode() + b"\n" + kept.code
+    with contextlib.suppress(OSError):
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_bytes(hashlib.sha256(rest).digest() + rest)
+        new.replace(path)

@@ -323,4 +323,5 @@ def _uninitialized(rank: int, item_size: int) -> str:
                 build.call(madvise, [build.inttoptr(first_page, POINTER), num_page_bytes, I32(MADVISE_HUGEPAGE)])
         return Work([], num_units=[], is_large=ir.Constant(ir.IntType(1), 0))
 
-    return register(handler(f"jpaged_uninitialized_{rank}_{item_size}", 0, 1, prepare))
+    name = f"jpaged_uninitialized_{rank}_{item_size}"
+    return register(name, lambda: handler(name, 0, 1, prepare))

@@ -123,7 +123,8 @@ def _handler(stages: tuple[Stage, ...]) -> str:
     num_args = 1 + adds + len(stages) + sum(num_vectors)
     num_scratch = len(stages) + sum(stage.norm_behind is not None for stage in stages)
     name = "_".join(["jpaged_products", *(stage.name for stage in stages)])
-    return register(handler(name, num_args, adds + len(stages[-1].parts) + num_scratch, prepare, *map(body_of, phases)))
+    num_rets = adds + len(stages[-1].parts) + num_scratch
+    return register(name, lambda: handler(name, num_args, num_rets, prepare, *map(body_of, phases)))
 
 
 class Phase(NamedTuple):

@@ -157,13 +157,17 @@ class PartMultiplier:
 
 def _link_steps(name: str, has_tail: bool, types: Sequence[ir.Type], emit: Callable[[_Steps], None]) -> str:
     """Link a function of its own module whose body `emit` emits; return its name. See `_Steps` for its arguments."""
-    module = ir.Module(f"jpaged_parts_{name}{'_tail' * has_tail}")
-    module.triple = llvm.get_default_triple()
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), module.name)
-    code = Code(function)
-    emit(_Steps(code, has_tail, *function.args))
-    code.build.ret_void()
-    return link(module)
+    name = f"jpaged_parts_{name}{'_tail' * has_tail}"
+
+    def build() -> ir.Module:
+        module = ir.Module(name)
+        module.triple = llvm.get_default_triple()
+        code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
+        emit(_Steps(code, has_tail, *code.build.function.args))
+        code.build.ret_void()
+        return module
+
+    return link(name, build)
 
 
 class _Steps:

@@ -73,7 +73,10 @@ class Stage:
     @property
     def name(self) -> str:
         """Return the stage as part of a handler's name."""
-        norms = [norm and f"{norm.name}{norm.eps.hex()}" for norm in (self.norm, self.norm_behind)]
+        norms = [
+            norm and f"{place}{norm.name}{norm.eps.hex()}"
+            for place, norm in (("", self.norm), ("behind_", self.norm_behind))
+        ]
         flags = [("bias", self.has_bias), ("gated", self.is_gated), ("adds", self.adds)]
         heads = self.heads and self.heads.name
         set_flags = (name for name, is_set in flags if is_set)

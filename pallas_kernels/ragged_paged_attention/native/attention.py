@@ -276,7 +276,7 @@ def _attend_handler(shape: Shape) -> str:
             code.loop(0, num_tokens, finish_token)
             queries.end()
 
-    return register(handler(shape.name, 12, 1, prepare, body))
+    return register(shape.name, lambda: handler(shape.name, 12, 1, prepare, body))
 
 
 def _clear_padding(

@@ -186,4 +186,4 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         code.loop(begin, code.min(add(begin, tokens_per_unit), num_tokens), write)
 
     name = "_".join(["jpaged_write", *map(str, (int(is_bf16_packed), num_kv_heads, head_size, page_size))])
-    return register(handler(name, 6, 2, prepare, body))
+    return register(name, lambda: handler(name, 6, 2, prepare, body))

@@ -206,8 +206,8 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
     for module in (xla_call, chain, norms, attention, pages):
-        monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
-    monkeypatch.setattr(parts, "link", lambda module: texts.append(str(module)) or module.name)
+        monkeypatch.setattr(module, "register", lambda name, build: texts.append(str(build())) or name)
+    monkeypatch.setattr(parts, "link", lambda name, build: texts.append(str(build())) or name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     for dtype_is_pairs in (False, True):
         for multiplier in multipliers(dtype_is_pairs, has_avx512, has_pairs, has_amx):

@@ -355,7 +355,7 @@ def code_of(step: Step) -> str:
     attention._attend_handler.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         texts: list[str] = []
-        patch.setattr(attention, "register", lambda module: (texts.append(str(module)), register(module))[1])
+        patch.setattr(attention, "register", lambda name, build: (texts.append(str(build())), register(name, build))[1])
         step.attend()
     return texts[0]
 
@@ -460,7 +460,7 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
             0, size, lambda at: code.store_vector(code.exp(code.load_vector(source, at, F32, 16)), target, at), step=16
         )
 
-    name = register(handler("jpaged_test_exp", 1, 1, prepare, body))
+    name = register("jpaged_test_exp", lambda: handler("jpaged_test_exp", 1, 1, prepare, body))
     x = -np.concatenate([np.linspace(0, 87, 1 << 16), np.geomspace(1e-30, 1, 1 << 12)]).astype(np.float32)
     out = np.asarray(jax.jit(lambda x: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x))(x))
     wanted = np.exp(x.astype(np.float64))
@@ -484,7 +484,8 @@ def test_numbers_are_rounded_to_bfloat16_to_nearest_even(has_avx512_bf16: bool) 
 
         code.loop(0, size, some, step=16)
 
-    name = register(handler(f"jpaged_test_rounded_{has_avx512_bf16}", 1, 1, prepare, body))
+    name = f"jpaged_test_rounded_{has_avx512_bf16}"
+    register(name, lambda: handler(name, 1, 1, prepare, body))
     # Every pair of neighbours, what lies in their middle, and beside that.
     bits = np.arange(0x3800, 0x4000, dtype=np.uint32)[:, None] << 16 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     x = np.concatenate([bits.astype(np.uint32).ravel(), np.zeros(16, np.uint32)]).view(np.float32)
