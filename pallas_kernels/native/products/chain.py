@@ -42,8 +42,8 @@ def run_chain(
     """Return the outputs of a chain of products: the new stream if a stage adds to it, and the last stage's parts.
 
     `weights` are, for each stage, its panels, its bias if it has one, the vectors of its norms, and the arrays of its
-    heads. Native code checks
-    no arguments, so this raises ValueError for rows, stream, norms or biases that are not float32. R is at least 1.
+    heads. Native code checks no arguments, so this raises ValueError for rows or a stream that are not float32. R is at
+    least 1.
     """
     for array in (rows, *([] if stream is None else [stream])):
         if array.dtype != jnp.float32:

@@ -152,7 +152,7 @@ def chain_of(
 
     def run(rows: jax.Array, stream: jax.Array) -> list[jax.Array]:
         (stream,) = ops.chain(rows, layer, stream)
-        positions = jnp.round(100 * rows[:, 0])  # A row's own, beside any others.
+        positions = jnp.round(rows[:, 0])  # A row's own, beside any others.
         angles = positions[:, None, None] * jnp.linspace(1.0, 0.01, num_rotated // 2)[None, None]
         rotation = Rotation(jnp.cos(angles), jnp.sin(angles)) if num_rotated else None
         heads = Heads(head_size, rotation, (head_norm, None))
