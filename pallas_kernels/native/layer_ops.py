@@ -93,7 +93,7 @@ class NativeOps(LayerOps):
                     has_bias=each.bias is not None,
                     activation=each.activation,
                     is_gated=each.is_gated,
-                    heads=_head_shape(each.heads, parts),
+                    heads=_head_shape(each.heads, each.parts) if parts == each.parts else None,
                     norm_behind=_norm_kind(each.norm_behind),
                     adds=each.adds_to_stream,
                     scale=each.scale,
@@ -104,16 +104,17 @@ class NativeOps(LayerOps):
             weights += _head_arrays(each.heads) if stages[-1].heads else []
             depth = num_results
         old_stream = None if stream is None else stream.astype(jnp.float32)
-        outputs = [x.astype(rows.dtype) for x in run_chain(stages, rows.astype(jnp.float32), old_stream, weights)]
-        if any(each.adds_to_stream for each in products):
-            stream = outputs[0]
-        if last.adds_to_stream:
-            return [outputs[0]], stream
-        results = outputs[-len(stages[-1].parts) :]
+        outputs = run_chain(stages, rows.astype(jnp.float32), old_stream, weights)
+        if stream is not None and any(each.adds_to_stream for each in products):
+            stream = outputs[0].astype(stream.dtype)
+        if last.adds_to_stream and stream is not None:
+            return [stream], stream
+        results = [x.astype(rows.dtype) for x in outputs[-len(stages[-1].parts) :]]
         # Parts that are not whole panels are cut from one result.
         if len(last.parts) > len(results) and not last.is_gated:
             results = split_parts(results[0], last.parts, 1)
-            results = results if last.heads is None else self.finish_heads(results, last.heads)
+        if last.heads is not None and stages[-1].heads is None:
+            results = self.finish_heads(results, last.heads)
         return results, stream
 
     def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
@@ -178,18 +179,25 @@ def _norm_vectors(norm: RowNorm | None) -> list[Array]:
 
 
 def _head_shape(heads: Heads | None, parts: tuple[int, ...]) -> HeadShape | None:
-    """Return what native code does with the heads of these outputs; None if nothing, or if they are not apart."""
-    if heads is None or len(parts) < len(heads.norms):
+    """Return what native code does with the heads in the first of these outputs; None if nothing.
+
+    Raises ValueError if an output is not a whole number of heads.
+    """
+    if heads is None:
         return None
-    num_rotated = 0 if heads.rotation is None else 2 * heads.rotation.cos.shape[-1]
+    for part, _ in zip(parts, heads.norms, strict=False):
+        if part % heads.head_size:
+            raise ValueError(f"products: got heads of {heads.head_size} in {part} columns, wanted a divisor of it")
     norms = tuple(map(_norm_kind, heads.norms))
+    num_rotated = 2 * heads.rotation.cos.shape[-1] if heads.rotation else 0
     return HeadShape(heads.head_size, num_rotated, norms) if num_rotated or any(norms) else None
 
 
 def _head_arrays(heads: Heads | None) -> list[Array]:
-    """Return the arrays that `HeadShape` counts, float32: cosines and sines, and the vectors of the norms."""
+    """Return the arrays of heads, float32: cosines and sines [R, F], and the vectors of the norms."""
     if heads is None:
         return []
-    rotation = [] if heads.rotation is None else [heads.rotation.cos, heads.rotation.sin]
-    angles = [x.astype(jnp.float32).reshape(x.shape[0], -1) for x in rotation]
-    return [*angles, *(vector for norm in heads.norms for vector in _norm_vectors(norm))]
+    rotation = heads.rotation
+    angles = [] if rotation is None or rotation.cos.shape[-1] == 0 else [rotation.cos, rotation.sin]
+    by_row = [x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in angles]
+    return [*by_row, *(vector for norm in heads.norms for vector in _norm_vectors(norm))]

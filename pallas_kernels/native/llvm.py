@@ -22,7 +22,7 @@ LONG_LANES = 16
 """Lanes of float32 in an AVX-512 vector."""
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
-EXP2_LEAST = -126.0
+EXP2_LEAST = -125.0
 EXP2_TERMS = 0.05517166954, 0.24261112544, 0.69326098565, 0.99992807335
 """Coefficients of 2ʳ for |r| ≤ ½, the highest power first: those whose largest relative error is least."""
 FLUSH_DENORMALS = 0x8040
@@ -274,7 +274,7 @@ class Code:
     def exp2(self, x: ir.Value) -> ir.Value:
         """Return 2ˣ for each lane of x, float32 and at most 0, within 8e-5 of itself: for results that become bfloat16.
 
-        An x below −126 counts as −126, so that the result is a normal number. See `exp` for the method.
+        An x below −125 counts as −125, so that the result is a normal number. See `exp` for the method.
         """
         build, vector_type = self.build, x.type
         x = self.maximum(constant(vector_type, EXP2_LEAST), x)  # A NaN stays.

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from threading import RLock
@@ -90,11 +89,18 @@ def _address_of(name: str, build: Build) -> int:
     if kept is None or not all(map(_link_kept, kept.calls)):
         kept = _compile(build)
         _write(name, kept)
+    return _load(name, kept)
+
+
+def _load(name: str, kept: _ObjectCode) -> int:
+    """Load a module's object code; return the address of its function of the module's name."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(kept.code))
     engine.finalize_object()
-    _engines[name] = engine
     address: int = engine.get_function_address(name)
+    if address == 0:
+        raise RuntimeError(f"native code: its object code holds no function {name}")
+    _engines[name] = engine
     if _has_perf_map:
         name_functions(name, address, kept.code)
     return address
@@ -102,12 +108,12 @@ def _address_of(name: str, build: Build) -> int:
 
 def _link_kept(name: str) -> bool:
     """Link a module whose object code is kept; return whether it is."""
-    if name in _engines:
-        return True
-    kept = _read(name)
-    if kept is not None:
-        link(name, lambda: ir.Module(name))
-    return kept is not None
+    if name not in _engines:
+        kept = _read(name)
+        if kept is None:
+            return False
+        llvm.add_symbol(name, _load(name, kept))
+    return True
 
 
 def _compile(build: Build) -> _ObjectCode:
@@ -128,19 +134,26 @@ def _target_machine() -> llvm.TargetMachine:
     return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
-@cache
-def _sources() -> str:
-    """Return a hash of what all modules depend on: our sources, the processor, and the versions of LLVM and of XLA."""
+def _hash_of_sources() -> str:
+    """Return a hash of our sources that write native code."""
     folder = Path(__file__).parents[1]
-    texts = [path.read_bytes() for pattern in SOURCES for path in sorted(folder.glob(pattern))]
-    versions = "\0".join((llvmlite.__version__, version("jaxlib"), processor()))
-    return hashlib.sha256(b"\0".join([*texts, versions.encode()])).hexdigest()
+    texts = (path.read_bytes() for pattern in SOURCES for path in sorted(folder.glob(pattern)))
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+# Computed as the sources are imported: a later version of them may be installed while this process runs.
+_sources_hash = _hash_of_sources()
 
 
 def _path_of(name: str) -> Path | None:
-    """Return where the object code of a module is kept, in JAX's compilation cache; None if there is no cache."""
+    """Return where the object code of a module is kept, in JAX's compilation cache; None if there is no cache.
+
+    The file's name is a hash of all that the code depends on: our sources, the versions of LLVM (llvmlite's) and of
+    XLA, the processor and the module's name.
+    """
     directory = jax.config.values.get("jax_compilation_cache_dir")
-    key = hashlib.sha256(f"{_sources()}\0{name}".encode()).hexdigest()
+    parts = _sources_hash, llvmlite.__version__, version("jaxlib"), processor(), name
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(directory, f"native_{key}.o") if directory else None
 
 

@@ -209,8 +209,9 @@ def _wait_for_phase(code: Code, job: ir.Value, phase: int) -> None:
     build.position_at_end(waiting)
     num_spins = build.phi(I64)
     num_spins.add_incoming(I64(0), entry)
-    with build.if_then(build.icmp_signed(">", num_spins, I64(NUM_SPINS))):
-        build.call(declare(build.module, "sched_yield", I32), [])
+    if sys.platform != "win32":
+        with build.if_then(build.icmp_signed(">", num_spins, I64(NUM_SPINS))):
+            build.call(declare(build.module, "sched_yield", I32), [])
     done = build.load_atomic(code.at(job, line + DONE, I64), "acquire", 8)
     num_spins.add_incoming(build.add(num_spins, I64(1)), build.block)
     build.cbranch(build.icmp_signed("<", done, num_units), waiting, end)

@@ -42,14 +42,12 @@ def run_chain(
     """Return the outputs of a chain of products: the new stream if a stage adds to it, and the last stage's parts.
 
     `weights` are, for each stage, its panels, its bias if it has one, the vectors of its norms, and the arrays of its
-    heads. Native code checks no arguments, so this raises ValueError for rows or a stream that are not float32. R is at
+    heads. Native code checks no arguments, so this raises ValueError for an array of another shape or dtype. R is at
     least 1.
     """
-    for array in (rows, *([] if stream is None else [stream])):
-        if array.dtype != jnp.float32:
-            raise ValueError(f"products: got rows of {array.dtype}, wanted float32")
     num_rows = rows.shape[0]
     adds, last = any(stage.adds for stage in stages), stages[-1]
+    _check_arrays(stages, rows, stream if adds else None, weights)
     streams = [jax.ShapeDtypeStruct(stream.shape, jnp.float32)] if adds and stream is not None else []
     outputs = [jax.ShapeDtypeStruct((num_rows, size), jnp.float32) for size in last.parts]
     scratch = []
@@ -62,6 +60,24 @@ def run_chain(
     call = ffi_call(_handler(tuple(stages)), [*streams, *outputs, *scratch], input_output_aliases=aliases)
     results = call(rows, *([stream] if streams else []), *weights)
     return list(results[: len(streams) + len(outputs)])
+
+
+def _check_arrays(stages: Sequence[Stage], rows: Array, stream: Array | None, weights: Sequence[Array]) -> None:
+    """Raise ValueError unless all arrays of a chain but the panels are float32 and have the shapes that it reads."""
+    num_rows = rows.shape[0]
+    wanted: list[tuple[str, Array, tuple[int, ...]]] = [("rows", rows, (num_rows, stages[0].depth))]
+    for stage in stages:
+        if stage.adds:
+            if stream is None:
+                raise ValueError("products: got no stream, wanted the one that results are added to")
+            wanted.append(("stream", stream, (num_rows, stage.num_results)))
+    arrays = iter(weights)
+    for stage in stages:
+        next(arrays)  # The panels, see `check_panels`.
+        wanted += [("weights", next(arrays), shape) for shape in stage.array_shapes(num_rows)]
+    for name, array, shape in wanted:
+        if array.dtype != jnp.float32 or array.shape != shape:
+            raise ValueError(f"products: got {name} {array.shape} of {array.dtype}, wanted {shape} of float32")
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
@@ -116,11 +132,7 @@ def _handler(stages: tuple[Stage, ...]) -> str:
         return lambda code, values, unit: phase.body(code, chain_data(stages, values), unit)
 
     adds = any(stage.adds for stage in stages)
-    num_vectors = [
-        stage.has_bias + sum(each.num_vectors for each in (stage.norm, stage.norm_behind, stage.heads) if each)
-        for stage in stages
-    ]
-    num_args = 1 + adds + len(stages) + sum(num_vectors)
+    num_args = 1 + adds + sum(1 + len(stage.array_shapes(num_rows=1)) for stage in stages)
     num_scratch = len(stages) + sum(stage.norm_behind is not None for stage in stages)
     name = "_".join(["jpaged_products", *(stage.name for stage in stages)])
     num_rets = adds + len(stages[-1].parts) + num_scratch

@@ -309,7 +309,9 @@ class _Steps:
             first_parts, second_parts = (_parts(code, self._load(value, half)) for value in values)
             for part, parts_of_pair in enumerate(zip(first_parts, second_parts, strict=True)):
                 first, second = (build.bitcast(number, ir.VectorType(I32, TILE)) for number in parts_of_pair)
-                words = build.or_(build.lshr(first, constant(first.type, 16)), second)
+                # The last part of a number too small for a normal one may have bits in its lower half.
+                upper = build.and_(second, constant(second.type, UPPER_HALF))
+                words = build.or_(build.lshr(first, constant(first.type, 16)), upper)
                 offset = build.add(build.mul(pair, I64(TILE)), I64((2 * part + half) * TILE_SIZE // 4))
                 code.store_vector(words, parts, offset)
 

@@ -65,6 +65,19 @@ class Stage:
     scale: float = 1.0
     """Factor of the results before they are added."""
 
+    def array_shapes(self, num_rows: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the float32 arrays that a chain of `num_rows` rows takes behind the panels, in order.
+
+        They are the bias, the vectors of both norms, the cosines and sines, and the vectors of the norms of heads.
+        """
+        shapes: list[tuple[int, ...]] = [(self.num_results * (2 if self.is_gated else 1),)] * self.has_bias
+        for norm, size in ((self.norm, self.depth), (self.norm_behind, self.num_results)):
+            shapes += [(size,)] * (norm.num_vectors if norm else 0)
+        if self.heads is not None:
+            shapes += [(num_rows, self.heads.num_rotated // 2)] * (2 if self.heads.num_rotated else 0)
+            shapes += [(self.heads.size,)] * sum(norm.num_vectors for norm in self.heads.norms if norm)
+        return shapes
+
     @property
     def num_panels(self) -> int:
         """Return the number of panels of results."""

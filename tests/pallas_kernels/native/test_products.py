@@ -22,7 +22,8 @@ from jpaged.pallas_kernels.rotation import Rotation
 DTYPES = "float32", "bfloat16"
 TOLERANCES: dict[str, Any] = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "bfloat16": {"rtol": 0.05, "atol": 0.05}}
 """Of chains. XLA rounds the results of each product, ours those that the next product reads."""
-ROWS = (1, 2, 5, 6, 7, 12, 13, 16, 25, 37, 130)
+ROWS = (1, 2, 5, 6, 7, 12, 13, 16, 25, 33, 130)
+"""33 and 65 rows leave a single row for the last tile."""
 SHAPES = [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (1700, 40), (96, 8), (1, 1)]
 
 
@@ -198,7 +199,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: str) -> None:
         x, columns = operands(ROWS[-1], depth, 96, dtype)
         panels = panels_of(columns)
         together = np.asarray(run(x, panels, 96)).view(np.int32)
-        for rows in ROWS:
+        for rows in (*ROWS, 65):
             for first in (0, ROWS[-1] - rows):
                 found = np.asarray(run(x[first : first + rows], panels, 96)).view(np.int32)
                 assert np.array_equal(found, together[first : first + rows]), (depth, rows, first)
@@ -208,6 +209,32 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: str) -> None:
 def test_a_dtype_that_native_code_would_misread_is_refused(dtype: str) -> None:
     with pytest.raises(ValueError, match=rf"product: got a weight of {dtype}, wanted float32 or bfloat16"):
         product(jnp.ones((4, 64)), jnp.ones((2, 64, 32), dtype), 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": jnp.ones(95)}, r"got weights \(95,\) of float32, wanted \(96,\)"),
+        ({"norm": RowNorm(jnp.ones(63), 1e-5)}, r"got weights \(63,\) of float32, wanted \(64,\)"),
+        ({"norm_behind": RowNorm(jnp.ones(95), 1e-5), "adds_to_stream": True}, r"got weights \(95,\) .*\(96,\)"),
+        ({"adds_to_stream": True, "stream": jnp.ones((3, 96))}, r"got stream \(3, 96\) of float32, wanted \(4, 96\)"),
+        ({"adds_to_stream": True, "stream": None}, "got no stream, wanted the one that results are added to"),
+        (
+            {"parts": (64, 32), "heads": Heads(32, Rotation(jnp.ones((1, 1, 16)), jnp.ones((1, 1, 16))), (None,))},
+            r"got weights \(1, 16\) of float32, wanted \(4, 16\)",
+        ),
+        (
+            {"parts": (64, 32), "heads": Heads(48, None, (RowNorm(jnp.ones(48), 1e-5),))},
+            "got heads of 48 in 64 columns",
+        ),
+    ],
+)
+def test_arrays_that_native_code_would_misread_are_refused(changes: dict[str, Any], message: str) -> None:
+    stream = changes.get("stream", jnp.ones((4, 96)))
+    fields = {name: value for name, value in changes.items() if name != "stream"}
+    each = Product(weight=NATIVE_OPS.store(jnp.ones((64, 96))), num_out=96, **fields)
+    with pytest.raises(ValueError, match=message):
+        NATIVE_OPS.chain(jnp.ones((4, 64)), [each], stream)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (2, 63, 32), (1, 64, 32), (2, 64, 16)])
