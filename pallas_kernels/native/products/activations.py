@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from llvmlite import ir
 
+from ...activations import ACTIVATIONS
 from ..llvm import Code, constant
 
 
@@ -45,16 +46,12 @@ def _relu2(code: Code, x: ir.Value) -> ir.Value:
     return code.build.fmul(positive, positive)
 
 
+_CODE_OF = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "relu": _relu, "relu2": _relu2}
+"""Activation, by one of its names → code."""
 NATIVE_ACTIVATIONS: Mapping[str, Callable[[Code, ir.Value], ir.Value]] = {
-    "silu": _silu,
-    "swish": _silu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_accurate": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "gelu_python_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": _relu,
-    "relu2": _relu2,
+    name: code
+    for name, function in ACTIVATIONS.items()
+    for known_name, code in _CODE_OF.items()
+    if function is ACTIVATIONS[known_name]
 }
 """Name in config.json → code. XLA computes the activations that are not named here."""

@@ -224,8 +224,10 @@ def _multiply(code: Code, stages: Sequence[Stage], index: int, data: ChainData, 
     def multiply_block(depth_block: ir.Value) -> None:
         def multiply_batch(batch_index: ir.Value) -> None:
             batch = multiplier.batch(code, batches, batch_index, data.num_rows)
-            kept = I64(0) if has_one_block else build.mul(build.sub(batch_index, first_batch), I64(4 * batch_sums))
-            batch_addresses = [build.gep(address, [kept]) for address in sums]
+            sums_offset = (
+                I64(0) if has_one_block else build.mul(build.sub(batch_index, first_batch), I64(4 * batch_sums))
+            )
+            batch_addresses = [build.gep(address, [sums_offset]) for address in sums]
             for each, address in zip(panels, batch_addresses, strict=True):
                 multiplier.multiply(code, stage_data.packed, each, batch, depth_block, address)
             if has_one_block:

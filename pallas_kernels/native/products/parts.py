@@ -24,9 +24,9 @@ from llvmlite import ir
 from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
 from ..llvm import F32, I16, I32, I64, Code, constant, declare
 from ..registry import link
-from .multiplier import Batch, Batches, Panel
+from .multiplier import Batch, Panel
 from .panels import DEPTH, PANEL
-from .tiles import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, by_tiles
+from .tiles import MatrixUnitMultiplier, by_tiles
 
 PARTS = 3
 TILE_SIZE = TILE * TILE_BYTES
@@ -49,20 +49,14 @@ class PartTools(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PartMultiplier:
+class PartMultiplier(MatrixUnitMultiplier):
     """Multiplies float32 by tiles of its parts. See `Multiplier` for the methods."""
 
-    depth: int
-    """K."""
+    value_bytes = 2 * PARTS
 
     @property
     def name(self) -> str:
         return "parts"
-
-    @property
-    def num_steps(self) -> int:
-        """Return how many steps of 32 values go over K."""
-        return -(-self.depth // DEPTH)
 
     @property
     def steps_per_block(self) -> int:
@@ -70,21 +64,8 @@ class PartMultiplier:
         return -(-self.num_steps // self.num_depth_blocks)
 
     @property
-    def max_batch_rows(self) -> int:
-        return 2 * TILE
-
-    @property
-    def batches_per_block(self) -> int:
-        max_rows = min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // (2 * PARTS * DEPTH * self.num_steps))
-        return max(1, max_rows // self.max_batch_rows)
-
-    @property
     def num_depth_blocks(self) -> int:
         return -(-self.num_steps // MAX_STEPS_PER_BLOCK)
-
-    @property
-    def pads_depth(self) -> bool:
-        return True
 
     def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
         return (-(-num_rows // TILE), self.num_steps, PARTS, TILE, DEPTH), jnp.bfloat16
@@ -100,14 +81,6 @@ class PartMultiplier:
             tile = add(mul(step, I64(PARTS)), I64(part))
             code.store_vector(upper, rows, add(mul(tile, I64(TILE * DEPTH)), in_tile))
 
-    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
-        return code.build.sdiv(code.build.add(num_rows, I64(self.max_batch_rows - 1)), I64(self.max_batch_rows))
-
-    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
-        first_row = code.build.mul(index, I64(self.max_batch_rows))
-        batch_rows = code.min(code.build.sub(num_rows, first_row), I64(self.max_batch_rows))
-        return batches.batch(code, index, first_row, batch_rows)
-
     def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
         return code.build.gep(panels, [code.build.mul(index, I64(4 * PANEL * self.depth))])
 
@@ -115,9 +88,6 @@ class PartMultiplier:
         matrix_unit = MatrixUnit(code)
         matrix_unit.configure()
         return PartTools(matrix_unit, code.allocate(I32, (self.steps_per_block + 1) * STEP_BYTES // 4))
-
-    def end(self, code: Code) -> None:
-        MatrixUnit(code).release()
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. The first batch cuts the panel into parts, each step while the one before it is
@@ -308,10 +278,10 @@ class _Steps:
         for half in range(2):
             first_parts, second_parts = (_parts(code, self._load(value, half)) for value in values)
             for part, parts_of_pair in enumerate(zip(first_parts, second_parts, strict=True)):
-                first, second = (build.bitcast(number, ir.VectorType(I32, TILE)) for number in parts_of_pair)
+                first_word, second_word = (build.bitcast(x, ir.VectorType(I32, TILE)) for x in parts_of_pair)
                 # The last part of a number too small for a normal one may have bits in its lower half.
-                upper = build.and_(second, constant(second.type, UPPER_HALF))
-                words = build.or_(build.lshr(first, constant(first.type, 16)), upper)
+                upper = build.and_(second_word, constant(second_word.type, UPPER_HALF))
+                words = build.or_(build.lshr(first_word, constant(first_word.type, 16)), upper)
                 offset = build.add(build.mul(pair, I64(TILE)), I64((2 * part + half) * TILE_SIZE // 4))
                 code.store_vector(words, parts, offset)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from llvmlite import ir
@@ -25,20 +25,17 @@ MAX_BLOCK_ROWS, MAX_BLOCK_BYTES = 256, 1 << 20
 
 
 @dataclass(frozen=True)
-class TileMultiplier:
-    """Multiplies bfloat16 by tiles. See `Multiplier` for the methods."""
+class MatrixUnitMultiplier:
+    """What the multipliers of the matrix unit share: batches of two tiles of rows, and K in steps of 32 values."""
 
     depth: int
     """K."""
-    has_avx512_bf16: bool
-
-    @property
-    def name(self) -> str:
-        return "tiles"
+    value_bytes: ClassVar[int]
+    """Bytes of a value in a packed row."""
 
     @property
     def num_steps(self) -> int:
-        """Return how many instructions go over K, 32 values each."""
+        """Return how many steps go over K: the 32 values that one instruction multiplies."""
         return -(-self.depth // DEPTH)
 
     @property
@@ -47,16 +44,39 @@ class TileMultiplier:
 
     @property
     def batches_per_block(self) -> int:
-        max_rows = min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // (2 * DEPTH * self.num_steps))
+        max_rows = min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // (self.value_bytes * DEPTH * self.num_steps))
         return max(1, max_rows // self.max_batch_rows)
-
-    @property
-    def num_depth_blocks(self) -> int:
-        return 1
 
     @property
     def pads_depth(self) -> bool:
         return True
+
+    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
+        return code.build.sdiv(code.build.add(num_rows, I64(self.max_batch_rows - 1)), I64(self.max_batch_rows))
+
+    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
+        first_row = code.build.mul(index, I64(self.max_batch_rows))
+        batch_rows = code.min(code.build.sub(num_rows, first_row), I64(self.max_batch_rows))
+        return batches.batch(code, index, first_row, batch_rows)
+
+    def end(self, code: Code) -> None:
+        MatrixUnit(code).release()
+
+
+@dataclass(frozen=True)
+class TileMultiplier(MatrixUnitMultiplier):
+    """Multiplies bfloat16 by tiles. See `Multiplier` for the methods."""
+
+    has_avx512_bf16: bool
+    value_bytes = 2
+
+    @property
+    def name(self) -> str:
+        return "tiles"
+
+    @property
+    def num_depth_blocks(self) -> int:
+        return 1
 
     def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
         return (-(-num_rows // TILE), self.num_steps, TILE, DEPTH), jnp.bfloat16
@@ -68,14 +88,6 @@ class TileMultiplier:
         is_whole = self.has_avx512_bf16 and values.type.count == LONG_LANES
         code.store_rounded(values, rows, add(mul(tile, I64(TILE_WORDS)), in_tile), has_avx512_bf16=is_whole)
 
-    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
-        return code.build.sdiv(code.build.add(num_rows, I64(self.max_batch_rows - 1)), I64(self.max_batch_rows))
-
-    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
-        first_row = code.build.mul(index, I64(self.max_batch_rows))
-        batch_rows = code.min(code.build.sub(num_rows, first_row), I64(self.max_batch_rows))
-        return batches.batch(code, index, first_row, batch_rows)
-
     def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
         return code.build.gep(panels, [code.build.mul(index, I64(2 * PANEL * DEPTH * self.num_steps))])
 
@@ -83,9 +95,6 @@ class TileMultiplier:
         matrix_unit = MatrixUnit(code)
         matrix_unit.configure()
         return matrix_unit
-
-    def end(self, code: Code) -> None:
-        MatrixUnit(code).release()
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A batch of more than 16 rows is two tiles, whose last rows may hold anything."""

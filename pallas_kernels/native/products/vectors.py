@@ -111,10 +111,10 @@ class VectorMultiplier:
         return code.build.gep(panels, [code.build.mul(index, I64(4 * PANEL * self.num_words))])
 
     def begin(self, code: Code) -> None:
-        pass
+        """See `Multiplier.begin`: vectors need nothing."""
 
     def end(self, code: Code) -> None:
-        pass
+        """See `Multiplier.end`: vectors need nothing."""
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into."""

@@ -248,15 +248,15 @@ def _attend_handler(shape: Shape) -> str:
             row = queries.row(begin_token)
 
             def attend_one_block(block: ir.Value) -> None:
-                first = code.max(mul(block, I64(pages_per_block)), begin)
-                last = code.min(mul(add(block, I64(1)), I64(pages_per_block)), end)
-                pages = PageBlock(first, last, end, partial(page_of, row), partial(page_of, row_ahead))
+                begin_entry = code.max(mul(block, I64(pages_per_block)), begin)
+                end_entry = code.min(mul(add(block, I64(1)), I64(pages_per_block)), end)
+                pages = PageBlock(begin_entry, end_entry, end, partial(page_of, row), partial(page_of, row_ahead))
                 queries.attend_block(begin_token, end_token, pages)
 
             # Blocks begin at multiples of their size, whatever the tile, so that a token's sums are the same.
             first_block = build.sdiv(begin, I64(pages_per_block))
-            last_block = build.sdiv(add(end, I64(pages_per_block - 1)), I64(pages_per_block))
-            code.loop(first_block, last_block, attend_one_block)
+            end_block = build.sdiv(add(end, I64(pages_per_block - 1)), I64(pages_per_block))
+            code.loop(first_block, end_block, attend_one_block)
 
         with build.if_then(build.icmp_signed(">", num_tokens, I64(0))):
             queries.begin()

@@ -9,7 +9,7 @@ maximum so far. Sums are float32.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -89,7 +89,7 @@ class Shape:
         return name.replace(".", "p")
 
 
-class Queries:
+class Queries(ABC):
     """The state of a tile's queries, and their softmax. Subclasses multiply, by vectors or by the matrix unit."""
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
@@ -156,9 +156,11 @@ class Queries:
         """Return the number of queries that memory is allocated for, and of those whose scores are kept at once."""
         return self.shape.num_queries, self.tokens_together * self.shape.group_size
 
+    @abstractmethod
     def begin(self) -> None:
         """Emit what comes before the first page."""
 
+    @abstractmethod
     def end(self) -> None:
         """Emit what comes after the last page."""
 
@@ -204,10 +206,9 @@ class Queries:
         """Emit code that copies the G queries of token i and KV head `head` into the tile, and starts their softmax.
 
         `q` holds all queries of the step, float32 [T, K, G, H], which are multiplied by the scale and rounded to the
-        dtype of the pages. Value sums start
-        at 0, the running maximum at a finite minimum and the weight sum at 0. With attention sinks, whose logits
-        `sinks` [K, G] holds, a sink counts as a first key with value zero: its logit is the first maximum, and the
-        weight sum starts at 1.
+        dtype of the pages. Value sums start at 0, the running maximum at a finite minimum and the weight sum at 0. With
+        attention sinks, whose logits `sinks` [K, G] holds, a sink counts as a first key with value zero: its logit is
+        the first maximum, and the weight sum starts at 1.
         """
         code, build, shape = self.code, self.code.build, self.shape
         first_query = build.mul(i, I64(shape.group_size))

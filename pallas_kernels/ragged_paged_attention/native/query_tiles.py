@@ -55,7 +55,7 @@ class TiledQueries(Queries):
         self.edge = code.allocate(I32, TILE * shape.head_size)
         """Copy of the values of a step of slots whose last ones are unwritten, with zeros there."""
         self.page_values = code.allocate(I64, self.pages_per_block)
-        """Of each page of a block, the offset of its values, in words."""
+        """Offsets of the values of a block's pages, in words: one int64 per page."""
 
     @property
     def pages_per_block(self) -> int:

@@ -11,12 +11,18 @@ from .queries import PageBlock, Queries, SlotRange
 class VectorQueries(Queries):
     """Computes by vectors, page by page, as many queries together as have room for their sums in registers."""
 
+    def begin(self) -> None:
+        """See `Queries.begin`: vectors need nothing."""
+
+    def end(self) -> None:
+        """See `Queries.end`: vectors need nothing."""
+
     def attend_block(self, begin_token: ir.Value, end_token: ir.Value, block: PageBlock) -> None:
         """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to a block, here one page.
 
-        Tokens are computed together while their sums fit into registers, and those that are left
-        one by one: if 2 tokens fit, tokens 0 to 3 of 5 are computed in pairs and token 4 alone. Only the code for
-        single tokens prefetches `next_page`, since a decode row is bound by memory.
+        Tokens are computed together while their sums fit into registers, and those that are left one by one: if 2
+        tokens fit, tokens 0 to 3 of 5 are computed in pairs and token 4 alone. Only the code for single tokens
+        prefetches the row's next page, since a decode row is bound by memory.
         """
         code, build = self.code, self.code.build
         num_together, single_token = self.tokens_together, begin_token
