@@ -64,7 +64,7 @@ class Product:
     norm: RowNorm | None = None
     """The norm of the rows before they are multiplied."""
     activation: str | None = None
-    """Name of the activation of the results."""
+    """Name of the activation of the results; of the gates alone if `is_gated`."""
     is_gated: bool = False
     """The two `parts` are gates and what they gate: the results are activation(gate) × other."""
     heads: Heads | None = None
@@ -165,7 +165,8 @@ class LayerOps:
                 out = out + each.bias.astype(jnp.float32)[None, :]
             results = split_parts(out.astype(rows.dtype), each.parts, each.num_shards)
             if each.activation is not None:
-                results[0] = ACTIVATIONS[each.activation](results[0])
+                num_activated = 1 if each.is_gated else len(results)
+                results[:num_activated] = map(ACTIVATIONS[each.activation], results[:num_activated])
             if each.is_gated:
                 gate, gated = results
                 results = [gate * gated]
