@@ -315,6 +315,7 @@ FLAG_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "num_decode_steps": (_steps, "N|auto"),
     "limits": (_limits, "NAME=N,NAME=N"),
     "compilation_cache_dir": (str, "DIR"),
+    "weights_cache_dir": (str, "DIR"),
     "hf_overrides": (_json_object, "JSON"),
     "int": (_integer, "N"),
     "float": (_number, "X"),

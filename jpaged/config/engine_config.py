@@ -228,6 +228,11 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     compilation_cache_dir: str | None = _option(
         None, "where executables are kept, or off; default: the user's cache folder", text("a directory, or off")
     )
+    weights_cache_dir: str | None = _option(
+        None,
+        "on a CPU, where converted weights are kept, at most 8 GiB, or off; default: the user's cache folder",
+        text("a directory, or off"),
+    )
     perf_map: bool = _option(
         False, "name native code for Linux's profiler: write /tmp/perf-PID.map, which perf reads", boolean
     )

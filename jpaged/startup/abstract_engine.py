@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -110,13 +111,16 @@ class AbstractEngine:
             max_logprobs=self.settings.max_logprobs,
         )
 
-    def programs(self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0) -> Programs:
+    def programs(
+        self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0, kept_in: Path | None = None
+    ) -> Programs:
         """Return the programs of an engine with these pools of pages, for the step inputs of `builder`.
 
-        The pools' sizes count their null pages; `num_host_blocks` 0 means that there is no host pool. Nothing is
-        compiled or allocated: weights and cache are shapes without arrays. A caller's own model is traced in steps of
-        all sizes, which also tells the dtype of its hidden states, and then in each program; ModelLoadError if that
-        fails.
+        The pools' sizes count their null pages; `num_host_blocks` 0 means that there is no host pool. `kept_in` is a
+        directory in which step programs are kept for later starts. Programs for several devices, for other devices than
+        a CPU, and with code of the caller's own are not kept. Nothing is compiled or allocated: weights and cache are
+        shapes without arrays. A caller's own model is traced in steps of all sizes, which also tells the dtype of its
+        hidden states, and then in each program; ModelLoadError if that fails.
         """
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
@@ -126,7 +130,9 @@ class AbstractEngine:
         mesh = self.mesh if self.num_chips > 1 else None  # One device needs no `shard_map` around attention.
         # Without pages: only their layout is known yet.
         cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
-        options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks)
+        has_own_code = isinstance(self.model, OwnModel) or bool(settings.processors)
+        is_kept = self.platform == "cpu" and self.num_chips == 1 and not has_own_code
+        options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks, kept_in if is_kept else None)
         weights = self.weights(sizes.dtype)
         if isinstance(self.model, OwnModel):
             weights = replace(weights, stream_dtype=self._checked_stream_dtype(weights, cache, builder))

@@ -6,13 +6,11 @@ What can fail cheaply fails first: options, shapes and the free memory are check
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +21,10 @@ from ..config.engine_config import EngineConfig
 from ..core.engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
+from ..models.formats.checkpoint import Checkpoint
 from ..models.own_model import OwnModel
 from ..models.weights.dummy import dummy_weights
+from ..models.weights.kept_weights import KeptWeights
 from ..models.weights.live_weights import LiveWeights
 from ..models.weights.loading import Weights, check_tensors, load_weights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
@@ -60,7 +60,7 @@ from .sizing.sizes import (
     requested_max_len,
     size_engine,
 )
-from .user_cache import make_private, user_cache
+from .user_cache import compilation_cache, use_compilation_cache, weights_cache
 from .warmup import warmup_keys
 
 logger = logging.getLogger("jpaged")
@@ -71,8 +71,6 @@ CPU_COMPILERS, MAX_COMPILERS = 2, 16
 """Programs that are compiled at the same time on a CPU, and at most elsewhere."""
 COMPILER_BYTES = 1 << 30
 """Bytes of the host's memory that compiling a program may take."""
-NO_CACHE = "off"
-"""The directory that leaves JAX's compilation cache as it is."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -154,7 +152,7 @@ def build_engine(
     handle.check_weight_files()
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
-    programs = engine.programs(builder, **pools)
+    programs = engine.programs(builder, **pools, kept_in=compilation_cache())
     live = LiveWeights(programs.weights, engine.mesh)
     plan = CompilePlan(
         programs.lower,
@@ -175,7 +173,7 @@ def build_engine(
             elif handle.checkpoint is None:
                 weights = dummy_weights(programs.weights, progress=report)
             else:
-                weights = load_weights(programs.weights, handle.decoder, handle.checkpoint, progress=report)
+                weights = _read_weights(config, engine, programs.weights, handle, handle.checkpoint, report)
         load_s = time.monotonic() - start
         runner = Runner(weights=weights, compile_plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
@@ -207,6 +205,29 @@ def build_engine(
         live=live,
         reload_weights=_reload_weights(config, handle, programs.weights),
     )
+
+
+def _read_weights(
+    config: EngineConfig,
+    engine: AbstractEngine,
+    abstract: Weights,
+    handle: ModelHandle,
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int], None] | None,
+) -> Weights:
+    """Return the weights of a model's files: those that an earlier start kept, else read from the files, and kept.
+
+    Weights on a single CPU device are kept.
+    """
+    directory = weights_cache(config.weights_cache_dir) if engine.platform == "cpu" and engine.num_chips == 1 else None
+    if directory is None:
+        return load_weights(abstract, handle.decoder, checkpoint, progress=progress)
+    kept = KeptWeights(directory, abstract, checkpoint.files(), repr((handle.config, engine.backend)))
+    weights = kept.load(progress)
+    if weights is None:
+        weights = load_weights(abstract, handle.decoder, checkpoint, progress=progress)
+        kept.write(weights)
+    return replace(weights, config=handle.decoder)
 
 
 def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights) -> Callable[[], Weights] | None:
@@ -293,31 +314,6 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
             fault = f"{shown(processor.name)} returns {shown(result)} for a row of logits"
             allowed = f"float32 of shape ({vocab_size},), the type of its argument"
             raise ConfigError(f"logits_processors: {fault}, allowed: {allowed}")
-
-
-def use_compilation_cache(directory: str | None) -> None:
-    """Set JAX's persistent compilation cache to `directory`, so that later processes find the executables.
-
-    None means the directory that JAX has been given already, or else `xla` in this user's cache. "off" leaves JAX's
-    configuration as it is. A directory that is made here is private to its owner. If it cannot be written, a warning is
-    logged and JAX's configuration stays.
-    """
-    if directory == NO_CACHE:
-        return
-    if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
-        return
-    try:
-        path = Path(directory) if directory else user_cache("xla")
-        make_private(path)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} is not writable")
-    except (OSError, RuntimeError) as error:
-        logger.warning("compilation cache off, each start compiles anew: %s", error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    # Keep every executable, however small it is and however fast it was compiled.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _free_bytes(device: jax.Device) -> int:

@@ -19,13 +19,15 @@ need, because taking a tree of modules apart would cost each call more than the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -40,6 +42,7 @@ from ..sampling.sampling_params import SampleMode, ScoreKind, score_kinds
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
+from .kept_programs import KeptPrograms, Program
 from .scoring import score_tokens
 from .step import DecodeSampling, DeviceState, SamplingState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
@@ -59,8 +62,6 @@ GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "1000"}
 the donated cache twice, as argument and as result, and would compute values again to save memory that is not short."""
 Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
-Program = tuple[Callable[..., Any], tuple[Any, ...]]
-"""The function of a program, and the abstract shapes of its arguments."""
 DecodeState = tuple[DeviceState, LogitRulesState | None]
 """The state that a decode program changes; the rules are None in modes that read none."""
 
@@ -114,6 +115,8 @@ class ProgramOptions:
     """Most tokens per sequence and dispatch; above 1 there are decode programs."""
     num_host_blocks: int = 0
     """Pages of the host pool; with 0 there are no swap programs."""
+    kept_in: Path | None = field(default=None, repr=False)
+    """Directory in which step programs are kept for later starts, which then trace nothing; None for none."""
 
 
 class Programs:
@@ -152,6 +155,11 @@ class Programs:
             hidden=self._shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
         )
         """Shapes of the device state with their placement."""
+        self._kept: KeptPrograms | None = None
+        if options.kept_in is not None:
+            shapes = [(path, leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(weights.state)]
+            traced = weights.config, shapes, cache.layout, cache.layers, builder.layouts, builder.rules_spec, options
+            self._kept = KeptPrograms(options.kept_in, cache.backend, repr((traced, self.state.hidden, buckets)))
         self._rules = rule_shapes(builder.rules_spec, self._num_slots, self._replicated)
         self.lower: dict[Key, Lower] = {
             TABLES_KEY: self._lower_tables,
@@ -182,22 +190,24 @@ class Programs:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
+    def _lower(self, program: Program) -> jax.stages.Lowered:
+        """Lower a program of a step: the kept one, if programs are kept, else by a trace."""
+        return program.lower() if self._kept is None else self._kept.lower(program)
+
     def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
         """Lower the forward program for steps of one layout: (weights, device state, step's buffer) → (state, columns).
 
         It runs the model on the step's tokens, and returns the new device state and the SAMPLE_FIELDS of the S rows to
         sample, int32 [fields, S]. The weights are a flat tuple of arrays, as calls with a tree of modules are slower.
-        The device state, argument 1, is donated. The function's name is the program's name in profiles.
         """
         leaves, tree = jax.tree.flatten(self.weights.state)
 
         def run(leaves: Leaves, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
             return forward(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
-        run.__name__ = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
-        packed = self._shape((layout.size,), jnp.int32)
-        jitted = jax.jit(run, donate_argnums=1, compiler_options=self._compiler_options)
-        return jitted.lower(tuple(leaves), self.state, packed)
+        name = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
+        arguments = tuple(leaves), self.state, self._shape((layout.size,), jnp.int32)
+        return self._lower(Program(name, run, arguments, self._compiler_options))
 
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         """Yield (name, function, abstract arguments) of one sample program, and of one decode program if there is any.
@@ -206,19 +216,20 @@ class Programs:
         enough for that: of samplers the smallest one, and of decode programs the first one in `lower`.
         """
         mode = self._buckets.modes[0]
-        yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
+        sample = self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
+        yield "sample", sample.run, sample.arguments
         decode_keys = (key for key in self.lower if isinstance(key, tuple) and key[0] == "decode")
         for _, size, mode in islice(decode_keys, 1):  # Keys are ("decode", T, mode).
-            yield "decode", *self._decode_program(self._builder.layouts[size, True], mode)
+            decode_program = self._decode_program(self._builder.layouts[size, True], mode)
+            yield "decode", decode_program.run, decode_program.arguments
 
     def _decode_program(self, layout: StepLayout, mode: SampleMode) -> Program:
-        """Return the function of a decode program, for steps of one layout in one mode, and its arguments as shapes.
+        """Return a decode program, for steps of one layout in one mode.
 
-        The function has three arguments. The first one is all weights as a flat tuple of arrays, which takes a call
+        Its function has three arguments. The first one is all weights as a flat tuple of arrays, which takes a call
         less time than a tree of modules. The second one is the pair (device state, logit rules); the rules are None if
         the mode reads none. The third one is a step's packed buffer, int32. The result is that of `decode`: the pair of
-        the new device state and new rules, and the sampled rows [K, R], K tokens of each of R rows. The function's
-        name is the program's name in profiles.
+        the new device state and new rules, and the sampled rows [K, R], K tokens of each of R rows.
         """
         leaves, tree = jax.tree.flatten(self.weights.state)
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
@@ -227,24 +238,22 @@ class Programs:
             weights, (device_state, rules) = jax.tree.unflatten(tree, leaves), state
             return decode(self.weights.graph, weights, device_state, rules, packed, layout, sampling)
 
-        run.__name__ = f"decode_{layout.num_tokens}_{mode.value}"
         state, packed = (self.state, self._rules_of(mode)), self._shape((layout.size,), jnp.int32)
-        return run, (tuple(leaves), state, packed)
+        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._compiler_options
+        return Program(f"decode_{layout.num_tokens}_{mode.value}", run, (tuple(leaves), state, packed), options)
 
     def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
-        """Lower the decode program of one mode for steps of one layout; its argument 1, the state, is donated."""
-        run, arguments = self._decode_program(layout, mode)
-        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._compiler_options
-        return jax.jit(run, donate_argnums=1, compiler_options=options).lower(*arguments)
+        """Lower the decode program of one mode for steps of one layout."""
+        return self._lower(self._decode_program(layout, mode))
 
     def _rules_of(self, mode: SampleMode) -> LogitRulesState | None:
         """Return the shapes of the logit rules for a program of that mode; None if it reads none."""
         return self._rules if mode is SampleMode.FULL else None
 
     def _sample_program(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> Program:
-        """Return the function of a sample program, for this many rows in one mode, and its arguments as shapes.
+        """Return a sample program, for this many rows in one mode.
 
-        The function has five arguments: the weights that logits need, as a flat tuple of arrays; the sampling state,
+        Its function has five arguments: the weights that logits need, as a flat tuple of arrays; the sampling state,
         which is the last token of each state slot and the logit rules (None if the mode reads none); the hidden states
         of the last forward program, [T, D]; SAMPLE_FIELDS columns, int32 [fields, S]; and the masks of the rows, int32
         [num_rows, W], or None. S is the largest sample bucket in all sample programs, as forward programs return these
@@ -260,17 +269,16 @@ class Programs:
             columns = columns[:, :num_rows]
             return sample_rows(self.weights.graph, weights, state, hidden, columns, mode, settings, self._mesh, masks)
 
-        run.__name__ = f"sample_{'masked_' if is_masked else ''}{num_rows}_{mode.value}"
+        name = f"sample_{'masked_' if is_masked else ''}{num_rows}_{mode.value}"
         state = self.state.last_tokens, self._rules_of(mode)
         columns = self._shape((len(SAMPLE_FIELDS), self._buckets.max_samples), jnp.int32)
         words_per_mask = num_mask_words(self._builder.rules_spec.vocab_size)
         masks = self._shape((num_rows, words_per_mask), jnp.int32) if is_masked else None
-        return run, (tuple(leaves), state, self.state.hidden, columns, masks)
+        return Program(name, run, (tuple(leaves), state, self.state.hidden, columns, masks))
 
     def _lower_sample(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> jax.stages.Lowered:
-        """Lower the sample program of one mode for this many rows; its argument 1, the sampling state, is donated."""
-        run, arguments = self._sample_program(num_rows, mode, is_masked=is_masked)
-        return jax.jit(run, donate_argnums=1).lower(*arguments)
+        """Lower the sample program of one mode for this many rows."""
+        return self._lower(self._sample_program(num_rows, mode, is_masked=is_masked))
 
     def _lower_score(self, num_rows: int, kind: ScoreKind) -> jax.stages.Lowered:
         """Lower the program that scores this many given tokens: (logit weights, hidden, columns, asked) → scores.

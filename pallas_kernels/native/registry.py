@@ -6,12 +6,9 @@ is neither written nor compiled again: its object code is loaded by its name.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
-import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from threading import RLock
@@ -22,11 +19,12 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from ..kept_files import Kept, read_kept, write_kept
 from .llvm import host_features, processor
 from .perf_map import name_functions
 
-CHECKSUM_BYTES = 32
 SOURCES = (
+    "kept_files.py",
     "native/*.py",
     "native/products/*.py",
     "ragged_paged_attention/native/*.py",
@@ -38,6 +36,8 @@ Build = Callable[[], ir.Module]
 _lock = RLock()
 _engines: dict[str, llvm.ExecutionEngine] = {}
 """Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
+_handlers: dict[str, None] = {}
+"""Names of the modules that are registered with XLA, in order."""
 _linked: list[str] = []
 """Names of modules that were linked, in the order of the calls of `link`."""
 _has_perf_map = False
@@ -58,9 +58,8 @@ def register(name: str, build: Build) -> str:
     wait.
     """
     with _lock:
-        if name not in _engines:
-            address = ctypes.c_void_p(_address_of(name, build))
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+        if name not in _handlers:
+            _register(name, _address_of(name, build))
     return name
 
 
@@ -77,10 +76,36 @@ def link(name: str, build: Build) -> str:
     return name
 
 
+def registered() -> list[str]:
+    """Return the names of the modules that are registered with XLA."""
+    return list(_handlers)
+
+
+def register_kept(names: Sequence[str]) -> bool:
+    """Register modules of these names whose object code is kept, for programs that call them; return whether all are.
+
+    Nothing is written or compiled.
+    """
+    with _lock:
+        for name in names:
+            if name not in _handlers:
+                kept = _read(name)
+                if kept is None or not all(map(_link_kept, kept.calls)):
+                    return False
+                _register(name, _load(name, kept))
+    return True
+
+
 def name_functions_for_perf() -> None:
     """From now on, name the functions of each module in the map of Linux's perf (`perf_map`)."""
     global _has_perf_map
     _has_perf_map = True
+
+
+def _register(name: str, address: int) -> None:
+    """Register a handler with XLA."""
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
+    _handlers[name] = None
 
 
 def _address_of(name: str, build: Build) -> int:
@@ -158,32 +183,13 @@ def _path_of(name: str) -> Path | None:
 
 
 def _read(name: str) -> _ObjectCode | None:
-    """Return a module's kept object code; None if there is no cache, no file, or one whose checksum does not match.
-
-    The file holds a SHA-256 checksum of `CHECKSUM_BYTES`, a line of JSON with the names of the modules that it calls,
-    and then the code.
-    """
+    """Return a module's kept object code; None if it is not kept. The header has the modules that it calls."""
     path = _path_of(name)
-    with contextlib.suppress(OSError):
-        content = path.read_bytes() if path else b""
-        checksum, rest = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
-        if checksum == hashlib.sha256(rest).digest():
-            calls, _, code = rest.partition(b"\n")
-            return _ObjectCode(code, json.loads(calls))
-    return None
+    kept = read_kept(path) if path else None
+    return kept and _ObjectCode(kept.content, kept.header)
 
 
-def _write(name: str, kept: _ObjectCode) -> None:
-    """Keep object code for later processes, if there is a cache.
-
-    The file appears whole or not at all, since several processes may write it: each writes a file of its own, named by
-    its process id, and renames it. Errors of the file system are ignored: the next process compiles again.
-    """
-    path = _path_of(name)
-    if path is None:
-        return
-    rest = json.dumps(kept.calls).encode() + b"\n" + kept.code
-    with contextlib.suppress(OSError):
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_bytes(hashlib.sha256(rest).digest() + rest)
-        new.replace(path)
+def _write(name: str, code: _ObjectCode) -> None:
+    """Keep object code for later processes, if there is a cache."""
+    if path := _path_of(name):
+        write_kept(path, Kept(code.calls, code.code))

@@ -284,6 +284,16 @@ class Backend(ABC):
         """Have code that is compiled from now on named for Linux's profiler, perf; return whether the backend can."""
         return False
 
+    def native_names(self) -> Sequence[str]:
+        """Return the names of this backend's own code that programs have been traced with, as custom calls."""
+        return ()
+
+    def load_native(self, names: Sequence[str]) -> bool:
+        """Load code of these names, which an earlier process compiled, for a program that calls it; return whether all
+        of it is there.
+        """
+        return not names
+
     @classmethod
     def for_devices(
         cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: Tuned = ()

@@ -20,7 +20,7 @@ from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
-from ...native.registry import name_functions_for_perf
+from ...native.registry import name_functions_for_perf, register_kept, registered
 from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
@@ -101,6 +101,14 @@ class NativeBackend(TiledBackend):
             return False
         name_functions_for_perf()
         return True
+
+    def native_names(self) -> list[str]:
+        """See `Backend.native_names`."""
+        return registered()
+
+    def load_native(self, names: Sequence[str]) -> bool:
+        """See `Backend.load_native`."""
+        return register_kept(names)
 
     def layout(self, shape: KVShape) -> NativeLayout:
         """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""

@@ -89,6 +89,7 @@ RANGES = {
     "model": (["smollm2-135m", Path("somewhere")], [None, ""]),
     "revision": ([None, "main"], ["", 5]),
     "compilation_cache_dir": ([None, "somewhere", Path("somewhere")], ["", 5]),
+    "weights_cache_dir": ([None, "somewhere", Path("somewhere")], ["", 5]),
 }
 REFUSED = [(name, value) for name, (_, refused) in RANGES.items() for value in refused]
 

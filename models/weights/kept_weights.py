@@ -1,0 +1,190 @@
+"""Weights kept on disk as an engine on a CPU holds them, so that a later start reads them and converts nothing.
+
+A file has the arrays one after the other, in the order of the model's leaves, then a sum of each chunk, and a checksum
+of these sums. Its name tells all that its bytes depend on: the model's files, how the engine stores weights, our code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ...pallas_kernels.kept_files import hash_of_sources
+from .loading import ALIGNMENT, NUM_READERS, WeightMemory, Weights
+
+logger = logging.getLogger("jpaged")
+
+CHUNK_BYTES = 4 << 20
+"""Bytes that are read and summed at once."""
+MIN_BYTES = 64 << 20
+"""Smaller weights are not kept: they are converted in less time than a file takes to be found useful."""
+MAX_BYTES = 8 << 30
+"""Bytes of all files of a directory together; those that were used longest ago are removed."""
+FREE_SHARE = 2
+"""A file is written if the disk has this many times as many bytes."""
+SUM_BYTES, CHECKSUM_BYTES = 8, 32
+_SOURCES_HASH = hash_of_sources("jpaged.models", "jpaged.pallas_kernels")
+
+
+class _Chunk(NamedTuple):
+    """Part of an array, and where it is in the file."""
+
+    array: int
+    """The array's number."""
+    start: int
+    """The first byte within the array."""
+    num_bytes: int
+    offset: int
+    """The first byte within the file."""
+
+
+class KeptWeights:
+    """The weights of one model for one engine, in a file that may not exist yet."""
+
+    def __init__(self, directory: Path, abstract: Weights, files: Sequence[Path], identity: str) -> None:
+        """Name the file in a `directory` that exists.
+
+        `abstract` has the shapes of the weights, all on one CPU device. `files` are those that the weights are read
+        from. `identity` says how the engine stores weights.
+        """
+        self._abstract, self._leaves = abstract, nnx.to_flat_state(abstract.state)
+        sizes = [leaf.size * leaf.dtype.itemsize for _, leaf in self._leaves]
+        self._chunks = list(_chunks(sizes))
+        self.num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
+        """Bytes of all arrays together."""
+        shapes = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in self._leaves]
+        parts = _SOURCES_HASH, identity, shapes, [_identity_of(file) for file in files]
+        self.path = directory / f"weights_{hashlib.sha256(repr(parts).encode()).hexdigest()}"
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> Weights | None:
+        """Return the kept weights, in new memory; None, with a line in the log, if the file is torn, or not there.
+
+        `progress(done, total)`, if given, is called with the numbers of chunks.
+        """
+        try:
+            with self.path.open("rb") as file:
+                os.utime(self.path)  # It is used now: `write` removes others first.
+                arrays = self._read(file, progress)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("weights: the kept file cannot be used, the model's files are converted again: %s", error)
+            return None
+        made = {
+            path: leaf.replace(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _, array=array: array))
+            for (path, leaf), array in zip(self._leaves, arrays, strict=True)
+        }
+        return replace(self._abstract, state=nnx.from_flat_state(made))
+
+    def write(self, weights: Weights) -> None:
+        """Keep weights of this model, if they are worth it and have room; a fault leaves a line in the log.
+
+        The file appears whole or not at all.
+        """
+        directory = self.path.parent
+        if not MIN_BYTES <= self.num_bytes <= MAX_BYTES:
+            return
+        try:
+            if shutil.disk_usage(directory).free < FREE_SHARE * self.num_bytes:
+                raise OSError(f"{directory} has no room for {self.num_bytes / 1e9:.3g} GB")
+            _remove_oldest(directory, MAX_BYTES - self.num_bytes)
+            with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
+                try:
+                    self._write(file, [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(weights.state)])
+                    Path(file.name).replace(self.path)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
+        except OSError as error:
+            logger.warning("weights: not kept, each start converts the model's files anew: %s", error)
+
+    def _read(self, file: BinaryIO, progress: Callable[[int, int], None] | None) -> list[np.ndarray]:
+        """Return the arrays; ValueError if a checksum does not match."""
+        end = self._chunks[-1].offset + _padded(self._chunks[-1].num_bytes)
+        trailer = os.pread(file.fileno(), len(self._chunks) * SUM_BYTES + CHECKSUM_BYTES + 1, end)
+        sums, checksum = trailer[:-CHECKSUM_BYTES], trailer[-CHECKSUM_BYTES:]
+        if len(sums) != len(self._chunks) * SUM_BYTES or checksum != hashlib.sha256(sums).digest():
+            raise ValueError(f"{self.path} is torn")
+        memory = WeightMemory()
+        arrays = [memory.allocate(leaf.shape, np.dtype(leaf.dtype)) for _, leaf in self._leaves]
+        buffers = [array.reshape(-1).view(np.uint8) for array in arrays]
+
+        def read(chunk: _Chunk, wanted_sum: int) -> None:
+            part = buffers[chunk.array][chunk.start : chunk.start + chunk.num_bytes]
+            if os.preadv(file.fileno(), [part], chunk.offset) != len(part) or _sum(part) != wanted_sum:
+                raise ValueError(f"{self.path} is torn at byte {chunk.offset}")
+
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            results = readers.map(read, self._chunks, np.frombuffer(sums, np.uint64).tolist())
+            for num_done, _ in enumerate(results, 1):
+                if progress is not None:
+                    progress(num_done, len(self._chunks))
+        return arrays
+
+    def _write(self, file: Any, arrays: Sequence[np.ndarray]) -> None:
+        """Write the arrays, the sums of their chunks and the checksum of these."""
+        sums = []
+        for chunk in self._chunks:
+            part = arrays[chunk.array].reshape(-1).view(np.uint8)[chunk.start : chunk.start + chunk.num_bytes]
+            file.write(part.data)
+            file.write(bytes(_padded(len(part)) - len(part)))
+            sums.append(_sum(part))
+        trailer = np.array(sums, np.uint64).tobytes()
+        file.write(trailer + hashlib.sha256(trailer).digest())
+        file.flush()
+        os.fsync(file.fileno())  # The new name must not reach the disk before the content.
+
+
+def _chunks(sizes: Sequence[int]) -> Iterator[_Chunk]:
+    """Yield the chunks of arrays of these sizes in bytes; each begins in the file at a multiple of ALIGNMENT."""
+    offset = 0
+    for array, size in enumerate(sizes):
+        for start in range(0, size, CHUNK_BYTES):
+            num_bytes = min(CHUNK_BYTES, size - start)
+            yield _Chunk(array, start, num_bytes, offset)
+            offset += _padded(num_bytes)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _sum(data: np.ndarray) -> int:
+    """Return the sum of the 64-bit words of some bytes, modulo 2⁶⁴: numpy adds as fast as memory is read."""
+    num_whole = len(data) // 8 * 8
+    total = int(data[:num_whole].view(np.uint64).sum(dtype=np.uint64)) + int.from_bytes(data[num_whole:].tobytes())
+    return total % (1 << 64)
+
+
+def _identity_of(file: Path) -> tuple[int, ...]:
+    """Return numbers that change whenever the content of a file may have changed.
+
+    The time of the last change of its inode cannot be set by programs, as that of its content can.
+    """
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _remove_oldest(directory: Path, max_bytes: int) -> None:
+    """Remove the files of a directory that were used longest ago, until the others have at most `max_bytes`."""
+    found = [(file, file.stat()) for file in directory.iterdir()]
+    newest_first = sorted(found, key=lambda entry: entry[1].st_mtime_ns, reverse=True)
+    totals = itertools.accumulate(status.st_size for _, status in newest_first)
+    for (file, _), total in zip(newest_first, totals, strict=True):
+        if total > max_bytes:
+            with contextlib.suppress(FileNotFoundError):  # Another process may have removed it.
+                file.unlink()
