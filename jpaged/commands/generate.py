@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
@@ -24,7 +24,7 @@ from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from .flags import SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import Job, JobReader, read_prompts
 from .lines import LineSource, stat_of
-from .process import interrupts_held, run_command
+from .process import garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
 from .results import ResultFile
 from .resume import FinishedRecords, options_key
@@ -49,9 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """Run the command: check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
+    """Run the command and return its exit status; see `_generate`."""
+    with garbage_uncollected() as collect_garbage:
+        return _generate(argv, on_started=collect_garbage)
 
-    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run, because every
+
+def _generate(argv: list[str], *, on_started: Callable[[], None]) -> int:
+    """Check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
+
+    `on_started` is called once the engine has started. Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run, because every
     line has a result already, from an earlier run or as an error. The output file and the input are closed in any case.
     Raises ConfigError, or InvalidRequestError for a prompt of the command line, if the run cannot start.
     """
@@ -84,6 +90,7 @@ def _run(argv: list[str]) -> int:
             printer.expect_no_more(has_one_sample=isinstance(params, SamplingParams) and params.n == 1)
         if head:
             with _start_engine(config, handle, head, is_whole=is_whole) as engine:
+                on_started()
                 _compute(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
         else:
             run.start()

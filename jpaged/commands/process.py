@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -77,6 +78,27 @@ def prepare_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # A character that stdout cannot encode must not end the run.
+
+
+@contextmanager
+def garbage_uncollected() -> Iterator[Callable[[], None]]:
+    """Let Python not look for garbage until the `with` ends, or until the function that it gives is called.
+
+    Imports and the start of an engine make a million objects that stay, and looking through them takes an eighth of
+    their time. They are left out of later collections too.
+    """
+    was_enabled = gc.isenabled()
+
+    def collect_again() -> None:
+        if was_enabled and not gc.isenabled():
+            gc.freeze()
+            gc.enable()
+
+    gc.disable()
+    try:
+        yield collect_again
+    finally:
+        collect_again()
 
 
 @contextmanager

@@ -1,21 +1,25 @@
 """Step programs kept on disk as StableHLO: a later start lowers them without tracing the model in Python.
 
-A program is traced and exported (`jax.export`) by the first start that needs it. That start too compiles what was
-exported, so that XLA's own cache finds the executable at the next one. Programs lie beside that cache.
+The first start that needs a program traces it, and keeps the module. That start compiles the module in the same way as
+later ones, so that they find the executable in JAX's compilation cache, beside which programs are kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax import export
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import mlir
 
 from ..pallas_kernels.kept_files import Kept, hash_of_sources, read_kept, write_kept
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
@@ -25,17 +29,8 @@ from ..sampling.token_scores import TokenScores
 PACKAGES = "jax", "jaxlib", "flax", "llvmlite"
 """Packages whose versions a program depends on."""
 LOCAL_SETTINGS = ("jax_compilation_cache_dir",)
-"""Settings of JAX that are not part of a program's identity."""
-
+"""Settings of JAX that no program depends on."""
 _SOURCES_HASH = hash_of_sources("jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sharding")
-# What programs return beside the state that they change; these classes have no static fields.
-for _result in (SampledRows, TokenScores):
-    export.register_pytree_node_serialization(
-        _result,
-        serialized_name=f"jpaged.{_result.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
-    )
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Program:
     name: str
     """Its name in profiles."""
     run: Callable[..., tuple[Any, Any]]
-    """Takes `arguments`; returns the new state, a tree like argument 1, and anything else."""
+    """Takes `arguments`; returns the new state, a tree like argument 1, and either an array or SampledRows."""
     arguments: tuple[Any, ...]
     """Trees of abstract arrays. Argument 1 is the state, which is donated."""
     compiler_options: dict[str, str] | None = None
@@ -54,31 +49,31 @@ class Program:
         """Trace and lower the program."""
         return self._lower(self.run)
 
-    def lower_exported(self, exported: export.Exported) -> jax.stages.Lowered:
-        """Lower the program as `export` exported it."""
+    def trace(self) -> _Traced:
+        """Return the program's module, a function of the leaves of its arguments, for one device."""
+        leaves, tree = jax.tree.flatten(self.arguments)
+        paths = list[str]()
+
+        def run(*leaves: Any) -> list[Any]:
+            state, rest = self.run(*jax.tree.unflatten(tree, leaves))
+            named, _ = jax.tree_util.tree_flatten_with_path(rest)
+            paths.extend(jax.tree_util.keystr(path) for path, _ in named)
+            return [*jax.tree.leaves(state), *(array for _, array in named)]
+
+        lowered = jax.jit(run, keep_unused=True).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+        results = [(list(result.shape), str(result.dtype)) for result in lowered.out_info]
+        return _Traced(mlir.module_to_bytecode(lowered.compiler_ir()), results, paths)
+
+    def lower_traced(self, traced: _Traced) -> jax.stages.Lowered:
+        """Lower the program from its module."""
         state_tree = jax.tree.structure(self.arguments[1])
 
         def run(*arguments: Any) -> tuple[Any, Any]:
-            state, rest = exported.call(*jax.tree.leaves(arguments))
-            return jax.tree.unflatten(state_tree, state), rest
+            results = _call.bind(*jax.tree.leaves(arguments), traced=traced, name=self.name)
+            state = jax.tree.unflatten(state_tree, results[: state_tree.num_leaves])
+            return state, traced.rest(results[state_tree.num_leaves :])
 
         return self._lower(run)
-
-    def export(self, code_names: Callable[[], Sequence[str]]) -> export.Exported:
-        """Trace and export the program, as a function of the leaves of its arguments that returns those of the state.
-
-        `code_names` gives the custom calls that it may have beside those of JAX.
-        """
-        leaves, tree = jax.tree.flatten(self.arguments)
-
-        def run(*leaves: Any) -> tuple[tuple[Any, ...], Any]:
-            state, rest = self.run(*jax.tree.unflatten(tree, leaves))
-            return tuple(jax.tree.leaves(state)), rest
-
-        jitted = jax.jit(run, keep_unused=True)
-        jitted.trace(*leaves)  # Native code is named as it is traced; `export` takes this trace from JAX's cache.
-        allowed = [export.DisabledSafetyCheck.custom_call(name) for name in code_names()]
-        return export.export(jitted, platforms=["cpu"], disabled_checks=allowed)(*leaves)
 
     def _lower(self, run: Callable[..., Any]) -> jax.stages.Lowered:
         def named(*arguments: Any) -> Any:
@@ -87,6 +82,28 @@ class Program:
         named.__name__ = self.name
         jitted = jax.jit(named, donate_argnums=1, compiler_options=self.compiler_options)
         return jitted.lower(*self.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A traced program."""
+
+    module: bytes
+    """StableHLO, as MLIR's bytecode."""
+    results: list[tuple[list[int], str]]
+    """Shape and dtype of each result."""
+    rest_paths: list[str]
+    """The places of the last results in what the program returns beside the state: "" for all of it, ".token_ids"."""
+
+    def rest(self, arrays: list[Any]) -> Any:
+        """Return these arrays as what the program returns beside the state."""
+        if self.rest_paths == [""]:
+            return arrays[0]
+        rows, scores = dict[str, Any](), dict[str, Any]()
+        for path, array in zip(self.rest_paths, arrays, strict=True):
+            *parents, field = path.removeprefix(".").split(".")
+            (scores if parents == ["scores"] else rows)[field] = array
+        return SampledRows(**rows, scores=TokenScores(**scores) if scores else None)
 
 
 class KeptPrograms:
@@ -100,25 +117,45 @@ class KeptPrograms:
         self._identity = repr((_SOURCES_HASH, sys.version, versions, settings, backend, identity))
 
     def lower(self, program: Program) -> jax.stages.Lowered:
-        """Lower a program: the kept one, or else one that is exported now and kept."""
+        """Lower a program: the kept one, or else one that is traced now and kept."""
         name = hashlib.sha256(f"{self._identity}{program.name}".encode()).hexdigest()
         path = self._directory / f"step_{name}"
-        return program.lower_exported(self._read(path) or self._export(program, path))
+        return program.lower_traced(self._read(path) or self._trace(program, path))
 
-    def _read(self, path: Path) -> export.Exported | None:
-        """Return a kept program; None if it is not there, or the native code that it calls is not.
-
-        The header has the names of that code, the content is the program as JAX serializes it.
-        """
+    def _read(self, path: Path) -> _Traced | None:
+        """Return a kept program; None if it is not there, or the native code that it calls is not."""
         kept = read_kept(path)
-        if kept is None or not self._backend.load_native(kept.header):
+        if kept is None or not self._backend.load_native(kept.header["native"]):
             return None
-        return export.deserialize(bytearray(kept.content))
+        return _Traced(kept.content, kept.header["results"], kept.header["rest_paths"])
 
-    def _export(self, program: Program, path: Path) -> export.Exported:
-        """Trace and export a program, and keep it for later starts."""
-        exported = program.export(self._backend.native_names)
-        module = exported.mlir_module()
-        names = [name for name in self._backend.native_names() if f"@{name}(" in module or f'@"{name}"(' in module]
-        write_kept(path, Kept(names, bytes(exported.serialize())))
-        return exported
+    def _trace(self, program: Program, path: Path) -> _Traced:
+        """Trace a program, and keep it for later starts."""
+        traced = program.trace()
+        native = [name for name in self._backend.native_names() if name.encode() in traced.module]
+        header = {"native": native, "results": traced.results, "rest_paths": traced.rest_paths}
+        write_kept(path, Kept(header, traced.module))
+        return traced
+
+
+_call = Primitive("call_traced")
+_call.multiple_results = True
+
+
+@_call.def_abstract_eval
+def _results(*_: Any, traced: _Traced, name: str) -> list[ShapedArray]:
+    return [ShapedArray(tuple(shape), jax.numpy.dtype(dtype)) for shape, dtype in traced.results]
+
+
+def _lower_call(ctx: Any, *arguments: Any, traced: _Traced, name: str) -> list[Any]:
+    """Put a traced module into the one that is being lowered, and call its main function."""
+    context = ctx.module_context
+    with context.module.context:
+        module = ir.Module.parse(traced.module)
+    types = ir.SymbolTable(module.operation)["main"].type.results
+    name = mlir.merge_mlir_modules(context.module, name, module, dst_symtab=context.symbol_table)
+    call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), mlir.flatten_ir_values(arguments))
+    return list(call.results)
+
+
+mlir.register_lowering(_call, _lower_call)

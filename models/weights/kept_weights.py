@@ -1,4 +1,4 @@
-"""Weights kept on disk as an engine on a CPU holds them, so that a later start reads them and converts nothing.
+"""Weights kept on disk as an engine on a CPU holds them: a later start maps the file and converts nothing.
 
 A file has the arrays one after the other, in the order of the model's leaves, then a sum of each chunk, and a checksum
 of these sums. Its name tells all that its bytes depend on: the model's files, how the engine stores weights, our code.
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import mmap
 import os
 import shutil
 import tempfile
@@ -24,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from ...pallas_kernels.kept_files import hash_of_sources
-from .loading import ALIGNMENT, NUM_READERS, WeightMemory, Weights
+from .loading import ALIGNMENT, NUM_READERS, Weights
 
 logger = logging.getLogger("jpaged")
 
@@ -71,7 +72,7 @@ class KeptWeights:
         self.path = directory / f"weights_{hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Weights | None:
-        """Return the kept weights, in new memory; None, with a line in the log, if the file is torn, or not there.
+        """Return the kept weights, mapped from the file; None if it is not there, or, with a line in the log, torn.
 
         `progress(done, total)`, if given, is called with the numbers of chunks.
         """
@@ -113,27 +114,32 @@ class KeptWeights:
             logger.warning("weights: not kept, each start converts the model's files anew: %s", error)
 
     def _read(self, file: BinaryIO, progress: Callable[[int, int], None] | None) -> list[np.ndarray]:
-        """Return the arrays; ValueError if a checksum does not match."""
+        """Return the arrays as views of the file's mapping; ValueError if a checksum does not match."""
         end = self._chunks[-1].offset + _padded(self._chunks[-1].num_bytes)
-        trailer = os.pread(file.fileno(), len(self._chunks) * SUM_BYTES + CHECKSUM_BYTES + 1, end)
-        sums, checksum = trailer[:-CHECKSUM_BYTES], trailer[-CHECKSUM_BYTES:]
-        if len(sums) != len(self._chunks) * SUM_BYTES or checksum != hashlib.sha256(sums).digest():
+        trailer_bytes = len(self._chunks) * SUM_BYTES + CHECKSUM_BYTES
+        if os.fstat(file.fileno()).st_size != end + trailer_bytes:
             raise ValueError(f"{self.path} is torn")
-        memory = WeightMemory()
-        arrays = [memory.allocate(leaf.shape, np.dtype(leaf.dtype)) for _, leaf in self._leaves]
-        buffers = [array.reshape(-1).view(np.uint8) for array in arrays]
+        # What is written to private pages, which nobody does, would not reach the file.
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), np.uint8)
+        trailer = mapped[end:].tobytes()
+        sums, checksum = trailer[:-CHECKSUM_BYTES], trailer[-CHECKSUM_BYTES:]
+        if checksum != hashlib.sha256(sums).digest():
+            raise ValueError(f"{self.path} is torn")
 
-        def read(chunk: _Chunk, wanted_sum: int) -> None:
-            part = buffers[chunk.array][chunk.start : chunk.start + chunk.num_bytes]
-            if os.preadv(file.fileno(), [part], chunk.offset) != len(part) or _sum(part) != wanted_sum:
+        def check(chunk: _Chunk, wanted_sum: int) -> None:
+            if _sum(mapped[chunk.offset : chunk.offset + chunk.num_bytes]) != wanted_sum:
                 raise ValueError(f"{self.path} is torn at byte {chunk.offset}")
 
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            results = readers.map(read, self._chunks, np.frombuffer(sums, np.uint64).tolist())
+            results = readers.map(check, self._chunks, np.frombuffer(sums, np.uint64).tolist())
             for num_done, _ in enumerate(results, 1):
                 if progress is not None:
                     progress(num_done, len(self._chunks))
-        return arrays
+        first_offsets = {chunk.array: chunk.offset for chunk in reversed(self._chunks)}
+        return [
+            mapped[first_offsets[array] :][: leaf.size * leaf.dtype.itemsize].view(leaf.dtype).reshape(leaf.shape)
+            for array, (_, leaf) in enumerate(self._leaves)
+        ]
 
     def _write(self, file: Any, arrays: Sequence[np.ndarray]) -> None:
         """Write the arrays, the sums of their chunks and the checksum of these."""

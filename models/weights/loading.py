@@ -161,7 +161,7 @@ def load_arrays(
     Both have the same keys. An array without a sharding lies on JAX's default device, uncommitted, so that a jitted
     function may move it. See `load_weights` for how the arrays are read, for `progress`, and for errors.
     """
-    memory = WeightMemory()
+    memory = _WeightMemory()
 
     def load(path: Path) -> jax.Array:
         """Return the weight at `path` as an array. JAX calls `read_shard` for the shard of each device."""
@@ -268,7 +268,7 @@ def _read_weight(
         write(row - first_row, values)
 
 
-class WeightMemory:
+class _WeightMemory:
     """Allocates host memory for weights, in blocks that are large enough for the system's large pages.
 
     Large pages cost a processor fewer address translations. Threads may share one instance.
