@@ -205,17 +205,21 @@ class _Vocabulary:
         The file has each pair as one string, with a space between the tokens: "th e" gives ("th", "e"). Raise
         ModelLoadError for a pair whose tokens, or whose joined token, are not in the vocabulary.
         """
-        pairs = []
-        for line in self.strings("merges"):
-            # The left token may itself begin with a space, so the first character is never the separator.
-            separator = line.find(" ", 1)
-            left, right = line[:separator], line[separator + 1 :]
-            # The Rust code of `tokenizers` panics on a merge whose concatenation is not in the vocabulary.
-            if separator < 0 or left not in self.ids or right not in self.ids or left + right not in self.ids:
-                wanted = "two tokens with a space between them, and their join a token too"
-                fault = f"{KEY}merges holds {shorten(line)}, wanted {wanted}"
-                raise ModelLoadError(f"{self.fields.path}: {fault}: {CORRUPT}")
-            pairs.append((left, right))
+        lines, ids = self.strings("merges"), self.ids.keys()
+        # The left token may itself begin with a space, so the first character is never the separator.
+        separators = [line.find(" ", 1) for line in lines]
+        pairs = [(line[:at], line[at + 1 :]) for line, at in zip(lines, separators, strict=True)]
+        # The Rust code of `tokenizers` panics on a merge whose concatenation is not in the vocabulary.
+        if min(separators, default=0) < 0 or not (
+            ids >= {left for left, _ in pairs}
+            and ids >= {right for _, right in pairs}
+            and ids >= {left + right for left, right in pairs}
+        ):
+            is_known = (at >= 0 and ids >= {*pair, "".join(pair)} for at, pair in zip(separators, pairs, strict=True))
+            line = next(line for line, known in zip(lines, is_known, strict=True) if not known)
+            wanted = "two tokens with a space between them, and their join a token too"
+            fault = f"{KEY}merges holds {shorten(line)}, wanted {wanted}"
+            raise ModelLoadError(f"{self.fields.path}: {fault}: {CORRUPT}")
         return pairs
 
 

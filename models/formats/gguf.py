@@ -132,14 +132,19 @@ class _Cursor:
         100,000 strings. Bytes that are not UTF-8 become lone surrogates, from which the same bytes can be had again.
         Raises ModelLoadError past the end of the file.
         """
-        data, end, strings = self.data, len(self.data), []
+        data, end, position, pieces = self.data, len(self.data), self.position, list[bytes]()
         for _ in range(count):
-            start = self.position + 8  # If this is past the end, the length cannot be read and counts as 0.
-            self.position = start + (_LENGTH.unpack_from(data, self.position)[0] if start <= end else 0)
-            if self.position > end:
-                self.advance(1)  # It raises the usual ModelLoadError, since the position is past the end.
-            strings.append(data[start : self.position].decode("utf-8", errors="surrogateescape"))
-        return strings
+            start = position + _LENGTH.size  # If this is past the end, there is no length to read.
+            position = start + _LENGTH.unpack_from(data, position)[0] if start <= end else start
+            if position > end:
+                self.advance(position - self.position)  # It raises the usual ModelLoadError.
+            pieces.append(data[start:position])
+        self.position = position
+        # Decoding all at once takes a tenth of the time. A zero byte in a string would part it in two.
+        joined = b"\0".join(pieces)
+        if joined.count(b"\0") != count - 1:
+            return [piece.decode("utf-8", errors="surrogateescape") for piece in pieces]
+        return joined.decode("utf-8", errors="surrogateescape").split("\0")
 
     def value(self, kind: int) -> Any:
         """Read one metadata value of GGUF's type number `kind`: a number, a bool, a string, or a list of these.

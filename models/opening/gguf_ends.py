@@ -29,6 +29,12 @@ WRITABLE_TEXTS = (
 HTML_TEXT = "</s>"
 """The text of a token that ends a reply if it is a control token: Gemma has it as a token of HTML."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # Values of tokenizer.ggml.token_type.
+END_KINDS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(MARKED_TEXTS, (NORMAL, UNKNOWN, CONTROL, USER_DEFINED)),
+    **dict.fromkeys(WRITABLE_TEXTS, (UNKNOWN, CONTROL, USER_DEFINED)),
+    HTML_TEXT: (CONTROL,),
+}
+"""The token types with which a token of a text ends a reply."""
 
 
 def end_token_ids(fields: Fields, vocab_size: int) -> list[int]:
@@ -44,7 +50,7 @@ def end_token_ids(fields: Fields, vocab_size: int) -> list[int]:
     ids = {
         token: index
         for index, (token, kind) in enumerate(zip(tokens[:vocab_size], kinds, strict=False))  # The index is the id.
-        if kind in _end_kinds(token)
+        if token in END_KINDS and kind in END_KINDS[token]
     }
     # In these vocabularies `<|end|>` ends one message of a reply, and the model continues with the next message.
     if {"<|return|>", "<|call|>"} <= ids.keys() or ("<|flush|>" in ids and {"<|call|>", "<|calls|>"} & ids.keys()):
@@ -53,12 +59,3 @@ def end_token_ids(fields: Fields, vocab_size: int) -> list[int]:
     if {"<|tool_response>", "<|plamo:eos|>"} & set(tokens):
         ids.pop(HTML_TEXT, None)
     return list(dict.fromkeys([*named, *ids.values()]))
-
-
-def _end_kinds(token: str) -> tuple[int, ...]:
-    """Return the token types with which a token of this text ends a reply; an empty tuple if it never does."""
-    if token in MARKED_TEXTS:
-        return NORMAL, UNKNOWN, CONTROL, USER_DEFINED
-    if token in WRITABLE_TEXTS:
-        return UNKNOWN, CONTROL, USER_DEFINED
-    return (CONTROL,) if token == HTML_TEXT else ()
