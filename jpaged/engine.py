@@ -75,17 +75,21 @@ class Engine(ResearchCalls):
         demands: Sequence[Demand] = (),
         modes: Collection[SampleMode] = (),
         progress: Progress | None = None,
+        keeps_programs: bool = False,
     ) -> Self:
         """Return an engine for a validated config. `handle` is its model if that is open already; None opens it.
 
         `demands` (tokens of each request) and `modes` (kinds of sampling) describe all requests that will come. With
         them the page pool is no larger than these requests need, and the programs that they need first are compiled
         while the weights load. If they are left out, nothing is assumed. `progress(name, done, total)` is called in
-        the phases `check`, `load` and `compile`. Raise ConfigError or ModelLoadError.
+        the phases `check`, `load` and `compile`. `keeps_programs` lets a CPU trace step programs once, for this start
+        and for later ones: leave it out where functions of jpaged are replaced by others. Raise ConfigError or
+        ModelLoadError.
         """
         handle = handle or open_model(config)
         engine = cls.__new__(cls)
-        engine._start(build_engine(config, handle, demands=demands, modes=modes, progress=progress))
+        options: dict[str, Any] = {"demands": demands, "modes": modes, "progress": progress}
+        engine._start(build_engine(config, handle, **options, keeps_programs=keeps_programs))
         return engine
 
     def _start(self, parts: EngineComponents) -> None:

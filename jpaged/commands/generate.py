@@ -57,9 +57,10 @@ def _run(argv: list[str]) -> int:
 def _generate(argv: list[str], *, on_started: Callable[[], None]) -> int:
     """Check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
 
-    `on_started` is called once the engine has started. Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run, because every
-    line has a result already, from an earlier run or as an error. The output file and the input are closed in any case.
-    Raises ConfigError, or InvalidRequestError for a prompt of the command line, if the run cannot start.
+    `on_started` is called once the engine has started. Returns 0, or EXIT_SOME_FAILED if some requests failed. No
+    engine is started if no job is left to run, because every line has a result already, from an earlier run or as an
+    error. The output file and the input are closed in any case. Raises ConfigError, or InvalidRequestError for a prompt
+    of the command line, if the run cannot start.
     """
     args = parse_generate(argv)
     config = engine_config(args)
@@ -262,7 +263,8 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
         demands = list(islice(cycle(demands), HEAD_JOBS))
     modes = {sample_mode(job.params) for job in jobs}
     with closing(ProgressReport()) as progress:
-        return Engine.from_engine_args(config, handle, demands=demands, modes=modes, progress=progress)
+        known: dict[str, Any] = {"demands": demands, "modes": modes, "progress": progress}
+        return Engine.from_engine_args(config, handle, **known, keeps_programs=True)
 
 
 def read_template(path: str) -> str:

@@ -97,7 +97,7 @@ def _start_engine(
         progress(name, done, total)
         state.report(name, done, total)
 
-    engine = Engine.from_engine_args(config, handle, progress=report)
+    engine = Engine.from_engine_args(config, handle, progress=report, keeps_programs=True)
     progress.close()
     if template is not None:
         engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)

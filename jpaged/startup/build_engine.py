@@ -113,13 +113,15 @@ def build_engine(
     demands: Sequence[Demand] = (),
     modes: Collection[SampleMode] = (),
     progress: Progress | None = None,
+    keeps_programs: bool = False,
 ) -> EngineComponents:
     """Build all parts of an engine: choose its sizes, start compiling its programs, and load its weights.
 
     `demands` and `modes` are the requests that will come and their sampling modes, if all are known; both are empty
     otherwise. Programs that these requests need first are compiled while the weights are read, and the sizes are no
-    larger than these requests need. `progress` is told of long phases. Raises ConfigError if the options do not fit the
-    model, the devices or their memory, and ModelLoadError if the weights cannot be loaded.
+    larger than these requests need. `progress` is told of long phases. With `keeps_programs`, step programs are kept
+    beside JAX's compilation cache, and those that are there are not traced. Raises ConfigError if the options do not
+    fit the model, the devices or their memory, and ModelLoadError if the weights cannot be loaded.
     """
     is_own = isinstance(handle.config, OwnModel)
     # A model of the caller's own comes with the caller's process, whose JAX is left as it is.
@@ -152,7 +154,7 @@ def build_engine(
     handle.check_weight_files()
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
-    programs = engine.programs(builder, **pools, kept_in=compilation_cache())
+    programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
     live = LiveWeights(programs.weights, engine.mesh)
     plan = CompilePlan(
         programs.lower,

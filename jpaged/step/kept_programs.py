@@ -2,6 +2,8 @@
 
 The first start that needs a program traces it, and keeps the module. That start compiles the module in the same way as
 later ones, so that they find the executable in JAX's compilation cache, beside which programs are kept.
+
+Only commands keep programs: in a process of the caller's own, our functions may have been replaced by others.
 """
 
 from __future__ import annotations
@@ -110,7 +112,10 @@ class KeptPrograms:
     """The programs of one engine on disk: one file for each, named by all that its trace depends on."""
 
     def __init__(self, directory: Path, backend: Backend, identity: str) -> None:
-        """Keep programs in a `directory` that exists. `identity` tells engines apart that have other programs."""
+        """Keep programs in a `directory` that exists.
+
+        `identity` tells engines apart whose programs differ in more than their names and the shapes of their arguments.
+        """
         self._directory, self._backend = directory, backend
         settings = sorted((name, value) for name, value in jax.config.values.items() if name not in LOCAL_SETTINGS)
         versions = [version(package) for package in PACKAGES]
@@ -118,7 +123,8 @@ class KeptPrograms:
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """Lower a program: the kept one, or else one that is traced now and kept."""
-        name = hashlib.sha256(f"{self._identity}{program.name}".encode()).hexdigest()
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(program.arguments)]
+        name = hashlib.sha256(f"{self._identity}{program.name}{shapes}".encode()).hexdigest()
         path = self._directory / f"step_{name}"
         return program.lower_traced(self._read(path) or self._trace(program, path))
 
@@ -154,7 +160,7 @@ def _lower_call(ctx: Any, *arguments: Any, traced: _Traced, name: str) -> list[A
         module = ir.Module.parse(traced.module)
     types = ir.SymbolTable(module.operation)["main"].type.results
     name = mlir.merge_mlir_modules(context.module, name, module, dst_symtab=context.symbol_table)
-    call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), mlir.flatten_ir_values(arguments))
+    call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), arguments)
     return list(call.results)
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -157,9 +156,8 @@ class Programs:
         """Shapes of the device state with their placement."""
         self._kept: KeptPrograms | None = None
         if options.kept_in is not None:
-            shapes = [(path, leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(weights.state)]
-            traced = weights.config, shapes, cache.layout, cache.layers, builder.layouts, builder.rules_spec, options
-            self._kept = KeptPrograms(options.kept_in, cache.backend, repr((traced, self.state.hidden, buckets)))
+            made_from = weights.config, cache.layout, cache.layers, builder.layouts, builder.rules_spec, options
+            self._kept = KeptPrograms(options.kept_in, cache.backend, repr(made_from))
         self._rules = rule_shapes(builder.rules_spec, self._num_slots, self._replicated)
         self.lower: dict[Key, Lower] = {
             TABLES_KEY: self._lower_tables,

@@ -1,0 +1,112 @@
+"""Weights that a start keeps: the next start maps the same bits; other files, a torn file, a full disk are noticed."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged import Engine, SamplingParams
+from jpaged.models.weights import kept_weights
+from jpaged.startup import build_engine
+
+LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_weights, "MIN_BYTES", 0)
+    monkeypatch.setattr(kept_weights, "CHUNK_BYTES", 4096)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(LLAMA, tmp_path / "model"))
+
+
+def served(model, cache, dtype="float32"):
+    """Return the tokens that an engine draws, and its weights as numpy arrays."""
+    options = {"num_blocks": 16, "max_num_seqs": 2, "skip_tokenizer_init": True, "weights_cache_dir": str(cache)}
+    with Engine(str(model), dtype=dtype, **options) as engine:
+        (output,) = engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        return output.outputs[0].token_ids, [np.array(leaf) for leaf in jax.tree.leaves(engine.runner.weights.state)]
+
+
+def refuse_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("converted")
+
+    monkeypatch.setattr(build_engine, "load_weights", fail)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_later_start_maps_the_same_bits(model: Path, tmp_path: Path, dtype: str, monkeypatch) -> None:
+    tokens, weights = served(model, "off", dtype)
+    assert served(model, tmp_path / "cache", dtype)[0] == tokens
+    refuse_to_convert(monkeypatch)
+    kept_tokens, kept = served(model, tmp_path / "cache", dtype)
+    assert kept_tokens == tokens
+    assert [array.tobytes() for array in kept] == [array.tobytes() for array in weights]
+
+
+def test_other_files_and_other_dtypes_have_weights_of_their_own(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    served(model, cache)
+    file = model / "model.safetensors"
+    status, content = file.stat(), bytearray(file.read_bytes())
+    content[-4:] = b"\0\0\0\0"  # The last weight, in the same file, with the same size and time.
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = served(model, cache)[1]
+    assert [array.tobytes() for array in changed] == [array.tobytes() for array in served(model, "off")[1]]
+    served(model, cache, "bfloat16")
+    assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize("fault", ["cut", "changed", "changed sums", "empty"])
+def test_a_torn_file_is_converted_again(model: Path, tmp_path: Path, fault: str, caplog) -> None:
+    cache = tmp_path / "cache"
+    first = served(model, cache)
+    (file,) = cache.iterdir()
+    content = file.read_bytes()
+    at = {"changed": len(content) // 2, "changed sums": len(content) - 40}.get(fault)
+    torn = {"cut": content[:-100], "empty": b""}.get(fault)
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] if at is not None else torn)
+    with caplog.at_level(logging.WARNING):
+        again = served(model, cache)
+    assert [record.message for record in caplog.records if "torn" in record.message]
+    assert [array.tobytes() for array in again[1]] == [array.tobytes() for array in first[1]]
+    assert file.read_bytes() == content
+
+
+def test_without_a_place_to_keep_them_a_warning_says_so(model: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    first = served(model, "off")
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert served(model, tmp_path / "file" / "cache")[0] == first[0]
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert served(model, tmp_path / "cache")[0] == first[0]
+    messages = [record.message for record in caplog.records]
+    assert sum("weights cache off" in message for message in messages) == 1
+    assert sum("has no room" in message for message in messages) == 1
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_weights_that_were_used_longest_ago_make_room(model: Path, tmp_path: Path, monkeypatch) -> None:
+    cache = tmp_path / "cache"
+    served(model, cache)
+    (first,) = cache.iterdir()
+    monkeypatch.setattr(kept_weights, "MAX_BYTES", first.stat().st_size * 7 // 4)
+    served(model, cache, "bfloat16")  # Half as large: there is room for both.
+    os.utime(first, (1, 1))
+    served(model, cache)  # Used again, and so newer than the other.
+    os.utime(model / "model.safetensors")
+    served(model, cache, "bfloat16")
+    names = {file.name for file in cache.iterdir()}
+    assert first.name in names
+    assert len(names) == 2
