@@ -64,16 +64,17 @@ class Program:
 
         lowered = jax.jit(run, keep_unused=True).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
         results = [(list(result.shape), str(result.dtype)) for result in lowered.out_info]
-        return _Traced(mlir.module_to_bytecode(lowered.compiler_ir()), results, paths)
+        module: Any = lowered.compiler_ir()
+        return _Traced(mlir.module_to_bytecode(module), results, paths)
 
     def lower_traced(self, traced: _Traced) -> jax.stages.Lowered:
         """Lower the program from its module."""
-        state_tree = jax.tree.structure(self.arguments[1])
+        shapes, state_tree = jax.tree.flatten(self.arguments[1])
 
         def run(*arguments: Any) -> tuple[Any, Any]:
             results = _call.bind(*jax.tree.leaves(arguments), traced=traced, name=self.name)
-            state = jax.tree.unflatten(state_tree, results[: state_tree.num_leaves])
-            return state, traced.rest(results[state_tree.num_leaves :])
+            state, rest = results[: len(shapes)], results[len(shapes) :]
+            return jax.tree.unflatten(state_tree, state), traced.rest(rest)
 
         return self._lower(run)
 
@@ -148,9 +149,11 @@ _call = Primitive("call_traced")
 _call.multiple_results = True
 
 
-@_call.def_abstract_eval
 def _results(*_: Any, traced: _Traced, name: str) -> list[ShapedArray]:
     return [ShapedArray(tuple(shape), jax.numpy.dtype(dtype)) for shape, dtype in traced.results]
+
+
+_call.def_abstract_eval(_results)
 
 
 def _lower_call(ctx: Any, *arguments: Any, traced: _Traced, name: str) -> list[Any]:
@@ -158,7 +161,8 @@ def _lower_call(ctx: Any, *arguments: Any, traced: _Traced, name: str) -> list[A
     context = ctx.module_context
     with context.module.context:
         module = ir.Module.parse(traced.module)
-    types = ir.SymbolTable(module.operation)["main"].type.results
+    main: Any = ir.SymbolTable(module.operation)["main"]
+    types = main.type.results
     name = mlir.merge_mlir_modules(context.module, name, module, dst_symtab=context.symbol_table)
     call = func.CallOp(types, ir.FlatSymbolRefAttr.get(name), arguments)
     return list(call.results)

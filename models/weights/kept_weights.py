@@ -86,7 +86,7 @@ class KeptWeights:
             logger.warning("weights: the kept file cannot be used, the model's files are converted again: %s", error)
             return None
         made = {
-            path: leaf.replace(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _, array=array: array))
+            path: leaf.replace(_on_device(array, leaf.sharding))
             for (path, leaf), array in zip(self._leaves, arrays, strict=True)
         }
         return replace(self._abstract, state=nnx.from_flat_state(made))
@@ -153,6 +153,11 @@ class KeptWeights:
         file.write(trailer + hashlib.sha256(trailer).digest())
         file.flush()
         os.fsync(file.fileno())  # The new name must not reach the disk before the content.
+
+
+def _on_device(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Return an array of JAX that lies in the memory of a numpy array."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda _: array)
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[_Chunk]:

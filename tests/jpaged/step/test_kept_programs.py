@@ -19,10 +19,10 @@ KINDS = (
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let engines keep their programs in a directory of its own."""
     monkeypatch.setattr(build_engine, "compilation_cache", lambda: tmp_path)
-    yield tmp_path
+    return tmp_path
 
 
 @pytest.fixture
