@@ -47,6 +47,7 @@ from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .attention.check import find_failure
 from .attention.check_process import check_before_opening, check_in_subprocess, check_request
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
+from .caches import compilation_cache, use_compilation_cache, weights_cache
 from .devices import log_devices, serving_devices
 from .open_model import ModelHandle, checkpoint_again
 from .sizing.device_memory import unreserved_memory_note
@@ -60,7 +61,6 @@ from .sizing.sizes import (
     requested_max_len,
     size_engine,
 )
-from .user_cache import compilation_cache, use_compilation_cache, weights_cache
 from .warmup import warmup_keys
 
 logger = logging.getLogger("jpaged")

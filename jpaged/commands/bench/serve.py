@@ -34,7 +34,7 @@ from .http_client import RequestFailedError, Server, get_json
 from .report import add_report_flags, host_machine, parse_bench, write_report
 from .serve_load import MAX_WARMUP, PATHS, VOCAB_SIZE, Load, Point
 from .streams import StreamRecord
-from .workloads import FIXED, WORKLOADS, load_workload
+from .workloads import EQUAL, FIXED, WORKLOADS, load_workload
 
 NUM_REQUESTS, REQUESTS_PER_CLIENT = 64, 4
 """A point's requests by default: NUM_REQUESTS, or REQUESTS_PER_CLIENT for each client if that is more."""
@@ -177,7 +177,7 @@ def _check_prompts(args: Namespace) -> None:
     args.prompts = args.prompts or allowed[0]
     if args.workload in FIXED and args.endpoint == "chat":
         got = f"{args.workload}, which is token ids, with --endpoint chat, which takes text"
-        raise refusal("--workload", got, "sharegpt, decode", "or --prompt-len", error=ConfigError)
+        raise refusal("--workload", got, ", ".join(("sharegpt", *EQUAL)), "or --prompt-len", error=ConfigError)
     if args.prompts not in allowed:
         raise refusal("--prompts", shown(args.prompts), " or ".join(allowed) + " here", error=ConfigError)
     if args.vocab_size is not None and args.prompts == "words":
