@@ -28,7 +28,7 @@ from .multiplier import Batches, Multiplier, Panel
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
 from .results import add_normed_rows, finish_batch
-from .stages import ChainData, Stage, chain_data, each_row_of_unit, units_of_rows
+from .stages import Stage, StageCode, chain_data, units_of_rows
 from .tiles import TileMultiplier
 from .vectors import VectorMultiplier, max_rows_together
 
@@ -129,7 +129,9 @@ def _handler(stages: tuple[Stage, ...]) -> str:
     phases = [phase for index in range(len(stages)) for phase in _phases(stages, index)]
 
     def body_of(phase: Phase) -> Body:
-        return lambda code, values, unit: phase.body(code, chain_data(stages, values), unit)
+        return lambda code, values, unit: phase.body(
+            StageCode(code, stages, phase.stage_index, chain_data(stages, values)), unit
+        )
 
     adds = any(stage.adds for stage in stages)
     num_args = 1 + adds + sum(1 + len(stage.array_shapes(num_rows=1)) for stage in stages)
@@ -142,10 +144,11 @@ def _handler(stages: tuple[Stage, ...]) -> str:
 class Phase(NamedTuple):
     """A phase of a chain: what is done for each unit of it."""
 
+    stage_index: int
     num_units: Callable[[Code, ir.Value], ir.Value]
     """(code, number of rows) → number of units."""
-    body: Callable[[Code, ChainData, ir.Value], None]
-    """(code, data, unit): emits the code of one unit."""
+    body: Callable[[StageCode, ir.Value], None]
+    """(stage, unit): emits the code of one unit."""
 
 
 def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
@@ -153,28 +156,29 @@ def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
     becomes of heads; and the norm behind it."""
     stage = stages[index]
     if index == 0 or stages[index - 1].adds:
-        yield Phase(units_of_rows, lambda code, data, unit: _pack_rows(code, stages, index, data, unit))
+        yield Phase(index, units_of_rows, _pack_rows)
 
     def units_of_product(code: Code, num_rows: ir.Value) -> ir.Value:
         num_batches, per_block = stage.multiplier.num_batches(code, num_rows), stage.multiplier.batches_per_block
         num_blocks = code.build.sdiv(code.build.add(num_batches, I64(per_block - 1)), I64(per_block))
         return code.build.mul(num_blocks, I64(stage.num_panels))
 
-    yield Phase(units_of_product, lambda code, data, unit: _multiply(code, stages, index, data, unit))
+    yield Phase(index, units_of_product, _multiply)
     if stage.heads is not None:
-        yield Phase(units_of_rows, lambda code, data, unit: finish_heads(code, stages, index, data, unit))
+        yield Phase(index, units_of_rows, finish_heads)
     if stage.norm_behind is not None:
-        yield Phase(units_of_rows, lambda code, data, unit: add_normed_rows(code, stages, index, data, unit))
+        yield Phase(index, units_of_rows, add_normed_rows)
 
 
-def _pack_rows(code: Code, stages: Sequence[Stage], index: int, data: ChainData, unit: ir.Value) -> None:
+def _pack_rows(at: StageCode, unit: ir.Value) -> None:
     """Emit code that norms the rows of a unit, if the stage has a norm, and packs them for its multiplier.
 
     The rows are the chain's, or the stream if the stage before has added to it. K may be padded, to a multiple of 32:
     the padding of a row is zeros, since garbage could be NaN.
     """
-    build, stage, source = code.build, stages[index], data.rows if index == 0 else data.stream
-    depth, packed = stage.depth, data.stages[index].packed
+    code, build, stage = at.code, at.code.build, at.stage
+    source = at.data.rows if at.index == 0 else at.data.stream
+    depth, packed = stage.depth, at.arrays.packed
 
     def pack_row(row: ir.Value) -> None:
         start = build.mul(row, I64(depth))
@@ -189,53 +193,53 @@ def _pack_rows(code: Code, stages: Sequence[Stage], index: int, data: ChainData,
             lanes = lanes_for(depth)
             code.loop(0, depth, lambda element: pack(element, load(element, lanes)), step=lanes)
         else:
-            emit_row_norm(code, stage.norm, depth, load, data.stages[index].norm, pack)
+            emit_row_norm(code, stage.norm, depth, load, at.arrays.norm, pack)
         if depth % DEPTH and stage.multiplier.pads_depth:
             zero = constant(ir.VectorType(F32, 1), 0.0)
             code.loop(depth, -(-depth // DEPTH) * DEPTH, lambda element: pack(element, zero))
 
-    each_row_of_unit(code, unit, data.num_rows, pack_row)
+    at.each_row(unit, pack_row)
 
 
-def _multiply(code: Code, stages: Sequence[Stage], index: int, data: ChainData, unit: ir.Value) -> None:
+def _multiply(at: StageCode, unit: ir.Value) -> None:
     """Emit the product of a block of rows and one panel of results, and what becomes of it.
 
     Units are numbered by panel within a block, so that threads read the same rows at a time. A gated stage multiplies
     two panels: of the gates, and as many columns further on those that they gate. Sums of a batch go to memory that
     stays in the level-1 cache; where K is cut into blocks, the sums of all batches wait there for the next block.
     """
-    build, stage = code.build, stages[index]
-    multiplier, stage_data = stage.multiplier, data.stages[index]
+    code, build, stage = at.code, at.code.build, at.stage
+    multiplier, num_rows = stage.multiplier, at.data.num_rows
     block, panel = build.sdiv(unit, I64(stage.num_panels)), build.srem(unit, I64(stage.num_panels))
     first_batch = build.mul(block, I64(multiplier.batches_per_block))
-    num_batches = multiplier.num_batches(code, data.num_rows)
+    num_batches = multiplier.num_batches(code, num_rows)
     end_batch = code.min(build.add(first_batch, I64(multiplier.batches_per_block)), num_batches)
     has_one_block = multiplier.num_depth_blocks == 1
     num_kept_batches = 1 if has_one_block else multiplier.batches_per_block
     batch_sums = multiplier.max_batch_rows * PANEL
     panels = []
-    for number, ahead in enumerate(_panels_ahead(code, stages, index, data, panel)):
+    for number, ahead in enumerate(_panels_ahead(at, panel)):
         panel_index = build.add(panel, I64(number * stage.num_panels))
         tools = multiplier.begin(code)
-        panels.append(Panel(multiplier.panel(code, stage_data.weight, panel_index), ahead, tools))
+        panels.append(Panel(multiplier.panel(code, at.arrays.weight, panel_index), ahead, tools))
     sums = [code.allocate(F32, num_kept_batches * batch_sums) for _ in panels]
     batches = Batches(first_batch, end_batch)
 
     def multiply_block(depth_block: ir.Value) -> None:
         def multiply_batch(batch_index: ir.Value) -> None:
-            batch = multiplier.batch(code, batches, batch_index, data.num_rows)
+            batch = multiplier.batch(code, batches, batch_index, num_rows)
             sums_offset = (
                 I64(0) if has_one_block else build.mul(build.sub(batch_index, first_batch), I64(4 * batch_sums))
             )
             batch_addresses = [build.gep(address, [sums_offset]) for address in sums]
             for each, address in zip(panels, batch_addresses, strict=True):
-                multiplier.multiply(code, stage_data.packed, each, batch, depth_block, address)
+                multiplier.multiply(code, at.arrays.packed, each, batch, depth_block, address)
             if has_one_block:
-                finish_batch(code, stages, index, data, panel, batch, batch_addresses)
+                finish_batch(at, panel, batch, batch_addresses)
                 return
             is_last = build.icmp_signed("==", depth_block, I64(multiplier.num_depth_blocks - 1))
             with build.if_then(is_last):
-                finish_batch(code, stages, index, data, panel, batch, batch_addresses)
+                finish_batch(at, panel, batch, batch_addresses)
 
         code.loop(first_batch, end_batch, multiply_batch)
 
@@ -243,23 +247,23 @@ def _multiply(code: Code, stages: Sequence[Stage], index: int, data: ChainData, 
     multiplier.end(code)
 
 
-def _panels_ahead(code: Code, stages: Sequence[Stage], index: int, data: ChainData, panel: ir.Value) -> list[ir.Value]:
+def _panels_ahead(at: StageCode, panel: ir.Value) -> list[ir.Value]:
     """Return the addresses of the panels that this thread will probably multiply after `panel`.
 
     With two threads that is the next panel but one. Behind the last panel it is the first ones of the next stage, and
     in the last stage any panel that is in the caches: the panel itself.
     """
-    build, stage = code.build, stages[index]
-    ahead = build.add(panel, data.num_threads)
+    code, build, stage = at.code, at.code.build, at.stage
+    ahead = build.add(panel, at.data.num_threads)
     is_in_stage = build.icmp_signed("<", ahead, I64(stage.num_panels))
     addresses = []
     for first_panel in (0, stage.num_panels)[: 1 + stage.is_gated]:
         here = build.select(is_in_stage, ahead, panel)
-        address = stage.multiplier.panel(code, data.stages[index].weight, build.add(here, I64(first_panel)))
-        if index + 1 < len(stages):
-            following = stages[index + 1]
-            there = code.min(build.sub(ahead, I64(stage.num_panels)), I64(following.num_panels - 1))
-            next_address = following.multiplier.panel(code, data.stages[index + 1].weight, code.max(there, I64(0)))
+        address = stage.multiplier.panel(code, at.arrays.weight, build.add(here, I64(first_panel)))
+        if following := at.following:
+            there = code.min(build.sub(ahead, I64(stage.num_panels)), I64(following.stage.num_panels - 1))
+            weight, there = following.arrays.weight, code.max(there, I64(0))
+            next_address = following.stage.multiplier.panel(code, weight, there)
             address = build.select(is_in_stage, address, next_address)
         addresses.append(address)
     return addresses

@@ -102,14 +102,24 @@ class PartMultiplier(MatrixUnitMultiplier):
         row_tiles_bytes = self.num_steps * PARTS * TILE_SIZE
         first_tiles = build.gep(rows, [mul(batch.index, I64(2 * row_tiles_bytes))])
         place_mask = build.select(batch.is_only, I64(1), I64(-1))
-        addresses = first_tiles, panel.begin, panel.ahead, tools.parts, sums
-        numbers = first_step, end_step, I64(row_tiles_bytes), I64(self.depth), place_mask
+        arguments = _StepArguments(
+            rows=first_tiles,
+            panel=panel.begin,
+            ahead=panel.ahead,
+            parts=tools.parts,
+            sums=sums,
+            begin=first_step,
+            end=end_step,
+            row_tiles_bytes=I64(row_tiles_bytes),
+            depth=I64(self.depth),
+            place_mask=place_mask,
+        )
         has_tail = self.depth % DEPTH > 0
 
         def call(name: str, emit: Callable[[_Steps], None]) -> None:
-            types = [value.type for value in (*addresses, *numbers)]
+            types = [value.type for value in arguments]
             function = declare(build.module, _link_steps(name, has_tail, types, emit), ir.VoidType(), *types)
-            build.call(function, [*addresses, *numbers])
+            build.call(function, [*arguments])
 
         def multiply_tiles(num_tiles: int) -> None:
             with build.if_else(batch.is_first) as (first, other):
@@ -133,64 +143,68 @@ def _link_steps(name: str, has_tail: bool, types: Sequence[ir.Type], emit: Calla
         module = ir.Module(name)
         module.triple = llvm.get_default_triple()
         code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
-        emit(_Steps(code, has_tail, *code.build.function.args))
+        emit(_Steps(code, has_tail, _StepArguments(*code.build.function.args)))
         code.build.ret_void()
         return module
 
     return link(name, build)
 
 
+class _StepArguments(NamedTuple):
+    """The arguments of a function that multiplies rows by some steps of a panel."""
+
+    rows: ir.Value
+    """Address of the rows' tiles."""
+    panel: ir.Value
+    ahead: ir.Value
+    """Addresses of the panel and of the one that is prefetched."""
+    parts: ir.Value
+    """Address of the panel's parts, see `PartTools`."""
+    sums: ir.Value
+    """Address of the sums, float32 [rows, 32]."""
+    begin: ir.Value
+    end: ir.Value
+    """The steps `begin` … `end` − 1 are multiplied."""
+    row_tiles_bytes: ir.Value
+    """Bytes from one tile of rows to the next."""
+    depth: ir.Value
+    """K."""
+    place_mask: ir.Value
+    """Mask of steps' places in `parts`."""
+
+
+@dataclass(frozen=True)
 class _Steps:
-    """Emits a function that multiplies rows by steps `begin` … `end` − 1 of a panel, for any K.
+    """Emits a function that multiplies rows by steps of a panel, for any K.
 
     Sums start at zero if `begin` is 0, else at those in `sums`.
     """
 
-    def __init__(
-        self,
-        code: Code,
-        has_tail: bool,
-        rows: ir.Value,
-        panel: ir.Value,
-        ahead: ir.Value,
-        parts: ir.Value,
-        sums: ir.Value,
-        begin: ir.Value,
-        end: ir.Value,
-        row_tiles_bytes: ir.Value,
-        depth: ir.Value,
-        place_mask: ir.Value,
-    ) -> None:
-        """Keep the arguments: addresses of the rows' tiles, of the panel, of the panel ahead, of the panel's parts and
-        of the sums; the steps; the bytes from one tile of rows to the next; K; and a mask of steps' places in `parts`.
-
-        With `has_tail`, K is no multiple of 32, and zeros take the place of rows of the panel behind the last one.
-        """
-        self.code, self.has_tail = code, has_tail
-        self.rows, self.panel, self.ahead, self.parts, self.sums = rows, panel, ahead, parts, sums
-        self.begin, self.end, self.row_tiles_bytes, self.depth = begin, end, row_tiles_bytes, depth
-        self.place_mask = place_mask
+    code: Code
+    has_tail: bool
+    """Whether K is no multiple of 32: zeros then take the place of rows of the panel behind the last one."""
+    given: _StepArguments
 
     def multiply_tiles(self, num_tiles: int, *, cuts_panel: bool) -> None:
         """Multiply one or two tiles of rows by the panel's parts, which are cut first if `cuts_panel`."""
         code, build = self.code, self.code.build
-        matrix_unit, c = MatrixUnit(code), Matrix(self.sums, I64(4 * PANEL))
-        with build.if_else(build.icmp_signed("==", self.begin, I64(0))) as (is_new, is_begun):
+        matrix_unit, c = MatrixUnit(code), Matrix(self.given.sums, I64(4 * PANEL))
+        with build.if_else(build.icmp_signed("==", self.given.begin, I64(0))) as (is_new, is_begun):
             with is_new:
                 matrix_unit.clear_sums(num_tiles)
             with is_begun:
                 matrix_unit.load_sums(c, num_tiles)
         if cuts_panel:
-            first_parts = self._parts_of(self.begin)
-            code.loop(0, TILE, lambda pair: self._cut_pair(self.begin, pair, first_parts))
+            first_parts = self._parts_of(self.given.begin)
+            code.loop(0, TILE, lambda pair: self._cut_pair(self.given.begin, pair, first_parts))
 
         def multiply_step(step: ir.Value) -> None:
             parts, next_step = self._parts_of(step), build.add(step, I64(1))
             # The last step is cut twice, into the place after its own.
-            step_to_cut, cut_parts = code.min(next_step, build.sub(self.end, I64(1))), self._parts_of(next_step)
-            rows_of_step = build.gep(self.rows, [build.mul(step, I64(PARTS * TILE_SIZE))])
+            step_to_cut, cut_parts = code.min(next_step, build.sub(self.given.end, I64(1))), self._parts_of(next_step)
+            rows_of_step = build.gep(self.given.rows, [build.mul(step, I64(PARTS * TILE_SIZE))])
             # Tile i of part p, and the two tiles of part p: a part is a step of these.
-            a = Tiles(rows_of_step, I64(TILE_BYTES), self.row_tiles_bytes, I64(TILE_SIZE))
+            a = Tiles(rows_of_step, I64(TILE_BYTES), self.given.row_tiles_bytes, I64(TILE_SIZE))
             b = Tiles(parts, I64(TILE_BYTES), I64(TILE_SIZE), I64(2 * TILE_SIZE))
             row_part, column_part = None, None
             for number, (new_row_part, new_column_part) in enumerate(PRODUCTS):
@@ -205,7 +219,7 @@ class _Steps:
                     for pair in range(number, TILE, len(PRODUCTS)):
                         self._cut_pair(step_to_cut, I64(pair), cut_parts)
 
-        code.loop(self.begin, self.end, multiply_step)
+        code.loop(self.given.begin, self.given.end, multiply_step)
         matrix_unit.store_sums(c, num_tiles)
 
     def multiply_row(self) -> None:
@@ -224,18 +238,18 @@ class _Steps:
             """Store the parts of the row's values of a step as float32: for each part the even ones, then the odd."""
             for part in range(PARTS):
                 offset = build.add(mul(step, I64(PARTS * TILE_SIZE // 4)), I64(part * TILE_SIZE // 4))
-                words = code.load_vector(self.rows, offset, I32, TILE)
+                words = code.load_vector(self.given.rows, offset, I32, TILE)
                 for odd in range(2):
-                    target = build.add(mul(build.sub(step, self.begin), I64(2 * PARTS)), I64(2 * part + odd))
+                    target = build.add(mul(build.sub(step, self.given.begin), I64(2 * PARTS)), I64(2 * part + odd))
                     code.store_vector(code.half(words, odd), row_parts, mul(target, I64(TILE)))
 
         def add_pair(pair: ir.Value, step: ir.Value, partial_sums: Sequence[ir.Value]) -> list[ir.Value]:
             """Return the sums of a step, by half, product and even or odd K, with one pair of K added."""
             value = build.add(mul(step, I64(DEPTH)), mul(pair, I64(2)))
-            code.prefetch(self.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
+            code.prefetch(self.given.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
             new_sums = list(partial_sums)
             for odd in range(2):
-                first_factor = build.add(mul(build.sub(step, self.begin), I64(2 * PARTS * TILE)), pair)
+                first_factor = build.add(mul(build.sub(step, self.given.begin), I64(2 * PARTS * TILE)), pair)
                 offsets = (build.add(first_factor, I64((2 * part + odd) * TILE)) for part in range(PARTS))
                 factors = [code.broadcast(code.load(row_parts, offset, F32), TILE) for offset in offsets]
                 for half in halves:
@@ -254,27 +268,27 @@ class _Steps:
                 new_totals[half] = build.fadd(new_totals[half], build.fadd(step_sums[index], step_sums[index + 1]))
             return new_totals
 
-        code.loop(self.begin, self.end, expand_step)
-        is_new = build.icmp_signed("==", self.begin, I64(0))
-        stored = [code.load_vector(self.sums, I64(TILE * half), F32, TILE) for half in halves]
+        code.loop(self.given.begin, self.given.end, expand_step)
+        is_new = build.icmp_signed("==", self.given.begin, I64(0))
+        stored = [code.load_vector(self.given.sums, I64(TILE * half), F32, TILE) for half in halves]
         old_totals = [build.select(is_new, zeros, old) for old in stored]
         with code.flushed_denormals():
-            totals = code.loop(self.begin, self.end, add_step, carried=old_totals)
+            totals = code.loop(self.given.begin, self.given.end, add_step, carried=old_totals)
         for half, total in zip(halves, totals, strict=True):
-            code.store_vector(total, self.sums, I64(TILE * half))
+            code.store_vector(total, self.given.sums, I64(TILE * half))
 
     def _parts_of(self, step: ir.Value) -> ir.Value:
         """Return the address of the parts of a step of the panel."""
         build = self.code.build
-        place = build.and_(build.sub(step, self.begin), self.place_mask)
-        return build.gep(self.parts, [build.mul(place, I64(STEP_BYTES))])
+        place = build.and_(build.sub(step, self.given.begin), self.given.place_mask)
+        return build.gep(self.given.parts, [build.mul(place, I64(STEP_BYTES))])
 
     def _cut_pair(self, step: ir.Value, pair: ir.Value, parts: ir.Value) -> None:
         """Emit the cut of a pair of K of a step into parts, and the prefetch of that pair of the panel ahead."""
         code, build = self.code, self.code.build
         first_value = build.add(build.mul(step, I64(DEPTH)), build.mul(pair, I64(2)))
         values = first_value, build.add(first_value, I64(1))
-        code.prefetch(self.ahead, build.mul(first_value, I64(PANEL)), F32, 2 * PANEL)
+        code.prefetch(self.given.ahead, build.mul(first_value, I64(PANEL)), F32, 2 * PANEL)
         for half in range(2):
             first_parts, second_parts = (_parts(code, self._load(value, half)) for value in values)
             for part, parts_of_pair in enumerate(zip(first_parts, second_parts, strict=True)):
@@ -288,9 +302,9 @@ class _Steps:
     def _load(self, value: ir.Value, half: int) -> ir.Value:
         """Return 16 columns of row `value` of K of the panel: the first ones or, in half 1, the others."""
         code, build = self.code, self.code.build
-        is_there = build.icmp_signed("<", value, self.depth)
+        is_there = build.icmp_signed("<", value, self.given.depth)
         row = build.select(is_there, value, I64(0)) if self.has_tail else value
-        loaded = code.load_vector(self.panel, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
+        loaded = code.load_vector(self.given.panel, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
         return build.select(is_there, loaded, constant(loaded.type, 0.0)) if self.has_tail else loaded
 
 

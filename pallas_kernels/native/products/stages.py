@@ -160,7 +160,34 @@ def units_of_rows(code: Code, num_rows: ir.Value) -> ir.Value:
     return code.build.sdiv(code.build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
 
 
-def each_row_of_unit(code: Code, unit: ir.Value, num_rows: ir.Value, body: Callable[[ir.Value], None]) -> None:
-    """Emit `body` for each row of a unit of `ROWS_OF_UNIT` rows; the last unit may have fewer."""
-    first_row = code.build.mul(unit, I64(ROWS_OF_UNIT))
-    code.loop(first_row, code.min(code.build.add(first_row, I64(ROWS_OF_UNIT)), num_rows), body)
+@dataclass(frozen=True)
+class StageCode:
+    """One stage of a chain whose code is being written."""
+
+    code: Code
+    stages: Sequence[Stage]
+    """All stages of the chain."""
+    index: int
+    """The number of this one."""
+    data: ChainData
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[self.index]
+
+    @property
+    def arrays(self) -> StageData:
+        """Return the addresses of the stage's arrays."""
+        return self.data.stages[self.index]
+
+    @property
+    def following(self) -> StageCode | None:
+        """Return the stage behind this one; None behind the last."""
+        is_last = self.index + 1 == len(self.stages)
+        return None if is_last else StageCode(self.code, self.stages, self.index + 1, self.data)
+
+    def each_row(self, unit: ir.Value, body: Callable[[ir.Value], None]) -> None:
+        """Emit `body` for each row of a unit of `ROWS_OF_UNIT` rows; the last unit may have fewer."""
+        code = self.code
+        first_row = code.build.mul(unit, I64(ROWS_OF_UNIT))
+        code.loop(first_row, code.min(code.build.add(first_row, I64(ROWS_OF_UNIT)), self.data.num_rows), body)

@@ -180,12 +180,14 @@ def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, mo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_a_chain_has_the_same_bits_beside_any_others(dtype: str) -> None:
-    run_chain = jax.jit(chain_of(NATIVE_OPS, dtype, behind="rms"))
+@pytest.mark.parametrize("options", [{"behind": "rms"}, {"inner": 800}], ids=["norm", "cut"])
+def test_a_row_of_a_chain_has_the_same_bits_beside_any_others(options: dict[str, Any], dtype: str) -> None:
+    """Also where K is cut into blocks, and where units of 256 rows leave one for the last."""
+    run_chain = jax.jit(chain_of(NATIVE_OPS, dtype, **options))
     rng = np.random.default_rng(5)
     rows, stream = (jnp.asarray(rng.normal(size=(300, size)), jnp.float32) for size in (HEADS, STREAM))
     together = [np.asarray(x).view(np.int32) for x in run_chain(rows, stream)]
-    for num_rows in ROWS:
+    for num_rows in (*ROWS, 257):
         for first in (0, 300 - num_rows):
             part = slice(first, first + num_rows)
             for found, wanted in zip(run_chain(rows[part], stream[part]), together, strict=True):

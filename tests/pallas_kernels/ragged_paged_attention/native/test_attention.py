@@ -232,18 +232,25 @@ def test_sinks_take_their_share(dtype: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "page_size", "window"),
+    ("dtype", "page_size", "window", "length"),
     [
-        ("float32", 16, 30),
-        ("bfloat16", 32, 30),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bfloat16", 16, None), ("bfloat16", 32, None))),
+        ("float32", 16, 30, 70),
+        ("bfloat16", 32, 30, 70),
+        ("bfloat16", 64, 300, 700),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bfloat16", 16, None, 70), ("bfloat16", 32, None, 70), ("bfloat16", 64, None, 810))
+        ),
     ],
 )
-def test_a_token_has_the_same_bits_in_any_tile(dtype: str, page_size: int, window: int | None) -> None:
-    """A token gives the same bits in a decode row and in every cut of its prompt into tiles."""
+def test_a_token_has_the_same_bits_in_any_tile(dtype: str, page_size: int, window: int | None, length: int) -> None:
+    """A token gives the same bits in a decode row and in every cut of its prompt into tiles.
+
+    The matrix unit takes 256 tokens of context at a time: 700 are several such blocks.
+    """
     rng = np.random.default_rng(0)
     pages = random_pages(rng, 2, 64, page_size, dtype)
-    step = random_step(rng, pages, 7, [70], (41,), window=window)
+    step = random_step(rng, pages, 7, [length], (41,), window=window)
     whole = step.attend().view(np.int32)
     for cuts in ((1, 40), (16, 16, 9), (7, 2, 1, 31), (5,) * 8 + (1,)):
         starts = np.cumsum([0, *cuts[:-1]])
@@ -256,10 +263,13 @@ def test_a_token_has_the_same_bits_in_any_tile(dtype: str, page_size: int, windo
         assert np.array_equal(alone.attend().view(np.int32)[0], whole[token])
 
 
-@pytest.mark.parametrize(("dtype", "page_size"), PAGES)
+@pytest.mark.parametrize(("dtype", "page_size"), [*PAGES, ("bfloat16", 128)])
 @pytest.mark.parametrize("group", [1, 8])
 def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str, page_size: int) -> None:
-    """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt."""
+    """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt.
+
+    Three pages of 128 tokens are more than the 256 that the matrix unit takes at a time.
+    """
     rng = np.random.default_rng(0)
     lens = [length * page_size // 16 for length in (50, 90, 65, 20, 49, 33)]
     step = random_step(rng, random_pages(rng, 2, 64, page_size, dtype), group, lens, (9,))
