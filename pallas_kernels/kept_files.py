@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
-import sys
-import tempfile
+import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 CHECKSUM_BYTES = 32
 
@@ -40,27 +41,37 @@ def read_kept(path: Path) -> Kept | None:
 def write_kept(path: Path, kept: Kept) -> None:
     """Keep a header and bytes for later processes.
 
-    The file appears whole or not at all, since several threads and processes may write it: each writes a file of its
-    own and renames it. Errors of the file system are ignored: the next process computes again.
+    Errors of the file system are ignored: the next process computes again.
     """
     rest = json.dumps(kept.header).encode() + b"\n" + kept.content
-    with contextlib.suppress(OSError):
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(rest).digest() + rest)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+    with contextlib.suppress(OSError), new_file(path) as file:
+        file.write(hashlib.sha256(rest).digest() + rest)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file to write, which becomes the file `path` once the `with` has ended without an error.
+
+    So `path` appears whole or not at all. Several threads and processes may write it: each writes a file of its own,
+    whose name ends in `.part`. Raises OSError.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 @cache
 def hash_of_sources(*packages: str) -> str:
-    """Return a hash of the sources of imported packages, the modules of their subpackages included.
+    """Return a hash of the sources of packages, the modules of their subpackages included.
 
     It is computed once in a process: call it first as the sources are imported, since a later version of them may be
     installed while the process runs.
     """
-    files = {path for package in packages for path in Path(sys.modules[package].__path__[0]).rglob("*.py")}
+    folders = (Path(importlib.import_module(package).__path__[0]) for package in packages)
+    files = {path for folder in folders for path in folder.rglob("*.py")}
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
@@ -49,18 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """Run the command and return its exit status; see `_generate`."""
-    with garbage_uncollected() as collect_garbage:
-        return _generate(argv, on_started=collect_garbage)
+    """Run the command: check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
 
-
-def _generate(argv: list[str], *, on_started: Callable[[], None]) -> int:
-    """Check flags, prompts and model, read the first jobs, start an engine for them, run all jobs.
-
-    `on_started` is called once the engine has started. Returns 0, or EXIT_SOME_FAILED if some requests failed. No
-    engine is started if no job is left to run, because every line has a result already, from an earlier run or as an
-    error. The output file and the input are closed in any case. Raises ConfigError, or InvalidRequestError for a prompt
-    of the command line, if the run cannot start.
+    Returns 0, or EXIT_SOME_FAILED if some requests failed. No engine is started if no job is left to run, because every
+    line has a result already, from an earlier run or as an error. The output file and the input are closed in any case.
+    Raises ConfigError, or InvalidRequestError for a prompt of the command line, if the run cannot start.
     """
     args = parse_generate(argv)
     config = engine_config(args)
@@ -71,7 +64,8 @@ def _generate(argv: list[str], *, on_started: Callable[[], None]) -> int:
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
     template = None if args.chat_template is None else read_template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
-    with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
+    # This imports JAX, which would crash if an interrupt came during the import.
+    with interrupts_held(), garbage_uncollected():
         from ..startup.open_model import open_model
 
     with closing(lines) if lines else nullcontext(), closing(results) if results else nullcontext():
@@ -91,7 +85,6 @@ def _generate(argv: list[str], *, on_started: Callable[[], None]) -> int:
             printer.expect_no_more(has_one_sample=isinstance(params, SamplingParams) and params.n == 1)
         if head:
             with _start_engine(config, handle, head, is_whole=is_whole) as engine:
-                on_started()
                 _compute(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
         else:
             run.start()
@@ -251,9 +244,10 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
     repeated in order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the
     number of samples. Progress goes to stderr; the caller closes the engine.
     """
-    from ..engine import Engine
-    from ..sampling.sampling_params import sample_mode
-    from ..startup.sizing.sizes import Demand
+    with garbage_uncollected():
+        from ..engine import Engine
+        from ..sampling.sampling_params import sample_mode
+        from ..startup.sizing.sizes import Demand
 
     demands = [
         Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n, bool(job.checked.grammar))

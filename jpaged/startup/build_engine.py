@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..checks import one_line, shown
+from ..checks import one_line, refusal, shown
 from ..config.engine_config import EngineConfig
 from ..core.engine_core import EngineCore
 from ..errors import ConfigError
@@ -47,7 +47,7 @@ from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .attention.check import find_failure
 from .attention.check_process import check_before_opening, check_in_subprocess, check_request
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
-from .caches import compilation_cache, use_compilation_cache, weights_cache
+from .caches import NO_CACHE, compilation_cache, use_compilation_cache, weights_cache
 from .devices import log_devices, serving_devices
 from .open_model import ModelHandle, checkpoint_again
 from .sizing.device_memory import unreserved_memory_note
@@ -152,6 +152,7 @@ def build_engine(
     if handle.checkpoint is not None:
         check_tensors(engine.weights(step.dtype), handle.decoder, handle.checkpoint)
     handle.check_weight_files()
+    _can_keep_weights(config, engine, handle)  # Refuses a directory that would not be used.
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
@@ -209,6 +210,20 @@ def build_engine(
     )
 
 
+def _can_keep_weights(config: EngineConfig, engine: AbstractEngine, handle: ModelHandle) -> bool:
+    """Return whether weights can be kept for later starts: those that a single CPU device reads from files.
+
+    Raises ConfigError for others if the caller has named a directory for them.
+    """
+    directory = config.weights_cache_dir
+    if engine.platform == "cpu" and engine.num_chips == 1 and handle.weight_files:
+        return True
+    if directory not in (None, NO_CACHE):
+        allowed = "a directory where weights are read from files onto one CPU device; leave it out"
+        raise refusal("weights_cache_dir", shown(directory), allowed, error=ConfigError)
+    return False
+
+
 def _read_weights(
     config: EngineConfig,
     engine: AbstractEngine,
@@ -217,14 +232,13 @@ def _read_weights(
     checkpoint: Checkpoint,
     progress: Callable[[int, int], None] | None,
 ) -> Weights:
-    """Return the weights of a model's files: those that an earlier start kept, else read from the files, and kept.
-
-    Weights on a single CPU device are kept.
-    """
-    directory = weights_cache(config.weights_cache_dir) if engine.platform == "cpu" and engine.num_chips == 1 else None
-    if directory is None:
+    """Return the weights of a model's files: those that an earlier start kept, else read from the files, and kept."""
+    path = weights_cache(config.weights_cache_dir) if _can_keep_weights(config, engine, handle) else None
+    if path is None:
         return load_weights(abstract, handle.decoder, checkpoint, progress=progress)
-    kept = KeptWeights(directory, abstract, checkpoint.files(), repr((handle.config, engine.backend)))
+    hardware = engine.backend.hardware(engine.mesh.devices.flat[0])
+    identity = repr((handle.config, handle.decoder.source, engine.backend, hardware))
+    kept = KeptWeights(path, abstract, handle.weight_files, identity)
     weights = kept.load(progress)
     if weights is None:
         weights = load_weights(abstract, handle.decoder, checkpoint, progress=progress)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -37,25 +39,38 @@ def use_compilation_cache(directory: str | None) -> None:
 
 
 def compilation_cache() -> Path | None:
-    """Return the directory of JAX's persistent compilation cache; None if there is none that can be written."""
+    """Return the directory of JAX's persistent compilation cache, made if it is not there.
+
+    None if there is none that can be written.
+    """
     directory = jax.config.values.get("jax_compilation_cache_dir")
-    return Path(directory) if directory and os.access(directory, os.W_OK) else None
+    if not directory:
+        return None
+    with suppress(OSError):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    return Path(directory) if os.access(directory, os.W_OK) else None
 
 
 def weights_cache(directory: str | None) -> Path | None:
     """Return the directory in which weights are kept: `directory`, or `weights` in this user's cache if it is None.
 
-    Return None for "off", and, with a warning, for a directory that cannot be written.
+    Return None for "off", and, with a warning, for a directory that cannot be written, or that every user may write to:
+    another one could put weights there.
     """
     if directory == NO_CACHE:
         return None
-    return _writable(directory, "weights", "weights cache off, each start converts the model's files anew")
+    consequence = "weights cache off, each start converts the model's files anew"
+    path = _writable(directory, "weights", consequence)
+    if path is not None and path.stat().st_mode & stat.S_IWOTH:
+        logger.warning("%s: every user may write to %s", consequence, path)
+        return None
+    return path
 
 
-def _writable(directory: str | None, name: str, without: str) -> Path | None:
+def _writable(directory: str | None, name: str, consequence: str) -> Path | None:
     """Return `directory`, or that `name` in this user's cache, made if it is not there.
 
-    If it cannot be written, log a warning, which begins with what follows `without` it, and return None.
+    If it cannot be written, log a warning that begins with the `consequence`, and return None.
     """
     try:
         path = Path(directory) if directory else user_cache(name)
@@ -63,6 +78,6 @@ def _writable(directory: str | None, name: str, without: str) -> Path | None:
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is not writable")
     except (OSError, RuntimeError) as error:
-        logger.warning("%s: %s", without, error)
+        logger.warning("%s: %s", consequence, error)
         return None
     return path

@@ -25,6 +25,7 @@ from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
 from ..models.weights.checkpoint_module import CheckpointModule
+from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.grammar import Grammars
@@ -47,6 +48,8 @@ class ModelHandle:
     config: DecoderConfig | OwnModel
     checkpoint: Checkpoint | None
     """None with random weights (`load_format` dummy), and in an engine, whose weights are loaded."""
+    weight_files: tuple[FileState, ...]
+    """The files that the weights are read from, as they were opened; none if they come from no file or from folders."""
     arrays: Mapping[str, Any] | None
     """The weights as a tree: those of a caller's own module, or `params` with arrays on several devices. None for all
     other models, and in an engine."""
@@ -120,12 +123,14 @@ def open_model(config: EngineConfig) -> ModelHandle:
     source = resolve_model(config.model, revision=config.revision, load_format=config.load_format, with_weights=is_read)
     _check_sums(source, _small_files(config, source))
     checkpoint: Checkpoint | None = None
+    weight_files: tuple[FileState, ...] = ()
     if config.load_format == "dummy":
         model_config = read_config(source.path, config.hf_overrides)
     else:
         model_config, checkpoint = open_checkpoint(
             source.path, orbax=source.orbax, params=config.params, overrides=config.hf_overrides
         )
+        weight_files = file_states(checkpoint.files())
     if model_config.has_head_though_tied:
         logger.warning("%s: tie_word_embeddings is true, and the weights have two matrices: both serve", source.path)
     tokenizer = _open_tokenizer(config, source, checkpoint)
@@ -141,7 +146,7 @@ def open_model(config: EngineConfig) -> ModelHandle:
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
     arrays = config.params if config.params is not None and lies_on_several_devices(config.params) else None
     grammars = _grammars(tokenizer, model_config.spec, end_ids)
-    return ModelHandle(source, model_config, checkpoint, arrays, tokenizer, defaults, end_ids, grammars)
+    return ModelHandle(source, model_config, checkpoint, weight_files, arrays, tokenizer, defaults, end_ids, grammars)
 
 
 def _grammars(tokenizer: Tokenizer | None, model: ModelSpec, eos_token_ids: frozenset[int]) -> Grammars | None:
@@ -174,7 +179,7 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
     end_ids = _end_ids(model.spec.eos_token_ids, tokenizer, model.spec)
     arrays = arrays if config.params is None else config.params
     grammars = _grammars(tokenizer, model.spec, end_ids)
-    return ModelHandle(None, model, None, arrays, tokenizer, {}, end_ids, grammars)
+    return ModelHandle(None, model, None, (), arrays, tokenizer, {}, end_ids, grammars)
 
 
 def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: ModelSpec) -> frozenset[int]:

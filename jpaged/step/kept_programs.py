@@ -9,6 +9,7 @@ Only commands keep programs: in a process of the caller's own, our functions may
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +24,15 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
 
+from ..checks import one_line
 from ..pallas_kernels.kept_files import Kept, hash_of_sources, read_kept, write_kept
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
 from ..sampling.sampler import SampledRows
 from ..sampling.token_scores import TokenScores
 
-PACKAGES = "jax", "jaxlib", "flax", "llvmlite"
+logger = logging.getLogger("jpaged")
+
+PACKAGES = "jax", "jaxlib", "flax", "llvmlite", "numpy"
 """Packages whose versions a program depends on."""
 LOCAL_SETTINGS = ("jax_compilation_cache_dir",)
 """Settings of JAX that no program depends on."""
@@ -52,7 +56,7 @@ class Program:
         return self._lower(self.run)
 
     def trace(self) -> _Traced:
-        """Return the program's module, a function of the leaves of its arguments, for one device."""
+        """Return the program's module, a function of the leaves of its arguments, for one CPU device."""
         leaves, tree = jax.tree.flatten(self.arguments)
         paths = list[str]()
 
@@ -62,7 +66,8 @@ class Program:
             paths.extend(jax.tree_util.keystr(path) for path, _ in named)
             return [*jax.tree.leaves(state), *(array for _, array in named)]
 
-        lowered = jax.jit(run, keep_unused=True).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+        shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        lowered = jax.jit(run, keep_unused=True).trace(*shapes).lower(lowering_platforms=("cpu",))
         results = [(list(result.shape), str(result.dtype)) for result in lowered.out_info]
         module: Any = lowered.compiler_ir()
         return _Traced(mlir.module_to_bytecode(module), results, paths)
@@ -112,22 +117,31 @@ class _Traced:
 class KeptPrograms:
     """The programs of one engine on disk: one file for each, named by all that its trace depends on."""
 
-    def __init__(self, directory: Path, backend: Backend, identity: str) -> None:
-        """Keep programs in a `directory` that exists.
+    def __init__(self, directory: Path, backend: Backend, device: jax.Device, identity: str) -> None:
+        """Keep programs for a CPU device in a `directory` that exists.
 
         `identity` tells engines apart whose programs differ in more than their names and the shapes of their arguments.
         """
         self._directory, self._backend = directory, backend
         settings = sorted((name, value) for name, value in jax.config.values.items() if name not in LOCAL_SETTINGS)
         versions = [version(package) for package in PACKAGES]
-        self._identity = repr((_SOURCES_HASH, sys.version, versions, settings, backend, identity))
+        machine = backend, backend.hardware(device)
+        self._identity = repr((_SOURCES_HASH, sys.version, versions, settings, machine, identity))
 
     def lower(self, program: Program) -> jax.stages.Lowered:
-        """Lower a program: the kept one, or else one that is traced now and kept."""
+        """Lower a program: the kept one, or else one that is traced now and kept.
+
+        If JAX refuses the module, which would be a fault of ours, a warning says so, and the program is traced.
+        """
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(program.arguments)]
         name = hashlib.sha256(f"{self._identity}{program.name}{shapes}".encode()).hexdigest()
         path = self._directory / f"step_{name}"
-        return program.lower_traced(self._read(path) or self._trace(program, path))
+        traced = self._read(path) or self._trace(program, path)
+        try:
+            return program.lower_traced(traced)
+        except Exception as error:
+            logger.warning("%s: the kept program cannot be used: %s", program.name, one_line(error))
+            return program.lower()
 
     def _read(self, path: Path) -> _Traced | None:
         """Return a kept program; None if it is not there, or the native code that it calls is not."""

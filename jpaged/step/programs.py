@@ -157,7 +157,7 @@ class Programs:
         self._kept: KeptPrograms | None = None
         if options.kept_in is not None:
             made_from = weights.config, cache.layout, cache.layers, builder.layouts, builder.rules_spec, options
-            self._kept = KeptPrograms(options.kept_in, cache.backend, repr(made_from))
+            self._kept = KeptPrograms(options.kept_in, cache.backend, mesh.devices.flat[0], repr(made_from))
         self._rules = rule_shapes(builder.rules_spec, self._num_slots, self._replicated)
         self.lower: dict[Key, Lower] = {
             TABLES_KEY: self._lower_tables,

@@ -1,7 +1,8 @@
 """Weights kept on disk as an engine on a CPU holds them: a later start maps the file and converts nothing.
 
 A file has the arrays one after the other, in the order of the model's leaves, then a sum of each chunk, and a checksum
-of these sums. Its name tells all that its bytes depend on: the model's files, how the engine stores weights, our code.
+of these sums. Its name is a hash of what its bytes depend on: the model's files and config, how the engine stores
+weights, our code, and the packages that read and convert.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import logging
 import mmap
 import os
 import shutil
-import tempfile
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from ...pallas_kernels.kept_files import hash_of_sources
+from ...pallas_kernels.kept_files import hash_of_sources, new_file
 from .loading import ALIGNMENT, NUM_READERS, Weights
 
 logger = logging.getLogger("jpaged")
@@ -34,10 +36,14 @@ CHUNK_BYTES = 4 << 20
 MIN_BYTES = 64 << 20
 """Smaller weights are not kept: they are converted in less time than a file takes to be found useful."""
 MAX_BYTES = 8 << 30
-"""Bytes of all files of a directory together; those that were used longest ago are removed."""
+"""Bytes of all kept weights of a directory together; those that were used longest ago are removed."""
 FREE_SHARE = 2
 """A file is written if the disk has this many times as many bytes."""
 SUM_BYTES, CHECKSUM_BYTES = 8, 32
+PREFIX = "weights_"
+"""How the names of these files begin; others in the directory are left alone."""
+PACKAGES = "jaxlib", "ml_dtypes", "numpy", "gguf", "safetensors"
+"""Packages that read and convert weights."""
 _SOURCES_HASH = hash_of_sources("jpaged.models", "jpaged.pallas_kernels")
 
 
@@ -53,23 +59,59 @@ class _Chunk(NamedTuple):
     """The first byte within the file."""
 
 
+class FileState(NamedTuple):
+    """A file as it was opened: these numbers change whenever its content may have changed.
+
+    The time of the last change of an inode cannot be set by programs, as that of its content can.
+    """
+
+    path: Path
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+def file_states(files: Sequence[Path]) -> tuple[FileState, ...]:
+    """Return the state of each file; nothing if one of them is a folder, whose files may change beside it, or gone."""
+    states = []
+    for file in files:
+        try:
+            found = file.stat()
+        except OSError:
+            return ()
+        if not stat.S_ISREG(found.st_mode):
+            return ()
+        numbers = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        states.append(FileState(file, *numbers))
+    return tuple(states)
+
+
 class KeptWeights:
     """The weights of one model for one engine, in a file that may not exist yet."""
 
-    def __init__(self, directory: Path, abstract: Weights, files: Sequence[Path], identity: str) -> None:
+    def __init__(self, directory: Path, abstract: Weights, files: Sequence[FileState], identity: str) -> None:
         """Name the file in a `directory` that exists.
 
-        `abstract` has the shapes of the weights, all on one CPU device. `files` are those that the weights are read
-        from. `identity` says how the engine stores weights.
+        `abstract` has the shapes of the weights, all on one CPU device. `files`, at least one, are those that the
+        weights are read from, as they were when the model was opened. `identity` says how the engine stores weights.
         """
+        self._files = files
         self._abstract, self._leaves = abstract, nnx.to_flat_state(abstract.state)
         sizes = [leaf.size * leaf.dtype.itemsize for _, leaf in self._leaves]
         self._chunks = list(_chunks(sizes))
         self.num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
         """Bytes of all arrays together."""
         shapes = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in self._leaves]
-        parts = _SOURCES_HASH, identity, shapes, [_identity_of(file) for file in files]
-        self.path = directory / f"weights_{hashlib.sha256(repr(parts).encode()).hexdigest()}"
+        parts = (
+            _SOURCES_HASH,
+            [version(package) for package in PACKAGES],
+            identity,
+            shapes,
+            [file[1:] for file in files],
+        )
+        self.path = directory / f"{PREFIX}{hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Weights | None:
         """Return the kept weights, mapped from the file; None if it is not there, or, with a line in the log, torn.
@@ -92,34 +134,33 @@ class KeptWeights:
         return replace(self._abstract, state=nnx.from_flat_state(made))
 
     def write(self, weights: Weights) -> None:
-        """Keep weights of this model, if they are worth it and have room; a fault leaves a line in the log.
+        """Keep weights of this model; a fault leaves a line in the log.
 
-        The file appears whole or not at all.
+        Weights of other sizes than MIN_BYTES to MAX_BYTES are not kept, nor are those of files that have changed since
+        the model was opened.
         """
         directory = self.path.parent
         if not MIN_BYTES <= self.num_bytes <= MAX_BYTES:
+            logger.info("weights: %.3g GB are not kept, only 0.064 to 8 GiB are", self.num_bytes / 1e9)
+            return
+        if file_states([file.path for file in self._files]) != tuple(self._files):
             return
         try:
+            _remove_oldest(directory, MAX_BYTES - self.num_bytes)
             if shutil.disk_usage(directory).free < FREE_SHARE * self.num_bytes:
                 raise OSError(f"{directory} has no room for {self.num_bytes / 1e9:.3g} GB")
-            _remove_oldest(directory, MAX_BYTES - self.num_bytes)
-            with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
-                try:
-                    self._write(file, [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(weights.state)])
-                    Path(file.name).replace(self.path)
-                except BaseException:
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
+            with new_file(self.path) as file:
+                self._write(file, [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(weights.state)])
         except OSError as error:
             logger.warning("weights: not kept, each start converts the model's files anew: %s", error)
 
-    def _read(self, file: BinaryIO, progress: Callable[[int, int], None] | None) -> list[np.ndarray]:
+    def _read(self, file: IO[bytes], progress: Callable[[int, int], None] | None) -> list[np.ndarray]:
         """Return the arrays as views of the file's mapping; ValueError if a checksum does not match."""
-        end = self._chunks[-1].offset + _padded(self._chunks[-1].num_bytes)
+        end = max((chunk.offset + _padded(chunk.num_bytes) for chunk in self._chunks), default=0)
         trailer_bytes = len(self._chunks) * SUM_BYTES + CHECKSUM_BYTES
         if os.fstat(file.fileno()).st_size != end + trailer_bytes:
             raise ValueError(f"{self.path} is torn")
-        # What is written to private pages, which nobody does, would not reach the file.
+        # A private mapping: if a program wrote to it, the file would stay as it is.
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), np.uint8)
         trailer = mapped[end:].tobytes()
         sums, checksum = trailer[:-CHECKSUM_BYTES], trailer[-CHECKSUM_BYTES:]
@@ -137,11 +178,13 @@ class KeptWeights:
                     progress(num_done, len(self._chunks))
         first_offsets = {chunk.array: chunk.offset for chunk in reversed(self._chunks)}
         return [
-            mapped[first_offsets[array] :][: leaf.size * leaf.dtype.itemsize].view(leaf.dtype).reshape(leaf.shape)
+            mapped[first_offsets.get(array, 0) :][: leaf.size * leaf.dtype.itemsize]
+            .view(leaf.dtype)
+            .reshape(leaf.shape)
             for array, (_, leaf) in enumerate(self._leaves)
         ]
 
-    def _write(self, file: Any, arrays: Sequence[np.ndarray]) -> None:
+    def _write(self, file: IO[bytes], arrays: Sequence[np.ndarray]) -> None:
         """Write the arrays, the sums of their chunks and the checksum of these."""
         sums = []
         for chunk in self._chunks:
@@ -151,8 +194,6 @@ class KeptWeights:
             sums.append(_sum(part))
         trailer = np.array(sums, np.uint64).tobytes()
         file.write(trailer + hashlib.sha256(trailer).digest())
-        file.flush()
-        os.fsync(file.fileno())  # The new name must not reach the disk before the content.
 
 
 def _on_device(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -181,21 +222,18 @@ def _sum(data: np.ndarray) -> int:
     return total % (1 << 64)
 
 
-def _identity_of(file: Path) -> tuple[int, ...]:
-    """Return numbers that change whenever the content of a file may have changed.
-
-    The time of the last change of its inode cannot be set by programs, as that of its content can.
-    """
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 def _remove_oldest(directory: Path, max_bytes: int) -> None:
-    """Remove the files of a directory that were used longest ago, until the others have at most `max_bytes`."""
-    found = [(file, file.stat()) for file in directory.iterdir()]
+    """Remove the kept weights of a directory that were used longest ago, until the others have at most `max_bytes`.
+
+    Files that other processes are writing, or have left unfinished, count as kept weights.
+    """
+    found = []
+    for file in directory.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # Another process may have removed it.
+            found.append((file, file.stat()))
     newest_first = sorted(found, key=lambda entry: entry[1].st_mtime_ns, reverse=True)
     totals = itertools.accumulate(status.st_size for _, status in newest_first)
     for (file, _), total in zip(newest_first, totals, strict=True):
         if total > max_bytes:
-            with contextlib.suppress(FileNotFoundError):  # Another process may have removed it.
+            with contextlib.suppress(OSError):
                 file.unlink()

@@ -170,15 +170,15 @@ def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
         yield Phase(index, units_of_rows, add_normed_rows)
 
 
-def _pack_rows(at: StageCode, unit: ir.Value) -> None:
+def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that norms the rows of a unit, if the stage has a norm, and packs them for its multiplier.
 
     The rows are the chain's, or the stream if the stage before has added to it. K may be padded, to a multiple of 32:
     the padding of a row is zeros, since garbage could be NaN.
     """
-    code, build, stage = at.code, at.code.build, at.stage
-    source = at.data.rows if at.index == 0 else at.data.stream
-    depth, packed = stage.depth, at.arrays.packed
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
+    source = stage_code.data.rows if stage_code.index == 0 else stage_code.data.stream
+    depth, packed = stage.depth, stage_code.arrays.packed
 
     def pack_row(row: ir.Value) -> None:
         start = build.mul(row, I64(depth))
@@ -193,23 +193,23 @@ def _pack_rows(at: StageCode, unit: ir.Value) -> None:
             lanes = lanes_for(depth)
             code.loop(0, depth, lambda element: pack(element, load(element, lanes)), step=lanes)
         else:
-            emit_row_norm(code, stage.norm, depth, load, at.arrays.norm, pack)
+            emit_row_norm(code, stage.norm, depth, load, stage_code.arrays.norm, pack)
         if depth % DEPTH and stage.multiplier.pads_depth:
             zero = constant(ir.VectorType(F32, 1), 0.0)
             code.loop(depth, -(-depth // DEPTH) * DEPTH, lambda element: pack(element, zero))
 
-    at.each_row(unit, pack_row)
+    stage_code.each_row(unit, pack_row)
 
 
-def _multiply(at: StageCode, unit: ir.Value) -> None:
+def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit the product of a block of rows and one panel of results, and what becomes of it.
 
     Units are numbered by panel within a block, so that threads read the same rows at a time. A gated stage multiplies
     two panels: of the gates, and as many columns further on those that they gate. Sums of a batch go to memory that
     stays in the level-1 cache; where K is cut into blocks, the sums of all batches wait there for the next block.
     """
-    code, build, stage = at.code, at.code.build, at.stage
-    multiplier, num_rows = stage.multiplier, at.data.num_rows
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
+    multiplier, num_rows = stage.multiplier, stage_code.data.num_rows
     block, panel = build.sdiv(unit, I64(stage.num_panels)), build.srem(unit, I64(stage.num_panels))
     first_batch = build.mul(block, I64(multiplier.batches_per_block))
     num_batches = multiplier.num_batches(code, num_rows)
@@ -218,10 +218,10 @@ def _multiply(at: StageCode, unit: ir.Value) -> None:
     num_kept_batches = 1 if has_one_block else multiplier.batches_per_block
     batch_sums = multiplier.max_batch_rows * PANEL
     panels = []
-    for number, ahead in enumerate(_panels_ahead(at, panel)):
+    for number, ahead in enumerate(_panels_ahead(stage_code, panel)):
         panel_index = build.add(panel, I64(number * stage.num_panels))
         tools = multiplier.begin(code)
-        panels.append(Panel(multiplier.panel(code, at.arrays.weight, panel_index), ahead, tools))
+        panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools))
     sums = [code.allocate(F32, num_kept_batches * batch_sums) for _ in panels]
     batches = Batches(first_batch, end_batch)
 
@@ -233,13 +233,13 @@ def _multiply(at: StageCode, unit: ir.Value) -> None:
             )
             batch_addresses = [build.gep(address, [sums_offset]) for address in sums]
             for each, address in zip(panels, batch_addresses, strict=True):
-                multiplier.multiply(code, at.arrays.packed, each, batch, depth_block, address)
+                multiplier.multiply(code, stage_code.arrays.packed, each, batch, depth_block, address)
             if has_one_block:
-                finish_batch(at, panel, batch, batch_addresses)
+                finish_batch(stage_code, panel, batch, batch_addresses)
                 return
             is_last = build.icmp_signed("==", depth_block, I64(multiplier.num_depth_blocks - 1))
             with build.if_then(is_last):
-                finish_batch(at, panel, batch, batch_addresses)
+                finish_batch(stage_code, panel, batch, batch_addresses)
 
         code.loop(first_batch, end_batch, multiply_batch)
 
@@ -247,20 +247,20 @@ def _multiply(at: StageCode, unit: ir.Value) -> None:
     multiplier.end(code)
 
 
-def _panels_ahead(at: StageCode, panel: ir.Value) -> list[ir.Value]:
+def _panels_ahead(stage_code: StageCode, panel: ir.Value) -> list[ir.Value]:
     """Return the addresses of the panels that this thread will probably multiply after `panel`.
 
     With two threads that is the next panel but one. Behind the last panel it is the first ones of the next stage, and
     in the last stage any panel that is in the caches: the panel itself.
     """
-    code, build, stage = at.code, at.code.build, at.stage
-    ahead = build.add(panel, at.data.num_threads)
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
+    ahead = build.add(panel, stage_code.data.num_threads)
     is_in_stage = build.icmp_signed("<", ahead, I64(stage.num_panels))
     addresses = []
     for first_panel in (0, stage.num_panels)[: 1 + stage.is_gated]:
         here = build.select(is_in_stage, ahead, panel)
-        address = stage.multiplier.panel(code, at.arrays.weight, build.add(here, I64(first_panel)))
-        if following := at.following:
+        address = stage.multiplier.panel(code, stage_code.arrays.weight, build.add(here, I64(first_panel)))
+        if following := stage_code.following:
             there = code.min(build.sub(ahead, I64(stage.num_panels)), I64(following.stage.num_panels - 1))
             weight, there = following.arrays.weight, code.max(there, I64(0))
             next_address = following.stage.multiplier.panel(code, weight, there)

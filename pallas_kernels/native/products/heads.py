@@ -23,15 +23,15 @@ class _Part(NamedTuple):
     """Addresses of the norm's vectors."""
 
 
-def finish_heads(at: StageCode, unit: ir.Value) -> None:
+def finish_heads(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that norms and rotates each head of the first outputs, where they lie, in the rows of a unit."""
-    code, build, stage = at.code, at.code.build, at.stage
-    heads, arrays = stage.heads, list(at.arrays.heads)
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
+    heads, arrays = stage.heads, list(stage_code.arrays.heads)
     assert heads is not None, "it is a phase of stages that have heads"
     rotation = [arrays.pop(0), arrays.pop(0)] if heads.num_rotated else []
     parts = []
     # Outputs behind the first ones, such as values, stay as they are.
-    for output, width, norm in zip(at.data.outputs, stage.parts, heads.norms, strict=False):
+    for output, width, norm in zip(stage_code.data.outputs, stage.parts, heads.norms, strict=False):
         parts.append(_Part(output, width, norm, [arrays.pop(0) for _ in range(norm.num_vectors if norm else 0)]))
 
     def finish_head(part: _Part, row: ir.Value, first_lane: ir.Value) -> None:
@@ -52,7 +52,7 @@ def finish_heads(at: StageCode, unit: ir.Value) -> None:
         for part in parts:
             code.loop(0, part.width, partial(finish_head, part, row), step=heads.size)
 
-    at.each_row(unit, finish_row)
+    stage_code.each_row(unit, finish_row)
 
 
 def _rotate(

@@ -101,7 +101,7 @@ class PartMultiplier(MatrixUnitMultiplier):
         end_step = code.min(build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
         row_tiles_bytes = self.num_steps * PARTS * TILE_SIZE
         first_tiles = build.gep(rows, [mul(batch.index, I64(2 * row_tiles_bytes))])
-        place_mask = build.select(batch.is_only, I64(1), I64(-1))
+        index_mask = build.select(batch.is_only, I64(1), I64(-1))
         arguments = _StepArguments(
             rows=first_tiles,
             panel=panel.begin,
@@ -112,7 +112,7 @@ class PartMultiplier(MatrixUnitMultiplier):
             end=end_step,
             row_tiles_bytes=I64(row_tiles_bytes),
             depth=I64(self.depth),
-            place_mask=place_mask,
+            index_mask=index_mask,
         )
         has_tail = self.depth % DEPTH > 0
 
@@ -169,8 +169,8 @@ class _StepArguments(NamedTuple):
     """Bytes from one tile of rows to the next."""
     depth: ir.Value
     """K."""
-    place_mask: ir.Value
-    """Mask of steps' places in `parts`."""
+    index_mask: ir.Value
+    """Which bits of a step's index say where its parts lie: all, or the lowest one if two places are used in turn."""
 
 
 @dataclass(frozen=True)
@@ -183,28 +183,31 @@ class _Steps:
     code: Code
     has_tail: bool
     """Whether K is no multiple of 32: zeros then take the place of rows of the panel behind the last one."""
-    given: _StepArguments
+    arguments: _StepArguments
 
     def multiply_tiles(self, num_tiles: int, *, cuts_panel: bool) -> None:
         """Multiply one or two tiles of rows by the panel's parts, which are cut first if `cuts_panel`."""
         code, build = self.code, self.code.build
-        matrix_unit, c = MatrixUnit(code), Matrix(self.given.sums, I64(4 * PANEL))
-        with build.if_else(build.icmp_signed("==", self.given.begin, I64(0))) as (is_new, is_begun):
+        matrix_unit, c = MatrixUnit(code), Matrix(self.arguments.sums, I64(4 * PANEL))
+        with build.if_else(build.icmp_signed("==", self.arguments.begin, I64(0))) as (is_new, is_begun):
             with is_new:
                 matrix_unit.clear_sums(num_tiles)
             with is_begun:
                 matrix_unit.load_sums(c, num_tiles)
         if cuts_panel:
-            first_parts = self._parts_of(self.given.begin)
-            code.loop(0, TILE, lambda pair: self._cut_pair(self.given.begin, pair, first_parts))
+            first_parts = self._parts_of(self.arguments.begin)
+            code.loop(0, TILE, lambda pair: self._cut_pair(self.arguments.begin, pair, first_parts))
 
         def multiply_step(step: ir.Value) -> None:
             parts, next_step = self._parts_of(step), build.add(step, I64(1))
             # The last step is cut twice, into the place after its own.
-            step_to_cut, cut_parts = code.min(next_step, build.sub(self.given.end, I64(1))), self._parts_of(next_step)
-            rows_of_step = build.gep(self.given.rows, [build.mul(step, I64(PARTS * TILE_SIZE))])
+            step_to_cut, cut_parts = (
+                code.min(next_step, build.sub(self.arguments.end, I64(1))),
+                self._parts_of(next_step),
+            )
+            rows_of_step = build.gep(self.arguments.rows, [build.mul(step, I64(PARTS * TILE_SIZE))])
             # Tile i of part p, and the two tiles of part p: a part is a step of these.
-            a = Tiles(rows_of_step, I64(TILE_BYTES), self.given.row_tiles_bytes, I64(TILE_SIZE))
+            a = Tiles(rows_of_step, I64(TILE_BYTES), self.arguments.row_tiles_bytes, I64(TILE_SIZE))
             b = Tiles(parts, I64(TILE_BYTES), I64(TILE_SIZE), I64(2 * TILE_SIZE))
             row_part, column_part = None, None
             for number, (new_row_part, new_column_part) in enumerate(PRODUCTS):
@@ -219,7 +222,7 @@ class _Steps:
                     for pair in range(number, TILE, len(PRODUCTS)):
                         self._cut_pair(step_to_cut, I64(pair), cut_parts)
 
-        code.loop(self.given.begin, self.given.end, multiply_step)
+        code.loop(self.arguments.begin, self.arguments.end, multiply_step)
         matrix_unit.store_sums(c, num_tiles)
 
     def multiply_row(self) -> None:
@@ -238,18 +241,18 @@ class _Steps:
             """Store the parts of the row's values of a step as float32: for each part the even ones, then the odd."""
             for part in range(PARTS):
                 offset = build.add(mul(step, I64(PARTS * TILE_SIZE // 4)), I64(part * TILE_SIZE // 4))
-                words = code.load_vector(self.given.rows, offset, I32, TILE)
+                words = code.load_vector(self.arguments.rows, offset, I32, TILE)
                 for odd in range(2):
-                    target = build.add(mul(build.sub(step, self.given.begin), I64(2 * PARTS)), I64(2 * part + odd))
+                    target = build.add(mul(build.sub(step, self.arguments.begin), I64(2 * PARTS)), I64(2 * part + odd))
                     code.store_vector(code.half(words, odd), row_parts, mul(target, I64(TILE)))
 
         def add_pair(pair: ir.Value, step: ir.Value, partial_sums: Sequence[ir.Value]) -> list[ir.Value]:
             """Return the sums of a step, by half, product and even or odd K, with one pair of K added."""
             value = build.add(mul(step, I64(DEPTH)), mul(pair, I64(2)))
-            code.prefetch(self.given.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
+            code.prefetch(self.arguments.ahead, mul(value, I64(PANEL)), F32, 2 * PANEL)
             new_sums = list(partial_sums)
             for odd in range(2):
-                first_factor = build.add(mul(build.sub(step, self.given.begin), I64(2 * PARTS * TILE)), pair)
+                first_factor = build.add(mul(build.sub(step, self.arguments.begin), I64(2 * PARTS * TILE)), pair)
                 offsets = (build.add(first_factor, I64((2 * part + odd) * TILE)) for part in range(PARTS))
                 factors = [code.broadcast(code.load(row_parts, offset, F32), TILE) for offset in offsets]
                 for half in halves:
@@ -268,27 +271,27 @@ class _Steps:
                 new_totals[half] = build.fadd(new_totals[half], build.fadd(step_sums[index], step_sums[index + 1]))
             return new_totals
 
-        code.loop(self.given.begin, self.given.end, expand_step)
-        is_new = build.icmp_signed("==", self.given.begin, I64(0))
-        stored = [code.load_vector(self.given.sums, I64(TILE * half), F32, TILE) for half in halves]
+        code.loop(self.arguments.begin, self.arguments.end, expand_step)
+        is_new = build.icmp_signed("==", self.arguments.begin, I64(0))
+        stored = [code.load_vector(self.arguments.sums, I64(TILE * half), F32, TILE) for half in halves]
         old_totals = [build.select(is_new, zeros, old) for old in stored]
         with code.flushed_denormals():
-            totals = code.loop(self.given.begin, self.given.end, add_step, carried=old_totals)
+            totals = code.loop(self.arguments.begin, self.arguments.end, add_step, carried=old_totals)
         for half, total in zip(halves, totals, strict=True):
-            code.store_vector(total, self.given.sums, I64(TILE * half))
+            code.store_vector(total, self.arguments.sums, I64(TILE * half))
 
     def _parts_of(self, step: ir.Value) -> ir.Value:
         """Return the address of the parts of a step of the panel."""
         build = self.code.build
-        place = build.and_(build.sub(step, self.given.begin), self.given.place_mask)
-        return build.gep(self.given.parts, [build.mul(place, I64(STEP_BYTES))])
+        place = build.and_(build.sub(step, self.arguments.begin), self.arguments.index_mask)
+        return build.gep(self.arguments.parts, [build.mul(place, I64(STEP_BYTES))])
 
     def _cut_pair(self, step: ir.Value, pair: ir.Value, parts: ir.Value) -> None:
         """Emit the cut of a pair of K of a step into parts, and the prefetch of that pair of the panel ahead."""
         code, build = self.code, self.code.build
         first_value = build.add(build.mul(step, I64(DEPTH)), build.mul(pair, I64(2)))
         values = first_value, build.add(first_value, I64(1))
-        code.prefetch(self.given.ahead, build.mul(first_value, I64(PANEL)), F32, 2 * PANEL)
+        code.prefetch(self.arguments.ahead, build.mul(first_value, I64(PANEL)), F32, 2 * PANEL)
         for half in range(2):
             first_parts, second_parts = (_parts(code, self._load(value, half)) for value in values)
             for part, parts_of_pair in enumerate(zip(first_parts, second_parts, strict=True)):
@@ -302,9 +305,11 @@ class _Steps:
     def _load(self, value: ir.Value, half: int) -> ir.Value:
         """Return 16 columns of row `value` of K of the panel: the first ones or, in half 1, the others."""
         code, build = self.code, self.code.build
-        is_there = build.icmp_signed("<", value, self.given.depth)
+        is_there = build.icmp_signed("<", value, self.arguments.depth)
         row = build.select(is_there, value, I64(0)) if self.has_tail else value
-        loaded = code.load_vector(self.given.panel, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE)
+        loaded = code.load_vector(
+            self.arguments.panel, build.add(build.mul(row, I64(PANEL)), I64(TILE * half)), F32, TILE
+        )
         return build.select(is_there, loaded, constant(loaded.type, 0.0)) if self.has_tail else loaded
 
 

@@ -14,17 +14,17 @@ from .panels import PANEL
 from .stages import StageCode
 
 
-def finish_batch(at: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir.Value]) -> None:
+def finish_batch(stage_code: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir.Value]) -> None:
     """Emit what becomes of the sums of a batch of rows and a panel: bias, activation and gate, and where they go.
 
     `sums` are addresses of float32 [rows, 32]: of the panel, and in a gated stage of the one that it gates.
     """
-    code, build, stage = at.code, at.code.build, at.stage
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
     first_column = build.mul(panel, I64(PANEL))
     is_whole = stage.num_results % PANEL == 0
     lanes = lanes_for(stage.num_results)
     activate = NATIVE_ACTIVATIONS[stage.activation] if stage.activation else None
-    store = _result_store(at, first_column)
+    store = _result_store(stage_code, first_column)
 
     def finish_row(i: ir.Value) -> None:
         row, row_sums = build.add(batch.first_row, i), build.mul(i, I64(PANEL))
@@ -32,10 +32,10 @@ def finish_batch(at: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir
         def result(number: int, column: ir.Value) -> ir.Value:
             """Return a vector of the sums from a column of the panel on, with the bias added."""
             values = code.load_vector(sums[number], build.add(row_sums, column), F32, lanes)
-            if at.arrays.bias is None:
+            if stage_code.arrays.bias is None:
                 return values
             bias_offset = build.add(build.add(first_column, column), I64(number * stage.num_results))
-            return build.fadd(values, code.load_vector(at.arrays.bias, bias_offset, F32, lanes))
+            return build.fadd(values, code.load_vector(stage_code.arrays.bias, bias_offset, F32, lanes))
 
         def finish_columns(column: ir.Value) -> None:
             values = result(0, column)
@@ -55,31 +55,33 @@ def finish_batch(at: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir
     code.loop(0, batch.num_rows, finish_row)
 
 
-def _result_store(at: StageCode, first_column: ir.Value) -> Callable[[ir.Value, ir.Value, ir.Value], None]:
+def _result_store(stage_code: StageCode, first_column: ir.Value) -> Callable[[ir.Value, ir.Value, ir.Value], None]:
     """Return a function (row, column of the panel, vector) that stores results where they go.
 
     `first_column` is the panel's. Results that are normed first wait in an array of their own, others are added to the
     stream, or are outputs, or are packed for the next stage. A panel lies in one of several outputs.
     """
-    code, build, stage = at.code, at.code.build, at.stage
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
 
     def offset_in(width: ir.Value, row: ir.Value, column: ir.Value, first: ir.Value = first_column) -> ir.Value:
         return build.add(build.add(build.mul(row, width), first), column)
 
     if stage.norm_behind is not None:
-        results = at.arrays.results
+        results = stage_code.arrays.results
         return lambda row, column, values: code.store_vector(
             values, results, offset_in(I64(stage.num_results), row, column)
         )
     if stage.adds:
-        return lambda row, column, values: _add_to_stream(at, offset_in(I64(stage.num_results), row, column), values)
-    if following := None if stage.parts else at.following:
+        return lambda row, column, values: _add_to_stream(
+            stage_code, offset_in(I64(stage.num_results), row, column), values
+        )
+    if following := None if stage.parts else stage_code.following:
         pack, packed = following.stage.multiplier.pack, following.arrays.packed
         return lambda row, column, values: pack(code, packed, row, build.add(first_column, column), values)
     # The output that the panel lies in, with its width and the panel's first column within it.
-    output, width, first = at.data.outputs[0], I64(stage.parts[0]), first_column
+    output, width, first = stage_code.data.outputs[0], I64(stage.parts[0]), first_column
     begin = 0
-    for part_output, part_width in zip(at.data.outputs, stage.parts, strict=True):
+    for part_output, part_width in zip(stage_code.data.outputs, stage.parts, strict=True):
         is_here = build.icmp_signed(">=", first_column, I64(begin))
         output, width = build.select(is_here, part_output, output), build.select(is_here, I64(part_width), width)
         first = build.select(is_here, build.sub(first_column, I64(begin)), first)
@@ -87,22 +89,22 @@ def _result_store(at: StageCode, first_column: ir.Value) -> Callable[[ir.Value, 
     return lambda row, column, values: code.store_vector(values, output, offset_in(width, row, column, first))
 
 
-def _add_to_stream(at: StageCode, offset: ir.Value, values: ir.Value) -> None:
+def _add_to_stream(stage_code: StageCode, offset: ir.Value, values: ir.Value) -> None:
     """Emit stream[offset …] = old stream[offset …] + scale × values, each rounded to float32.
 
     The first stage that adds reads the stream that the chain was given, later ones read the new one.
     """
-    code, build, stage, data = at.code, at.code.build, at.stage, at.data
-    source = data.stream if any(earlier.adds for earlier in at.stages[: at.index]) else data.old_stream
+    code, build, stage, data = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data
+    source = data.stream if any(earlier.adds for earlier in stage_code.stages[: stage_code.index]) else data.old_stream
     if stage.scale != 1.0:
         values = build.fmul(values, constant(values.type, stage.scale))
     old = code.load_vector(source, offset, F32, values.type.count)
     code.store_vector(build.fadd(old, values), data.stream, offset)
 
 
-def add_normed_rows(at: StageCode, unit: ir.Value) -> None:
+def add_normed_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that norms the results of a unit's rows and adds them to the stream."""
-    code, build, stage = at.code, at.code.build, at.stage
+    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
     norm = stage.norm_behind
     assert norm is not None, "it is a phase of stages that have one"
 
@@ -112,9 +114,9 @@ def add_normed_rows(at: StageCode, unit: ir.Value) -> None:
             code,
             norm,
             stage.num_results,
-            lambda element, lanes: code.load_vector(at.arrays.results, build.add(start, element), F32, lanes),
-            at.arrays.norm_behind,
-            lambda element, normed: _add_to_stream(at, build.add(start, element), normed),
+            lambda element, lanes: code.load_vector(stage_code.arrays.results, build.add(start, element), F32, lanes),
+            stage_code.arrays.norm_behind,
+            lambda element, normed: _add_to_stream(stage_code, build.add(start, element), normed),
         )
 
-    at.each_row(unit, add_row)
+    stage_code.each_row(unit, add_row)

@@ -1,14 +1,22 @@
 """Step programs that a start keeps: the next start traces nothing and computes the same."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from jpaged import Engine, EngineConfig, SamplingParams
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.startup import build_engine
-from jpaged.step import programs
+from jpaged.step import kept_programs, programs
+
+from ...quick_compile import environment
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 KINDS = (
@@ -38,8 +46,8 @@ def nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Monkey
         yield patch
 
 
-def start(model: str, *, max_num_seqs: int = 4) -> Engine:
-    config = EngineConfig(model=model, max_num_seqs=max_num_seqs, num_blocks=64)
+def start(model: str | Path, *, max_num_seqs: int = 4, **options: Any) -> Engine:
+    config = EngineConfig(model=model, max_num_seqs=max_num_seqs, num_blocks=64, **options)
     return Engine.from_engine_args(config, keeps_programs=True)
 
 
@@ -67,6 +75,57 @@ def test_an_engine_of_other_sizes_traces_its_own(tiny: str, directory: Path) -> 
     assert results(start(tiny, max_num_seqs=2)) == first
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"rms_norm_eps": 0.1}, {"rope_theta": 30.0}, {"hidden_act": "relu"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_model_of_the_same_shapes_traces_its_own(tiny: str, directory: Path, changes: dict[str, Any]) -> None:
+    first, num_files = results(start(tiny)), len(list(directory.iterdir()))
+    own = results(start(tiny, hf_overrides=changes))
+    assert own == results(Engine(tiny, max_num_seqs=4, num_blocks=64, hf_overrides=changes))
+    assert own != first
+    assert len(list(directory.iterdir())) > num_files
+
+
+def test_another_setting_processor_or_source_of_ours_traces_its_own(
+    tiny: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [len(list(directory.iterdir()))]
+
+    def count() -> None:
+        results(start(tiny))
+        sizes.append(len(list(directory.iterdir())))
+
+    count()
+    with jax.default_matmul_precision("highest"):
+        count()
+    monkeypatch.setattr(NativeBackend, "hardware", classmethod(lambda cls, device: "a processor without AMX"))
+    count()
+    monkeypatch.setattr(kept_programs, "_SOURCES_HASH", "another")
+    count()
+    assert all(later > earlier for earlier, later in pairwise(sizes)), sizes
+
+
+def test_another_process_finds_them_and_native_code_that_is_gone_is_compiled_again(tiny: str, tmp_path: Path) -> None:
+    """Names hold no address of an object, and programs name all native code that they call."""
+    command = [sys.executable, "-m", "jpaged.generate", "--model", tiny, "--max-tokens", "3", "--temperature", "0"]
+    cache = tmp_path / "xla"
+
+    def run() -> tuple[str, set[str]]:
+        cached = [*command, "--compilation-cache-dir", str(cache), "some text"]
+        done = subprocess.run(cached, capture_output=True, text=True, check=True, env=environment())
+        return done.stdout, {file.name for file in cache.glob("step_*")}
+
+    first, names = run()
+    assert len(names) >= 2
+    assert run() == (first, names)
+    for file in cache.glob("native_*"):
+        file.unlink()
+    assert run() == (first, names)
+    assert list(cache.glob("native_*"))
+
+
 @pytest.mark.parametrize("fault", ["cut", "changed", "empty"])
 def test_a_torn_file_is_traced_again(tiny: str, directory: Path, fault: str) -> None:
     first = results(start(tiny))
@@ -76,8 +135,7 @@ def test_a_torn_file_is_traced_again(tiny: str, directory: Path, fault: str) -> 
         changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         file.write_bytes({"cut": content[:middle], "changed": changed, "empty": b""}[fault])
     assert results(start(tiny)) == first
-    assert {file.name for file in directory.iterdir()} == {file.name for file in kept}
-    assert all(len(file.read_bytes()) == len(content) for file, content in kept.items())
+    assert {file: file.read_bytes() for file in directory.iterdir()} == kept
 
 
 def test_a_directory_that_refuses_files_costs_nothing_but_time(
@@ -92,6 +150,6 @@ def test_a_directory_that_refuses_files_costs_nothing_but_time(
     assert not caplog.records
 
 
-def test_engines_of_other_processes_than_commands_keep_nothing(tiny: str, directory: Path) -> None:
+def test_an_engine_of_the_callers_own_process_keeps_nothing(tiny: str, directory: Path) -> None:
     results(Engine(tiny, max_num_seqs=4, num_blocks=64))
     assert not list(directory.iterdir())

@@ -9,17 +9,22 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jpaged import Engine, SamplingParams
+from jpaged import ConfigError, Engine, SamplingParams
+from jpaged.models.formats.checkpoint import UnsavedTensor
 from jpaged.models.weights import kept_weights
+from jpaged.models.weights.saving import write_orbax
 from jpaged.startup import build_engine
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+SCORED = SamplingParams(temperature=0.0, max_tokens=4, logprobs=0)
 
 
 @pytest.fixture(autouse=True)
-def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.setattr(kept_weights, "MIN_BYTES", 0)
     monkeypatch.setattr(kept_weights, "CHUNK_BYTES", 4096)
 
@@ -31,7 +36,8 @@ def model(tmp_path: Path) -> Path:
 
 def served(model, cache, dtype="float32"):
     """Return the tokens that an engine draws, and its weights as numpy arrays."""
-    options = {"num_blocks": 16, "max_num_seqs": 2, "skip_tokenizer_init": True, "weights_cache_dir": str(cache)}
+    directory = None if cache is None else str(cache)
+    options = {"num_blocks": 16, "max_num_seqs": 2, "skip_tokenizer_init": True, "weights_cache_dir": directory}
     with Engine(str(model), dtype=dtype, **options) as engine:
         (output,) = engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
         return output.outputs[0].token_ids, [np.array(leaf) for leaf in jax.tree.leaves(engine.runner.weights.state)]
@@ -97,10 +103,70 @@ def test_without_a_place_to_keep_them_a_warning_says_so(model: Path, tmp_path: P
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_arrays_of_the_caller_are_not_kept(model: Path, tmp_path: Path) -> None:
+    options = {"num_blocks": 16, "max_num_seqs": 2, "skip_tokenizer_init": True}
+    tree = load_file(model / "model.safetensors")
+    name = "model.norm.weight"
+    outputs = []
+    for factor in (1, 3):
+        params = {**tree, name: tree[name] * factor}
+        with Engine(str(model), dtype="float32", params=params, **options) as engine:
+            (output,) = engine.generate([[5, 6, 7]], SCORED, use_tqdm=False)
+            outputs.append(output.outputs[0].cumulative_logprob)
+    assert outputs[0] != outputs[1]
+    assert not (tmp_path / "user" / "jpaged" / "weights").exists()
+    with pytest.raises(
+        ConfigError, match=r"weights_cache_dir: got '.*', allowed: a directory where weights are read from"
+    ):
+        Engine(str(model), params=tree, weights_cache_dir=str(tmp_path / "cache"), **options)
+    with pytest.raises(ConfigError, match=r"weights_cache_dir: got '.*', allowed: a directory where weights are read"):
+        Engine(str(model), load_format="dummy", weights_cache_dir=str(tmp_path / "cache"), **options)
+
+
+def test_a_folder_of_orbax_is_served_and_not_kept(model: Path, tmp_path: Path) -> None:
+    wanted = served(model, "off")[0]
+    tensors = load_file(model / "model.safetensors")
+    made = {
+        name: UnsavedTensor(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor)
+        for name, tensor in tensors.items()
+    }
+    folder = tmp_path / "orbax"
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    (folder / "tree").mkdir()
+    write_orbax(folder / "tree", made, is_nested=True)
+    assert served(folder, None)[0] == wanted
+    assert not (tmp_path / "user" / "jpaged" / "weights").exists()
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(model: Path, tmp_path: Path, monkeypatch) -> None:
+    load = build_engine.load_weights
+
+    def load_and_touch(*arguments, **options):
+        os.utime(model / "model.safetensors")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(build_engine, "load_weights", load_and_touch)
+    served(model, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_directory_that_every_user_may_write_to_is_refused(model: Path, tmp_path: Path, caplog) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        served(model, tmp_path / "cache")
+    assert any("every user may write" in record.message for record in caplog.records)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_weights_that_were_used_longest_ago_make_room(model: Path, tmp_path: Path, monkeypatch) -> None:
     cache = tmp_path / "cache"
     served(model, cache)
     (first,) = cache.iterdir()
+    (cache / "folder").mkdir()
+    (cache / "checkpoint").write_bytes(bytes(first.stat().st_size))
+    os.utime(cache / "checkpoint", (0, 0))
     monkeypatch.setattr(kept_weights, "MAX_BYTES", first.stat().st_size * 7 // 4)
     served(model, cache, "bfloat16")  # Half as large: there is room for both.
     os.utime(first, (1, 1))
@@ -108,5 +174,5 @@ def test_weights_that_were_used_longest_ago_make_room(model: Path, tmp_path: Pat
     os.utime(model / "model.safetensors")
     served(model, cache, "bfloat16")
     names = {file.name for file in cache.iterdir()}
-    assert first.name in names
-    assert len(names) == 2
+    assert {first.name, "folder", "checkpoint"} < names, "others' files stay"
+    assert len(names) == 4
