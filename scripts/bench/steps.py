@@ -1,10 +1,11 @@
 """Steps of an engine on a CPU beside what its processor gives in the same minute.
 
+    gcc -O2 -march=native -o peaks scripts/bench/peaks.c -lpthread
     python scripts/bench/steps.py --dtype bfloat16 --peaks ./peaks --output docs/measurements/steps_bfloat16.json
     python scripts/bench/steps.py --dtype bfloat16 --peaks ./peaks --shape 1.1B
 
-`peaks` is a command that prints lines such as "amx_bf16 6.9 TFLOP/s", "fma_f32 0.47 TFLOP/s" and "read of 256 MiB 32.1
-GB/s", measured on two threads. It runs before each cell of each round. A cell is a prompt of 512 tokens, a step of 16
+`peaks` prints what two threads reach in products of the matrix unit and of vectors, and in reads of memory. It runs
+before each cell of each round. A cell is a prompt of 512 tokens, a step of 16
 rows at a context of about 130, or one of a single row. Shares are those of the products of a prompt's layers, and of
 the bytes of weights and pages that a decode step reads; medians over rounds.
 """
@@ -96,10 +97,10 @@ def main() -> None:
             options |= {"model": directory, "load_format": "dummy", "skip_tokenizer_init": True}
         with Engine(**options, enable_prefix_caching=False) as engine:
             cells, peaks, found = Cells(engine), list[dict[str, float]](), dict[str, list[dict[str, float]]]()
-            unit = "amx_bf16" if args.dtype == "bfloat16" else "fma_f32"
             for round_number in range(-1, args.rounds):  # The first round, which compiles, is not counted.
                 for name in ("prompt", "16 rows", "1 row"):
                     now = measured_peaks(args.peaks)
+                    unit = "amx_bf16" if args.dtype == "bfloat16" and "amx_bf16" in now else "fma_f32"
                     cell = cells.prompt(now, unit) if name == "prompt" else cells.decode(now, int(name.split()[0]))
                     if round_number >= 0:
                         peaks.append(now)

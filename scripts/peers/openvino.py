@@ -20,6 +20,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
 parser.add_argument("--max-num-seqs", type=int, default=16)
+parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
 parser.add_argument("--threads", type=int, default=2)
 args = parser.parse_args()
 
@@ -38,7 +39,7 @@ VOCAB_SIZE = 1000  # Of the tokens of the run before each measurement.
 def new_pipeline() -> Any:
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs = args.max_num_seqs
-    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_batched_tokens = args.max_num_batched_tokens
     scheduler.cache_size = 2  # GB
     scheduler.enable_prefix_caching = True
     hints = {"INFERENCE_PRECISION_HINT": PRECISION, "KV_CACHE_PRECISION": PRECISION}
