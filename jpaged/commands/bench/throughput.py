@@ -219,8 +219,8 @@ def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
 
     Median and worst latencies are over the requests, in seconds; the time to the first token counts from the request's
     arrival. The time per output token of a request leaves out the first token; requests with one output token have
-    none. Padded ÷ true tokens are counted apart for steps that only decode and for steps with prompts: 1 means no
-    padding. The workload must have a request of more than one output token.
+    none, and it is null if all have one. Padded ÷ true tokens are counted apart for steps that only decode and for
+    steps with prompts: 1 means no padding.
     """
     ours.run(workload)
     first_s = [each.first_token_time - each.arrival_time for each in ours.metrics if each.first_token_time is not None]
@@ -231,11 +231,15 @@ def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
     ]
     padding = {kind: round(ours.padded_tokens[kind] / ours.true_tokens[kind], 3) for kind in ours.true_tokens}
     return {
-        "time_to_first_token_s": {"median": round(median(first_s), 4), "worst": round(max(first_s), 4)},
-        "time_per_output_token_s": {"median": round(median(between_s), 5), "worst": round(max(between_s), 5)},
+        "time_to_first_token_s": _median_and_worst(first_s, 4),
+        "time_per_output_token_s": _median_and_worst(between_s, 5),
         "padded ÷ true tokens": padding,
         "steps": len(ours.shapes),
     }
+
+
+def _median_and_worst(seconds: list[float], digits: int) -> dict[str, float] | None:
+    return {"median": round(median(seconds), digits), "worst": round(max(seconds), digits)} if seconds else None
 
 
 def _show(result: dict[str, Any]) -> None:
