@@ -104,13 +104,8 @@ class KeptWeights:
         self.num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
         """Bytes of all arrays together."""
         shapes = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in self._leaves]
-        parts = (
-            _SOURCES_HASH,
-            [version(package) for package in PACKAGES],
-            identity,
-            shapes,
-            [file[1:] for file in files],
-        )
+        versions, states = [version(package) for package in PACKAGES], [file[1:] for file in files]
+        parts = _SOURCES_HASH, versions, identity, shapes, states
         self.path = directory / f"{PREFIX}{hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Weights | None:
