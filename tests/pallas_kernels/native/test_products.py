@@ -172,7 +172,8 @@ def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, mo
     native = jax.jit(chain_of(NATIVE_OPS, dtype, **CHAINS[name]))
     exact = jax.jit(chain_of(XLA_OPS, dtype, **CHAINS[name]))
     rng = np.random.default_rng(5)
-    for num_rows in (1, 5, 16, 33, 300):
+    # Vectors have a handler for each size of batches: 5 rows are one batch, 33 several.
+    for num_rows in (1, 5, 16, 33, 300) if has_amx else (5, 33):
         rows, stream = (jnp.asarray(rng.normal(size=(num_rows, size)), jnp.float32) for size in (HEADS, STREAM))
         for found, wanted in zip(native(rows, stream), exact(rows, stream), strict=True):
             assert found.dtype == wanted.dtype == jnp.float32
