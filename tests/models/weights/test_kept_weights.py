@@ -74,14 +74,15 @@ def test_other_files_and_other_dtypes_have_weights_of_their_own(model: Path, tmp
     assert len(list(cache.iterdir())) == 3
 
 
-@pytest.mark.parametrize("fault", ["cut", "changed", "changed sums"])
+@pytest.mark.parametrize("fault", ["cut", "changed", "zeros"])
 def test_a_torn_file_is_converted_again(model: Path, tmp_path: Path, fault: str, caplog) -> None:
     cache = tmp_path / "cache"
     first = served(model, cache)
     (file,) = cache.iterdir()
     content = file.read_bytes()
-    at = {"changed": len(content) // 2, "changed sums": len(content) - 40}.get(fault)
-    file.write_bytes(content[:-100] if at is None else content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    middle = len(content) // 2
+    changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    file.write_bytes({"cut": content[:-100], "changed": changed, "zeros": bytes(len(content))}[fault])
     with caplog.at_level(logging.WARNING):
         again = served(model, cache)
     assert [record.message for record in caplog.records if "torn" in record.message]
@@ -122,7 +123,8 @@ def test_arrays_of_the_caller_are_not_kept(model: Path, tmp_path: Path) -> None:
         Engine(str(model), load_format="dummy", weights_cache_dir=str(tmp_path / "cache"), **options)
 
 
-def test_a_folder_of_orbax_is_served_and_not_kept(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_metadata", [False, True])
+def test_a_folder_of_orbax_is_served_and_not_kept(model: Path, tmp_path: Path, has_metadata: bool) -> None:
     wanted = served(model, "off")[0]
     tensors = load_file(model / "model.safetensors")
     made = {
@@ -134,6 +136,8 @@ def test_a_folder_of_orbax_is_served_and_not_kept(model: Path, tmp_path: Path) -
     shutil.copy(model / "config.json", folder)
     (folder / "tree").mkdir()
     write_orbax(folder / "tree", made, is_nested=True)
+    if has_metadata:
+        (folder / "tree" / "_CHECKPOINT_METADATA").write_text("{}")
     assert served(folder, None)[0] == wanted
     assert not (tmp_path / "user" / "jpaged" / "weights").exists()
 
