@@ -88,8 +88,10 @@ class Engine(ResearchCalls):
         """
         handle = handle or open_model(config)
         engine = cls.__new__(cls)
-        options: dict[str, Any] = {"demands": demands, "modes": modes, "progress": progress}
-        engine._start(build_engine(config, handle, **options, keeps_programs=keeps_programs))
+        parts = build_engine(
+            config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=keeps_programs
+        )
+        engine._start(parts)
         return engine
 
     def _start(self, parts: EngineComponents) -> None:

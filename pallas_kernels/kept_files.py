@@ -65,13 +65,23 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-@cache
 def hash_of_sources(*packages: str) -> str:
     """Return a hash of the sources of packages, the modules of their subpackages included.
 
-    It is computed once in a process: call it first as the sources are imported, since a later version of them may be
-    installed while the process runs.
+    Those of a package are read once in a process: call this first as they are imported, since a later version of them
+    may be installed while the process runs.
     """
-    folders = (Path(importlib.import_module(package).__path__[0]) for package in packages)
-    files = {path for folder in folders for path in folder.rglob("*.py")}
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()
+    return hashlib.sha256("".join(map(_hash_of_package, packages)).encode()).hexdigest()
+
+
+@cache
+def _hash_of_package(package: str) -> str:
+    return hash_of_folder(Path(importlib.import_module(package).__path__[0]))
+
+
+def hash_of_folder(folder: Path) -> str:
+    """Return a hash of the names and contents of all Python files in a folder and the folders below it."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -257,8 +257,9 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
         demands = list(islice(cycle(demands), HEAD_JOBS))
     modes = {sample_mode(job.params) for job in jobs}
     with closing(ProgressReport()) as progress:
-        known: dict[str, Any] = {"demands": demands, "modes": modes, "progress": progress}
-        return Engine.from_engine_args(config, handle, **known, keeps_programs=True)
+        return Engine.from_engine_args(
+            config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=True
+        )
 
 
 def read_template(path: str) -> str:

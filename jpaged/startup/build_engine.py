@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,6 @@ from ..config.engine_config import EngineConfig
 from ..core.engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
-from ..models.formats.checkpoint import Checkpoint
 from ..models.own_model import OwnModel
 from ..models.weights.dummy import dummy_weights
 from ..models.weights.kept_weights import KeptWeights
@@ -152,7 +153,7 @@ def build_engine(
     if handle.checkpoint is not None:
         check_tensors(engine.weights(step.dtype), handle.decoder, handle.checkpoint)
     handle.check_weight_files()
-    _can_keep_weights(config, engine, handle)  # Refuses a directory that would not be used.
+    weights_directory = _weights_directory(config, engine, handle)
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
@@ -176,7 +177,7 @@ def build_engine(
             elif handle.checkpoint is None:
                 weights = dummy_weights(programs.weights, progress=report)
             else:
-                weights = _read_weights(config, engine, programs.weights, handle, handle.checkpoint, report)
+                weights = _read_weights(engine, programs.weights, handle, weights_directory, report)
         load_s = time.monotonic() - start
         runner = Runner(weights=weights, compile_plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
@@ -210,38 +211,42 @@ def build_engine(
     )
 
 
-def _can_keep_weights(config: EngineConfig, engine: AbstractEngine, handle: ModelHandle) -> bool:
-    """Return whether weights can be kept for later starts: those that a single CPU device reads from files.
+def _weights_directory(config: EngineConfig, engine: AbstractEngine, handle: ModelHandle) -> Path | None:
+    """Return the directory in which the weights are kept for later starts; None if they are not kept.
 
-    Raises ConfigError for others if the caller has named a directory for them.
+    Those that a single CPU device reads from files can be. Raises ConfigError for others if the caller has named a
+    directory for them.
     """
     directory = config.weights_cache_dir
     if engine.platform == "cpu" and engine.num_chips == 1 and handle.weight_files:
-        return True
+        return weights_cache(directory)
     if directory not in (None, NO_CACHE):
         allowed = "a directory where weights are read from files onto one CPU device; leave it out"
         raise refusal("weights_cache_dir", shown(directory), allowed, error=ConfigError)
-    return False
+    return None
 
 
 def _read_weights(
-    config: EngineConfig,
     engine: AbstractEngine,
     abstract: Weights,
     handle: ModelHandle,
-    checkpoint: Checkpoint,
+    directory: Path | None,
     progress: Callable[[int, int], None] | None,
 ) -> Weights:
-    """Return the weights of a model's files: those that an earlier start kept, else read from the files, and kept."""
-    path = weights_cache(config.weights_cache_dir) if _can_keep_weights(config, engine, handle) else None
-    if path is None:
-        return load_weights(abstract, handle.decoder, checkpoint, progress=progress)
+    """Return the weights of a model's files: those that an earlier start kept in `directory`, else read from the files.
+
+    The latter are then kept, unless `directory` is None.
+    """
+    assert handle.checkpoint is not None, "weights that come from files"
+    load = partial(load_weights, abstract, handle.decoder, handle.checkpoint, progress=progress)
+    if directory is None:
+        return load()
     hardware = engine.backend.hardware(engine.mesh.devices.flat[0])
     identity = repr((handle.config, handle.decoder.source, engine.backend, hardware))
-    kept = KeptWeights(path, abstract, handle.weight_files, identity)
+    kept = KeptWeights(directory, abstract, handle.weight_files, identity)
     weights = kept.load(progress)
     if weights is None:
-        weights = load_weights(abstract, handle.decoder, checkpoint, progress=progress)
+        weights = load()
         kept.write(weights)
     return replace(weights, config=handle.decoder)
 

@@ -3,7 +3,8 @@
 The first start that needs a program traces it, and keeps the module. That start compiles the module in the same way as
 later ones, so that they find the executable in JAX's compilation cache, beside which programs are kept.
 
-Only commands keep programs: in a process of the caller's own, our functions may have been replaced by others.
+`jpaged generate` and `serve` keep programs. Engines in a process of the caller's own do not: our functions may have been
+replaced by others there.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class _Traced:
 
 
 class KeptPrograms:
-    """The programs of one engine on disk: one file for each, named by all that its trace depends on."""
+    """The programs of one engine on disk: one file for each, named by what its trace depends on."""
 
     def __init__(self, directory: Path, backend: Backend, device: jax.Device, identity: str) -> None:
         """Keep programs for a CPU device in a `directory` that exists.

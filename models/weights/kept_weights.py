@@ -136,9 +136,11 @@ class KeptWeights:
         """
         directory = self.path.parent
         if not MIN_BYTES <= self.num_bytes <= MAX_BYTES:
-            logger.info("weights: %.3g GB are not kept, only 0.064 to 8 GiB are", self.num_bytes / 1e9)
+            sizes = self.num_bytes / 1e9, MIN_BYTES / 1e9, MAX_BYTES / 1e9
+            logger.info("weights: %.3g GB are not kept, only %.3g to %.3g GB are", *sizes)
             return
         if file_states([file.path for file in self._files]) != tuple(self._files):
+            logger.info("weights: not kept, the model's files have changed since they were opened")
             return
         try:
             _remove_oldest(directory, MAX_BYTES - self.num_bytes)

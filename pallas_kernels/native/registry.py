@@ -19,18 +19,11 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ..kept_files import Kept, read_kept, write_kept
+from ..kept_files import Kept, hash_of_sources, read_kept, write_kept
 from .llvm import host_features, processor
 from .perf_map import name_functions
 
-SOURCES = (
-    "kept_files.py",
-    "native/*.py",
-    "native/products/*.py",
-    "ragged_paged_attention/native/*.py",
-    "ragged_paged_attention/xla/softmax.py",
-)
-"""Our sources that write native code."""
+_SOURCES_HASH = hash_of_sources("jpaged.pallas_kernels")
 Build = Callable[[], ir.Module]
 """Writes a module."""
 _lock = RLock()
@@ -89,10 +82,10 @@ def register_kept(names: Sequence[str]) -> bool:
     with _lock:
         for name in names:
             if name not in _handlers:
-                kept = _read(name)
-                if kept is None or not all(map(_link_kept, kept.calls)):
+                address = _load_kept(name)
+                if address is None:
                     return False
-                _register(name, _load(name, kept))
+                _register(name, address)
     return True
 
 
@@ -110,11 +103,21 @@ def _register(name: str, address: int) -> None:
 
 def _address_of(name: str, build: Build) -> int:
     """Return the address of a module's function of its own name, from kept object code or newly compiled."""
+    address = _load_kept(name)
+    if address is None:
+        code = _compile(build)
+        _write(name, code)
+        address = _load(name, code)
+    return address
+
+
+def _load_kept(name: str) -> int | None:
+    """Load a module's kept object code and the modules that it calls; return the address of its function.
+
+    None if one of them is not kept.
+    """
     kept = _read(name)
-    if kept is None or not all(map(_link_kept, kept.calls)):
-        kept = _compile(build)
-        _write(name, kept)
-    return _load(name, kept)
+    return _load(name, kept) if kept is not None and all(map(_link_kept, kept.calls)) else None
 
 
 def _load(name: str, kept: _ObjectCode) -> int:
@@ -134,10 +137,10 @@ def _load(name: str, kept: _ObjectCode) -> int:
 def _link_kept(name: str) -> bool:
     """Link a module whose object code is kept; return whether it is."""
     if name not in _engines:
-        kept = _read(name)
-        if kept is None:
+        address = _load_kept(name)
+        if address is None:
             return False
-        llvm.add_symbol(name, _load(name, kept))
+        llvm.add_symbol(name, address)
     return True
 
 
@@ -159,17 +162,6 @@ def _target_machine() -> llvm.TargetMachine:
     return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
-def _hash_of_sources() -> str:
-    """Return a hash of our sources that write native code."""
-    folder = Path(__file__).parents[1]
-    texts = (path.read_bytes() for pattern in SOURCES for path in sorted(folder.glob(pattern)))
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()
-
-
-# Computed as the sources are imported: a later version of them may be installed while this process runs.
-_sources_hash = _hash_of_sources()
-
-
 def _path_of(name: str) -> Path | None:
     """Return where the object code of a module is kept, in JAX's compilation cache; None if there is no cache.
 
@@ -177,7 +169,7 @@ def _path_of(name: str) -> Path | None:
     XLA, the processor and the module's name.
     """
     directory = jax.config.values.get("jax_compilation_cache_dir")
-    parts = _sources_hash, llvmlite.__version__, version("jaxlib"), processor(), name
+    parts = _SOURCES_HASH, llvmlite.__version__, version("jaxlib"), processor(), name
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(directory, f"native_{key}.o") if directory else None
 

@@ -28,6 +28,7 @@ import numpy as np
 from ... import pallas_kernels
 from ...checks import one_line
 from ...models.config.spec import ModelSpec
+from ...pallas_kernels.kept_files import hash_of_folder
 from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ...pallas_kernels.ragged_paged_attention.interface import (
     AttentionShape,
@@ -173,10 +174,7 @@ def check_key(
 
 def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
     """Return a digest of the source of all backends, so that a changed kernel is checked anew without a new version."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:32]
+    return hash_of_folder(folder)[:32]
 
 
 def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size: int, device: jax.Device) -> float:
