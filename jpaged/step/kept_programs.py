@@ -3,8 +3,8 @@
 The first start that needs a program traces it, and keeps the module. That start compiles the module in the same way as
 later ones, so that they find the executable in JAX's compilation cache, beside which programs are kept.
 
-`jpaged generate` and `serve` keep programs. Engines in a process of the caller's own do not, where our functions may have
-been replaced by others.
+`jpaged generate` and `serve` keep programs. Engines in a process of the caller's own do not, where our functions may
+have been replaced by others.
 """
 
 from __future__ import annotations
