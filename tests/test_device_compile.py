@@ -55,7 +55,11 @@ def output_of(script, target, num_devices, *args):
     return found
 
 
-@pytest.fixture(scope="module", params=[("cpu", 1), ("v6e", 1), ("v6e", 4), ("h100", 1), ("h100", 4)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("cpu", 1), marks=pytest.mark.slow), ("v6e", 1), ("v6e", 4), ("h100", 1), ("h100", 4)],
+    ids=str,
+)
 def compiled(request):
     return output_of("compile_for_device.py", *request.param, str(NUM_PAGES))
 

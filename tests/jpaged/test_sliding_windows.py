@@ -92,6 +92,7 @@ def check_long(engine: Engine, model: Model) -> int:
     return int(engine.stats()["peak_blocks_used"])
 
 
+@pytest.mark.slow
 def test_a_long_context_takes_the_pages_that_are_counted(model: Model, engine: Engine) -> None:
     """Full attention takes 30 pages for the prompt and 36 in the end, a window what it sees and what is computed."""
     arithmetic = engine.blocks.arithmetic

@@ -154,6 +154,7 @@ def campaign(tiny: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return asked, tokens_of(found)
 
 
+@pytest.mark.slow
 def test_a_request_alone_draws_what_it_draws_among_others(campaign: Any, tiny: str) -> None:
     asked, expected = campaign
     with Engine(tiny, **SIZES, num_blocks=1025, num_decode_steps=1) as engine:

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_soak_of_half_a_minute_holds_every_promise() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "0.5", "--warmup", "off"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

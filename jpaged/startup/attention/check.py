@@ -1,8 +1,9 @@
-"""Compares a backend with the `xla` backend on the device that it is to serve on, before it serves.
+"""Compares a backend with numpy on the device that it is to serve on, before it serves.
 
-One small ragged batch is prefilled and decoded by both; a backend with products and norms of its own computes these
-too. A backend that computes something else does not serve; one that agrees is not compared again until the backend,
-the model's shape, the chip or a version changes.
+One small ragged batch is prefilled and decoded by the backend; one with products and norms of its own computes these
+too. What is expected is computed by numpy (`expected`), as compiling plain XLA for a comparison takes seconds. A
+backend that computes something else does not serve; one that agrees is not compared again until the backend, the
+model's shape, the chip or a version changes.
 """
 
 from __future__ import annotations
@@ -39,22 +40,21 @@ from ...pallas_kernels.ragged_paged_attention.interface import (
 )
 from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
-from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from ..user_cache import make_private, user_cache
 from .choice import attention_shape
+from .expected import NORM_EPS, KeptRow, layer_norm, rms_norm
 
 logger = logging.getLogger("jpaged")
 
 MAX_ERROR = 2e-2
-"""Largest difference of a row from the `xla` backend's, as a share of its norm: both round to bfloat16 in different
-places."""
+"""Largest difference of a row from what is expected, as a share of its norm: a backend may round to bfloat16 where
+numpy computes in float32."""
 WATCHDOG_S = 120.0
 """Seconds after which a comparison on a TPU counts as hanging: it takes a few, with the compilation of all kernels."""
 EACH_START = "the check of %s is made at each start: %s"
 CHECK_TOKENS, CHECK_ROWS = 64, 8
 CHECK_SOFT_CAP = 2.0
 """For models that have one: it bounds scores of the size of 1, where a larger one would change nothing."""
-NORM_EPS = 1e-5
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
 
@@ -62,7 +62,7 @@ PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 def find_failure(
     backend: Backend, model: ModelSpec, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> str | None:
-    """Compare a backend with `xla` on this device; return why it must not serve, as a clause, or None if it may.
+    """Compare a backend with numpy on this device; return why it must not serve, as a clause, or None if it may.
 
     Compares attention, and also matrix products and norms if the backend has its own. The reason not to serve is that
     results differ by more than MAX_ERROR, or that the comparison raised an exception. An agreement is remembered in
@@ -91,7 +91,7 @@ def find_failure(
         return f"it failed its check {where}: {one_line(failure, 500)}"
     if difference := too_different(error, device):
         return difference
-    logger.info("%s agrees with xla %s to %.2g", backend.name, where, error)
+    logger.info("%s agrees with numpy %s to %.2g", backend.name, where, error)
     if agreement_file is not None:
         keep_result(agreement_file, {"checked": key, "error": error}, backend.name)
     return None
@@ -122,11 +122,11 @@ def keep_result(path: Path, result: Any, name: str) -> bool:
 
 
 def too_different(error: float, device: jax.Device) -> str | None:
-    """Return the clause for a backend whose largest difference from `xla` is `error`; None if it may serve."""
+    """Return the clause for a backend whose largest difference from numpy is `error`; None if it may serve."""
     if error <= MAX_ERROR:
         return None
     where = f"on {device.device_kind}"
-    return f"it differs from xla {where} by {error:.3g} of an output's norm, allowed: {MAX_ERROR}"
+    return f"it differs from numpy {where} by {error:.3g} of an output's norm, allowed: {MAX_ERROR}"
 
 
 @contextlib.contextmanager
@@ -178,13 +178,13 @@ def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
 
 
 def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size: int, device: jax.Device) -> float:
-    """Return the largest difference between this backend's attention and that of `xla`, as a share of a row's norm.
+    """Return the largest difference between this backend's attention and that of numpy, as a share of a row's norm.
 
-    Both backends run the steps of `check_steps`, prefills and decodes, with the same random queries [T, N, H], keys and
-    values [T, K, H] of `dtype`: T tokens, N query heads, K KV heads of size H. The difference of an output [T, N, H] is
-    taken per token and head. Each backend has a cache of its own, whose second layer of two is used. Each window of
-    `shape` is compared. All steps have the same shapes, so each backend compiles two programs per window: one for steps
-    with prompts, one for steps that only decode. The result is infinity if an output is not finite.
+    The backend runs the steps of `check_steps`, prefills and decodes, with random queries [T, N, H], keys and values
+    [T, K, H] of `dtype`: T tokens, N query heads, K KV heads of size H. The difference of an output [T, N, H] is taken
+    per token and head. The backend's cache has two layers, of which the second is used. Each window of `shape` is
+    compared. All steps have the same shapes, so two programs are compiled per window: one for steps with prompts, one
+    for steps that only decode. The result is infinity if an output is not finite.
     """
     largest_error, head_size = 0.0, shape.head_size
     soft_cap = CHECK_SOFT_CAP if shape.has_soft_cap else None
@@ -192,67 +192,66 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
         options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
         attend = jax.jit(functools.partial(PagedCache.attend, **options), static_argnums=1)
         rng = np.random.default_rng(0)  # The same numbers at each start.
-        # A layout of one page, to ask how long the longest row has to be; the caches get as many pages as rows need.
+        # A layout of one page, to ask how long the longest row has to be; the cache gets as many pages as rows need.
         layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
         context_len = backend.check_context_len(shape.num_heads, layout, dtype)
         tables, num_tokens, steps = check_steps(block_size, context_len, rng)
         kv_shape = shape.kv_shape(block_size, num_layers=2, num_pages=int(tables.max()) + 1)
-        # The backend's cache first, then that of `xla`; so are the outputs `outs` below.
-        caches = [_unwritten_cache(each, kv_shape) for each in (backend, XlaBackend(platform=device.platform))]
+        cache, kept_rows = _unwritten_cache(backend, kv_shape), [KeptRow(kv_shape.dtype) for _ in tables]
         context_lens = np.zeros(len(tables), int)
         for query_lens in steps:
             context_lens += query_lens
             head_counts = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads  # Of queries, keys and values.
-            inputs = [jnp.asarray(rng.normal(size=(num_tokens, heads, head_size)), dtype) for heads in head_counts]
-            rows, outs = np.flatnonzero(query_lens), []  # Rows without new tokens are left out of the step.
-            is_decode = bool((query_lens[rows] == 1).all())
-            for index, cache in enumerate(caches):
-                step = step_of_rows(
-                    cache.backend,
-                    query_lens[rows].tolist(),
-                    context_lens[rows].tolist(),
-                    tables[rows],
-                    page_size=block_size,
-                    num_tokens=num_tokens,
-                    num_rows=CHECK_ROWS,
-                    decodes_only=is_decode,
-                )
-                with jax.default_device(device):
-                    out, caches[index] = attend(cache, 1, *inputs, step)
-                # The step is padded to `num_tokens`; outputs of padding are not compared.
-                outs.append(np.asarray(out[: query_lens.sum()], np.float32))
-            largest_error = max(largest_error, _largest_difference(*outs))
+            inputs = [rng.normal(size=(num_tokens, heads, head_size)).astype(jnp.dtype(dtype)) for heads in head_counts]
+            rows = np.flatnonzero(query_lens)  # Rows without new tokens are left out of the step.
+            step = step_of_rows(
+                backend,
+                query_lens[rows].tolist(),
+                context_lens[rows].tolist(),
+                tables[rows],
+                page_size=block_size,
+                num_tokens=num_tokens,
+                num_rows=CHECK_ROWS,
+                decodes_only=bool((query_lens[rows] == 1).all()),
+            )
+            with jax.default_device(device):
+                out, cache = attend(cache, 1, *map(jnp.asarray, inputs), step)
+            # Tokens of row after row. The step is padded to `num_tokens`; outputs of padding are not compared.
+            ends = np.cumsum(query_lens[rows])
+            expected = [
+                kept_rows[row].attend(*(each[end - query_lens[row] : end] for each in inputs), **options)
+                for row, end in zip(rows, ends, strict=True)
+            ]
+            out = np.asarray(out[: ends[-1]], np.float32)
+            largest_error = max(largest_error, _largest_difference(out, np.concatenate(expected)))
     return largest_error
 
 
 def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device) -> float:
-    """Return the largest difference between the results of `ops` and those of `XLA_OPS`, as a share of a row's norm.
+    """Return the largest difference between the results of `ops` and those of numpy, as a share of a row's norm.
 
     Compares the product x · W, columns taken from W, RMS norm and layer norm of x, for x [rows, hidden_size] with each
-    number of rows in PRODUCT_ROWS. W [hidden_size, PRODUCT_COLUMNS] and the other inputs are random arrays of `dtype`;
-    each implementation stores the same W in its own way. The result is infinity if an output is not finite.
+    number of rows in PRODUCT_ROWS. W [hidden_size, PRODUCT_COLUMNS] and the other inputs are random arrays of `dtype`,
+    and `ops` stores W in its own way. The result is infinity if an output is not finite.
     """
     rng, matrix, largest_error = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
     weight_t = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))  # Wᵀ [out, in], as checkpoints have it.
     gains, ids = rng.normal(size=hidden_size).astype(weight_t.dtype), np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
-    stored = [_stored(each, weight_t, matrix) for each in (ops, XLA_OPS)]
+    stored = _stored(ops, weight_t, matrix)
 
-    def outputs(each: LayerOps, weight: np.ndarray, x: np.ndarray) -> list[np.ndarray]:
-        """Return the results of one implementation for inputs `x` [rows, in] and its stored matrix `weight`."""
-
-        @jax.jit
-        def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
-            columns = each.columns(weight, jnp.asarray(ids), hidden_size)  # Every seventh one, as an embedding reads.
-            normed = each.rms_norm(x, gains, NORM_EPS), each.layer_norm(x, gains, gains, NORM_EPS)
-            return [each.product(x, weight, PRODUCT_COLUMNS), columns, *normed]
-
-        with jax.default_device(device):
-            return [np.asarray(out, np.float32) for out in run(weight, x, gains)]
+    @jax.jit
+    def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
+        columns = ops.columns(weight, jnp.asarray(ids), hidden_size)  # Every seventh one, as an embedding reads.
+        normed = ops.rms_norm(x, gains, NORM_EPS), ops.layer_norm(x, gains, gains, NORM_EPS)
+        return [ops.product(x, weight, PRODUCT_COLUMNS), columns, *normed]
 
     for num_rows in PRODUCT_ROWS:
         x = rng.normal(size=(num_rows, hidden_size)).astype(weight_t.dtype)
-        ours, theirs = (outputs(each, weight, x) for each, weight in zip((ops, XLA_OPS), stored, strict=True))
-        largest_error = max([largest_error, *map(_largest_difference, ours, theirs)])
+        with jax.default_device(device):
+            outs = [np.asarray(out, np.float32) for out in run(stored, x, gains)]
+        x_f32, weight_t_f32, gains_f32 = (each.astype(np.float32) for each in (x, weight_t, gains))
+        expected = [x_f32 @ weight_t_f32.T, weight_t_f32[ids], rms_norm(x_f32, gains_f32), layer_norm(x_f32, gains_f32)]
+        largest_error = max([largest_error, *map(_largest_difference, outs, expected)])
     return largest_error
 
 
@@ -268,9 +267,9 @@ def _stored(ops: LayerOps, weight_t: np.ndarray, matrix: tuple[int, int]) -> np.
     return out
 
 
-def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Return max over rows of |ours − theirs| ÷ |theirs|, by norms of rows; infinity if a quotient is not finite."""
-    errors = np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
+def _largest_difference(out: np.ndarray, expected: np.ndarray) -> float:
+    """Return max over rows of |out − expected| ÷ |expected|, by norms of rows; infinity if one is not finite."""
+    errors = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     return float(errors.max()) if np.isfinite(errors).all() else np.inf
 
 

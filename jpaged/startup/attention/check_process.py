@@ -1,4 +1,4 @@
-"""Compares a backend with `xla` in a subprocess, so that a crash or a hang there ends no engine.
+"""Compares a backend with numpy in a subprocess, so that a crash or a hang there ends no engine.
 
     parent ── CheckRequest, JSON on stdin ─▶ python -m jpaged.startup.attention.check_process
                                              compares         ── CheckResult, JSON on stdout ─▶ parent
@@ -48,7 +48,7 @@ from .choice import attention_shape, load_backend
 logger = logging.getLogger("jpaged")
 
 LIMIT_S = 60.0
-"""Seconds after which a child is ended: its start, the GPU's and the compilation of both backends take about 20."""
+"""Seconds after which a child is ended: about 20 go by with its start, that of the GPU and compilation."""
 KILL_WAIT_S = 5
 """Seconds that a killed child has to be gone, and that a child lives on if nobody kills it."""
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia/gpus/*/information")
@@ -98,7 +98,7 @@ class CheckResult:
 
 @functools.cache
 def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str | None:
-    """Compare a backend with `xla` in a child process; return why it must not serve, as a clause, or None if it may.
+    """Compare a backend with numpy in a child process; return why it must not serve, as a clause, or None if it may.
 
     A child that crashes, does not answer within `limit_s` seconds, or finds a difference is a failure. Lasting results
     (`CheckResult.is_lasting`), failures too, are kept in a file of this user's cache, and no child is started if the
@@ -113,7 +113,7 @@ def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str 
         logger.warning("%s is not read, the check is made again: %s", path, problem)
     result = _run_child(request, limit_s)
     if result.failure is None:
-        logger.info("%s agrees with xla, by its check in a subprocess", request.backend)
+        logger.info("%s agrees with numpy, by its check in a subprocess", request.backend)
     if path is None or not result.is_lasting:
         return result.failure
     is_kept = keep_result(path, {"failure": result.failure, "request": request}, "a backend")
@@ -221,7 +221,7 @@ def main(limit_s: float) -> int:
 
 
 def _compare(request: CheckRequest) -> CheckResult:
-    """Compare a backend with `xla` in this process, which is the child, and return the result.
+    """Compare a backend with numpy in this process, which is the child, and return the result.
 
     The line DEVICE_IS_OPEN is printed once the device is open. A backend that cannot be made for the device or the
     model is no failure of the check: the parent meets the same error when it makes the backend, and reports it. A

@@ -107,6 +107,7 @@ def test_a_trainer_may_rematerialise_its_blocks(example):
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_it_draws_what_its_dense_forward_says(model, wanted):
     """In chunks, beside each other, and after preemptions; with its own arrays, or with others in their place."""
     _, state = nnx.split(model)

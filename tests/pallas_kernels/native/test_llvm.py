@@ -87,6 +87,7 @@ def test_a_broken_file_is_made_anew(tmp_path: Path, content: bytes) -> None:
     assert multiply(tmp_path) == "compiles\n"
 
 
+@pytest.mark.slow
 def test_without_a_cache_each_process_compiles(tmp_path: Path) -> None:
     assert multiply(None) == "compiles\n"
     (tmp_path / "file").write_text("")
@@ -196,10 +197,7 @@ def layer_of(multiplier: Callable[[int], Multiplier]) -> tuple[Stage, ...]:
 
 @pytest.mark.parametrize(
     "processor",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name not in ("sapphirerapids", "neoverse-n1") else ())
-        for name in PROCESSORS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name != "neoverse-n1" else ()) for name in PROCESSORS],
 )
 def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM calls by name what it has no instructions for: an unknown name would end the process."""

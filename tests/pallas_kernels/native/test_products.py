@@ -117,6 +117,8 @@ CHAINS: dict[str, dict[str, Any]] = {
     "gates that are not whole panels": {"inner": 40},
     "results that are not whole panels": {"inner": 40, "is_gated": False},
 }
+FAST_VECTORS = ("heads", "biases", "norms behind")
+"""Chains that are also computed without a matrix unit; slow tests do so with all."""
 
 
 def chain_of(
@@ -162,9 +164,14 @@ def chain_of(
     return run
 
 
-@pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    ("name", "has_amx"),
+    [
+        *((name, True) for name in CHAINS),
+        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name not in FAST_VECTORS)) for name in CHAINS),
+    ],
+)
 def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside plain XLA in float32 with the same weights; rows are rounded to bfloat16 where weights are."""
     if not has_amx:

@@ -69,7 +69,7 @@ def test_a_kernel_that_agrees_is_checked_once(tmp_path, monkeypatch):
 
 def test_a_kernel_that_computes_something_else_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert check(WrongHeads()).startswith("it differs from xla on cpu by ")
+    assert check(WrongHeads()).startswith("it differs from numpy on cpu by ")
     assert not (tmp_path / "jpaged" / "checked").exists()
 
 
@@ -101,7 +101,7 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
         check(Kernels())
     messages = [record.getMessage() for record in caplog.records]
     assert sum("the check of pallas-tpu is made at each start" in message for message in messages) == 1
-    assert any("pallas-tpu agrees with xla" in message for message in messages)
+    assert any("pallas-tpu agrees with numpy" in message for message in messages)
     assert home is not None or any("this user's table of tile sizes is not looked for" in text for text in messages)
 
 

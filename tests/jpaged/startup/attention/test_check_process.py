@@ -49,7 +49,7 @@ def test_a_request_arrives_as_it_was_sent() -> None:
     [
         pytest.param(
             broken_kernels.Nan,
-            f"it differs from xla on cpu by inf of an output's norm, allowed: {MAX_ERROR}",
+            f"it differs from numpy on cpu by inf of an output's norm, allowed: {MAX_ERROR}",
             marks=pytest.mark.slow,
         ),
         (broken_kernels.Crashes, "its check in a subprocess ended by SIGSEGV"),

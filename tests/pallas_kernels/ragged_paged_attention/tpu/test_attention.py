@@ -207,7 +207,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tiles of queries with many blocks to write": {"cut": {"tile_q": 64}, **SMALL},
 }
 """Every kind of page, of lanes and of feature once, each in one case, where another combination needs no other code."""
-FAST_CASES = ("int8, all features", "head size 80 in bfloat16, odd heads, sinks, v7x")
+FAST_CASES = ("int8, all features",)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +331,7 @@ def test_pages_that_the_window_has_left_may_be_null(window: int, mode: str) -> N
     run_beyond_the_window(world(mode=mode, options={"window": window}), num_steps=4, chunk=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
     check_that_a_wrong_window_is_noticed(world(mode="on_wait", options={"window": 17}), error)

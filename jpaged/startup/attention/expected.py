@@ -1,0 +1,60 @@
+"""What the check at start expects of a backend, computed by numpy in float32: attention, products and norms."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+NORM_EPS = 1e-5
+
+
+class KeptRow:
+    """The keys and values of one row, which is a sequence: what a backend keeps in pages is kept here as arrays."""
+
+    def __init__(self, kv_dtype: np.dtype) -> None:
+        self._kv_dtype = kv_dtype
+        self._kept: list[list[np.ndarray]] = [[], []]  # Of keys and of values, those of each step.
+
+    def attend(
+        self,
+        q: Float[np.ndarray, "T N H"],
+        k: Float[np.ndarray, "T K H"],
+        v: Float[np.ndarray, "T K H"],
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Float[np.ndarray, "T N H"]:
+        """Keep k and v of the row's next T tokens, let these attend to all tokens so far, and return the outputs.
+
+        k and v are rounded to the dtype of the pages. Query head n of N reads KV head n // (N ÷ K). A token attends to
+        itself and those before it, with a `window` to that many in all. A score s becomes `soft_cap` × tanh(s ÷
+        `soft_cap`) if there is a cap.
+        """
+        for kept, new in zip(self._kept, (k, v), strict=True):
+            kept.append(new.astype(self._kv_dtype).astype(np.float32))
+        keys, values = map(np.concatenate, self._kept)
+        num_new, num_heads, _ = q.shape
+        # How many tokens a key lies behind a query; negative for keys of later tokens.
+        distances = np.arange(len(keys) - num_new, len(keys))[:, None] - np.arange(len(keys))[None]
+        is_visible = (distances >= 0) & (distances < (window or len(keys)))
+        out = np.empty(q.shape, np.float32)
+        for head in range(num_heads):
+            kv_head = head // (num_heads // keys.shape[1])
+            scores = q[:, head].astype(np.float32) @ keys[:, kv_head].T * np.float32(scale)
+            if soft_cap is not None:
+                scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+            scores = np.where(is_visible, scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            out[:, head] = weights @ values[:, kv_head] / weights.sum(axis=-1, keepdims=True)
+        return out
+
+
+def rms_norm(x: Float[np.ndarray, "R D"], weight: Float[np.ndarray, " D"]) -> Float[np.ndarray, "R D"]:
+    """Return x ÷ √(mean(x²) + NORM_EPS) × weight for each row, for float32 inputs."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(NORM_EPS)) * weight
+
+
+def layer_norm(x: Float[np.ndarray, "R D"], weight: Float[np.ndarray, " D"]) -> Float[np.ndarray, "R D"]:
+    """Return the layer norm of each row with `weight`, which is also its bias, for float32 inputs."""
+    return rms_norm(x - np.mean(x, axis=-1, keepdims=True), weight) + weight
