@@ -237,21 +237,27 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
     rng, matrix, largest_error = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
     weight_t = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))  # Wᵀ [out, in], as checkpoints have it.
     gains, ids = rng.normal(size=hidden_size).astype(weight_t.dtype), np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
-    stored = _stored(ops, weight_t, matrix)
+    inputs = [rng.normal(size=(num_rows, hidden_size)).astype(weight_t.dtype) for num_rows in PRODUCT_ROWS]
 
     @jax.jit
-    def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
+    def run(weight: jax.Array, inputs: list[jax.Array], gains: jax.Array) -> list[list[jax.Array]]:
+        """Return the results for each number of rows: of one program, as compiling several takes longer."""
         columns = ops.columns(weight, jnp.asarray(ids), hidden_size)  # Every seventh one, as an embedding reads.
-        normed = ops.rms_norm(x, gains, NORM_EPS), ops.layer_norm(x, gains, gains, NORM_EPS)
-        return [ops.product(x, weight, PRODUCT_COLUMNS), columns, *normed]
 
-    for num_rows in PRODUCT_ROWS:
-        x = rng.normal(size=(num_rows, hidden_size)).astype(weight_t.dtype)
-        with jax.default_device(device):
-            outs = [np.asarray(out, np.float32) for out in run(stored, x, gains)]
-        x_f32, weight_t_f32, gains_f32 = (each.astype(np.float32) for each in (x, weight_t, gains))
+        def outputs(x: jax.Array) -> list[jax.Array]:
+            normed = ops.rms_norm(x, gains, NORM_EPS), ops.layer_norm(x, gains, gains, NORM_EPS)
+            return [ops.product(x, weight, PRODUCT_COLUMNS), columns, *normed]
+
+        return list(map(outputs, inputs))
+
+    with jax.default_device(device):
+        results = run(_stored(ops, weight_t, matrix), inputs, gains)
+    weight_t_f32, gains_f32 = weight_t.astype(np.float32), gains.astype(np.float32)
+    for x, outs in zip(inputs, results, strict=True):
+        x_f32 = x.astype(np.float32)
         expected = [x_f32 @ weight_t_f32.T, weight_t_f32[ids], rms_norm(x_f32, gains_f32), layer_norm(x_f32, gains_f32)]
-        largest_error = max([largest_error, *map(_largest_difference, outs, expected)])
+        for out, wanted in zip(outs, expected, strict=True):
+            largest_error = max(largest_error, _largest_difference(np.asarray(out, np.float32), wanted))
     return largest_error
 
 

@@ -71,9 +71,17 @@ def bits(weights):
     return {path: np.asarray(leaf[...]).tobytes() for path, leaf in nnx.to_flat_state(weights.state)}
 
 
-@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+@pytest.mark.parametrize(
+    ("format", "ops"),
+    [
+        ("orbax", NATIVE_OPS),
+        ("safetensors", XLA_OPS),
+        pytest.param("orbax", XLA_OPS, marks=pytest.mark.slow),
+        pytest.param("safetensors", NATIVE_OPS, marks=pytest.mark.slow),
+    ],
+    ids=["orbax-native", "safetensors-xla", "orbax-xla", "safetensors-native"],
+)
 def test_what_is_saved_from_any_layout_is_restored_bit_for_bit_in_any(tmp_path, format, family, ops):
     """The dtype of config.json is that of what was saved."""
     dtype = "bfloat16" if ops is NATIVE_OPS else "float32"
