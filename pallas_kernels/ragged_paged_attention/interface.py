@@ -224,7 +224,7 @@ class BackendUnavailableError(ValueError):
 
 
 class CheckGuard(enum.Enum):
-    """What guards a start against a kernel that hangs or crashes while it is compared with `xla`."""
+    """What guards a start against a kernel that hangs or crashes while it is compared with numpy."""
 
     NONE = "none"
     WATCHDOG = "watchdog"
@@ -273,7 +273,7 @@ class Backend(ABC):
 
     @classmethod
     def hardware(cls, device: Any) -> str:
-        """Return the chip or processor that a comparison of this backend with `xla` holds for."""
+        """Return the chip or processor that a check of this backend holds for."""
         return str(device.device_kind)
 
     def describe(self) -> str:
