@@ -165,9 +165,11 @@ def test_a_request_alone_draws_what_it_draws_among_others(campaign: Any, tiny: s
 @pytest.mark.parametrize(
     ("mode", "is_async"),
     [
-        ("recompute", True),
         ("swap", False),
-        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("recompute", False), ("swap", True))),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (("recompute", True), ("recompute", False), ("swap", True))
+        ),
     ],
 )
 def test_outputs_validate_and_are_the_same_under_preemption_forks_and_interrupts(
