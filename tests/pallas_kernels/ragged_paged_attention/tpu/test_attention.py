@@ -207,7 +207,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tiles of queries with many blocks to write": {"cut": {"tile_q": 64}, **SMALL},
 }
 """Every kind of page, of lanes and of feature once, each in one case, where another combination needs no other code."""
-FAST_CASES = ("int8, all features",)
+FAST_CASES = ("int8, all features", "head size 80 in bfloat16, odd heads, sinks, v7x")
 
 
 @pytest.mark.parametrize(
