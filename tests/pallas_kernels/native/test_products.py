@@ -110,6 +110,7 @@ CHAINS: dict[str, dict[str, Any]] = {
     "heads that are not whole panels": {"head_size": 20, "has_head_norms": True, "num_rotated": 20},
     "heads without a rotation": {"has_head_norms": True, "num_rotated": 0},
     "biases": {"has_biases": True, "front": "layer", "activation": "gelu_new", "is_gated": False},
+    "gates with biases": {"has_biases": True},
     "norms behind": {"front": "rms", "behind": "rms", "activation": "gelu_pytorch_tanh"},
     "norms behind alone": {"front": None, "behind": "layer", "scale": 0.22},
     "scaled": {"scale": 0.25, "activation": "relu2", "is_gated": False},
