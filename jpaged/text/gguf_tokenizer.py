@@ -207,19 +207,19 @@ class _Vocabulary:
         """
         lines, tokens = self.strings("merges"), self.ids.keys()
         # The left token may itself begin with a space, so the first character is never the separator.
-        separators = [line.find(" ", 1) for line in lines]
-        pairs = [(line[:place], line[place + 1 :]) for line, place in zip(lines, separators, strict=True)]
+        space_indices = [line.find(" ", 1) for line in lines]
+        pairs = [(line[:index], line[index + 1 :]) for line, index in zip(lines, space_indices, strict=True)]
         # The Rust code of `tokenizers` panics on a merge whose concatenation is not in the vocabulary. All pairs are
         # compared at once, since a file has 100,000 of them; only then is the wrong one looked for.
         needed = {token for pair in pairs for token in (*pair, "".join(pair))}
-        if min(separators, default=0) < 0 or not tokens >= needed:
+        if min(space_indices, default=0) < 0 or not tokens >= needed:
             wrong_line = next(
                 line
-                for line, place, pair in zip(lines, separators, pairs, strict=True)
-                if place < 0 or not tokens >= {*pair, "".join(pair)}
+                for line, index, pair in zip(lines, space_indices, pairs, strict=True)
+                if index < 0 or not tokens >= {*pair, "".join(pair)}
             )
-            wanted = "two tokens with a space between them, and their join a token too"
-            fault = f"{KEY}merges holds {shorten(wrong_line)}, wanted {wanted}"
+            requirement = "two tokens with a space between them, and their join a token too"
+            fault = f"{KEY}merges holds {shorten(wrong_line)}, wanted {requirement}"
             raise ModelLoadError(f"{self.fields.path}: {fault}: {CORRUPT}")
         return pairs
 

@@ -16,7 +16,10 @@ from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
 FOLDERS = sorted(path for path in (Path(__file__).parents[1] / "golden" / "families").iterdir())
 FAST = {"gpt2", "phi3", "qwen3"}
-"""Folders for every run: positions that are learned, weights that are fused and split, norms of heads."""
+"""Folders for every run: positions that are learned, weights that are fused and split, norms of heads.
+
+The logits of every architecture are compared in tests/models/families.
+"""
 NUM_TOKENS, CHUNK = 64, 16
 PROMPT_LENS = (48, 52, 56)
 SIZES: dict[str, Any] = {

@@ -82,7 +82,9 @@ def test_an_engine_of_other_sizes_traces_its_own(tiny: str, directory: Path, cap
 def test_a_model_of_the_same_shapes_traces_its_own(tiny: str, directory: Path) -> None:
     changes, scored = {"rms_norm_eps": 0.1, "rope_theta": 30.0}, KINDS[1:2]
     first, num_files = results(start(tiny), scored), len(list(directory.iterdir()))
-    assert results(start(tiny, hf_overrides=changes), scored) != first
+    own = results(start(tiny, hf_overrides=changes), scored)
+    assert own == results(Engine(tiny, max_num_seqs=4, num_blocks=64, hf_overrides=changes), scored)
+    assert own != first
     assert len(list(directory.iterdir())) > num_files
 
 

@@ -66,7 +66,14 @@ def compiled(live: LiveWeights):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ops", "dtype"), [(XLA_OPS, "float32"), (NATIVE_OPS, "bfloat16")])
+@pytest.mark.parametrize(
+    ("ops", "dtype"),
+    [
+        (XLA_OPS, "float32"),
+        (NATIVE_OPS, "bfloat16"),
+        pytest.param(NATIVE_OPS, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tree_in_any_layout_becomes_what_is_loaded_from_the_checkpoint(name, ops, dtype):
     live, loaded = live_and_loaded(name, ops, dtype)
     tensors, program = tensors_of(name), compiled(live)

@@ -42,6 +42,8 @@ FAMILIES = {
     "fused head by head": {"architectures": ["GPTNeoXForCausalLM"]},
 }
 OPS = {"native": NATIVE_OPS, "xla": XLA_OPS}
+FAST = ("orbax", "native"), ("safetensors", "xla")
+"""Formats and layouts that every run restores; slow tests restore all."""
 
 
 def random_weights(ops, dtype="float32", **config) -> Weights:
@@ -75,12 +77,10 @@ def bits(weights):
 @pytest.mark.parametrize(
     ("format", "ops"),
     [
-        ("orbax", NATIVE_OPS),
-        ("safetensors", XLA_OPS),
-        pytest.param("orbax", XLA_OPS, marks=pytest.mark.slow),
-        pytest.param("safetensors", NATIVE_OPS, marks=pytest.mark.slow),
+        pytest.param(format, ops, id=f"{format}-{name}", marks=[] if (format, name) in FAST else pytest.mark.slow)
+        for format in ("orbax", "safetensors")
+        for name, ops in OPS.items()
     ],
-    ids=["orbax-native", "safetensors-xla", "orbax-xla", "safetensors-native"],
 )
 def test_what_is_saved_from_any_layout_is_restored_bit_for_bit_in_any(tmp_path, format, family, ops):
     """The dtype of config.json is that of what was saved."""

@@ -21,7 +21,8 @@ from jpaged.pallas_kernels.rotation import Rotation
 
 DTYPES = "float32", "bfloat16"
 TOLERANCES: dict[str, Any] = {"float32": {"rtol": 2e-5, "atol": 2e-5}, "bfloat16": {"rtol": 0.05, "atol": 0.05}}
-"""Of chains. XLA rounds the results of each product, ours those that the next product reads."""
+"""Tolerances of the results of chains, by the dtype of the weights. Plain XLA rounds the results of each product to the
+dtype of the rows, native code only what the next product reads."""
 ROWS = (1, 2, 5, 6, 7, 12, 13, 16, 25, 33, 130)
 """33 and 65 rows leave a single row for the last tile."""
 SHAPES = [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (1700, 40), (96, 8), (1, 1)]
