@@ -1,7 +1,4 @@
-"""Builds an engine: device → backend → sizes → backend check → programs → weights → components.
-
-What can fail cheaply fails first: options, shapes and the free memory are checked before anything large is allocated.
-"""
+"""Builds an engine: device → backend → sizes and programs → backend check → weights → components."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..checks import one_line, refusal, shown
+from ..checks import refusal, shown
 from ..config.engine_config import EngineConfig
 from ..core.engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
+from ..models.config.spec import ModelSpec
 from ..models.own_model import OwnModel
 from ..models.weights.dummy import dummy_weights
 from ..models.weights.kept_weights import KeptWeights
@@ -30,48 +27,36 @@ from ..models.weights.live_weights import LiveWeights
 from ..models.weights.loading import Weights, check_tensors, load_weights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
-from ..sampling.logits_processor import LogitsProcessor
-from ..sampling.sampler import SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
-from ..sharding import device_mesh, outside_mesh
-from ..step.compile_plan import CompilePlan
+from ..sharding import outside_mesh
 from ..step.jax_settings import trace_settings
 from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
-from .abstract_engine import AbstractEngine, StepMemoryCheck
+from .abstract_engine import AbstractEngine
 from .attention.check import find_failure
 from .attention.check_process import check_before_opening, check_in_subprocess, check_request
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
-from .caches import NO_CACHE, compilation_cache, use_compilation_cache, weights_cache
+from .caches import NO_CACHE, use_compilation_cache, weights_cache
 from .devices import log_devices, serving_devices
 from .open_model import ModelHandle, checkpoint_again
-from .sizing.device_memory import unreserved_memory_note
-from .sizing.host_memory import free_host_bytes, num_host_cores
+from .prepared_engine import PreparedEngine, prepare_engine
 from .sizing.sizes import (
     Demand,
     EngineSizes,
-    FreeMemory,
     chosen_dtypes,
-    num_decode_steps,
     requested_max_len,
-    size_engine,
 )
-from .warmup import warmup_keys
 
 logger = logging.getLogger("jpaged")
 
 SWITCH_INTERVAL_S = 0.001
 """Thread switch interval while weights load; CPython's default is 5 ms."""
-CPU_COMPILERS, MAX_COMPILERS = 2, 16
-"""Programs that are compiled at the same time on a CPU, and at most elsewhere."""
-COMPILER_BYTES = 1 << 30
-"""Bytes of the host's memory that compiling a program may take."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -133,42 +118,18 @@ def build_engine(
     on_chip = handle.config.spec_on_chip(config.num_devices or 1)
     check_before_opening(config, on_chip, _phase(progress, "check"))
     devices = serving_devices(config)
-    device = devices[0]
-    # Virtual devices of a CPU share its memory.
-    num_sharing = len(devices) if device.platform == "cpu" else 1
-    free = FreeMemory(device.platform, min(map(_free_bytes, devices)) // num_sharing, free_host_bytes())
-    engine, sizes, attention = _checked_engine(config, handle, devices, free, demands)
-    # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
-    handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
-    engine = replace(engine, model=handle.config)
     log_devices(config, handle.config, devices)
-    if handle.config.longrope:
-        logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
-    for note in sizes.notes:
-        logger.warning(note)
-    on_each = " on each device" if len(devices) > 1 else ""
-    memory = f"{sizes.memory}{on_each}{unreserved_memory_note(device)}"
-    logger.info("memory: %s", memory)
-    step = sizes.step
-    if handle.checkpoint is not None:
-        check_tensors(engine.weights(step.dtype), handle.decoder, handle.checkpoint)
-    handle.check_weight_files()
-    weights_directory = _weights_directory(config, engine, handle)
-    builder = engine.builder(step)
-    pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
-    programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
-    live = LiveWeights(programs.weights, engine.mesh)
-    plan = CompilePlan(
-        programs.lower,
-        occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked},
-        num_compilers=_num_compilers(device.platform),
-        on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
+    prepare = partial(
+        prepare_engine, config, handle, devices, demands=demands, modes=modes, keeps_programs=keeps_programs
     )
-    needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
-    # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
-    plan.start([ALLOCATE_KEY, *needed_first], progress=_phase(progress, "compile"))
+    prepared, attention = _with_checked_backend(config, handle.config.spec_on_chip(len(devices)), devices, prepare)
+    engine, handle, plan, sizes = prepared.engine, prepared.handle, prepared.plan, prepared.sizes
+    programs, live, builder = prepared.programs, prepared.live, prepared.builder
     start = time.monotonic()
     try:
+        weights_directory = _weights_directory(config, engine, handle)
+        # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
+        plan.start([ALLOCATE_KEY, *prepared.needed_first], progress=_phase(progress, "compile"))
         with _short_switch_interval():
             report = _phase(progress, "load")
             if handle.arrays is not None:
@@ -191,17 +152,17 @@ def build_engine(
     except BaseException:
         plan.close()
         raise
-    plan.defer(deferred)
+    plan.defer(prepared.deferred)
     return EngineComponents(
         # The engine drops the caller's arrays and the open checkpoint: it has weights of its own now.
         config=config if config.params is None else replace(config, params=None),
         handle=replace(handle, checkpoint=None, arrays=None),
         sizes=sizes,
-        device=device,
+        device=devices[0],
         mesh=engine.mesh,
         backend=engine.backend,
         attention=attention,
-        memory=memory,
+        memory=prepared.memory,
         core=core,
         runner=runner,
         rules_spec=engine.rules_spec,
@@ -271,76 +232,54 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
     return reload
 
 
-def _checked_engine(
-    config: EngineConfig, handle: ModelHandle, devices: list[jax.Device], free: FreeMemory, demands: Sequence[Demand]
-) -> tuple[AbstractEngine, EngineSizes, str]:
-    """Choose the attention backend and the engine's sizes, and check the backend on the device.
+def _with_checked_backend(
+    config: EngineConfig,
+    on_chip: ModelSpec,
+    devices: list[jax.Device],
+    prepare: Callable[[Backend], PreparedEngine],
+) -> tuple[PreparedEngine, str]:
+    """Choose the attention backend, prepare an engine with it, and check the backend on the device.
 
-    Returns the engine as abstract shapes, its sizes, and a text that names the backend and the reason for it. The check
-    compares the backend's results with those of `xla` on a small batch. If the check fails, `xla` replaces a backend
-    that `auto` chose, the sizes are computed anew, and a warning says why. A backend that the user asked for by name
-    raises ConfigError instead. `free` is the memory before anything is allocated; `demands` are the known requests.
+    Returns the engine that `prepare` has made, and a text that names its backend and the reason for it. The check
+    compares the backend's results with what is expected, on a small batch; sample programs that will be needed are
+    compiled meanwhile. If the check fails, `xla` replaces a backend that `auto` chose, the engine is prepared anew, and
+    a warning says why. A backend that the user asked for by name raises ConfigError instead. `on_chip` is what one
+    device computes of the model.
     """
-    # `model` has the heads and activations of one device, as all sizes here are counted per device.
-    device, model = devices[0], handle.config.spec_on_chip(len(devices))
-    processors = config.logits_processors
-    check_processors(processors, model.vocab_size)
-    _, kv_dtype = chosen_dtypes(config, model, device.platform)
-    shape = attention_shape(model, kv_dtype)
-    rules_spec = LogitRulesSpec(model.vocab_size, processors, frozenset(handle.eos_token_ids))
-    settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode)
-
-    decode_steps = num_decode_steps(config, device.platform)
-
-    def sized_engine(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = AbstractEngine(handle.config, device_mesh(devices), backend, rules_spec, settings, decode_steps)
-        return engine, size_engine(config, model, engine, free, demands)
-
+    device = devices[0]
+    _, kv_dtype = chosen_dtypes(config, on_chip, device.platform)
+    shape = attention_shape(on_chip, kv_dtype)
     choice = choose_attention(config.attention_backend, shape, devices, deterministic=config.deterministic)
     log = logger.warning if choice.is_replacement or choice.is_unverified else logger.info
     log("attention: %s", choice)
     if config.perf_map and not choice.backend.name_code_for_perf():
         fault = f"got true with the attention backend {choice.backend.name}"
         raise ConfigError(f"perf_map: {fault}, allowed: false, or the backend native on Linux: leave it out")
-    engine, sizes = sized_engine(choice.backend)
-    step = sizes.step
-    # A backend that might crash or hang is checked in a subprocess, mostly before this process opened the device.
-    if engine.backend.check_guard is CheckGuard.CHILD:
-        failure = check_in_subprocess(check_request(config, model, type(engine.backend), device.platform))
-    else:
-        failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
-    if failure is None:
-        return engine, sizes, str(choice)
-    if config.attention_backend != "auto":
-        raise cannot_serve(engine.backend.name, failure)
-    attention = f"{FALLBACK.name}, not {engine.backend.name}: {failure}"
+    prepared = prepare(choice.backend)
+    try:
+        prepared.plan.start(prepared.samplers)
+        failure = _failure_of(config, on_chip, prepared, device)
+        if failure is None:
+            return prepared, str(choice)
+        if config.attention_backend != "auto":
+            raise cannot_serve(choice.backend.name, failure)
+    except BaseException:
+        prepared.plan.close()
+        raise
+    prepared.plan.close()
+    attention = f"{FALLBACK.name}, not {choice.backend.name}: {failure}"
     logger.warning("attention: %s", attention)
-    return *sized_engine(backend_by_name(FALLBACK.name, shape, devices, deterministic=config.deterministic)), attention
+    fallback = backend_by_name(FALLBACK.name, shape, devices, deterministic=config.deterministic)
+    return prepare(fallback), attention
 
 
-def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
-    """Raise ConfigError for a processor that JAX cannot trace, or that changes the shape or dtype of the logits.
-
-    Each processor is traced for one row of logits, float32 [vocab_size], and a float32 scalar for each of its
-    arguments. Nothing is computed.
-    """
-    row, argument = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-    for processor in processors:
-        try:
-            result = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
-        except Exception as error:  # A user's code may raise anything.
-            fault = f"{shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: {one_line(error)}"
-            raise ConfigError(f"logits_processors: {fault}; use jax.numpy alone") from error
-        if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (row.shape, row.dtype):
-            fault = f"{shown(processor.name)} returns {shown(result)} for a row of logits"
-            allowed = f"float32 of shape ({vocab_size},), the type of its argument"
-            raise ConfigError(f"logits_processors: {fault}, allowed: {allowed}")
-
-
-def _free_bytes(device: jax.Device) -> int:
-    """Return the bytes that are free on the device; on a CPU, those of the host."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+def _failure_of(config: EngineConfig, on_chip: ModelSpec, prepared: PreparedEngine, device: jax.Device) -> str | None:
+    """Return why the engine's backend must not serve on this device, as a clause, or None if it may."""
+    backend, step = prepared.engine.backend, prepared.sizes.step
+    # A backend that might crash or hang is checked in a subprocess, mostly before this process opened the device.
+    if backend.check_guard is CheckGuard.CHILD:
+        return check_in_subprocess(check_request(config, on_chip, type(backend), device.platform))
+    return find_failure(backend, on_chip, step.dtype, step.kv_cache_dtype, step.block_size, device)
 
 
 def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
@@ -364,17 +303,6 @@ def _short_switch_interval() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-def _num_compilers(platform: str) -> int:
-    """Return how many programs are compiled at once: CPU_COMPILERS on a CPU, whose cores also compute the steps.
-
-    Elsewhere as many as the host has cores and free COMPILER_BYTES for, but from CPU_COMPILERS to MAX_COMPILERS.
-    """
-    if platform == "cpu":
-        return CPU_COMPILERS
-    num_fitting = free_host_bytes() // COMPILER_BYTES
-    return min(max(min(num_host_cores(), num_fitting), CPU_COMPILERS), MAX_COMPILERS)
 
 
 def _scheduler(

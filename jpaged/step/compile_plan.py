@@ -100,23 +100,24 @@ class CompilePlan:
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Start compiling these keys in the background, in this order, and return at once.
 
-        Keys that were started before are left out. `progress(num_done, total)` is called once with `num_done` 0, and
-        then after each new key has ended, also if it failed or if `get` took it out of the queue. The later calls come
-        from any thread; without a new key there is no call. Raises KeyError for a key outside the plan, because the set
-        of shapes is fixed; no key is started then.
+        Keys that were started before are not started again. `progress(num_done, total)` is called once with `num_done`
+        0, and then after each of these keys has ended, also if it failed or if `get` took it out of the queue. The
+        later calls come from any thread; without a new key there is no call. Raises KeyError for a key outside the
+        plan, because the set of shapes is fixed; no key is started then.
         """
         with self._lock:
-            # Equal keys among `keys` count once; their order stays.
-            new_keys = [key for key in dict.fromkeys(keys) if key not in self._futures]
+            keys = list(dict.fromkeys(keys))  # Equal keys count once; their order stays.
+            new_keys = [key for key in keys if key not in self._futures]
             if unknown := [key for key in new_keys if key not in self.programs and key not in self._extra_programs]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
-            if progress is not None and new_keys:
-                progress(0, len(new_keys))
-            num_done = count(1)
             for key in new_keys:
-                future = self._futures[key] = self._compilers.submit(self._compile, key)
-                if progress is not None:
-                    future.add_done_callback(lambda _: progress(next(num_done), len(new_keys)))
+                self._futures[key] = self._compilers.submit(self._compile, key)
+            if progress is None or not new_keys:
+                return
+            progress(0, len(keys))
+            num_done = count(1)
+            for key in keys:
+                self._futures[key].add_done_callback(lambda _: progress(next(num_done), len(keys)))
 
     def defer(self, keys: Iterable[Key]) -> None:
         """Compile these keys in the background once `start_deferred` is called, or after DEFERRED_START_S seconds.

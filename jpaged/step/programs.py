@@ -100,6 +100,11 @@ def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode, *, is_maske
     return ("sample_masked" if is_masked else "sample", buckets.samples_for(num_samples, mode), mode)
 
 
+def is_sampler(key: Key) -> bool:
+    """Return whether a key is that of a sample program, which reads no pages and calls no attention."""
+    return isinstance(key, tuple) and key[0] in ("sample", "sample_masked")
+
+
 def score_key(num_rows: int, kind: ScoreKind) -> Key:
     """Return the key of the program that scores given tokens, for this many rows, padding included."""
     return ("score", num_rows, kind)

@@ -42,7 +42,7 @@ from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
 from ..user_cache import make_private, user_cache
 from .choice import attention_shape
-from .expected import NORM_EPS, KeptRow, layer_norm, rms_norm
+from .expected import NORM_EPS, KeptRow, layer_norm, product, rms_norm
 
 logger = logging.getLogger("jpaged")
 
@@ -255,7 +255,8 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
     weight_t_f32, gains_f32 = weight_t.astype(np.float32), gains.astype(np.float32)
     for x, outs in zip(inputs, results, strict=True):
         x_f32 = x.astype(np.float32)
-        expected = [x_f32 @ weight_t_f32.T, weight_t_f32[ids], rms_norm(x_f32, gains_f32), layer_norm(x_f32, gains_f32)]
+        normed = rms_norm(x_f32, gains_f32), layer_norm(x_f32, gains_f32)
+        expected = [product(x_f32, weight_t_f32.T), weight_t_f32[ids], *normed]
         for out, wanted in zip(outs, expected, strict=True):
             largest_error = max(largest_error, _largest_difference(np.asarray(out, np.float32), wanted))
     return largest_error

@@ -1,4 +1,7 @@
-"""What the check at start expects of a backend, computed by numpy in float32: attention, products and norms."""
+"""What the check at start expects of a backend, computed by numpy in float32: attention, products and norms.
+
+Products are those of `numpy.einsum`: the threads of BLAS, behind `@`, would wait in a loop on the cores that compile.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,18 @@ class KeptRow:
         out = np.empty(q.shape, np.float32)
         for head in range(num_heads):
             kv_head = head // (num_heads // keys.shape[1])
-            scores = q[:, head].astype(np.float32) @ keys[:, kv_head].T * np.float32(scale)
+            scores = product(q[:, head].astype(np.float32), keys[:, kv_head].T) * np.float32(scale)
             if soft_cap is not None:
                 scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
             scores = np.where(is_visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[:, head] = weights @ values[:, kv_head] / weights.sum(axis=-1, keepdims=True)
+            out[:, head] = product(weights, values[:, kv_head]) / weights.sum(axis=-1, keepdims=True)
         return out
+
+
+def product(x: Float[np.ndarray, "R K"], weight: Float[np.ndarray, "K N"]) -> Float[np.ndarray, "R N"]:
+    """Return x · W for float32 inputs."""
+    return np.einsum("rk,kn->rn", x, weight)
 
 
 def rms_norm(x: Float[np.ndarray, "R D"], weight: Float[np.ndarray, " D"]) -> Float[np.ndarray, "R D"]:

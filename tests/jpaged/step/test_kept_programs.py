@@ -13,7 +13,7 @@ import pytest
 
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
-from jpaged.startup import build_engine
+from jpaged.startup import prepared_engine
 from jpaged.step import kept_programs, programs
 
 from ...quick_compile import environment
@@ -31,7 +31,7 @@ KINDS = (
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let engines keep their programs in a directory of its own."""
-    monkeypatch.setattr(build_engine, "compilation_cache", lambda: tmp_path)
+    monkeypatch.setattr(prepared_engine, "compilation_cache", lambda: tmp_path)
     return tmp_path
 
 

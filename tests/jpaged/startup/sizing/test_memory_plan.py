@@ -50,7 +50,7 @@ def step_bytes(engine: Engine, largest_step: int) -> int:
 
 
 def set_free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr("jpaged.startup.build_engine.free_host_bytes", lambda: num_bytes)
+    monkeypatch.setattr("jpaged.startup.prepared_engine.free_host_bytes", lambda: num_bytes)
 
 
 def measure_with_plenty(tiny: str, dtype: str) -> Measured:

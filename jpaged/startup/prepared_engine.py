@@ -1,0 +1,161 @@
+"""An engine that lacks only its weights: for one attention backend, its sizes, its programs and what compiles them.
+
+What can fail cheaply fails first: options, shapes and the free memory are checked before anything large is allocated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import one_line, shown
+from ..config.engine_config import EngineConfig
+from ..errors import ConfigError
+from ..models.weights.live_weights import LiveWeights
+from ..models.weights.loading import check_tensors
+from ..pallas_kernels.ragged_paged_attention.interface import Backend
+from ..sampling.logit_rules_spec import LogitRulesSpec
+from ..sampling.logits_processor import LogitsProcessor
+from ..sampling.sampler import SampleSettings
+from ..sampling.sampling_params import SampleMode
+from ..sharding import device_mesh
+from ..step.compile_plan import CompilePlan, Key
+from ..step.programs import Programs, is_sampler
+from ..step.step_inputs import StepInputBuilder
+from .abstract_engine import AbstractEngine, StepMemoryCheck
+from .caches import compilation_cache
+from .open_model import ModelHandle
+from .sizing.device_memory import unreserved_memory_note
+from .sizing.host_memory import free_host_bytes, num_host_cores
+from .sizing.sizes import Demand, EngineSizes, FreeMemory, num_decode_steps, size_engine
+from .warmup import warmup_keys
+
+logger = logging.getLogger("jpaged")
+
+CPU_COMPILERS, MAX_COMPILERS = 2, 16
+"""Programs that are compiled at the same time on a CPU, and at most elsewhere."""
+COMPILER_BYTES = 1 << 30
+"""Bytes of the host's memory that compiling a program may take."""
+
+
+@dataclass(frozen=True)
+class PreparedEngine:
+    """An engine without weights. `plan.close` frees what it holds."""
+
+    engine: AbstractEngine
+    handle: ModelHandle
+    """The model, with its rotary embedding for the engine's context."""
+    sizes: EngineSizes
+    memory: str
+    """What the device's memory is used for."""
+    builder: StepInputBuilder
+    programs: Programs
+    live: LiveWeights
+    plan: CompilePlan
+    needed_first: list[Key]
+    """Programs that the first token needs, if the requests are known."""
+    deferred: list[Key]
+    """Programs that are compiled after the first step."""
+
+    @property
+    def samplers(self) -> list[Key]:
+        """Return the sample programs among `needed_first`."""
+        return [key for key in self.needed_first if is_sampler(key)]
+
+
+def prepare_engine(
+    config: EngineConfig,
+    handle: ModelHandle,
+    devices: Sequence[jax.Device],
+    backend: Backend,
+    *,
+    demands: Sequence[Demand],
+    modes: Collection[SampleMode],
+    keeps_programs: bool,
+) -> PreparedEngine:
+    """Return an engine with this attention backend; nothing is compiled or allocated yet.
+
+    The arguments are those of `build_engine`. Raises ConfigError if the options do not fit the model, the devices or
+    their free memory, and ModelLoadError if the model's files do not have its tensors.
+    """
+    # `on_chip` has the heads and activations of one device, as all sizes here are counted per device.
+    device, on_chip = devices[0], handle.config.spec_on_chip(len(devices))
+    # Virtual devices of a CPU share its memory.
+    num_sharing = len(devices) if device.platform == "cpu" else 1
+    free = FreeMemory(device.platform, min(map(_free_bytes, devices)) // num_sharing, free_host_bytes())
+    processors = config.logits_processors
+    check_processors(processors, on_chip.vocab_size)
+    engine = AbstractEngine(
+        handle.config,
+        device_mesh(list(devices)),
+        backend,
+        LogitRulesSpec(on_chip.vocab_size, processors, frozenset(handle.eos_token_ids)),
+        SampleSettings(processors, config.max_logprobs, config.logprobs_mode),
+        num_decode_steps(config, device.platform),
+    )
+    sizes = size_engine(config, on_chip, engine, free, demands)
+    # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
+    handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
+    engine = replace(engine, model=handle.config)
+    if handle.config.longrope:
+        logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
+    for note in sizes.notes:
+        logger.warning(note)
+    on_each = " on each device" if len(devices) > 1 else ""
+    memory = f"{sizes.memory}{on_each}{unreserved_memory_note(device)}"
+    logger.info("memory: %s", memory)
+    if handle.checkpoint is not None:
+        check_tensors(engine.weights(sizes.step.dtype), handle.decoder, handle.checkpoint)
+    handle.check_weight_files()
+    builder = engine.builder(sizes.step)
+    pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
+    programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
+    live = LiveWeights(programs.weights, engine.mesh)
+    plan = CompilePlan(
+        programs.lower,
+        occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked},
+        num_compilers=_num_compilers(device.platform),
+        on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
+    )
+    needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
+    return PreparedEngine(engine, handle, sizes, memory, builder, programs, live, plan, needed_first, deferred)
+
+
+def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+    """Raise ConfigError for a processor that JAX cannot trace, or that changes the shape or dtype of the logits.
+
+    Each processor is traced for one row of logits, float32 [vocab_size], and a float32 scalar for each of its
+    arguments. Nothing is computed.
+    """
+    row, argument = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    for processor in processors:
+        try:
+            result = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
+        except Exception as error:  # A user's code may raise anything.
+            fault = f"{shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: {one_line(error)}"
+            raise ConfigError(f"logits_processors: {fault}; use jax.numpy alone") from error
+        if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (row.shape, row.dtype):
+            fault = f"{shown(processor.name)} returns {shown(result)} for a row of logits"
+            allowed = f"float32 of shape ({vocab_size},), the type of its argument"
+            raise ConfigError(f"logits_processors: {fault}, allowed: {allowed}")
+
+
+def _free_bytes(device: jax.Device) -> int:
+    """Return the bytes that are free on the device; on a CPU, those of the host."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _num_compilers(platform: str) -> int:
+    """Return how many programs are compiled at once: CPU_COMPILERS on a CPU, whose cores also compute the steps.
+
+    Elsewhere as many as the host has cores and free COMPILER_BYTES for, but from CPU_COMPILERS to MAX_COMPILERS.
+    """
+    if platform == "cpu":
+        return CPU_COMPILERS
+    num_fitting = free_host_bytes() // COMPILER_BYTES
+    return min(max(min(num_host_cores(), num_fitting), CPU_COMPILERS), MAX_COMPILERS)
