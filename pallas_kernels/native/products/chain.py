@@ -214,36 +214,59 @@ def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
     first_batch = build.mul(block, I64(multiplier.batches_per_block))
     num_batches = multiplier.num_batches(code, num_rows)
     end_batch = code.min(build.add(first_batch, I64(multiplier.batches_per_block)), num_batches)
-    has_one_block = multiplier.num_depth_blocks == 1
-    num_kept_batches = 1 if has_one_block else multiplier.batches_per_block
-    batch_sums = multiplier.max_batch_rows * PANEL
     panels = []
     for number, ahead in enumerate(_panels_ahead(stage_code, panel)):
         panel_index = build.add(panel, I64(number * stage.num_panels))
         tools = multiplier.begin(code)
         panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools))
-    sums = [code.allocate(F32, num_kept_batches * batch_sums) for _ in panels]
+    batch_sums = multiplier.max_batch_rows * PANEL
+    # Two batches' sums while one is finished beside the next one; all where K is cut into blocks.
+    num_kept = multiplier.batches_per_block if multiplier.num_depth_blocks > 1 else 2
+    sums = [code.allocate(F32, num_kept * batch_sums) for _ in panels]
     batches = Batches(first_batch, end_batch)
 
+    def sums_of(batch_number: ir.Value) -> list[ir.Value]:
+        offset = build.mul(build.urem(batch_number, I64(num_kept)), I64(4 * batch_sums))
+        return [build.gep(address, [offset]) for address in sums]
+
+    def multiply_beside(index: ir.Value) -> None:
+        """Multiply a batch, and finish the one before it between the steps of K."""
+        batch = multiplier.batch(code, batches, index, num_rows)
+        num_steps = multiplier.num_steps_beside * len(panels)
+        rows_per_step = -(-multiplier.max_batch_rows // num_steps)
+        # Only the last batch may have fewer rows, and no other one comes behind it. There is none before the first.
+        is_first = build.icmp_signed("==", index, first_batch)
+        end_row = build.select(is_first, I64(0), I64(multiplier.max_batch_rows))
+        before = batch._replace(first_row=build.sub(batch.first_row, I64(multiplier.max_batch_rows)), num_rows=end_row)
+        sums_before = sums_of(build.add(batch.number, I64(1)))
+        for number, (each, address) in enumerate(zip(panels, sums_of(batch.number), strict=True)):
+
+            def finish_rows(step: ir.Value, first_step: int = number * multiplier.num_steps_beside) -> None:
+                row = build.mul(build.add(step, I64(first_step)), I64(rows_per_step))
+                end = code.min(build.add(row, I64(rows_per_step)), end_row)
+                finish_batch(stage_code, panel, before, sums_before, row, end)
+
+            each = each._replace(beside=finish_rows)
+            multiplier.multiply(code, stage_code.arrays.packed, each, batch, I64(0), address)
+
     def multiply_block(depth_block: ir.Value) -> None:
-        def multiply_batch(batch_index: ir.Value) -> None:
-            batch = multiplier.batch(code, batches, batch_index, num_rows)
-            sums_offset = (
-                I64(0) if has_one_block else build.mul(build.sub(batch_index, first_batch), I64(4 * batch_sums))
-            )
-            batch_addresses = [build.gep(address, [sums_offset]) for address in sums]
-            for each, address in zip(panels, batch_addresses, strict=True):
+        def multiply_batch(index: ir.Value) -> None:
+            batch = multiplier.batch(code, batches, index, num_rows)
+            addresses = sums_of(batch.number)
+            for each, address in zip(panels, addresses, strict=True):
                 multiplier.multiply(code, stage_code.arrays.packed, each, batch, depth_block, address)
-            if has_one_block:
-                finish_batch(stage_code, panel, batch, batch_addresses)
-                return
             is_last = build.icmp_signed("==", depth_block, I64(multiplier.num_depth_blocks - 1))
             with build.if_then(is_last):
-                finish_batch(stage_code, panel, batch, batch_addresses)
+                finish_batch(stage_code, panel, batch, addresses, I64(0), batch.num_rows)
 
         code.loop(first_batch, end_batch, multiply_batch)
 
-    code.loop(0, multiplier.num_depth_blocks, multiply_block)
+    if multiplier.num_steps_beside:
+        code.loop(first_batch, end_batch, multiply_beside)
+        last = multiplier.batch(code, batches, build.sub(end_batch, I64(1)), num_rows)
+        finish_batch(stage_code, panel, last, sums_of(last.number), I64(0), last.num_rows)
+    else:
+        code.loop(0, multiplier.num_depth_blocks, multiply_block)
     multiplier.end(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from llvmlite import ir
@@ -10,15 +11,14 @@ from ..llvm import Code
 
 
 class Batch(NamedTuple):
-    """Rows that are multiplied together by a panel: an int64 in each field but the last two, which are i1."""
+    """Rows that are multiplied together by a panel. Each field is an int64."""
 
     index: ir.Value
     first_row: ir.Value
     num_rows: ir.Value
-    is_first: ir.Value
-    """Whether it is the first batch of its unit of work."""
-    is_only: ir.Value
-    """Whether it is the only batch of its unit of work."""
+    number: ir.Value
+    """Its number in its unit of work, which multiplies `num_batches` batches."""
+    num_batches: ir.Value
 
 
 class Batches(NamedTuple):
@@ -30,8 +30,7 @@ class Batches(NamedTuple):
     def batch(self, code: Code, index: ir.Value, first_row: ir.Value, num_rows: ir.Value) -> Batch:
         """Return one of the batches."""
         build = code.build
-        is_only = build.icmp_signed("==", build.sub(self.end, self.begin), index.type(1))
-        return Batch(index, first_row, num_rows, build.icmp_signed("==", index, self.begin), is_only)
+        return Batch(index, first_row, num_rows, build.sub(index, self.begin), build.sub(self.end, self.begin))
 
 
 class Panel(NamedTuple):
@@ -43,6 +42,8 @@ class Panel(NamedTuple):
     """The address of the panel that this thread will probably take next, as many bytes of which are prefetched."""
     tools: Any
     """What the multiplier's `begin` has returned for this panel."""
+    beside: Callable[[ir.Value], None] | None = None
+    """Emits what else is done in each of the multiplier's `num_steps_beside` steps, of which it gets the number."""
 
 
 class Multiplier(Protocol):
@@ -66,6 +67,10 @@ class Multiplier(Protocol):
     @property
     def num_depth_blocks(self) -> int:
         """Return into how many blocks K is cut."""
+
+    @property
+    def num_steps_beside(self) -> int:
+        """Return in how many steps `multiply` goes over K that leave the vector units to others; 0 if they do not."""
 
     @property
     def pads_depth(self) -> bool:

@@ -53,6 +53,7 @@ class PartMultiplier(MatrixUnitMultiplier):
     """Multiplies float32 by tiles of its parts. See `Multiplier` for the methods."""
 
     value_bytes = 2 * PARTS
+    num_steps_beside = 0
 
     @property
     def name(self) -> str:
@@ -101,7 +102,8 @@ class PartMultiplier(MatrixUnitMultiplier):
         end_step = code.min(build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
         row_tiles_bytes = self.num_steps * PARTS * TILE_SIZE
         first_tiles = build.gep(rows, [mul(batch.index, I64(2 * row_tiles_bytes))])
-        index_mask = build.select(batch.is_only, I64(1), I64(-1))
+        is_only = build.icmp_signed("==", batch.num_batches, I64(1))
+        index_mask = build.select(is_only, I64(1), I64(-1))
         arguments = _StepArguments(
             rows=first_tiles,
             panel=panel.begin,
@@ -122,7 +124,7 @@ class PartMultiplier(MatrixUnitMultiplier):
             build.call(function, [*arguments])
 
         def multiply_tiles(num_tiles: int) -> None:
-            with build.if_else(batch.is_first) as (first, other):
+            with build.if_else(build.icmp_signed("==", batch.number, I64(0))) as (first, other):
                 with first:
                     call(f"cut_{num_tiles}", lambda steps: steps.multiply_tiles(num_tiles, cuts_panel=True))
                 with other:

@@ -14,8 +14,11 @@ from .panels import PANEL
 from .stages import StageCode
 
 
-def finish_batch(stage_code: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir.Value]) -> None:
-    """Emit what becomes of the sums of a batch of rows and a panel: bias, activation and gate, and where they go.
+def finish_batch(
+    stage_code: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir.Value], begin: ir.Value, end: ir.Value
+) -> None:
+    """Emit what becomes of the sums of a batch's rows `begin` … `end` − 1 and a panel: bias, activation and gate, and
+    where they go.
 
     `sums` are addresses of float32 [rows, 32]: of the panel, and in a gated stage of the one that it gates.
     """
@@ -52,7 +55,7 @@ def finish_batch(stage_code: StageCode, panel: ir.Value, batch: Batch, sums: Seq
             num_columns = code.min(build.sub(I64(stage.num_results), first_column), I64(PANEL))
             code.loop(0, num_columns, finish_columns, step=lanes)
 
-    code.loop(0, batch.num_rows, finish_row)
+    code.loop(begin, end, finish_row)
 
 
 def _result_store(stage_code: StageCode, first_column: ir.Value) -> Callable[[ir.Value, ir.Value, ir.Value], None]:

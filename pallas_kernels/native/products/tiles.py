@@ -20,6 +20,10 @@ from .panels import DEPTH, PANEL
 
 TILE_WORDS = TILE * DEPTH
 """bfloat16 values of a tile."""
+CHUNK_WORDS = 64
+"""Words of a panel that are prefetched together: 4 cache lines."""
+CHUNKS_OF_STEP = PANEL * TILE // CHUNK_WORDS
+"""Chunks of a panel's step."""
 MAX_BLOCK_ROWS, MAX_BLOCK_BYTES = 256, 1 << 20
 """Rows that a unit of work multiplies at most, and bytes of them: they stay in the level-2 cache."""
 
@@ -96,25 +100,37 @@ class TileMultiplier(MatrixUnitMultiplier):
         matrix_unit.configure()
         return matrix_unit
 
+    @property
+    def num_steps_beside(self) -> int:
+        return self.num_steps
+
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A batch of more than 16 rows is two tiles, whose last rows may hold anything."""
         build, tile_bytes, matrix_unit = code.build, 2 * TILE_WORDS, panel.tools
-        rows_bytes = build.mul(batch.index, I64(2 * self.num_steps * tile_bytes))
+        add, mul = build.add, build.mul
+        rows_bytes = mul(batch.index, I64(2 * self.num_steps * tile_bytes))
         row_tiles = Tiles(
             build.gep(rows, [rows_bytes]), I64(2 * DEPTH), I64(self.num_steps * tile_bytes), I64(tile_bytes)
         )
         column_tiles = Matrix(panel.begin, I64(4 * PANEL)).column_tiles(code)
 
-        def prefetch(step: ir.Value) -> None:
-            code.prefetch(panel.ahead, build.mul(step, I64(PANEL * TILE)), I32, PANEL * TILE)
+        # The panel ahead is prefetched evenly, by all batches of the unit.
+        last_batch = build.sub(batch.num_batches, I64(1))
+        chunks = build.udiv(add(last_batch, I64(CHUNKS_OF_STEP)), batch.num_batches)
+
+        def do_beside(step: ir.Value) -> None:
+            first_chunk = mul(add(mul(batch.number, I64(self.num_steps)), step), chunks)
+
+            def prefetch_chunk(number: ir.Value) -> None:
+                code.prefetch(panel.ahead, mul(add(first_chunk, number), I64(CHUNK_WORDS)), I32, CHUNK_WORDS)
+
+            code.loop(0, chunks, prefetch_chunk)
+            if panel.beside is not None:
+                panel.beside(step)
 
         def multiply_tiles(num_tiles: int) -> None:
             matrix_unit.clear_sums(num_tiles)
-            with build.if_else(batch.is_first) as (first, other):
-                with first:
-                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch)
-                with other:
-                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps)
+            matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=do_beside)
             matrix_unit.store_sums(Matrix(sums, I64(4 * PANEL)), num_tiles)
 
         by_tiles(code, batch, multiply_tiles)

@@ -65,6 +65,10 @@ class VectorMultiplier:
         return -(-self.depth // DEPTH) * DEPTH // 2 if self.is_bf16 else self.depth
 
     @property
+    def num_steps_beside(self) -> int:
+        return 0
+
+    @property
     def max_batch_rows(self) -> int:
         return max_rows_together(self.has_avx512)
 
