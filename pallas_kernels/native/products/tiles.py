@@ -114,23 +114,30 @@ class TileMultiplier(MatrixUnitMultiplier):
         )
         column_tiles = Matrix(panel.begin, I64(4 * PANEL)).column_tiles(code)
 
-        # The panel ahead is prefetched evenly, by all batches of the unit.
-        last_batch = build.sub(batch.num_batches, I64(1))
-        chunks = build.udiv(add(last_batch, I64(CHUNKS_OF_STEP)), batch.num_batches)
+        step_words = PANEL * TILE
+        # Chunks of the panel ahead that are prefetched in each step, so that all batches of the unit share them.
+        num_chunks = build.udiv(add(build.sub(batch.num_batches, I64(1)), I64(CHUNKS_OF_STEP)), batch.num_batches)
 
-        def do_beside(step: ir.Value) -> None:
-            first_chunk = mul(add(mul(batch.number, I64(self.num_steps)), step), chunks)
+        def prefetch_step(step: ir.Value) -> None:
+            code.prefetch(panel.ahead, mul(step, I64(step_words)), I32, step_words)
+
+        def prefetch_chunks(step: ir.Value) -> None:
+            first_chunk = mul(add(mul(batch.number, I64(self.num_steps)), step), num_chunks)
 
             def prefetch_chunk(number: ir.Value) -> None:
                 code.prefetch(panel.ahead, mul(add(first_chunk, number), I64(CHUNK_WORDS)), I32, CHUNK_WORDS)
 
-            code.loop(0, chunks, prefetch_chunk)
+            code.loop(0, num_chunks, prefetch_chunk)
             if panel.beside is not None:
                 panel.beside(step)
 
         def multiply_tiles(num_tiles: int) -> None:
             matrix_unit.clear_sums(num_tiles)
-            matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=do_beside)
+            with build.if_else(build.icmp_signed("==", batch.num_batches, I64(1))) as (only, one_of_several):
+                with only:
+                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch_step)
+                with one_of_several:
+                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch_chunks)
             matrix_unit.store_sums(Matrix(sums, I64(4 * PANEL)), num_tiles)
 
         by_tiles(code, batch, multiply_tiles)
