@@ -9,7 +9,7 @@ Threads share the units of a phase, and wait for one another between phases. Not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from ..norms import emit_row_norm
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .heads import finish_heads
-from .multiplier import Batches, Multiplier, Panel
+from .multiplier import Batch, Batches, Beside, Multiplier, Panel
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
 from .results import add_normed_rows, finish_batch
@@ -206,68 +206,110 @@ def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
 
     Units are numbered by panel within a block, so that threads read the same rows at a time. A gated stage multiplies
     two panels: of the gates, and as many columns further on those that they gate. Sums of a batch go to memory that
-    stays in the level-1 cache; where K is cut into blocks, the sums of all batches wait there for the next block.
+    stays in the level-1 cache.
     """
     code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
-    multiplier, num_rows = stage.multiplier, stage_code.data.num_rows
+    multiplier = stage.multiplier
     block, panel = build.sdiv(unit, I64(stage.num_panels)), build.srem(unit, I64(stage.num_panels))
     first_batch = build.mul(block, I64(multiplier.batches_per_block))
-    num_batches = multiplier.num_batches(code, num_rows)
+    num_batches = multiplier.num_batches(code, stage_code.data.num_rows)
     end_batch = code.min(build.add(first_batch, I64(multiplier.batches_per_block)), num_batches)
     panels = []
     for number, ahead in enumerate(_panels_ahead(stage_code, panel)):
         panel_index = build.add(panel, I64(number * stage.num_panels))
         tools = multiplier.begin(code)
         panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools))
-    batch_sums = multiplier.max_batch_rows * PANEL
-    # Two batches' sums while one is finished beside the next one; all where K is cut into blocks.
     num_kept = multiplier.batches_per_block if multiplier.num_depth_blocks > 1 else 2
-    sums = [code.allocate(F32, num_kept * batch_sums) for _ in panels]
-    batches = Batches(first_batch, end_batch)
+    sums = [code.allocate(F32, num_kept * multiplier.max_batch_rows * PANEL) for _ in panels]
+    rows_and_panel = _RowsAndPanel(stage_code, Batches(first_batch, end_batch), panel, panels, sums, num_kept)
+    if multiplier.num_steps_beside:
+        _multiply_beside(rows_and_panel)
+    else:
+        _multiply_by_blocks(rows_and_panel)
+    multiplier.end(code)
 
-    def sums_of(batch_number: ir.Value) -> list[ir.Value]:
-        offset = build.mul(build.urem(batch_number, I64(num_kept)), I64(4 * batch_sums))
-        return [build.gep(address, [offset]) for address in sums]
 
-    def multiply_beside(index: ir.Value) -> None:
-        """Multiply a batch, and finish the one before it between the steps of K."""
-        batch = multiplier.batch(code, batches, index, num_rows)
-        num_steps = multiplier.num_steps_beside * len(panels)
-        rows_per_step = -(-multiplier.max_batch_rows // num_steps)
-        # Only the last batch may have fewer rows, and no other one comes behind it. There is none before the first.
-        is_first = build.icmp_signed("==", index, first_batch)
-        end_row = build.select(is_first, I64(0), I64(multiplier.max_batch_rows))
-        before = batch._replace(first_row=build.sub(batch.first_row, I64(multiplier.max_batch_rows)), num_rows=end_row)
-        sums_before = sums_of(build.add(batch.number, I64(1)))
-        for number, (each, address) in enumerate(zip(panels, sums_of(batch.number), strict=True)):
+class _RowsAndPanel(NamedTuple):
+    """A unit of work of a product: a block of rows and a panel of results."""
 
-            def finish_rows(step: ir.Value, first_step: int = number * multiplier.num_steps_beside) -> None:
-                row = build.mul(build.add(step, I64(first_step)), I64(rows_per_step))
-                end = code.min(build.add(row, I64(rows_per_step)), end_row)
-                finish_batch(stage_code, panel, before, sums_before, row, end)
+    stage_code: StageCode
+    batches: Batches
+    panel: ir.Value
+    """The panel's number."""
+    panels: list[Panel]
+    """The panel of W; in a gated stage also the one that it gates."""
+    sums: list[ir.Value]
+    """For each of these, the address of the sums of `num_kept` batches, float32 [rows, 32]."""
+    num_kept: int
 
-            each = each._replace(beside=finish_rows)
-            multiplier.multiply(code, stage_code.arrays.packed, each, batch, I64(0), address)
+    def batch(self, index: ir.Value) -> Batch:
+        """Return batch `index` of all rows."""
+        stage_code = self.stage_code
+        return stage_code.stage.multiplier.batch(stage_code.code, self.batches, index, stage_code.data.num_rows)
+
+    def sums_of(self, number: ir.Value) -> list[ir.Value]:
+        """Return the addresses of the sums of a batch, given by its number in the unit."""
+        build = self.stage_code.code.build
+        batch_bytes = 4 * self.stage_code.stage.multiplier.max_batch_rows * PANEL
+        offset = build.mul(build.urem(number, I64(self.num_kept)), I64(batch_bytes))
+        return [build.gep(address, [offset]) for address in self.sums]
+
+    def multiply(self, batch: Batch, depth_block: ir.Value, beside: Sequence[Beside | None]) -> None:
+        """Emit the products of a batch with a block of the panels' K; `beside` is what is done beside each of them."""
+        stage_code = self.stage_code
+        for panel, sums, do_beside in zip(self.panels, self.sums_of(batch.number), beside, strict=True):
+            panel = panel._replace(beside=do_beside)
+            multiply = stage_code.stage.multiplier.multiply
+            multiply(stage_code.code, stage_code.arrays.packed, panel, batch, depth_block, sums)
+
+    def finish(self, batch: Batch, begin: ir.Value, end: ir.Value) -> None:
+        """Emit what becomes of rows `begin` … `end` − 1 of a batch."""
+        finish_batch(self.stage_code, self.panel, batch, self.sums_of(batch.number), begin, end)
+
+
+def _multiply_beside(unit: _RowsAndPanel) -> None:
+    """Emit the products of a unit. Each batch is finished between the steps of the next one: by vector instructions,
+    while the matrix unit multiplies. So the sums of two batches are kept."""
+    code, build, multiplier = unit.stage_code.code, unit.stage_code.code.build, unit.stage_code.stage.multiplier
+    (begin, end), batch_rows = unit.batches, I64(multiplier.max_batch_rows)
+    num_steps = multiplier.num_steps_beside * len(unit.panels)
+    rows_per_step = -(-multiplier.max_batch_rows // num_steps)
+
+    def multiply_batch(index: ir.Value) -> None:
+        batch = unit.batch(index)
+        before = batch._replace(
+            first_row=build.sub(batch.first_row, batch_rows), number=build.sub(batch.number, I64(1))
+        )
+        # There is no batch before the first one. Others are whole: only the last one may have fewer rows.
+        num_rows_before = build.select(build.icmp_signed("==", index, begin), I64(0), batch_rows)
+
+        def finish_rows(step: ir.Value, first_step: int) -> None:
+            row = build.mul(build.add(step, I64(first_step)), I64(rows_per_step))
+            unit.finish(before, row, code.min(build.add(row, I64(rows_per_step)), num_rows_before))
+
+        first_steps = range(0, num_steps, multiplier.num_steps_beside)
+        unit.multiply(batch, I64(0), [partial(finish_rows, first_step=first_step) for first_step in first_steps])
+
+    code.loop(begin, end, multiply_batch)
+    last = unit.batch(build.sub(end, I64(1)))
+    unit.finish(last, I64(0), last.num_rows)
+
+
+def _multiply_by_blocks(unit: _RowsAndPanel) -> None:
+    """Emit the products of a unit by blocks of K. The sums of all batches wait for the next block."""
+    code, build, multiplier = unit.stage_code.code, unit.stage_code.code.build, unit.stage_code.stage.multiplier
 
     def multiply_block(depth_block: ir.Value) -> None:
         def multiply_batch(index: ir.Value) -> None:
-            batch = multiplier.batch(code, batches, index, num_rows)
-            addresses = sums_of(batch.number)
-            for each, address in zip(panels, addresses, strict=True):
-                multiplier.multiply(code, stage_code.arrays.packed, each, batch, depth_block, address)
+            batch = unit.batch(index)
+            unit.multiply(batch, depth_block, [None] * len(unit.panels))
             is_last = build.icmp_signed("==", depth_block, I64(multiplier.num_depth_blocks - 1))
             with build.if_then(is_last):
-                finish_batch(stage_code, panel, batch, addresses, I64(0), batch.num_rows)
+                unit.finish(batch, I64(0), batch.num_rows)
 
-        code.loop(first_batch, end_batch, multiply_batch)
+        code.loop(*unit.batches, multiply_batch)
 
-    if multiplier.num_steps_beside:
-        code.loop(first_batch, end_batch, multiply_beside)
-        last = multiplier.batch(code, batches, build.sub(end_batch, I64(1)), num_rows)
-        finish_batch(stage_code, panel, last, sums_of(last.number), I64(0), last.num_rows)
-    else:
-        code.loop(0, multiplier.num_depth_blocks, multiply_block)
-    multiplier.end(code)
+    code.loop(0, multiplier.num_depth_blocks, multiply_block)
 
 
 def _panels_ahead(stage_code: StageCode, panel: ir.Value) -> list[ir.Value]:

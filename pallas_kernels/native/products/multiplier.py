@@ -9,6 +9,9 @@ from llvmlite import ir
 
 from ..llvm import Code
 
+Beside = Callable[[ir.Value], None]
+"""Emits what else is done in a step of a product, of which it gets the number."""
+
 
 class Batch(NamedTuple):
     """Rows that are multiplied together by a panel. Each field is an int64."""
@@ -42,8 +45,8 @@ class Panel(NamedTuple):
     """The address of the panel that this thread will probably take next, as many bytes of which are prefetched."""
     tools: Any
     """What the multiplier's `begin` has returned for this panel."""
-    beside: Callable[[ir.Value], None] | None = None
-    """Emits what else is done in each of the multiplier's `num_steps_beside` steps, of which it gets the number."""
+    beside: Beside | None = None
+    """What else is done in each of the multiplier's `num_steps_beside` steps."""
 
 
 class Multiplier(Protocol):
