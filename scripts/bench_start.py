@@ -1,10 +1,10 @@
-"""Time to the first text of fresh starts, interleaved: one command a jpaged, the same prompt, one process a start.
+"""Time to the first text of fresh starts, interleaved: one command a jpaged, three prompts, one process a start.
 
     python scripts/bench_start.py --runs 10 "now=python -m jpaged.generate" \
         "parent=env -C ../parent python -m jpaged.generate"
 
-Prints the seconds from the start of each process to its first byte on stdout, and their medians. A first start of each
-command is not counted: it fills the compilation cache and reads files from disk.
+Prints, for each prompt, the seconds from the start of each process to its first byte on stdout, and their medians. A
+first start of each command is not counted: it fills the compilation cache and reads files from disk.
 """
 
 import argparse
@@ -14,13 +14,17 @@ import statistics
 import subprocess
 import time
 
-PROMPT = "Write one sentence about the sea."
+PROMPTS = (
+    "Write one sentence about the sea.",
+    "Why is the sky blue?",
+    "Name three rivers of Europe and say where each of them ends.",
+)
 
 
-def first_text_s(command: str) -> float:
+def first_text_s(command: str, prompt: str) -> float:
     """Return the seconds until the command writes to stdout, then wait for its end."""
     start = time.monotonic()
-    arguments = [*shlex.split(command), "--max-tokens", "8", PROMPT]
+    arguments = [*shlex.split(command), "--max-tokens", "8", prompt]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)
@@ -36,13 +40,17 @@ def main() -> None:
     parser.add_argument("commands", nargs="+", metavar="NAME=COMMAND")
     args = parser.parse_args()
     commands = dict(one.split("=", 1) for one in args.commands)
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    seconds: dict[str, dict[str, list[float]]] = {prompt: {name: [] for name in commands} for prompt in PROMPTS}
     for run in range(-1, args.runs):
-        for name, command in commands.items():
-            found = first_text_s(command)
-            if run >= 0:
-                seconds[name].append(round(found, 3))
-    print(json.dumps({"median_s": {name: statistics.median(each) for name, each in seconds.items()}, "s": seconds}))
+        for prompt in PROMPTS:
+            for name, command in commands.items():
+                found = first_text_s(command, prompt)
+                if run >= 0:
+                    seconds[prompt][name].append(round(found, 3))
+    results = {}
+    for prompt, by_name in seconds.items():
+        results[prompt] = {"median_s": {name: statistics.median(each) for name, each in by_name.items()}, "s": by_name}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

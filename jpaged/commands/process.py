@@ -82,9 +82,9 @@ def prepare_streams() -> None:
 
 @contextmanager
 def garbage_uncollected() -> Iterator[None]:
-    """Let Python not look for garbage during a `with` that imports, nor later in what was made until then.
+    """Let Python not look for garbage during a `with` that imports, nor later in what is there at its end.
 
-    Almost all of it stays. Looking through it again and again takes an eighth of the time of JAX's import, and a
+    Almost all of that stays. Looking through it again and again takes an eighth of the time of JAX's import, and a
     twentieth of a first start.
     """
     was_enabled = gc.isenabled()

@@ -34,7 +34,7 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..sharding import outside_mesh
 from ..step.jax_settings import trace_settings
-from ..step.programs import ALLOCATE_KEY
+from ..step.programs import ALLOCATE_KEY, is_sampler
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
@@ -45,7 +45,8 @@ from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot
 from .caches import NO_CACHE, use_compilation_cache, weights_cache
 from .devices import log_devices, serving_devices
 from .open_model import ModelHandle, checkpoint_again
-from .prepared_engine import PreparedEngine, prepare_engine
+from .prepared_engine import PreparedEngine, free_memory, prepare_engine
+from .sizing.device_memory import unreserved_memory_note
 from .sizing.sizes import (
     Demand,
     EngineSizes,
@@ -119,15 +120,29 @@ def build_engine(
     check_before_opening(config, on_chip, _phase(progress, "check"))
     devices = serving_devices(config)
     log_devices(config, handle.config, devices)
+    weights_directory = _weights_directory(config, devices, handle)
     prepare = partial(
-        prepare_engine, config, handle, devices, demands=demands, modes=modes, keeps_programs=keeps_programs
+        prepare_engine,
+        config,
+        handle,
+        devices,
+        free=free_memory(devices),
+        demands=demands,
+        modes=modes,
+        keeps_programs=keeps_programs,
     )
     prepared, attention = _with_checked_backend(config, handle.config.spec_on_chip(len(devices)), devices, prepare)
     engine, handle, plan, sizes = prepared.engine, prepared.handle, prepared.plan, prepared.sizes
     programs, live, builder = prepared.programs, prepared.live, prepared.builder
+    if handle.config.longrope:
+        logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
+    for note in sizes.notes:
+        logger.warning(note)
+    on_each = " on each device" if len(devices) > 1 else ""
+    memory = f"{sizes.memory}{on_each}{unreserved_memory_note(devices[0])}"
+    logger.info("memory: %s", memory)
     start = time.monotonic()
     try:
-        weights_directory = _weights_directory(config, engine, handle)
         # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
         plan.start([ALLOCATE_KEY, *prepared.needed_first], progress=_phase(progress, "compile"))
         with _short_switch_interval():
@@ -162,7 +177,7 @@ def build_engine(
         mesh=engine.mesh,
         backend=engine.backend,
         attention=attention,
-        memory=prepared.memory,
+        memory=memory,
         core=core,
         runner=runner,
         rules_spec=engine.rules_spec,
@@ -172,14 +187,14 @@ def build_engine(
     )
 
 
-def _weights_directory(config: EngineConfig, engine: AbstractEngine, handle: ModelHandle) -> Path | None:
+def _weights_directory(config: EngineConfig, devices: Sequence[jax.Device], handle: ModelHandle) -> Path | None:
     """Return the directory in which the weights are kept for later starts; None if they are not kept.
 
     Those that a single CPU device reads from files can be. Raises ConfigError for others if the caller has named a
     directory for them.
     """
     directory = config.weights_cache_dir
-    if engine.platform == "cpu" and engine.num_chips == 1 and handle.weight_files:
+    if devices[0].platform == "cpu" and len(devices) == 1 and handle.weight_files:
         return weights_cache(directory)
     if directory not in (None, NO_CACHE):
         allowed = "a directory where weights are read from files onto one CPU device; leave it out"
@@ -241,9 +256,9 @@ def _with_checked_backend(
     """Choose the attention backend, prepare an engine with it, and check the backend on the device.
 
     Returns the engine that `prepare` has made, and a text that names its backend and the reason for it. The check
-    compares the backend's results with what is expected, on a small batch; sample programs that will be needed are
-    compiled meanwhile. If the check fails, `xla` replaces a backend that `auto` chose, the engine is prepared anew, and
-    a warning says why. A backend that the user asked for by name raises ConfigError instead. `on_chip` is what one
+    compares the backend's results with what is expected, on a small batch. Sample programs that known requests need
+    are compiled meanwhile. If the check fails, `xla` replaces a backend that `auto` chose, the engine is prepared anew,
+    and a warning says why. A backend that the user asked for by name raises ConfigError instead. `on_chip` is what one
     device computes of the model.
     """
     device = devices[0]
@@ -257,7 +272,8 @@ def _with_checked_backend(
         raise ConfigError(f"perf_map: {fault}, allowed: false, or the backend native on Linux: leave it out")
     prepared = prepare(choice.backend)
     try:
-        prepared.plan.start(prepared.samplers)
+        if config.warmup == "lazy":
+            prepared.plan.start(filter(is_sampler, prepared.needed_first))
         failure = _failure_of(config, on_chip, prepared, device)
         if failure is None:
             return prepared, str(choice)

@@ -5,7 +5,6 @@ What can fail cheaply fails first: options, shapes and the free memory are check
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,17 +23,14 @@ from ..sampling.sampler import SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import device_mesh
 from ..step.compile_plan import CompilePlan, Key
-from ..step.programs import Programs, is_sampler
+from ..step.programs import Programs
 from ..step.step_inputs import StepInputBuilder
 from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .caches import compilation_cache
 from .open_model import ModelHandle
-from .sizing.device_memory import unreserved_memory_note
 from .sizing.host_memory import free_host_bytes, num_host_cores
 from .sizing.sizes import Demand, EngineSizes, FreeMemory, num_decode_steps, size_engine
 from .warmup import warmup_keys
-
-logger = logging.getLogger("jpaged")
 
 CPU_COMPILERS, MAX_COMPILERS = 2, 16
 """Programs that are compiled at the same time on a CPU, and at most elsewhere."""
@@ -50,21 +46,13 @@ class PreparedEngine:
     handle: ModelHandle
     """The model, with its rotary embedding for the engine's context."""
     sizes: EngineSizes
-    memory: str
-    """What the device's memory is used for."""
     builder: StepInputBuilder
     programs: Programs
     live: LiveWeights
     plan: CompilePlan
     needed_first: list[Key]
-    """Programs that the first token needs, if the requests are known."""
     deferred: list[Key]
-    """Programs that are compiled after the first step."""
-
-    @property
-    def samplers(self) -> list[Key]:
-        """Return the sample programs among `needed_first`."""
-        return [key for key in self.needed_first if is_sampler(key)]
+    """Programs to compile while the weights are read and after the first step, as `warmup_keys` returns them."""
 
 
 def prepare_engine(
@@ -73,20 +61,19 @@ def prepare_engine(
     devices: Sequence[jax.Device],
     backend: Backend,
     *,
+    free: FreeMemory,
     demands: Sequence[Demand],
     modes: Collection[SampleMode],
     keeps_programs: bool,
 ) -> PreparedEngine:
     """Return an engine with this attention backend; nothing is compiled or allocated yet.
 
-    The arguments are those of `build_engine`. Raises ConfigError if the options do not fit the model, the devices or
-    their free memory, and ModelLoadError if the model's files do not have its tensors.
+    `free` is the memory before anything is allocated; the other arguments are those of `build_engine`. Raises
+    ConfigError if the options do not fit the model, the devices or their free memory, and ModelLoadError if the model's
+    files do not have its tensors.
     """
     # `on_chip` has the heads and activations of one device, as all sizes here are counted per device.
     device, on_chip = devices[0], handle.config.spec_on_chip(len(devices))
-    # Virtual devices of a CPU share its memory.
-    num_sharing = len(devices) if device.platform == "cpu" else 1
-    free = FreeMemory(device.platform, min(map(_free_bytes, devices)) // num_sharing, free_host_bytes())
     processors = config.logits_processors
     check_processors(processors, on_chip.vocab_size)
     engine = AbstractEngine(
@@ -101,13 +88,6 @@ def prepare_engine(
     # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
-    if handle.config.longrope:
-        logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
-    for note in sizes.notes:
-        logger.warning(note)
-    on_each = " on each device" if len(devices) > 1 else ""
-    memory = f"{sizes.memory}{on_each}{unreserved_memory_note(device)}"
-    logger.info("memory: %s", memory)
     if handle.checkpoint is not None:
         check_tensors(engine.weights(sizes.step.dtype), handle.decoder, handle.checkpoint)
     handle.check_weight_files()
@@ -122,7 +102,7 @@ def prepare_engine(
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
-    return PreparedEngine(engine, handle, sizes, memory, builder, programs, live, plan, needed_first, deferred)
+    return PreparedEngine(engine, handle, sizes, builder, programs, live, plan, needed_first, deferred)
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
@@ -142,6 +122,13 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
             fault = f"{shown(processor.name)} returns {shown(result)} for a row of logits"
             allowed = f"float32 of shape ({vocab_size},), the type of its argument"
             raise ConfigError(f"logits_processors: {fault}, allowed: {allowed}")
+
+
+def free_memory(devices: Sequence[jax.Device]) -> FreeMemory:
+    """Return the memory that is free on each of these devices, and on the host."""
+    # Virtual devices of a CPU share its memory.
+    num_sharing = len(devices) if devices[0].platform == "cpu" else 1
+    return FreeMemory(devices[0].platform, min(map(_free_bytes, devices)) // num_sharing, free_host_bytes())
 
 
 def _free_bytes(device: jax.Device) -> int:

@@ -38,7 +38,8 @@ def warmup_keys(
     not known. With `warmup=full` the first list has all programs but those for grammars, which the second list has;
     with `off` both lists are empty, and each program is compiled at its first use. With `lazy` the first list has what
     the first token of the known requests needs: forward programs for their prompts, and samplers. The second list has
-    what decoding them needs and, except on a CPU, all programs; a key may be in both lists. Without known requests the
+    what decoding them needs and, except on a CPU, all programs; a key may be in both lists. Samplers of the first list
+    may be started earlier, beside the check of the backend. Without known requests the
     first list is empty. Where llguidance is not installed, no request has a grammar.
     """
     all_keys = _by_need(programs.lower)

@@ -101,7 +101,7 @@ def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode, *, is_maske
 
 
 def is_sampler(key: Key) -> bool:
-    """Return whether a key is that of a sample program, which reads no pages and calls no attention."""
+    """Return whether a key is that of a sample program: it calls no attention, so it may be compiled before a check."""
     return isinstance(key, tuple) and key[0] in ("sample", "sample_masked")
 
 

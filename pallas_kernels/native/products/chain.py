@@ -24,7 +24,7 @@ from ..norms import emit_row_norm
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .heads import finish_heads
-from .multiplier import Batch, Batches, Beside, Multiplier, Panel
+from .multiplier import Batch, Batches, Multiplier, Panel, StepTask
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
 from .results import add_normed_rows, finish_batch
@@ -219,17 +219,19 @@ def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
         panel_index = build.add(panel, I64(number * stage.num_panels))
         tools = multiplier.begin(code)
         panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools))
-    num_kept = multiplier.batches_per_block if multiplier.num_depth_blocks > 1 else 2
+    num_kept = 1 + (multiplier.num_task_steps > 0)
+    if multiplier.num_depth_blocks > 1:
+        num_kept = multiplier.batches_per_block
     sums = [code.allocate(F32, num_kept * multiplier.max_batch_rows * PANEL) for _ in panels]
-    rows_and_panel = _RowsAndPanel(stage_code, Batches(first_batch, end_batch), panel, panels, sums, num_kept)
-    if multiplier.num_steps_beside:
-        _multiply_beside(rows_and_panel)
+    product_unit = _ProductUnit(stage_code, Batches(first_batch, end_batch), panel, panels, sums, num_kept)
+    if multiplier.num_task_steps:
+        _multiply_and_finish_previous(product_unit)
     else:
-        _multiply_by_blocks(rows_and_panel)
+        _multiply_by_blocks(product_unit)
     multiplier.end(code)
 
 
-class _RowsAndPanel(NamedTuple):
+class _ProductUnit(NamedTuple):
     """A unit of work of a product: a block of rows and a panel of results."""
 
     stage_code: StageCode
@@ -254,11 +256,11 @@ class _RowsAndPanel(NamedTuple):
         offset = build.mul(build.urem(number, I64(self.num_kept)), I64(batch_bytes))
         return [build.gep(address, [offset]) for address in self.sums]
 
-    def multiply(self, batch: Batch, depth_block: ir.Value, beside: Sequence[Beside | None]) -> None:
-        """Emit the products of a batch with a block of the panels' K; `beside` is what is done beside each of them."""
+    def multiply(self, batch: Batch, depth_block: ir.Value, step_tasks: Sequence[StepTask | None]) -> None:
+        """Emit the products of a batch with a block of the panels' K; `step_tasks` are those of the panels."""
         stage_code = self.stage_code
-        for panel, sums, do_beside in zip(self.panels, self.sums_of(batch.number), beside, strict=True):
-            panel = panel._replace(beside=do_beside)
+        for panel, sums, step_task in zip(self.panels, self.sums_of(batch.number), step_tasks, strict=True):
+            panel = panel._replace(step_task=step_task)
             multiply = stage_code.stage.multiplier.multiply
             multiply(stage_code.code, stage_code.arrays.packed, panel, batch, depth_block, sums)
 
@@ -267,27 +269,31 @@ class _RowsAndPanel(NamedTuple):
         finish_batch(self.stage_code, self.panel, batch, self.sums_of(batch.number), begin, end)
 
 
-def _multiply_beside(unit: _RowsAndPanel) -> None:
-    """Emit the products of a unit. Each batch is finished between the steps of the next one: by vector instructions,
-    while the matrix unit multiplies. So the sums of two batches are kept."""
+def _multiply_and_finish_previous(unit: _ProductUnit) -> None:
+    """Emit the products of a unit, where a batch is finished between the steps of the next one.
+
+    So vector instructions finish a batch while the matrix unit multiplies the next, and the sums of two batches are
+    kept. The last batch is finished behind the loop. With K = 576 there are 18 steps, in each of which 2 of the 32 rows
+    are finished; the last two steps have none left. A gated stage has 18 for each of its two panels: one row a step.
+    """
     code, build, multiplier = unit.stage_code.code, unit.stage_code.code.build, unit.stage_code.stage.multiplier
     (begin, end), batch_rows = unit.batches, I64(multiplier.max_batch_rows)
-    num_steps = multiplier.num_steps_beside * len(unit.panels)
+    num_steps = multiplier.num_task_steps * len(unit.panels)
     rows_per_step = -(-multiplier.max_batch_rows // num_steps)
 
     def multiply_batch(index: ir.Value) -> None:
         batch = unit.batch(index)
-        before = batch._replace(
+        previous = batch._replace(
             first_row=build.sub(batch.first_row, batch_rows), number=build.sub(batch.number, I64(1))
         )
         # There is no batch before the first one. Others are whole: only the last one may have fewer rows.
-        num_rows_before = build.select(build.icmp_signed("==", index, begin), I64(0), batch_rows)
+        num_previous_rows = build.select(build.icmp_signed("==", index, begin), I64(0), batch_rows)
 
         def finish_rows(step: ir.Value, first_step: int) -> None:
             row = build.mul(build.add(step, I64(first_step)), I64(rows_per_step))
-            unit.finish(before, row, code.min(build.add(row, I64(rows_per_step)), num_rows_before))
+            unit.finish(previous, row, code.min(build.add(row, I64(rows_per_step)), num_previous_rows))
 
-        first_steps = range(0, num_steps, multiplier.num_steps_beside)
+        first_steps = range(0, num_steps, multiplier.num_task_steps)
         unit.multiply(batch, I64(0), [partial(finish_rows, first_step=first_step) for first_step in first_steps])
 
     code.loop(begin, end, multiply_batch)
@@ -295,8 +301,8 @@ def _multiply_beside(unit: _RowsAndPanel) -> None:
     unit.finish(last, I64(0), last.num_rows)
 
 
-def _multiply_by_blocks(unit: _RowsAndPanel) -> None:
-    """Emit the products of a unit by blocks of K. The sums of all batches wait for the next block."""
+def _multiply_by_blocks(unit: _ProductUnit) -> None:
+    """Emit the products of a unit by blocks of K. Where there are several, all batches' sums wait for the next one."""
     code, build, multiplier = unit.stage_code.code, unit.stage_code.code.build, unit.stage_code.stage.multiplier
 
     def multiply_block(depth_block: ir.Value) -> None:

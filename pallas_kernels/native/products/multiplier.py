@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from ..llvm import Code
 
-Beside = Callable[[ir.Value], None]
+StepTask = Callable[[ir.Value], None]
 """Emits what else is done in a step of a product, of which it gets the number."""
 
 
@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     first_row: ir.Value
     num_rows: ir.Value
     number: ir.Value
-    """Its number in its unit of work, which multiplies `num_batches` batches."""
+    """Its number among the `num_batches` batches of its unit of work, from 0 on."""
     num_batches: ir.Value
 
 
@@ -42,11 +42,11 @@ class Panel(NamedTuple):
     begin: ir.Value
     """Its address."""
     ahead: ir.Value
-    """The address of the panel that this thread will probably take next, as many bytes of which are prefetched."""
+    """The address of the panel that this thread will probably take next, which is prefetched."""
     tools: Any
     """What the multiplier's `begin` has returned for this panel."""
-    beside: Beside | None = None
-    """What else is done in each of the multiplier's `num_steps_beside` steps."""
+    step_task: StepTask | None = None
+    """Emitted in each step over K of each batch, unless a unit of work has one batch only."""
 
 
 class Multiplier(Protocol):
@@ -72,8 +72,8 @@ class Multiplier(Protocol):
         """Return into how many blocks K is cut."""
 
     @property
-    def num_steps_beside(self) -> int:
-        """Return in how many steps `multiply` goes over K that leave the vector units to others; 0 if they do not."""
+    def num_task_steps(self) -> int:
+        """Return in how many steps `multiply` goes over K and emits `Panel.step_task`; 0 if it never does."""
 
     @property
     def pads_depth(self) -> bool:

@@ -53,7 +53,7 @@ class PartMultiplier(MatrixUnitMultiplier):
     """Multiplies float32 by tiles of its parts. See `Multiplier` for the methods."""
 
     value_bytes = 2 * PARTS
-    num_steps_beside = 0
+    num_task_steps = 0
 
     @property
     def name(self) -> str:

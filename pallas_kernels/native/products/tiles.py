@@ -101,7 +101,7 @@ class TileMultiplier(MatrixUnitMultiplier):
         return matrix_unit
 
     @property
-    def num_steps_beside(self) -> int:
+    def num_task_steps(self) -> int:
         return self.num_steps
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
@@ -115,29 +115,30 @@ class TileMultiplier(MatrixUnitMultiplier):
         column_tiles = Matrix(panel.begin, I64(4 * PANEL)).column_tiles(code)
 
         step_words = PANEL * TILE
-        # Chunks of the panel ahead that are prefetched in each step, so that all batches of the unit share them.
-        num_chunks = build.udiv(add(build.sub(batch.num_batches, I64(1)), I64(CHUNKS_OF_STEP)), batch.num_batches)
+        # All batches of the unit share the chunks of the panel ahead.
+        chunks_per_step = build.udiv(add(build.sub(batch.num_batches, I64(1)), I64(CHUNKS_OF_STEP)), batch.num_batches)
 
         def prefetch_step(step: ir.Value) -> None:
             code.prefetch(panel.ahead, mul(step, I64(step_words)), I32, step_words)
 
-        def prefetch_chunks(step: ir.Value) -> None:
-            first_chunk = mul(add(mul(batch.number, I64(self.num_steps)), step), num_chunks)
+        def prefetch_share(step: ir.Value) -> None:
+            begin = mul(add(mul(batch.number, I64(self.num_steps)), step), chunks_per_step)
+            end = code.min(add(begin, chunks_per_step), I64(CHUNKS_OF_STEP * self.num_steps))
 
-            def prefetch_chunk(number: ir.Value) -> None:
-                code.prefetch(panel.ahead, mul(add(first_chunk, number), I64(CHUNK_WORDS)), I32, CHUNK_WORDS)
+            def prefetch_chunk(chunk: ir.Value) -> None:
+                code.prefetch(panel.ahead, mul(chunk, I64(CHUNK_WORDS)), I32, CHUNK_WORDS)
 
-            code.loop(0, num_chunks, prefetch_chunk)
-            if panel.beside is not None:
-                panel.beside(step)
+            code.loop(begin, end, prefetch_chunk)
+            if panel.step_task is not None:
+                panel.step_task(step)
 
         def multiply_tiles(num_tiles: int) -> None:
             matrix_unit.clear_sums(num_tiles)
-            with build.if_else(build.icmp_signed("==", batch.num_batches, I64(1))) as (only, one_of_several):
-                with only:
+            with build.if_else(build.icmp_signed("==", batch.num_batches, I64(1))) as (is_only, is_one_of_several):
+                with is_only:
                     matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch_step)
-                with one_of_several:
-                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch_chunks)
+                with is_one_of_several:
+                    matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch_share)
             matrix_unit.store_sums(Matrix(sums, I64(4 * PANEL)), num_tiles)
 
         by_tiles(code, batch, multiply_tiles)

@@ -65,7 +65,7 @@ class VectorMultiplier:
         return -(-self.depth // DEPTH) * DEPTH // 2 if self.is_bf16 else self.depth
 
     @property
-    def num_steps_beside(self) -> int:
+    def num_task_steps(self) -> int:
         return 0
 
     @property
