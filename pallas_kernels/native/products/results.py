@@ -17,8 +17,7 @@ from .stages import StageCode
 def finish_batch(
     stage_code: StageCode, panel: ir.Value, batch: Batch, sums: Sequence[ir.Value], begin: ir.Value, end: ir.Value
 ) -> None:
-    """Emit what becomes of the sums of a batch's rows `begin` … `end` − 1 and a panel: bias, activation and gate, and
-    where they go.
+    """Emit bias, activation and gate of rows `begin` … `end` − 1 of a batch, and the store of the results.
 
     `sums` are addresses of float32 [rows, 32]: of the panel, and in a gated stage of the one that it gates.
     """

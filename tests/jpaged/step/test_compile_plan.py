@@ -123,6 +123,17 @@ def test_a_plan_dropped_without_close_frees_its_executables(lowering):
     wait_for(lambda: gc.collect() >= 0 and executable() is None)
 
 
+def test_progress_counts_keys_that_were_started_before(plan):
+    reports: list[tuple[int, int]] = []
+    plan.start(["a"])
+    plan.wait()
+    plan.start(["a", "b", "c"], progress=lambda *report: reports.append(report))
+    plan.wait()
+    wait_for(lambda: len(reports) == 4)
+    assert reports[:2] == [(0, 3), (1, 3)]
+    assert sorted(reports) == [(done, 3) for done in range(4)]
+
+
 def test_deferring_no_key_leaves_the_plan_idle(plan):
     plan.defer([])
     assert not plan.is_compiling
