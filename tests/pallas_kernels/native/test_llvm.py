@@ -207,6 +207,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         monkeypatch.setattr(module, "register", lambda name, build: texts.append(str(build())) or name)
     monkeypatch.setattr(parts, "link", lambda name, build: texts.append(str(build())) or name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
+    monkeypatch.setattr(pages, "host_has", lambda feature: has_pairs)
     for dtype_is_pairs in (False, True):
         for multiplier in multipliers(dtype_is_pairs, has_avx512, has_pairs, has_amx):
             chain._handler.__wrapped__(layer_of(multiplier))
