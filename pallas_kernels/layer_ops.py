@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +20,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .activations import ACTIVATIONS
+from .code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
 from .rotation import Rotation
 
 Bounds = tuple[int, int]
 """Start and stop of a slice."""
+StoredMatrix = Array | CodedMatrix
+"""A matrix as layer operations store it."""
 RowWriter = Callable[[int, np.ndarray], None]
 """Called with the index of the first row, and with consecutive rows from that one on."""
 
@@ -53,7 +56,7 @@ class Heads:
 class Product:
     """A product of a chain: the stored matrix W, the norm of the rows that it reads, and what becomes of x · W."""
 
-    weight: Array
+    weight: StoredMatrix
     num_out: int
     """Columns of W."""
     bias: Float[Array, " O"] | None = None
@@ -81,6 +84,9 @@ class Product:
 class LayerOps:
     """Products, norms and weight storage in plain XLA. Instances compare equal by type: they are static metadata."""
 
+    columns_of_codes: ClassVar[int | None] = None
+    """A matrix that stays codes (`CodedMatrix`) may change its format at multiples of so many columns. None if matrices
+    cannot stay codes."""
     stores_tied_table_as_matrix = False
     """Whether an embedding table that also makes the logits is stored as the matrix W [hidden, vocabulary]."""
 
@@ -106,16 +112,29 @@ class LayerOps:
         # Rows of Wᵀ are columns of W, so both the bounds and `out` are transposed.
         return list(bounds)[::-1], partial(write_rows, out.T)
 
+    def coded_shape(self, num_in: int, parts: CodeParts) -> tuple[int]:
+        """Return the shape of the bytes that store a matrix of codes, if matrices can stay codes."""
+        raise NotImplementedError
+
+    def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
+        """Return rows of Wᵀ, of one format, as the bytes that store them, if matrices can stay codes.
+
+        `dtype` is what numbers are decoded to before they are multiplied.
+        """
+        raise NotImplementedError
+
     def store(self, matrix: Float[Array, "I O"]) -> Array:
         """Return a matrix W [num_in, num_out] as the array that stores it."""
         return matrix
 
-    def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
+    def product(self, x: Float[Array, "R I"], weight: StoredMatrix, num_out: int) -> Float[Array, "R O"]:
         """Return x · W in float32, accumulated in float32, for a stored matrix W of `num_out` columns."""
+        assert isinstance(weight, Array), "matrices stay codes only where `columns_of_codes` says so"
         return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
-    def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
+    def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         """Return the columns `ids` of a stored matrix W [num_in, O] as rows."""
+        assert isinstance(weight, Array), "matrices stay codes only where `columns_of_codes` says so"
         return weight[:, ids].T
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:

@@ -69,10 +69,14 @@ class Tiles(NamedTuple):
     """Bytes from one row of a tile to the next."""
     next_tile: ir.Value
     next_step: ir.Value
+    num_places: int | None = None
+    """If so many places, a power of two, are used in turn: step k is at that of k modulo their number."""
 
     def at(self, code: Code, tile: int, step: ir.Value) -> ir.Value:
         """Return the address of tile `tile` of a step."""
         build = code.build
+        if self.num_places is not None:
+            step = build.and_(step, I64(self.num_places - 1))
         num_bytes = build.add(build.mul(I64(tile), self.next_tile), build.mul(step, self.next_step))
         return build.gep(self.begin, [num_bytes])
 

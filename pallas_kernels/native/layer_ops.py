@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, split_parts
+from ..code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
+from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, StoredMatrix, split_parts
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS
-from .products.chain import check_panels, multiplier_for, product, run_chain
+from .products.chain import check_panels, multiplier_for, product, run_chain, stored_array
+from .products.code_panels import decoded_columns, pack_codes, stored_bytes
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
 from .products.stages import HeadShape, Stage
 from .xla_call import uninitialized
@@ -25,6 +27,7 @@ from .xla_call import uninitialized
 class NativeOps(LayerOps):
     """Products and norms whose bits, for one row, do not depend on the other rows. See `LayerOps` for the methods."""
 
+    columns_of_codes: ClassVar[int | None] = PANEL
     stores_tied_table_as_matrix = True
 
     def stream_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
@@ -47,10 +50,16 @@ class NativeOps(LayerOps):
         num_in, num_out = matrix
         return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
 
+    def coded_shape(self, num_in: int, parts: CodeParts) -> tuple[int]:
+        return (stored_bytes(num_in, parts),)
+
+    def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
+        return pack_codes(codes, code_format, in_pairs=dtype == "bfloat16")
+
     def store(self, matrix: Float[Array, "I O"]) -> Array:
         return in_panels(matrix)
 
-    def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
+    def product(self, x: Float[Array, "R I"], weight: StoredMatrix, num_out: int) -> Float[Array, "R O"]:
         return product(x, weight, num_out)
 
     def chain(
@@ -85,7 +94,7 @@ class NativeOps(LayerOps):
                 parts = each.parts if are_panels and each.parts else (num_results,)
             stages.append(
                 Stage(
-                    multiplier_for(rows.shape[0], depth, each.weight.dtype),
+                    multiplier_for(rows.shape[0], depth, each.weight),
                     depth,
                     num_results,
                     parts,
@@ -100,7 +109,7 @@ class NativeOps(LayerOps):
                 )
             )
             biases = [] if each.bias is None else [each.bias.astype(jnp.float32)]
-            weights += [each.weight, *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
+            weights += [stored_array(each.weight), *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
             weights += _head_arrays(each.heads) if stages[-1].heads else []
             depth = num_results
         old_stream = None if stream is None else stream.astype(jnp.float32)
@@ -117,7 +126,9 @@ class NativeOps(LayerOps):
             results = self.finish_heads(results, last.heads)
         return results, stream
 
-    def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
+    def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
+        if isinstance(weight, CodedMatrix):
+            return decoded_columns(weight, ids)
         return columns_of(weight, ids, num_in)
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:

@@ -18,11 +18,15 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
+from ...code_formats import CodedMatrix
 from ..amx import has_amx_unit
 from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for
 from ..norms import emit_row_norm
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
+from .code_decoder import Vectors
+from .code_panels import stored_bytes
+from .coded import CodedMultiplier
 from .heads import finish_heads
 from .multiplier import Batch, Batches, Multiplier, Panel, StepTask
 from .panels import DEPTH, PANEL, panels_shape
@@ -80,7 +84,7 @@ def _check_arrays(stages: Sequence[Stage], rows: Array, stream: Array | None, we
             raise ValueError(f"products: got {name} {array.shape} of {array.dtype}, wanted {shape} of float32")
 
 
-def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
+def product(x: Float[Array, "R K"], panels: Float[Array, ...] | CodedMatrix, num_out: int) -> Float[Array, "R N"]:
     """Return x · W in float32, with x rounded to the dtype of W [K, N = `num_out`], which is stored in panels.
 
     `panels` is [panels, K, 32], or [panels, pairs of K, 32, 2] in bfloat16, with K and N padded. x has at least one
@@ -88,13 +92,24 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
     dtype, or does not have the shape of the panels of a [K, N] matrix.
     """
     check_panels(panels, x.shape[1], num_out)
-    multiplier = multiplier_for(x.shape[0], x.shape[1], panels.dtype)
-    stage = Stage(multiplier, x.shape[1], num_out, parts=(num_out,))
-    return run_chain([stage], x.astype(jnp.float32), None, [panels])[0]
+    stage = Stage(multiplier_for(x.shape[0], x.shape[1], panels), x.shape[1], num_out, parts=(num_out,))
+    return run_chain([stage], x.astype(jnp.float32), None, [stored_array(panels)])[0]
 
 
-def check_panels(panels: Float[Array, ...], depth: int, num_out: int) -> None:
+def stored_array(panels: Array | CodedMatrix) -> Array:
+    """Return the array of a stored matrix."""
+    return panels.data if isinstance(panels, CodedMatrix) else panels
+
+
+def check_panels(panels: Array | CodedMatrix, depth: int, num_out: int) -> None:
     """Raise ValueError unless `panels` are those of a matrix [depth, num_out]: native code would read other memory."""
+    if isinstance(panels, CodedMatrix):
+        num_bytes, found = stored_bytes(depth, panels.parts), panels.data
+        is_same = (panels.depth, panels.num_out, found.shape) == (depth, num_out, (num_bytes,))
+        if not is_same or found.dtype != jnp.uint8:
+            fault = f"got codes of {panels.depth} × {panels.num_out} in {found.shape} of {found.dtype}"
+            raise ValueError(f"product: {fault}, wanted {depth} × {num_out} in {num_bytes} of uint8")
+        return
     if panels.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"product: got a weight of {panels.dtype}, wanted float32 or bfloat16")
     if (wanted := panels_shape(depth, num_out, panels.dtype)) != panels.shape:
@@ -103,7 +118,16 @@ def check_panels(panels: Float[Array, ...], depth: int, num_out: int) -> None:
         )
 
 
-def multiplier_for(num_rows: int, depth: int, dtype: Any) -> Multiplier:
+def multiplier_for(num_rows: int, depth: int, panels: Array | CodedMatrix) -> Multiplier:
+    """Return how this processor multiplies rows of `depth` values with a stored matrix."""
+    decoded = _multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
+    if isinstance(panels, CodedMatrix):
+        vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
+        return CodedMultiplier(decoded, depth, panels.parts, vectors)
+    return decoded
+
+
+def _multiplier_of(num_rows: int, depth: int, dtype: Any) -> Multiplier:
     """Return how this processor multiplies rows of `depth` values with a weight of a dtype."""
     is_bf16, has_avx512 = dtype == jnp.bfloat16, host_has_avx512()
     if has_amx_unit():
@@ -218,7 +242,7 @@ def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
     for number, ahead in enumerate(_panels_ahead(stage_code, panel)):
         panel_index = build.add(panel, I64(number * stage.num_panels))
         tools = multiplier.begin(code)
-        panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools))
+        panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools, panel_index))
     num_kept = 1 + (multiplier.num_task_steps > 0)
     if multiplier.num_depth_blocks > 1:
         num_kept = multiplier.batches_per_block

@@ -41,12 +41,24 @@ class Panel(NamedTuple):
 
     begin: ir.Value
     """Its address."""
-    ahead: ir.Value
-    """The address of the panel that this thread will probably take next, which is prefetched."""
+    ahead: ir.Value | None
+    """The address of the panel that this thread will probably take next, which is prefetched; None to prefetch none."""
     tools: Any
     """What the multiplier's `begin` has returned for this panel."""
+    index: ir.Value
+    """Its number in the matrix."""
+    provide_step: StepTask | None = None
+    """Emits what writes a step of the panel to one of two places from `begin` on, which are used in turn: step k to
+    place k modulo 2. None for a panel that is there as a whole. See `Multiplier.takes_steps`."""
     step_task: StepTask | None = None
     """Emitted in each step over K of each batch, unless a unit of work has one batch only."""
+
+
+class DepthBlock(NamedTuple):
+    """Values `begin` … `end` − 1 of K, int64. The end may lie beyond K, where K is padded."""
+
+    begin: ir.Value
+    end: ir.Value
 
 
 class Multiplier(Protocol):
@@ -74,6 +86,15 @@ class Multiplier(Protocol):
     @property
     def num_task_steps(self) -> int:
         """Return in how many steps `multiply` goes over K and emits `Panel.step_task`; 0 if it never does."""
+
+    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
+        """Return the values of K that block `block` of a panel has."""
+
+    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
+        """Return whether `multiply` takes a panel step by step for this batch, 32 values of K each; None for never.
+
+        Such a batch is the only one of its unit, and needs each step once.
+        """
 
     @property
     def pads_depth(self) -> bool:

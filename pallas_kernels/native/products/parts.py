@@ -24,7 +24,7 @@ from llvmlite import ir
 from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
 from ..llvm import F32, I16, I32, I64, Code, constant, declare
 from ..registry import link
-from .multiplier import Batch, Panel
+from .multiplier import Batch, DepthBlock, Panel
 from .panels import DEPTH, PANEL
 from .tiles import MatrixUnitMultiplier, by_tiles
 
@@ -90,6 +90,20 @@ class PartMultiplier(MatrixUnitMultiplier):
         matrix_unit.configure()
         return PartTools(matrix_unit, code.allocate(I32, (self.steps_per_block + 1) * STEP_BYTES // 4))
 
+    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
+        return DepthBlock(*(code.build.mul(step, I64(DEPTH)) for step in self._steps_of_block(code, block)))
+
+    def _steps_of_block(self, code: Code, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return the first step of a block of K, and the one behind its last."""
+        first_step = code.build.mul(block, I64(self.steps_per_block))
+        return first_step, code.min(code.build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
+
+    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
+        """See `Multiplier.takes_steps`. A single row does: it cuts no panel into parts for others."""
+        build = code.build
+        is_only = build.icmp_signed("==", batch.num_batches, I64(1))
+        return build.and_(is_only, build.icmp_signed("==", batch.num_rows, I64(1)))
+
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. The first batch cuts the panel into parts, each step while the one before it is
         multiplied: a tile that has just been stored could not be loaded at once.
@@ -98,8 +112,7 @@ class PartMultiplier(MatrixUnitMultiplier):
         The loops over K are functions, which all products share.
         """
         build, mul, tools = code.build, code.build.mul, panel.tools
-        first_step = mul(block, I64(self.steps_per_block))
-        end_step = code.min(build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
+        first_step, end_step = self._steps_of_block(code, block)
         row_tiles_bytes = self.num_steps * PARTS * TILE_SIZE
         first_tiles = build.gep(rows, [mul(batch.index, I64(2 * row_tiles_bytes))])
         is_only = build.icmp_signed("==", batch.num_batches, I64(1))
@@ -107,7 +120,7 @@ class PartMultiplier(MatrixUnitMultiplier):
         arguments = _StepArguments(
             rows=first_tiles,
             panel=panel.begin,
-            ahead=panel.ahead,
+            ahead=panel.begin if panel.ahead is None else panel.ahead,
             parts=tools.parts,
             sums=sums,
             begin=first_step,
@@ -118,10 +131,23 @@ class PartMultiplier(MatrixUnitMultiplier):
         )
         has_tail = self.depth % DEPTH > 0
 
-        def call(name: str, emit: Callable[[_Steps], None]) -> None:
+        def call(name: str, emit: Callable[[_Steps], None], arguments: _StepArguments = arguments) -> None:
             types = [value.type for value in arguments]
             function = declare(build.module, _link_steps(name, has_tail, types, emit), ir.VoidType(), *types)
             build.call(function, [*arguments])
+
+        def multiply_row_by(step: ir.Value) -> None:
+            """Multiply a row by a step that is provided; the function counts addresses from the panel's begin on."""
+            assert panel.provide_step is not None
+            panel.provide_step(step)
+            steps_before = build.sub(build.and_(step, I64(1)), step)
+            begin = build.gep(panel.begin, [mul(steps_before, I64(4 * DEPTH * PANEL))])
+            one_step = arguments._replace(panel=begin, begin=step, end=build.add(step, I64(1)))
+            call("multiply_row", lambda steps: steps.multiply_row(), one_step)
+
+        if panel.provide_step is not None:
+            code.loop(first_step, end_step, multiply_row_by)
+            return
 
         def multiply_tiles(num_tiles: int) -> None:
             with build.if_else(build.icmp_signed("==", batch.number, I64(0))) as (first, other):

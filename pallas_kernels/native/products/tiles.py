@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from ..amx import TILE, Matrix, MatrixUnit, Tiles
 from ..llvm import I32, I64, LONG_LANES, Code
-from .multiplier import Batch, Batches, Panel
+from .multiplier import Batch, Batches, DepthBlock, Panel
 from .panels import DEPTH, PANEL
 
 TILE_WORDS = TILE * DEPTH
@@ -104,6 +104,12 @@ class TileMultiplier(MatrixUnitMultiplier):
     def num_task_steps(self) -> int:
         return self.num_steps
 
+    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
+        return DepthBlock(I64(0), I64(DEPTH * self.num_steps))
+
+    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
+        return code.build.icmp_signed("==", batch.num_batches, I64(1))
+
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A batch of more than 16 rows is two tiles, whose last rows may hold anything."""
         build, tile_bytes, matrix_unit = code.build, 2 * TILE_WORDS, panel.tools
@@ -118,22 +124,41 @@ class TileMultiplier(MatrixUnitMultiplier):
         # All batches of the unit share the chunks of the panel ahead.
         chunks_per_step = build.udiv(add(build.sub(batch.num_batches, I64(1)), I64(CHUNKS_OF_STEP)), batch.num_batches)
 
+        def finish_part(step: ir.Value) -> None:
+            if panel.step_task is not None:
+                panel.step_task(step)
+
         def prefetch_step(step: ir.Value) -> None:
-            code.prefetch(panel.ahead, mul(step, I64(step_words)), I32, step_words)
+            if panel.ahead is not None:
+                code.prefetch(panel.ahead, mul(step, I64(step_words)), I32, step_words)
+
+        def provide_next(step: ir.Value) -> None:
+            assert panel.provide_step is not None
+            # The last step is provided twice.
+            panel.provide_step(code.min(add(step, I64(1)), I64(self.num_steps - 1)))
 
         def prefetch_share(step: ir.Value) -> None:
+            ahead = panel.ahead
+            if ahead is None:
+                finish_part(step)
+                return
             begin = mul(add(mul(batch.number, I64(self.num_steps)), step), chunks_per_step)
             end = code.min(add(begin, chunks_per_step), I64(CHUNKS_OF_STEP * self.num_steps))
 
             def prefetch_chunk(chunk: ir.Value) -> None:
-                code.prefetch(panel.ahead, mul(chunk, I64(CHUNK_WORDS)), I32, CHUNK_WORDS)
+                code.prefetch(ahead, mul(chunk, I64(CHUNK_WORDS)), I32, CHUNK_WORDS)
 
             code.loop(begin, end, prefetch_chunk)
-            if panel.step_task is not None:
-                panel.step_task(step)
+            finish_part(step)
 
         def multiply_tiles(num_tiles: int) -> None:
             matrix_unit.clear_sums(num_tiles)
+            if panel.provide_step is not None:
+                provided_tiles = column_tiles._replace(num_places=2)
+                panel.provide_step(I64(0))
+                matrix_unit.multiply(row_tiles, provided_tiles, num_tiles, 0, self.num_steps, beside=provide_next)
+                matrix_unit.store_sums(Matrix(sums, I64(4 * PANEL)), num_tiles)
+                return
             with build.if_else(build.icmp_signed("==", batch.num_batches, I64(1))) as (is_only, is_one_of_several):
                 with is_only:
                     matrix_unit.multiply(row_tiles, column_tiles, num_tiles, 0, self.num_steps, beside=prefetch_step)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from ..llvm import F32, I32, I64, LONG_LANES, Code, constant
-from .multiplier import Batch, Batches, Panel
+from .multiplier import Batch, Batches, DepthBlock, Panel
 from .panels import DEPTH, PANEL
 
 VECTORS = 2
@@ -67,6 +67,19 @@ class VectorMultiplier:
     @property
     def num_task_steps(self) -> int:
         return 0
+
+    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
+        values_per_word = 2 if self.is_bf16 else 1
+        return DepthBlock(*(code.build.mul(word, I64(values_per_word)) for word in self._words_of_block(code, block)))
+
+    def _words_of_block(self, code: Code, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return the first word of a column in a block of K, and the one behind its last."""
+        block_words = -(-self.num_words // self.num_depth_blocks)
+        begin = code.build.mul(block, I64(block_words))
+        return begin, code.min(code.build.add(begin, I64(block_words)), I64(self.num_words))
+
+    def takes_steps(self, code: Code, batch: Batch) -> None:
+        """See `Multiplier.takes_steps`: vectors take whole panels."""
 
     @property
     def max_batch_rows(self) -> int:
@@ -123,9 +136,7 @@ class VectorMultiplier:
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into."""
         build = code.build
-        block_words = -(-self.num_words // self.num_depth_blocks)
-        begin = build.mul(block, I64(block_words))
-        end = code.min(build.add(begin, I64(block_words)), I64(self.num_words))
+        begin, end = self._words_of_block(code, block)
 
         def multiply_rows(num_rows: int) -> None:
             for first_column in range(0, PANEL, VECTORS * self.lanes):

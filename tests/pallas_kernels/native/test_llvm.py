@@ -11,9 +11,12 @@ from pathlib import Path
 import llvmlite.binding as binding
 import pytest
 
+from jpaged.pallas_kernels.code_formats import CODE_FORMATS
 from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, xla_call
 from jpaged.pallas_kernels.native.norms import NormKind
-from jpaged.pallas_kernels.native.products import chain, parts
+from jpaged.pallas_kernels.native.products import chain, code_decoder, parts
+from jpaged.pallas_kernels.native.products.code_decoder import Vectors
+from jpaged.pallas_kernels.native.products.coded import CodedMultiplier
 from jpaged.pallas_kernels.native.products.multiplier import Multiplier
 from jpaged.pallas_kernels.native.products.parts import PartMultiplier
 from jpaged.pallas_kernels.native.products.stages import HeadShape, Stage
@@ -205,12 +208,16 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     texts: list[str] = []
     for module in (xla_call, chain, norms, attention, pages):
         monkeypatch.setattr(module, "register", lambda name, build: texts.append(str(build())) or name)
-    monkeypatch.setattr(parts, "link", lambda name, build: texts.append(str(build())) or name)
+    for module in (parts, code_decoder):
+        monkeypatch.setattr(module, "link", lambda name, build: texts.append(str(build())) or name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     monkeypatch.setattr(pages, "host_has", lambda feature: has_pairs)
     for dtype_is_pairs in (False, True):
         for multiplier in multipliers(dtype_is_pairs, has_avx512, has_pairs, has_amx):
             chain._handler.__wrapped__(layer_of(multiplier))
+            code_parts = tuple((code_format, 32) for code_format in CODE_FORMATS.values())
+            coded = CodedMultiplier(multiplier(256), 256, code_parts, Vectors(dtype_is_pairs, has_avx512, has_pairs))
+            chain._handler.__wrapped__((Stage(coded, 256, 256, parts=(256,)),))
         pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             attention._attend_handler.__wrapped__(
@@ -242,7 +249,8 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         passes.getModulePassManager().run(parsed, passes)
         assembly = machine.emit_assembly(parsed)
         called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))
-        assert {name for name in called - {"work", "help"} if not name.startswith("jpaged_parts_")} <= OF_LIBC
+        of_others = {name for name in called if not name.startswith(("jpaged_parts_", "jpaged_decode_"))}
+        assert of_others <= OF_LIBC | {"work", "help"}
     assert len(texts) >= 10 + 2 * has_amx
 
 

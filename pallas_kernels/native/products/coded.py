@@ -1,0 +1,157 @@
+"""Products with quantized matrices: a panel is decoded into the level-2 cache, and multiplied as any other.
+
+Its numbers are decoded once for all rows of a unit of work. So a result has the bits of the product with the decoded
+matrix, for any number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from ...code_formats import CodeFormat, CodeParts
+from ..llvm import I8, I64, Code
+from .code_decoder import Steps, Vectors, emit_decode
+from .code_panels import panel_bytes
+from .multiplier import Batch, Batches, DepthBlock, Multiplier, Panel
+from .panels import DEPTH, PANEL
+
+
+class CodedTools(NamedTuple):
+    """What a unit of work has for one panel."""
+
+    multiplier: Any
+    """What the multiplier of decoded panels has for it."""
+    numbers: ir.Value
+    """Address of the decoded panel."""
+
+
+@dataclass(frozen=True)
+class CodedMultiplier:
+    """Decodes panels and multiplies them by another multiplier. See `Multiplier` for the methods."""
+
+    decoded: Multiplier
+    depth: int
+    """K, a multiple of the blocks of all formats."""
+    parts: CodeParts
+    vectors: Vectors
+
+    @property
+    def name(self) -> str:
+        return "_".join([self.decoded.name, *(f"{code_format.name}x{size}" for code_format, size in self.parts)])
+
+    @property
+    def max_batch_rows(self) -> int:
+        return self.decoded.max_batch_rows
+
+    @property
+    def batches_per_block(self) -> int:
+        return self.decoded.batches_per_block
+
+    @property
+    def num_depth_blocks(self) -> int:
+        return self.decoded.num_depth_blocks
+
+    @property
+    def num_task_steps(self) -> int:
+        return self.decoded.num_task_steps
+
+    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
+        return self.decoded.depth_block(code, block)
+
+    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
+        return self.decoded.takes_steps(code, batch)
+
+    @property
+    def pads_depth(self) -> bool:
+        return self.decoded.pads_depth
+
+    def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
+        return self.decoded.packed_shape(num_rows)
+
+    def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
+        self.decoded.pack(code, rows, row, column, values)
+
+    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
+        return self.decoded.num_batches(code, num_rows)
+
+    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
+        return self.decoded.batch(code, batches, index, num_rows)
+
+    def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
+        """See `Multiplier.panel`. Panels of one part have one size: an address is that of the part, and some panels."""
+        build, address = code.build, panels
+        for first_panel, first_byte, code_format in self._starts():
+            panels_in_part = build.sub(index, I64(first_panel))
+            offset = build.add(build.mul(panels_in_part, I64(panel_bytes(code_format, self.depth))), I64(first_byte))
+            is_here = build.icmp_signed(">=", index, I64(first_panel))
+            address = build.select(is_here, build.gep(panels, [offset]), address)
+        return address
+
+    def begin(self, code: Code) -> CodedTools:
+        # A block of K may begin and end within steps.
+        num_steps, num_blocks = self.depth // DEPTH, self.decoded.num_depth_blocks
+        steps_per_block = num_steps if num_blocks == 1 else -(-num_steps // num_blocks) + 2
+        return CodedTools(self.decoded.begin(code), code.allocate(I8, steps_per_block * self._step_bytes))
+
+    @property
+    def _step_bytes(self) -> int:
+        """Return the bytes of a decoded step."""
+        return DEPTH * PANEL * (2 if self.vectors.in_pairs else 4)
+
+    def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
+        """See `Multiplier.multiply`. The first batch decodes the panel's block of K.
+
+        Where the multiplier takes steps, they are decoded one by one, and stay in the level-1 cache.
+        """
+        build, tools = code.build, panel.tools
+        decoded = panel._replace(begin=tools.numbers, ahead=None, tools=tools.multiplier)
+
+        def multiply_whole() -> None:
+            values = self.decoded.depth_block(code, block)
+            first_step = build.udiv(values.begin, I64(DEPTH))
+            end_step = build.udiv(build.add(values.end, I64(DEPTH - 1)), I64(DEPTH))
+            # Where the whole panel would begin.
+            begin = build.gep(tools.numbers, [build.mul(build.neg(first_step), I64(self._step_bytes))])
+            with build.if_then(build.icmp_signed("==", batch.number, I64(0))):
+                self._decode(code, panel, begin, Steps(first_step, end_step, I64(-1)))
+            self.decoded.multiply(code, rows, decoded._replace(begin=begin), batch, block, sums)
+
+        def provide_step(step: ir.Value) -> None:
+            self._decode(code, panel, tools.numbers, Steps(step, build.add(step, I64(1)), I64(1)))
+
+        takes_steps = self.takes_steps(code, batch)
+        if takes_steps is None:
+            multiply_whole()
+            return
+        with build.if_else(takes_steps) as (by_steps, whole):
+            with by_steps:
+                self.decoded.multiply(code, rows, decoded._replace(provide_step=provide_step), batch, block, sums)
+            with whole:
+                multiply_whole()
+
+    def end(self, code: Code) -> None:
+        self.decoded.end(code)
+
+    def _decode(self, code: Code, panel: Panel, numbers: ir.Value, steps: Steps) -> None:
+        """Emit the decoding of steps of a panel, by the format of the part that it is in."""
+        build, starts = code.build, self._starts()
+        ends = [first_panel for first_panel, _, _ in starts[1:]] + [None]
+        for (first_panel, _, code_format), end in zip(starts, ends, strict=True):
+            is_here = build.icmp_signed(">=", panel.index, I64(first_panel))
+            if end is not None:
+                is_here = build.and_(is_here, build.icmp_signed("<", panel.index, I64(end)))
+            with build.if_then(is_here):
+                assert panel.ahead is not None
+                emit_decode(code, code_format, self.vectors, panel.begin, numbers, steps, panel.ahead)
+
+    def _starts(self) -> list[tuple[int, int, CodeFormat]]:
+        """Return the first panel of each part, and its first byte, with the part's format."""
+        starts, num_panels, num_bytes = [], 0, 0
+        for code_format, size in self.parts:
+            starts.append((num_panels, num_bytes, code_format))
+            num_panels += -(-size // PANEL)
+            num_bytes += -(-size // PANEL) * panel_bytes(code_format, self.depth)
+        return starts
