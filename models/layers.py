@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm
+from ..pallas_kernels.code_formats import CodedMatrix
+from ..pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm, StoredMatrix
 from .config.shares import Run
 
 Axes = tuple[str | None, ...]
@@ -29,6 +30,8 @@ class WeightMaker:
     """Number of devices that the weights are spread over."""
     dtype: Any
     ops: LayerOps = XLA_OPS
+    keeps_codes: bool = False
+    """Whether matrices may stay the codes of a quantized checkpoint, an embedding table among them."""
 
     def vector(self, size: int, axis: str | None, *, fill: float, **metadata: Any) -> nnx.Param[Any]:
         """Return a weight [size] whose elements are `fill` until it is loaded."""
@@ -79,13 +82,22 @@ class Linear(nnx.Module):
         return _product(x, self.weight, self.bias)
 
 
+def stored_matrix(weight: nnx.Variable[Any]) -> StoredMatrix:
+    """Return a matrix as its layer operations take it: its array, or with their formats the codes that it holds."""
+    metadata = weight.get_metadata()
+    if "code_parts" not in metadata:
+        return weight[...]
+    return CodedMatrix(weight[...], metadata["matrix"][0], metadata["code_parts"], metadata["decoded_dtype"])
+
+
 def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any] | None) -> Float[Array, "T O"]:
-    out = weight.ops.product(x, weight[...], weight.matrix[1])
+    out = weight.ops.product(x, stored_matrix(weight), weight.matrix[1])
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
 
 
 def _as_product(weight: nnx.Param[Any], bias: nnx.Param[Any] | None, **ends: Any) -> Product:
-    return Product(weight=weight[...], num_out=weight.matrix[1], bias=None if bias is None else bias[...], **ends)
+    bias_vector = None if bias is None else bias[...]
+    return Product(weight=stored_matrix(weight), num_out=weight.matrix[1], bias=bias_vector, **ends)
 
 
 class FusedLinear(nnx.Module):
@@ -140,7 +152,7 @@ class FusedLinear(nnx.Module):
 class Embedding(nnx.Module):
     """Vectors of token ids. Where input and output are tied, the same weight also makes the logits.
 
-    The weight is a table [V, D], or the matrix W [D, V] where it is tied and `ops` wants it so.
+    The weight is a table [V, D], or the matrix W [D, V] where `ops` want it so.
     """
 
     def __init__(
@@ -156,12 +168,13 @@ class Embedding(nnx.Module):
         """Make the weight. `axis` is the logical axis of the vocabulary; None keeps the table whole on every device.
 
         `is_tied` says whether the table also makes the logits. If so, and if the layer operations `make.ops` store such
-        a table as the matrix of that product, the weight is W [hidden_size, vocab_size]; else it is a table
-        [vocab_size, hidden_size]. `runs`, (first stored row, first row of the model, number of rows), say which of the
-        `vocab_size` rows the model has; the others are zero padding. None means that nothing is padded.
+        a table as the matrix of that product, the weight is W [hidden_size, vocab_size], and so it is wherever
+        `make.keeps_codes`; else it is a table [vocab_size, hidden_size]. `runs`, (first stored row, first row of the
+        model, number of rows), say which of the `vocab_size` rows the model has; the others are zero padding. None
+        means that nothing is padded.
         """
         axes = (axis, "embed")
-        self.is_matrix = is_tied and make.ops.stores_tied_table_as_matrix
+        self.is_matrix = make.keeps_codes or (is_tied and make.ops.stores_tied_table_as_matrix)
         if self.is_matrix:
             self.weight = make.matrix(hidden_size, vocab_size, axes, rows=((None, runs),))
         else:
@@ -179,7 +192,7 @@ class Embedding(nnx.Module):
             # The weight is W [D, V], perhaps in a layout that only its layer operations `ops` can read: column v is the
             # vector of token v. `columns` returns them as rows [T, D]; `matrix` is (D, V), whatever that layout is.
             hidden_size, _ = self.weight.matrix
-            rows = self.weight.ops.columns(self.weight[...], token_ids, hidden_size)
+            rows = self.weight.ops.columns(stored_matrix(self.weight), token_ids, hidden_size)
         else:
             rows = jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
         return rows.astype(self.stream_dtype)

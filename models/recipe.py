@@ -290,11 +290,14 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]
     # Added to a row or column of the weight, a shift gives that of the tensor, both counted in Wᵀ.
     shifts = [source[0] - target[0] for source, target in zip(piece.source, piece.target, strict=True)]
     axes = [slice(start + shift, stop + shift) for (start, stop), shift in zip(bounds, shifts, strict=True)]
-    values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_transposed else axes))
-    if not np.isfinite(values).all():
-        rows = axes[-1 if piece.is_transposed else 0]  # The rows of W are the columns of Wᵀ.
-        where = f"rows {rows.start} to {rows.stop - 1}"
-        raise ModelLoadError(
-            f"{checkpoint.path}: tensor {piece.tensor} holds a NaN or an infinity in {where}; fetch it again"
-        )
+    values = read_finite(checkpoint, piece.tensor, *(axes[::-1] if piece.is_transposed else axes))
     return values.T if piece.is_transposed else values
+
+
+def read_finite(checkpoint: Checkpoint, name: str, rows: slice, *columns: slice) -> np.ndarray:
+    """Return a block of a tensor. Raises ModelLoadError, which names it and the rows, for a NaN or an infinity."""
+    values = checkpoint.read(name, rows, *columns)
+    if not np.isfinite(values).all():
+        where = f"rows {rows.start} to {rows.stop - 1}"
+        raise ModelLoadError(f"{checkpoint.path}: tensor {name} holds a NaN or an infinity in {where}; fetch it again")
+    return values

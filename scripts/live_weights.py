@@ -189,7 +189,8 @@ def main() -> int:
     parser.add_argument("--num-updates", type=int, default=100)
     args = parser.parse_args()
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
-    with Engine(max_num_seqs=NUM_REQUESTS, max_model_len=512, num_blocks=200, num_decode_steps=2) as engine:
+    options = {"max_num_seqs": NUM_REQUESTS, "max_model_len": 512, "num_blocks": 200, "num_decode_steps": 2}
+    with Engine(quantization="none", **options) as engine:
         first = tensors_of(engine)
         trees = {"tensors": [first, {name: leaf * 1.01 for name, leaf in first.items()}]}
         trees["stacked"] = [stacked(tree) for tree in trees["tensors"]]

@@ -52,6 +52,7 @@ def write_gguf(path, metadata=(), tensors=(), *, architecture="llama"):
 def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, metadata=()):
     """Write a model as llama.cpp's converter does, its matrices quantized to `kind`, and return `path`.
 
+    `kind` may be a function that gives the type of each matrix by its name.
     `metadata` is added, such as that of a tokenizer. `config` is the content of config.json, and `tensors` are float32
     under Hugging Face's names. Source of what the converter changes: llama.cpp, conversion/llama.py, gemma.py.
     """
@@ -63,7 +64,8 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, met
             values = interleaved(values, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
-        quantized = values if values.ndim == 1 else (gguf.quantize(values, kind), kind)
+        kind_here = kind(name) if callable(kind) else kind
+        quantized = values if values.ndim == 1 else (gguf.quantize(values, kind_here), kind_here)
         stored[names.get_name(name, (".weight", ".bias"))] = quantized
     metadata = dict(metadata) | {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
     metadata[f"{architecture}.attention.value_length"] = config.get("head_dim")

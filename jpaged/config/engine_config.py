@@ -233,6 +233,11 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         "on a CPU, where converted weights are kept, at most 8 GiB, or off; default: the user's cache folder",
         text("a directory, or off"),
     )
+    quantization: str = _option(
+        "auto",
+        "auto: keep a quantized file's codes; none: make floats of them; int8, int4: quantize floats as they are read",
+        one_of("auto", "none", "int8", "int4"),
+    )
     perf_map: bool = _option(
         False, "name native code for Linux's profiler: write /tmp/perf-PID.map, which perf reads", boolean
     )

@@ -68,7 +68,8 @@ class ResearchCalls:
     def params(self) -> nnx.State:
         """Return the engine's weights, in its own layout: a state of nnx. Raise ConfigError while they are away.
 
-        They are the arrays that steps read: copy those that are to outlive the next update.
+        They are the arrays that steps read: copy those that are to outlive the next update. Matrices that stay codes of
+        a quantized file are arrays of bytes.
         """
         return self.loop.lock.read("params", lambda: self._trainer.params)
 
@@ -153,7 +154,8 @@ class ResearchCalls:
         with the tensors of all layers in one array [L, …]; or the paths of the engine's own weights (`Engine.params`),
         or of your own module. Dtypes may differ from the engine's. Arrays may be numpy's, or JAX's on any devices of
         this process. They are copied, so a trainer may donate them later; with `copy=False` an array that needs no
-        conversion becomes the engine's weight, and must not be deleted or donated.
+        conversion becomes the engine's weight, and must not be deleted or donated. An engine that keeps a quantized
+        file's codes takes no floats, and raises ModelLoadError: make it with `quantization="none"`.
 
         `version` is what outputs call the new weights, by default one more than before. `in_flight` says what becomes
         of unfinished requests: "wait" computes those that have begun to their end, "keep" lets them go on with the keys

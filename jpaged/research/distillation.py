@@ -21,6 +21,7 @@ from ..errors import InvalidRequestError, JpagedError
 from ..intake.offline import as_prompts
 from ..models.formats.checkpoint import DTYPES, UnsavedTensor
 from ..models.formats.safetensors_checkpoint import write_tensors
+from ..models.weights.coded import AT_LOAD
 from ..startup.open_model import ModelHandle
 from ..step.step_sizes import StepSizes
 from .distilled import INDEX_FILE, Index, Settings, ShardEntry, ShardReader, read_index
@@ -142,6 +143,7 @@ def make_settings(
         top_k=top_k,
         temperature=check("temperature", temperature, number(1e-4, 2.0)),
         logprobs_dtype=check("logprobs_dtype", logprobs_dtype, one_of(*DTYPES)),
+        quantization=config.quantization if config.quantization in AT_LOAD else None,
     )
     # As an index has them: JSON makes lists of tuples.
     return msgspec.json.decode(msgspec.json.encode(settings), type=Settings)

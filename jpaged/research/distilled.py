@@ -53,6 +53,8 @@ class Settings(msgspec.Struct, frozen=True):
     top_k: int
     temperature: float
     logprobs_dtype: str
+    quantization: str | None = None
+    """The option, if floats were quantized as they were read."""
 
 
 class ShardEntry(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from ..models.config.decoder import DecoderConfig
 from ..models.inputs import CALL_WANTED, ModelInputs
 from ..models.own_model import OwnModel
 from ..models.traces import computes_outputs, constant_output, draws_random_numbers, num_attention_calls
+from ..models.weights.coded import StoredFormats
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -57,6 +58,8 @@ class AbstractEngine:
     settings: SampleSettings = PLAIN
     num_decode_steps: int = 1
     """Most tokens of a sequence in one dispatch."""
+    formats: StoredFormats = ()
+    """The formats of a checkpoint's tensors, if those that are codes are to stay so."""
 
     @cached_property
     def groups(self) -> LayerGroups:
@@ -85,7 +88,7 @@ class AbstractEngine:
         """Return the shapes of the weights with their placement."""
         if isinstance(self.model, OwnModel):
             return self.model.weights(self.mesh)
-        return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops)
+        return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops, self.formats)
 
     def weights_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights on a chip."""

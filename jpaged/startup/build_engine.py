@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.config.spec import ModelSpec
 from ..models.own_model import OwnModel
+from ..models.weights.coded import coded_weights, codes_note
 from ..models.weights.dummy import dummy_weights
 from ..models.weights.kept_weights import KeptWeights
 from ..models.weights.live_weights import LiveWeights
@@ -141,6 +142,8 @@ def build_engine(
     on_each = " on each device" if len(devices) > 1 else ""
     memory = f"{sizes.memory}{on_each}{unreserved_memory_note(devices[0])}"
     logger.info("memory: %s", memory)
+    if codes := codes_note(programs.weights.state, prepared.stored_formats):
+        logger.info("weights: %s", codes)
     start = time.monotonic()
     try:
         # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
@@ -295,7 +298,9 @@ def _failure_of(config: EngineConfig, on_chip: ModelSpec, prepared: PreparedEngi
     # A backend that might crash or hang is checked in a subprocess, mostly before this process opened the device.
     if backend.check_guard is CheckGuard.CHILD:
         return check_in_subprocess(check_request(config, on_chip, type(backend), device.platform))
-    return find_failure(backend, on_chip, step.dtype, step.kv_cache_dtype, step.block_size, device)
+    coded = coded_weights(prepared.programs.weights.state)
+    formats = list(dict.fromkeys(code_format for _, parts, _ in coded for code_format, _ in parts))
+    return find_failure(backend, on_chip, step.dtype, step.kv_cache_dtype, step.block_size, device, formats)
 
 
 def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

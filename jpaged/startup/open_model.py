@@ -20,11 +20,13 @@ from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
 from ..models.formats.checkpoint import Checkpoint
 from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
+from ..models.formats.quantization import CONFIG_KEYS
 from ..models.formats.tree_checkpoint import lies_on_several_devices
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
 from ..models.weights.checkpoint_module import CheckpointModule
+from ..models.weights.coded import AT_LOAD, QuantizedCheckpoint
 from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
@@ -35,8 +37,8 @@ from .model_source import ModelSource, read_generation_defaults, resolve_model, 
 
 logger = logging.getLogger("jpaged")
 
-FILE_OPTIONS = ("revision", "load_format", "hf_overrides", "dtype", "generation_config")
-"""Options that say how a model's files are read, and in which dtype."""
+FILE_OPTIONS = ("revision", "load_format", "hf_overrides", "dtype", "generation_config", "quantization")
+"""Options that say how a model's files are read, and how its weights are kept."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,9 @@ def open_model(config: EngineConfig) -> ModelHandle:
     checkpoint: Checkpoint | None = None
     weight_files: tuple[FileState, ...] = ()
     if config.load_format == "dummy":
+        if config.quantization in AT_LOAD:
+            fault = f"{shown(config.quantization)} with load_format dummy"
+            raise refusal("quantization", fault, "auto or none: random weights are floats", error=ConfigError)
         model_config = read_config(source.path, config.hf_overrides)
     else:
         model_config, checkpoint = open_checkpoint(
@@ -144,6 +149,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
     except InvalidRequestError as error:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
+    if checkpoint is not None:
+        checkpoint = _quantized(config, model_config, checkpoint)
     arrays = config.params if config.params is not None and lies_on_several_devices(config.params) else None
     grammars = _grammars(tokenizer, model_config.spec, end_ids)
     return ModelHandle(source, model_config, checkpoint, weight_files, arrays, tokenizer, defaults, end_ids, grammars)
@@ -205,7 +212,24 @@ def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | 
     if handle.decoder.tie_word_embeddings and not model.tie_word_embeddings:
         fault = "its output matrix now differs from its embedding, and this engine has one matrix for both"
         raise ModelLoadError(f"{checkpoint.path}: {fault}: start a new engine")
-    return checkpoint
+    return _quantized(config, model, checkpoint)
+
+
+def _quantized(config: EngineConfig, model: DecoderConfig, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as `config.quantization` wants it read. Raises ConfigError for one that is quantized."""
+    if config.quantization in ("auto", "none"):
+        return checkpoint
+    got = shown(config.quantization)
+    if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.is_quantized:
+        fault = f"{got} for {checkpoint.path}, whose weights are quantized"
+        raise refusal("quantization", fault, "auto, which keeps them, or none", error=ConfigError)
+    if config.params is None and any(key in model.source for key in CONFIG_KEYS):
+        fault = f"{got} for {checkpoint.path}, whose weights are 8-bit floats"
+        raise refusal("quantization", fault, "auto or none, which make floats of the run's dtype", error=ConfigError)
+    if config.params is not None and lies_on_several_devices(config.params):
+        fault = f"{got} for params on several devices"
+        raise refusal("quantization", fault, "auto or none, or arrays on one device", error=ConfigError)
+    return QuantizedCheckpoint(checkpoint, config.quantization)
 
 
 def _small_files(config: EngineConfig, source: ModelSource) -> list[PurePath]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from ..checks import one_line, shown
+from ..checks import one_line, refusal, shown
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
+from ..models.weights.coded import AT_LOAD, StoredFormats, coded_weights, stored_formats
 from ..models.weights.live_weights import LiveWeights
 from ..models.weights.loading import check_tensors
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
@@ -53,6 +54,8 @@ class PreparedEngine:
     needed_first: list[Key]
     deferred: list[Key]
     """Programs to compile while the weights are read and after the first step, as `warmup_keys` returns them."""
+    stored_formats: StoredFormats
+    """The formats of the checkpoint's tensors that are codes, whether they stay so or not."""
 
 
 def prepare_engine(
@@ -76,6 +79,7 @@ def prepare_engine(
     device, on_chip = devices[0], handle.config.spec_on_chip(len(devices))
     processors = config.logits_processors
     check_processors(processors, on_chip.vocab_size)
+    formats = stored_formats(handle.checkpoint)
     engine = AbstractEngine(
         handle.config,
         device_mesh(list(devices)),
@@ -83,11 +87,16 @@ def prepare_engine(
         LogitRulesSpec(on_chip.vocab_size, processors, frozenset(handle.eos_token_ids)),
         SampleSettings(processors, config.max_logprobs, config.logprobs_mode),
         num_decode_steps(config, device.platform),
+        () if config.quantization == "none" else formats,
     )
     sizes = size_engine(config, on_chip, engine, free, demands)
     # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
+    if config.quantization in AT_LOAD and not coded_weights(engine.weights(sizes.step.dtype).state):
+        fault = f"{shown(config.quantization)}, for which no matrix can be kept"
+        allowed = "auto, none, or the backend native on one CPU device, with rows of a multiple of 32 values"
+        raise refusal("quantization", fault, allowed, error=ConfigError)
     if handle.checkpoint is not None:
         check_tensors(engine.weights(sizes.step.dtype), handle.decoder, handle.checkpoint)
     handle.check_weight_files()
@@ -102,7 +111,7 @@ def prepare_engine(
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
-    return PreparedEngine(engine, handle, sizes, builder, programs, live, plan, needed_first, deferred)
+    return PreparedEngine(engine, handle, sizes, builder, programs, live, plan, needed_first, deferred, formats)
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from ..models.weights.coded import coded_weights
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
@@ -162,7 +163,8 @@ class Programs:
         self._kept: KeptPrograms | None = None
         if options.kept_in is not None:
             made_from = weights.config, cache.layout, cache.layers, builder.layouts, builder.rules_spec, options
-            self._kept = KeptPrograms(options.kept_in, cache.backend, mesh.devices.flat[0], repr(made_from))
+            identity = repr((*made_from, coded_weights(weights.state)))
+            self._kept = KeptPrograms(options.kept_in, cache.backend, mesh.devices.flat[0], identity)
         self._rules = rule_shapes(builder.rules_spec, self._num_slots, self._replicated)
         self.lower: dict[Key, Lower] = {
             TABLES_KEY: self._lower_tables,

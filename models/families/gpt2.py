@@ -6,6 +6,7 @@ Source: Radford et al. 2019, Language models are unsupervised multitask learners
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from jaxtyping import Array, Float
 
@@ -61,6 +62,7 @@ class GPT2(Decoder):
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         super().__init__(config, make=make)
+        make = replace(make, keeps_codes=False)  # A table of positions is small, and is quantized nowhere.
         self.positions = Embedding(config.max_context_len, config.hidden_size, is_tied=False, make=make, axis=None)
 
     def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:

@@ -73,8 +73,7 @@ class GGUFFile:
         from gguf import GGMLQuantizationType, dequantize
 
         tensor = self.tensors[name]
-        raw = np.frombuffer(tensor.data, np.uint8, tensor.size_bytes, tensor.offset)
-        stored = raw.reshape(tensor.num_rows, tensor.row_bytes)[rows]
+        stored = self.stored_rows(name, rows)
         kind = GGMLQuantizationType[tensor.type_name]
         if kind == GGMLQuantizationType.F32:
             return stored.view(np.float32)
@@ -89,6 +88,12 @@ class GGUFFile:
             chunk = stored[start : start + chunk_rows]
             values[start : start + chunk_rows] = dequantize(chunk.reshape(1, -1), kind).reshape(-1, row_len)
         return values
+
+    def stored_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        """Return `rows` of a tensor as the file stores them: uint8 [rows, bytes of a row]. See `read_rows`."""
+        tensor = self.tensors[name]
+        raw = np.frombuffer(tensor.data, np.uint8, tensor.size_bytes, tensor.offset)
+        return raw.reshape(tensor.num_rows, tensor.row_bytes)[rows]
 
 
 _LENGTH = struct.Struct("<Q")

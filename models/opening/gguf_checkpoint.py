@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, Codes
 from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
 from ..formats.checkpoint import WHOLE, bounds_of
 from ..formats.gguf import GGUFFile
+from ..formats.gguf_codes import codes_of
 
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
 NAMES = {
@@ -65,7 +67,7 @@ FORMATS = {
 
 
 class GGUFCheckpoint:
-    """A GGUF file whose tensors have Hugging Face names and are de-quantized to float32 as they are read.
+    """A GGUF file whose tensors have Hugging Face names; `read` de-quantizes to float32, `read_codes` does not.
 
     A tensor without a Hugging Face name keeps its own name. `read` undoes what llama.cpp's converter did to rows and
     gains: see `GGUFFormat`.
@@ -100,9 +102,7 @@ class GGUFCheckpoint:
         """
         stored, shape = self._stored[name], self.shape(name)
         start, stop = bounds_of(rows, shape[0])
-        stored_rows: slice | np.ndarray = slice(start, stop)
-        if self._format.permutes_heads and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
-            stored_rows = self._stored_rows(np.arange(start, stop))
+        stored_rows = self._rows_in_file(name, start, stop)
         try:
             if len(shape) > 1:
                 return self.file.read_rows(stored, stored_rows)[:, columns]
@@ -114,9 +114,32 @@ class GGUFCheckpoint:
             raise ModelLoadError(f"{self.path}: tensor {stored!r} {fault}: {way_out}") from error
         return values - 1 if self._format.norms_hold_one_more and "norm" in name else values
 
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether some tensor is stored as anything but floats."""
+        return any(tensor.type_name not in ("F32", "F16", "BF16") for tensor in self.file.tensors.values())
+
+    def code_format(self, name: str) -> CodeFormat | None:
+        """Return the format of a matrix that the file stores as codes; None for others."""
+        tensor = self.file.tensors[self._stored[name]]
+        return CODE_FORMATS.get(tensor.type_name) if len(tensor.shape) == 2 else None
+
+    def read_codes(self, name: str, rows: slice) -> Codes:
+        """Return rows of a matrix as codes, in Hugging Face's order."""
+        code_format, shape = self.code_format(name), self.shape(name)
+        assert code_format is not None
+        start, stop = bounds_of(rows, shape[0])
+        return codes_of(self.file.stored_rows(self._stored[name], self._rows_in_file(name, start, stop)), code_format)
+
     def files(self) -> list[Path]:
         """Return the file, or all parts of a split one."""
         return list(self.file.paths)
+
+    def _rows_in_file(self, name: str, start: int, stop: int) -> slice | np.ndarray:
+        """Return where the rows `start` … `stop` − 1 of a tensor are in the file."""
+        if self._format.permutes_heads and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
+            return self._stored_rows(np.arange(start, stop))
+        return slice(start, stop)
 
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the row of the file for each of Hugging Face's `rows` of the query or key projection.

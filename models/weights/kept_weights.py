@@ -103,7 +103,10 @@ class KeptWeights:
         self._chunks = list(_chunks(sizes))
         self.num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
         """Bytes of all arrays together."""
-        shapes = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in self._leaves]
+        shapes = [
+            (path, leaf.shape, str(leaf.dtype), *map(leaf.get_metadata().get, ("code_parts", "decoded_dtype")))
+            for path, leaf in self._leaves
+        ]
         versions, states = [version(package) for package in PACKAGES], [file[1:] for file in files]
         parts = _SOURCES_HASH, versions, identity, shapes, states
         self.path = directory / f"{PREFIX}{hashlib.sha256(repr(parts).encode()).hexdigest()}"

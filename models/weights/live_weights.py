@@ -29,6 +29,7 @@ from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Bounds, Path, Piece
+from .coded import refuse_codes
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, recipes_for, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
@@ -119,6 +120,7 @@ class LiveWeights:
         subtree of their own; those that the tree lacks stay as in `held`, the present weights by their names. Raises
         ModelLoadError, which lists every fault.
         """
+        refuse_codes(self._leaves.values())
         leaves = named_leaves(tree)
         arrays = self._own_part(leaves)
         if missing := self._statistics - arrays.keys():

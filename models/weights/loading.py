@@ -30,6 +30,7 @@ from ..families.table import model_class
 from ..formats.checkpoint import Checkpoint
 from ..layers import Axes, WeightMaker
 from ..recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
+from .coded import StoredFormats, check_codes, read_coded, with_codes
 from .subtree import ambiguity_message, model_prefixes
 
 CHUNK_BYTES = 4 << 20
@@ -93,10 +94,13 @@ class Weights:
 
 
 @lru_cache(maxsize=4)
-def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS) -> Weights:
+def abstract_weights(
+    config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS, formats: StoredFormats = ()
+) -> Weights:
     """Return the shapes, dtypes and shardings of a model's weights on a mesh; nothing is allocated or traced.
 
-    `dtype` is the dtype of all weights, and `ops` says how matrices are stored, and which dtype hidden states have. The
+    `dtype` is the dtype of all weights, and `ops` says how matrices are stored, and which dtype hidden states have.
+    On one device, matrices stay codes where a checkpoint stores them so in one of `formats`, if `ops` take them. The
     results for the latest 4 sets of arguments are cached, since building a model of many layers takes time.
     """
 
@@ -105,8 +109,14 @@ def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOp
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
     model = model_class(config.architecture)
-    graph, state = nnx.split(model(config, make=WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops)))
-    return Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules, config)
+    keeps_codes = bool(formats) and ops.columns_of_codes is not None and mesh.size == 1
+    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops, keeps_codes)
+    graph, state = nnx.split(model(config, make=make))
+    weights = Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules, config)
+    if not keeps_codes:
+        return weights
+    recipes = recipes_for(weights, config, [name for name, _ in formats])
+    return replace(weights, state=with_codes(state, recipes, dict(formats)))
 
 
 def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
@@ -116,7 +126,8 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
     ModelLoadError, which names the checkpoint and the first tensor that is missing, is unknown to the model, has
     another shape, or is stored in a type that is not supported. Values are not read.
     """
-    shapes = recipes_for(abstract, config, checkpoint.names()).shapes
+    recipes = recipes_for(abstract, config, checkpoint.names())
+    shapes = recipes.shapes
     _check_names(set(shapes), config, checkpoint)
     for name, shape in shapes.items():
         if checkpoint.shape(name) != shape:
@@ -124,6 +135,7 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
             reason = "config and weights belong to different models"
             raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: take both of one model")
         checkpoint.read(name, slice(0, 0))  # No row is read, but a stored type that is not supported raises here.
+    check_codes(dict(nnx.to_flat_state(abstract.state)), recipes, checkpoint)
 
 
 def load_weights(
@@ -260,6 +272,9 @@ def _read_weight(
     stored as it is, rows 4 to 5 of Wᵀ go to columns 4 to 5 of W. A table or a vector is written as it is read. At most
     CHUNK_BYTES are read at once, counted as float32 of 4 bytes; a single row may be larger.
     """
+    if "code_parts" in metadata:
+        read_coded(checkpoint, pieces, out, metadata, CHUNK_BYTES // 4)
+        return
     write = partial(write_rows, out)
     if "matrix" in metadata:
         bounds, write = metadata["ops"].matrix_rows(out, bounds, metadata["matrix"])

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ...pallas_kernels.layer_ops import LayerOps
+from ...pallas_kernels.layer_ops import LayerOps, StoredMatrix
 from ..config.decoder import DecoderConfig
 from ..families.table import BY_ARCHITECTURE, model_class
 from ..formats.checkpoint import UnsavedTensor
@@ -25,6 +25,7 @@ from ..formats.files import CONFIG_FILE, TREE_FILE, write_manifest
 from ..formats.orbax_checkpoint import write_orbax
 from ..formats.quantization import CONFIG_KEYS
 from ..formats.safetensors_checkpoint import write_safetensors
+from ..layers import stored_matrix
 from ..recipe import Piece, make_recipes
 from .loading import CHUNK_BYTES, Weights
 
@@ -146,7 +147,8 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
             parts[piece.tensor].append((leaves[path], piece))
     tensors = {}
     for name, shape in recipes.shapes.items():
-        dtype = np.dtype(parts[name][0][0].dtype)
+        first_weight = parts[name][0][0]
+        dtype = np.dtype(first_weight.get_metadata().get("decoded_dtype", first_weight.dtype))
         tensors[name] = UnsavedTensor(shape, dtype, partial(_tensor, shape, dtype, parts[name]))
     return tensors
 
@@ -188,12 +190,15 @@ def _rows_of(leaf: nnx.Variable[Any], rows: np.ndarray) -> jax.Array:
     metadata = leaf.get_metadata()
     if "matrix" not in metadata:
         return _take(leaf[...], rows, None, 0)
-    return _take(leaf[...], rows, metadata["ops"], metadata["matrix"][0])
+    return _take(stored_matrix(leaf), rows, metadata["ops"], metadata["matrix"][0])
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _take(weight: jax.Array, rows: jax.Array, ops: LayerOps | None, num_in: int) -> jax.Array:
-    return weight[rows] if ops is None else ops.columns(weight, rows, num_in)
+def _take(weight: StoredMatrix, rows: jax.Array, ops: LayerOps | None, num_in: int) -> jax.Array:
+    if ops is not None:
+        return ops.columns(weight, rows, num_in)
+    assert isinstance(weight, jax.Array), "only matrices are stored as codes"
+    return weight[rows]
 
 
 def _sync(directory: Path) -> None:

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     all_ids, forward = prompts(), Forward()
-    with Engine(MODEL, dtype="float32", max_num_seqs=8, max_model_len=1024) as engine:
+    with Engine(MODEL, dtype="float32", quantization="none", max_num_seqs=8, max_model_len=1024) as engine:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = engine.generate(all_ids, params, use_tqdm=False)
         attention = engine.backend.describe()

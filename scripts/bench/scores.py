@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    with Engine(MODEL, dtype="float32", max_logprobs=1000, max_model_len=1024) as engine:
+    with Engine(MODEL, dtype="float32", quantization="none", max_logprobs=1000, max_model_len=1024) as engine:
         dense = dense_forward()
         report = {"model": MODEL, "processor": processor(), "shared contexts": shared_contexts(engine, dense)}
         report["worst distance of tops to dense"] = tops_to_dense(engine, dense)

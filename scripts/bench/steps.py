@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    options: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": 16, "max_model_len": 2048}
+    options: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": 16, "max_model_len": 2048, "quantization": "none"}
     with tempfile.TemporaryDirectory() as directory:
         if args.shape == "1.1B":
             Path(directory, "config.json").write_text(json.dumps(TINYLLAMA))

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import numpy as np
 from ... import pallas_kernels
 from ...checks import one_line
 from ...models.config.spec import ModelSpec
+from ...pallas_kernels.code_formats import CodedMatrix, CodeFormat
 from ...pallas_kernels.kept_files import hash_of_folder
 from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ...pallas_kernels.ragged_paged_attention.interface import (
@@ -42,7 +43,7 @@ from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
 from ..user_cache import make_private, user_cache
 from .choice import attention_shape
-from .expected import NORM_EPS, KeptRow, layer_norm, product, rms_norm
+from .expected import NORM_EPS, KeptRow, decoded, layer_norm, product, random_codes, rms_norm
 
 logger = logging.getLogger("jpaged")
 
@@ -57,14 +58,23 @@ CHECK_SOFT_CAP = 2.0
 """For models that have one: it bounds scores of the size of 1, where a larger one would change nothing."""
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
+CODED_INPUTS = 512
+"""Rows of matrices of codes that are compared: a multiple of the blocks of all formats."""
 
 
 def find_failure(
-    backend: Backend, model: ModelSpec, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
+    backend: Backend,
+    model: ModelSpec,
+    dtype: str,
+    kv_dtype: str,
+    block_size: int,
+    device: jax.Device,
+    formats: Sequence[CodeFormat] = (),
 ) -> str | None:
     """Compare a backend with numpy on this device; return why it must not serve, as a clause, or None if it may.
 
-    Compares attention, and also matrix products and norms if the backend has its own. The reason not to serve is that
+    Compares attention, and also matrix products and norms if the backend has its own; `formats` are those of matrices
+    that stay codes. The reason not to serve is that
     results differ by more than MAX_ERROR, or that the comparison raised an exception. An agreement is remembered in
     this user's cache by a file whose name is a digest of `check_key`: if the file is there, nothing is compared. If the
     cache cannot be used, a warning says so and each start compares. Nothing is compared, and the result is None, for a
@@ -76,6 +86,7 @@ def find_failure(
     agreement_file: Path | None = None  # Where an agreement is to be remembered; only agreements have files.
     try:
         key = check_key(backend, model, dtype, kv_dtype, block_size, device)
+        key += [code_format.name for code_format in formats]
         try:
             path = result_file(key)
             if path.exists():
@@ -87,6 +98,8 @@ def find_failure(
             error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, device))
+            if formats:
+                error = max(error, codes_error(backend.layer_ops, formats, dtype, device))
     except Exception as failure:  # A kernel that does not compile may raise anything.
         return f"it failed its check {where}: {one_line(failure, 500)}"
     if difference := too_different(error, device):
@@ -257,6 +270,40 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
         x_f32 = x.astype(np.float32)
         normed = rms_norm(x_f32, gains_f32), layer_norm(x_f32, gains_f32)
         expected = [product(x_f32, weight_t_f32.T), weight_t_f32[ids], *normed]
+        for out, wanted in zip(outs, expected, strict=True):
+            largest_error = max(largest_error, _largest_difference(np.asarray(out, np.float32), wanted))
+    return largest_error
+
+
+def codes_error(ops: LayerOps, formats: Sequence[CodeFormat], dtype: str, device: jax.Device) -> float:
+    """Return the largest difference between products of `ops` with matrices of codes and those of numpy, as a share.
+
+    For each format, a matrix W [CODED_INPUTS, PRODUCT_COLUMNS] of random codes is multiplied by each number of rows in
+    PRODUCT_ROWS, and columns are taken from it. `dtype` is what numbers are decoded to.
+    """
+    rng, largest_error = np.random.default_rng(0), 0.0
+    ids = np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
+    inputs = [rng.normal(size=(num_rows, CODED_INPUTS)).astype(jnp.dtype(dtype)) for num_rows in PRODUCT_ROWS]
+    matrices, numbers = list[CodedMatrix](), list[np.ndarray]()
+    for code_format in formats:
+        codes = random_codes(code_format, PRODUCT_COLUMNS, CODED_INPUTS, rng)
+        packed = ops.packed_codes(codes, code_format, dtype).reshape(-1)
+        parts = ((code_format, PRODUCT_COLUMNS),)
+        matrices.append(CodedMatrix(jax.device_put(packed, device), CODED_INPUTS, parts, dtype))
+        numbers.append(decoded(codes, code_format).astype(jnp.dtype(dtype)).astype(np.float32))
+
+    @jax.jit
+    def run(matrices: list[CodedMatrix], inputs: list[jax.Array]) -> list[list[jax.Array]]:
+        return [
+            [
+                *(ops.product(x, matrix, PRODUCT_COLUMNS) for x in inputs),
+                ops.columns(matrix, jnp.asarray(ids), CODED_INPUTS),
+            ]
+            for matrix in matrices
+        ]
+
+    for weight_t, outs in zip(numbers, run(matrices, inputs), strict=True):
+        expected = [*(product(x.astype(np.float32), weight_t.T) for x in inputs), weight_t[ids]]
         for out, wanted in zip(outs, expected, strict=True):
             largest_error = max(largest_error, _largest_difference(np.asarray(out, np.float32), wanted))
     return largest_error

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 import pytest
+from gguf import GGMLQuantizationType
 
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.startup import prepared_engine
 from jpaged.step import kept_programs, programs
 
+from ...models.weights.test_coded import kind_of, write_file
 from ...quick_compile import environment
 
 pytestmark = pytest.mark.usefixtures("few_buckets")
@@ -153,3 +155,20 @@ def test_a_directory_that_refuses_files_costs_nothing_but_time(
 def test_an_engine_of_the_callers_own_process_keeps_nothing(tiny: str, directory: Path) -> None:
     results(Engine(tiny, max_num_seqs=4, num_blocks=64))
     assert not list(directory.iterdir())
+
+
+def test_files_of_equal_sizes_whose_matrices_are_stored_in_other_formats_share_no_programs(
+    tmp_path: Path, directory: Path
+) -> None:
+    """Keys and values change places: the fused weights have as many bytes."""
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "weights_cache_dir": "off"}
+    for name, part in ("first", "k_proj"), ("second", "v_proj"):
+
+        def kind(tensor: str, part: str = part) -> GGMLQuantizationType:
+            is_key_or_value = "k_proj" in tensor or "v_proj" in tensor
+            named = GGMLQuantizationType.Q8_0 if part in tensor else GGMLQuantizationType.Q4_0
+            return named if is_key_or_value else kind_of(tensor)
+
+        (tmp_path / name).mkdir()
+        path = write_file(tmp_path / name, kind=kind)
+        assert results(start(path, **options)) == results(start(path, quantization="none", **options))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jpaged.pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, Codes
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
 from jpaged.pallas_kernels.native.llvm import processor
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
@@ -26,6 +27,7 @@ from jpaged.startup.attention.check import (
     MAX_ERROR,
     check_key,
     check_steps,
+    codes_error,
     find_failure,
     kernel_error,
     layer_error,
@@ -232,3 +234,18 @@ def test_the_check_looks_at_products_and_norms(dtype):
     assert layer_error(NativeOps(), 48, dtype, CPU) < (1e-5 if dtype == "float32" else 1e-2)
     assert layer_error(WrongNorm(), 48, dtype, CPU) > MAX_ERROR
     assert layer_error(WrongProduct(), 48, dtype, CPU) > MAX_ERROR
+
+
+class WrongOrder(NativeOps):
+    """Packs codes for the other dtype."""
+
+    def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
+        return super().packed_codes(codes, code_format, "float32" if dtype == "bfloat16" else "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decoder_that_is_wrong_is_noticed(dtype: str) -> None:
+    formats = list(CODE_FORMATS.values())
+    assert codes_error(NativeOps(), formats, dtype, CPU) < (1e-5 if dtype == "float32" else 1e-2)
+    for code_format in formats:
+        assert codes_error(WrongOrder(), [code_format], dtype, CPU) > MAX_ERROR

@@ -1,0 +1,206 @@
+"""Matrices of a quantized file stay codes: which ones, with which results, and what cannot be done with them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gguf import GGMLQuantizationType
+from safetensors.numpy import load_file
+
+from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
+from jpaged.models.dense import dense_logits
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.coded import StoredFormats, stored_formats
+from jpaged.models.weights.kept_weights import KeptWeights, file_states
+from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.saving import save_checkpoint
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.sharding import device_mesh
+
+from ...gguf_file import convert_to_gguf
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 70, "hidden_size": 128, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+SHAPES = {
+    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128), "mlp.gate_proj": (96, 128), "mlp.up_proj": (96, 128), "mlp.down_proj": (128, 96),
+}  # fmt: skip
+KINDS = {"v_proj": "Q8_0", "down_proj": "Q5_1", "up_proj": "Q5_0", "embed_tokens": "Q8_0"}
+"""Matrices that are stored in another type than Q4_0."""
+ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, "num_blocks": 16, "max_num_seqs": 4, "weights_cache_dir": "off"}
+
+
+def kind_of(name: str) -> GGMLQuantizationType:
+    """Return the type that a matrix is stored in: F16 for the last layer's output of attention."""
+    if "layers.1.self_attn.o_proj" in name:
+        return GGMLQuantizationType.F16
+    (kind,) = [kind for part, kind in KINDS.items() if part in name] or ["Q4_0"]
+    return GGMLQuantizationType[kind]
+
+
+def write_file(directory: Path, *, is_tied: bool = False, kind: Any = kind_of) -> Path:
+    """Write a small model whose matrices are stored in several types, or all in one `kind`."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (70, 128), "model.norm.weight": (128,)}
+    if not is_tied:
+        shapes["lm_head.weight"] = (70, 128)
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in SHAPES.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (128,)
+    tensors = {name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+    return convert_to_gguf(directory / "m.gguf", CONFIG | {"tie_word_embeddings": is_tied}, tensors, kind=kind)
+
+
+def loaded(path: Path, dtype: str, *, keeps_codes: bool, ops: LayerOps = NATIVE_OPS) -> Weights:
+    config, checkpoint = open_checkpoint(path)
+    formats: StoredFormats = stored_formats(checkpoint) if keeps_codes else ()
+    abstract = abstract_weights(config, dtype, device_mesh(jax.devices()[:1]), ops, formats)
+    check_tensors(abstract, config, checkpoint)
+    return load_weights(abstract, config, checkpoint)
+
+
+def formats_of(weights: Weights) -> dict[str, list[tuple[str, int]]]:
+    """Return the formats of the columns of each matrix that is kept as codes."""
+    return {
+        ".".join(map(str, path[:-1])): [
+            (code_format.name, size) for code_format, size in leaf.get_metadata()["code_parts"]
+        ]
+        for path, leaf in nnx.to_flat_state(weights.state)
+        if "code_parts" in leaf.get_metadata()
+    }
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_bits_of_those_with_decoded_weights(tmp_path: Path, dtype: str, is_tied: bool) -> None:
+    path = write_file(tmp_path, is_tied=is_tied)
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, 70, (2, 20)))
+    coded, plain = (loaded(path, dtype, keeps_codes=keeps_codes) for keeps_codes in (True, False))
+    logits = [dense_logits(nnx.merge(weights.graph, weights.state), ids) for weights in (coded, plain)]
+    np.testing.assert_array_equal(*logits)
+    layer = {
+        "attention.qkv_proj": [("Q4_0", 192), ("Q8_0", 64)],
+        "attention.o_proj": [("Q4_0", 128)],
+        "mlp.gate_up_proj": [("Q4_0", 96), ("Q5_0", 96)],
+        "mlp.down_proj": [("Q5_1", 128)],
+    }
+    wanted = {f"layers.{i}.{name}": parts for i in range(2) for name, parts in layer.items()}
+    wanted |= {"embed": [("Q8_0", 70)]} | ({} if is_tied else {"head": [("Q4_0", 70)]})
+    del wanted["layers.1.attention.o_proj"]
+    assert formats_of(coded) == wanted
+    assert coded.size_bytes < 0.5 * plain.size_bytes
+
+
+def test_other_layer_operations_decode_all(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    assert not formats_of(loaded(path, "float32", keeps_codes=True, ops=XLA_OPS))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_checkpoint_holds_the_decoded_values_in_the_dtype_of_the_run(tmp_path: Path, dtype: str) -> None:
+    path = write_file(tmp_path)
+    for name, keeps_codes in (("coded", True), ("plain", False)):
+        save_checkpoint(loaded(path, dtype, keeps_codes=keeps_codes), tmp_path / name, format="safetensors")
+    coded, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("coded", "plain"))
+    assert coded.keys() == plain.keys()
+    for name, values in plain.items():
+        assert coded[name].dtype == values.dtype
+        np.testing.assert_array_equal(coded[name], values, err_msg=name)
+
+
+def test_an_engine_keeps_codes_unless_told_otherwise_and_gives_the_same_logprobs(tmp_path: Path) -> None:
+    path, results = write_file(tmp_path), []
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
+    for quantization in ("auto", "none"):
+        with Engine(str(path), quantization=quantization, **ENGINE) as engine:
+            outputs = engine.generate([[1, 2, 3], [4, 5]], sampling)
+            results.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
+            tree = {"model.norm.weight": np.ones(128, np.float32)}
+            wanted = (
+                "kept as codes of Q8_0, Q4_0, .*wanted an engine of floats"
+                if quantization == "auto"
+                else "missing: lm_head"
+            )
+            with pytest.raises(ModelLoadError, match=wanted):
+                engine.update_params(tree)
+    assert results[0] == results[1]
+
+
+def test_a_scale_that_is_not_finite_is_refused_by_its_tensor(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    _, checkpoint = open_checkpoint(path)
+    tensor = checkpoint.file.tensors["blk.1.ffn_down.weight"]  # type: ignore[attr-defined]
+    content = bytearray(path.read_bytes())
+    content[tensor.offset : tensor.offset + 2] = np.float16(np.nan).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"tensor model.layers.1.mlp.down_proj.weight holds a scale that is NaN"):
+        loaded(path, "float32", keeps_codes=True)
+
+
+@pytest.mark.parametrize(("quantization", "name"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_a_checkpoint_of_floats_is_quantized_as_it_is_read(tmp_path: Path, quantization: str, name: str) -> None:
+    """The results are those of a file that the gguf package has quantized, also when weights are read again."""
+    results, sampling = [], SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
+    (tmp_path / "floats").mkdir()
+    floats = write_file(tmp_path / "floats", kind=GGMLQuantizationType.F32)
+    for path, option in ((floats, quantization), (write_file(tmp_path, kind=GGMLQuantizationType[name]), "auto")):
+        with Engine(str(path), quantization=option, **ENGINE) as engine:
+            for _ in range(2):
+                outputs = engine.generate([[1, 2, 3], [4, 5]], sampling)
+                results.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
+                engine.sleep(level=2)
+                engine.wake_up()
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("Q4_0", {}, r" for .*m\.gguf, whose weights are quantized, allowed: auto, which keeps them, or none"),
+        (
+            "F32",
+            {"attention_backend": "xla"},
+            ", for which no matrix can be kept, allowed: auto, none, or the backend native",
+        ),
+        ("F32", {"load_format": "dummy"}, " with load_format dummy, allowed: auto or none"),
+    ],
+)
+def test_floats_are_not_quantized_where_that_is_not_possible(
+    tmp_path: Path, kind: str, options: dict[str, Any], message: str
+) -> None:
+    path = write_file(tmp_path, kind=GGMLQuantizationType[kind])
+    with pytest.raises(ConfigError, match=f"^quantization: got 'int8'{message}"):
+        Engine(str(path), quantization="int8", **ENGINE | options)
+
+
+def test_a_file_that_is_stored_in_another_format_by_now_is_refused_when_weights_are_read_again(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    with Engine(str(path), **ENGINE) as engine:
+        engine.sleep(level=2)
+        write_file(tmp_path, kind=GGMLQuantizationType.Q4_1)
+        with pytest.raises(ModelLoadError, match=r"is no longer stored as .*: start a new engine"):
+            engine.wake_up()
+
+
+def test_kept_weights_of_one_dtype_do_not_serve_another(tmp_path: Path) -> None:
+    """The codes have as many bytes for both, in another order."""
+    path = write_file(tmp_path, kind=GGMLQuantizationType.Q8_0)
+    config, checkpoint = open_checkpoint(path)
+    names = set()
+    for dtype in ("float32", "bfloat16"):
+        formats = stored_formats(checkpoint)
+        abstract = abstract_weights(config, dtype, device_mesh(jax.devices()[:1]), NATIVE_OPS, formats)
+        matrices = {p: leaf for p, leaf in nnx.to_flat_state(abstract.state) if "code_parts" in leaf.get_metadata()}
+        only_codes = replace(abstract, state=nnx.from_flat_state(matrices))
+        names.add(KeptWeights(tmp_path, only_codes, file_states([path]), "").path)
+    assert len(names) == 2
