@@ -162,24 +162,29 @@ def refuse_codes(leaves: Iterable[Any]) -> None:
         raise ModelLoadError(f"params: {fault}, wanted an engine of floats: make it with quantization='none'")
 
 
-def codes_note(state: Any, formats: StoredFormats) -> str | None:
-    """Return what becomes of the tensors that are stored as codes, for the log; None if there are none."""
-    stored = dict.fromkeys(code_format.name for _, code_format in formats if code_format is not None)
-    if not stored:
+def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
+    """Return a clause for the log that says what becomes of the tensors that a checkpoint stores as codes.
+
+    `formats` are those of the checkpoint, and `state` has the weights. The result is None if no tensor is stored so.
+    """
+    stored_names = dict.fromkeys(code_format.name for _, code_format in formats if code_format is not None)
+    if not stored_names:
         return None
     leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
-    if not (kept := _formats_of(leaves)):
-        return f"stored as {', '.join(stored)}, which become floats"
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    coded = [leaf for leaf in leaves if "code_parts" in leaf.get_metadata()]
-    num_coded_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in coded)
-    as_floats = f"{(num_bytes - num_coded_bytes) / 1e6:.3g} MB as floats"
-    return f"{num_coded_bytes / 1e6:.3g} MB are kept as codes of {', '.join(kept)}, {as_floats}"
+    if not (kept_names := _formats_of(leaves)):
+        return f"stored as {', '.join(stored_names)}, which become floats"
+    total_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    coded_leaves = [leaf for leaf in leaves if "code_parts" in leaf.get_metadata()]
+    coded_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in coded_leaves)
+    as_floats = f"{(total_bytes - coded_bytes) / 1e6:.3g} MB as floats"
+    return f"{coded_bytes / 1e6:.3g} MB are kept as codes of {', '.join(kept_names)}, {as_floats}"
 
 
 def _formats_of(leaves: Iterable[Any]) -> list[str]:
     """Return the names of the formats of codes among some weights."""
-    codes = (leaf.get_metadata().get("code_parts", ()) for leaf in leaves)
+    # A caller's own module may hold plain arrays, which have no metadata.
+    variables = (leaf for leaf in leaves if isinstance(leaf, nnx.Variable))
+    codes = (variable.get_metadata().get("code_parts", ()) for variable in variables)
     return list(dict.fromkeys(code_format.name for parts in codes for code_format, _ in parts))
 
 

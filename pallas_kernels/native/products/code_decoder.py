@@ -13,7 +13,7 @@ from llvmlite import ir
 from ...code_formats import CodeFormat
 from ..llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
 from ..registry import link
-from .code_panels import HALF, BlockLayout, block_layout
+from .code_panels import VECTOR_COLUMNS, BlockLayout, block_layout
 from .panels import DEPTH, PANEL
 
 CHUNKS_TOGETHER = 2
@@ -84,33 +84,44 @@ class _Decoder:
         return self.layout.code_format
 
     def emit(self, panel: ir.Value, target: ir.Value, steps: Steps, ahead: ir.Value) -> None:
-        """Emit a loop over steps: each is a part of a block, and one or several groups."""
+        """Emit a loop over steps of 32 values of K, each of which is one group, or two of 16, of a block.
+
+        `panel`, `target` and `ahead` are addresses: of the panel's bytes, of the decoded numbers, and of the panel
+        whose bytes are prefetched. Example for Q6_K, with blocks of 256 and groups of 16: step 9 is groups 2 and 3 of
+        block 1.
+        """
         code, build, format_ = self.code, self.code.build, self.format
         steps_per_block, groups_per_step = format_.block // DEPTH, DEPTH // format_.group
         step_bytes = -(-self.layout.num_bytes // steps_per_block)
         value_bytes = 2 if self.vectors.in_pairs else 4
 
         def decode_step(step: ir.Value) -> None:
+            """Emit the decoding of one step's groups, and the prefetch of as many bytes of the panel ahead."""
             block_offset = build.mul(build.udiv(step, I64(steps_per_block)), I64(self.layout.num_bytes))
             step_in_block = build.urem(step, I64(steps_per_block))
             block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
             code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
-            place = build.and_(step, steps.place_mask)
-            values = build.gep(target, [build.mul(place, I64(DEPTH * PANEL * value_bytes))])
+            target_step = build.and_(step, steps.place_mask)
+            step_numbers = build.gep(target, [build.mul(target_step, I64(DEPTH * PANEL * value_bytes))])
             super_scales = None
             if format_.super_group is not None:
-                super_scales = [self._halves(block, I64(PANEL * kind)) for kind in range(format_.num_scales)]
-            for number in range(groups_per_step):
-                group = build.add(build.mul(step_in_block, I64(groups_per_step)), I64(number))
-                group_values = build.gep(values, [I64(number * format_.group * PANEL * value_bytes)])
-                self._decode_group(block, group_values, group, super_scales)
+                first_columns = (I64(PANEL * index) for index in range(format_.num_scales))
+                super_scales = [self._load_float16(block, first_column) for first_column in first_columns]
+            for group_in_step in range(groups_per_step):
+                group = build.add(build.mul(step_in_block, I64(groups_per_step)), I64(group_in_step))
+                group_bytes = format_.group * PANEL * value_bytes
+                group_numbers = build.gep(step_numbers, [I64(group_in_step * group_bytes)])
+                self._decode_group(block, group_numbers, group, super_scales)
 
         code.loop(steps.begin, steps.end, decode_step)
 
     def _decode_group(
-        self, block: ir.Value, values: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
+        self, block: ir.Value, group_numbers: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
     ) -> None:
-        """Emit the decoding of a group of a block; `values` is where its numbers go."""
+        """Emit the decoding of group `group` of a block: each number is code × scale − minimum, by one instruction.
+
+        `group_numbers` is the address of the decoded numbers. Scales and minima of all 32 columns stay in registers.
+        """
         code, build, group_size = self.code, self.code.build, self.format.group
         scales = self._scales(block, group, super_scales)
         factors = scales[0]
@@ -124,15 +135,16 @@ class _Decoder:
         first_chunk = build.mul(group, I64(group_size))
 
         def decode_chunks(index: ir.Value) -> None:
-            for number in range(CHUNKS_TOGETHER):
-                index_here = build.add(index, I64(number))
-                chunk = build.add(first_chunk, index_here)
-                first_column = 2 * number if self.vectors.in_pairs else 0
+            """Emit the decoding of two chunks of 32 codes: two values of K, or both halves of a pair's columns."""
+            for offset in range(CHUNKS_TOGETHER):
+                chunk_in_group = build.add(index, I64(offset))
+                chunk = build.add(first_chunk, chunk_in_group)
+                first_vector = 2 * offset if self.vectors.in_pairs else 0
                 numbers = [
-                    code.add_product(floats, factors[first_column + half], negated[first_column + half])
+                    code.add_product(floats, factors[first_vector + half], negated[first_vector + half])
                     for half, floats in enumerate(self._codes(block, chunk))
                 ]
-                self._store(values, build.mul(index_here, I64(PANEL)), numbers)
+                self._store(group_numbers, build.mul(chunk_in_group, I64(PANEL)), numbers)
 
         code.loop(0, group_size, decode_chunks, step=CHUNKS_TOGETHER)
 
@@ -147,7 +159,7 @@ class _Decoder:
             code.store_vector(code.build.bitcast(rounded, ir.VectorType(I16, PANEL)), values, offset)
             return
         for half, each in enumerate(numbers):
-            half_offset = code.build.add(offset, I64(half * HALF))
+            half_offset = code.build.add(offset, I64(half * VECTOR_COLUMNS))
             if self.vectors.in_pairs:
                 code.store_rounded(each, values, half_offset, has_avx512_bf16=False)
             else:
@@ -156,41 +168,57 @@ class _Decoder:
     def _scales(
         self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
     ) -> list[list[ir.Value]]:
-        """Return scales, and minima, of a group: of each two vectors of 16 columns."""
+        """Return the scales of a group, and if the format has minima those too: two vectors of 16 columns of each.
+
+        Bytes are multiplied by their super-scales, in the same order.
+        """
         code, build, num_groups = self.code, self.code.build, self.format.block // self.format.group
-        found = []
+        group_scales = []
         begin = build.gep(block, [I64(self.layout.scales)])
-        for kind in range(self.format.num_scales):
-            offset = build.mul(build.add(group, I64(kind * num_groups)), I64(PANEL))
+        for index in range(self.format.num_scales):
+            offset = build.mul(build.add(group, I64(index * num_groups)), I64(PANEL))
             if super_scales is None:
-                found.append(self._halves(begin, offset))
+                group_scales.append(self._load_float16(begin, offset))
                 continue
             convert = build.sext if self.format.is_signed else build.zext
-            loaded = code.load_vectors(begin, (build.add(offset, I64(half * HALF)) for half in range(2)), I8, HALF)
-            numbers = [build.sitofp(convert(each, _vector(I32)), _vector(F32)) for each in loaded]
-            found.append([build.fmul(*pair) for pair in zip(super_scales[kind], numbers, strict=True)])
-        return found
+            loaded = code.load_vectors(
+                begin, (build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2)), I8, VECTOR_COLUMNS
+            )
+            factors = [build.sitofp(convert(each, _vector(I32)), _vector(F32)) for each in loaded]
+            group_scales.append([build.fmul(*pair) for pair in zip(super_scales[index], factors, strict=True)])
+        return group_scales
 
-    def _halves(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
+    def _load_float16(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
         """Return 32 float16, from an element on, as two vectors of float32."""
         code, build = self.code, self.code.build
-        loaded = code.load_vectors(begin, (build.add(offset, I64(half * HALF)) for half in range(2)), I16, HALF)
+        loaded = code.load_vectors(
+            begin, (build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2)), I16, VECTOR_COLUMNS
+        )
         return [build.fpext(build.bitcast(each, _vector(ir.HalfType())), _vector(F32)) for each in loaded]
 
     def _doubled(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
         """Return two vectors of 16 columns as four, in which each column comes twice."""
-        lanes = [ir.Constant(_vector(I32), [first + i // 2 for i in range(HALF)]) for first in (0, HALF // 2)]
+        lanes = [
+            ir.Constant(_vector(I32), [first + i // 2 for i in range(VECTOR_COLUMNS)])
+            for first in (0, VECTOR_COLUMNS // 2)
+        ]
         return [self.code.build.shuffle_vector(each, each, which) for each in vectors for which in lanes]
 
     def _codes(self, block: ir.Value, chunk: ir.Value) -> list[ir.Value]:
-        """Return the 32 codes of a chunk as two vectors of float32."""
+        """Return the 32 codes of a chunk of a block as two vectors of float32.
+
+        Lower bits are the two halves of 16 bytes. A fifth bit is a lane of a mask of 32; fifth and sixth bits of 16
+        codes are a word, which is shifted by twice the lane.
+        """
         code, build, bits = self.code, self.code.build, self.format.bits
         low_bits = build.gep(block, [I64(self.layout.low_bits)])
         if bits == 8:
-            first = build.mul(chunk, I64(PANEL))
-            loaded = code.load_vectors(low_bits, (build.add(first, I64(half * HALF)) for half in range(2)), I8, HALF)
+            first_code = build.mul(chunk, I64(PANEL))
+            loaded = code.load_vectors(
+                low_bits, (build.add(first_code, I64(half * VECTOR_COLUMNS)) for half in range(2)), I8, VECTOR_COLUMNS
+            )
             return [build.uitofp(each, _vector(F32)) for each in loaded]
-        packed = code.load_vector(low_bits, build.mul(chunk, I64(HALF)), I8, HALF)
+        packed = code.load_vector(low_bits, build.mul(chunk, I64(VECTOR_COLUMNS)), I8, VECTOR_COLUMNS)
         words = build.zext(packed, _vector(I32))
         upper = build.lshr(words, constant(_vector(I32), 4))
         if bits == 4 and self.vectors.has_avx512:
@@ -199,16 +227,16 @@ class _Decoder:
         high_bits = build.gep(block, [I64(self.layout.high_bits)])
         if bits == 5:
             mask = build.bitcast(code.load(high_bits, chunk, I32), ir.VectorType(ir.IntType(1), PANEL))
-            fifth, none = constant(_vector(I32), 16), constant(_vector(I32), 0)
+            fifth_bit, zeros = constant(_vector(I32), 16), constant(_vector(I32), 0)
             for half in range(2):
-                lanes = ir.Constant(_vector(I32), list(range(half * HALF, (half + 1) * HALF)))
+                lanes = ir.Constant(_vector(I32), list(range(half * VECTOR_COLUMNS, (half + 1) * VECTOR_COLUMNS)))
                 is_set = build.shuffle_vector(mask, mask, lanes)
-                low[half] = build.or_(low[half], build.select(is_set, fifth, none))
+                low[half] = build.or_(low[half], build.select(is_set, fifth_bit, zeros))
         if bits == 6:
-            shifts = ir.Constant(_vector(I32), [2 * i for i in range(HALF)])
+            shifts = ir.Constant(_vector(I32), [2 * i for i in range(VECTOR_COLUMNS)])
             for half in range(2):
                 word = code.load(high_bits, build.add(build.mul(chunk, I64(2)), I64(half)), I32)
-                pairs = build.and_(build.lshr(code.broadcast(word, HALF), shifts), constant(_vector(I32), 3))
+                pairs = build.and_(build.lshr(code.broadcast(word, VECTOR_COLUMNS), shifts), constant(_vector(I32), 3))
                 low[half] = build.or_(low[half], build.shl(pairs, constant(_vector(I32), 4)))
         return [build.sitofp(each, _vector(F32)) for each in low]
 
@@ -216,7 +244,7 @@ class _Decoder:
         """Return the lowest 4 bits of each word as float32: one instruction (AVX-512) that reads no other bits."""
         name, type_ = "llvm.x86.avx512.permvar.sf.512", _vector(F32)
         function = declare(self.code.build.module, name, type_, type_, _vector(I32))
-        return self.code.build.call(function, [ir.Constant(type_, [float(i) for i in range(HALF)]), words])
+        return self.code.build.call(function, [ir.Constant(type_, [float(i) for i in range(VECTOR_COLUMNS)]), words])
 
 
-_vector = partial(ir.VectorType, count=HALF)
+_vector = partial(ir.VectorType, count=VECTOR_COLUMNS)

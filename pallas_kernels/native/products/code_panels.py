@@ -20,19 +20,23 @@ from jaxtyping import Array, Float, Int
 from ...code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
 from .panels import PANEL
 
-HALF = PANEL // 2
+VECTOR_COLUMNS = PANEL // 2
+"""Codes of a vector: two vectors are a chunk of 32 codes."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the parts of a block are, in bytes from its begin."""
+    """Where the parts of a block of 32 columns are, in bytes from its start, where super-scales are if it has any."""
 
     code_format: CodeFormat
-    super_scales: int
     scales: int
+    """First byte of the scales, and of the minima behind them."""
     low_bits: int
+    """First byte of the lower 4 bits of the codes, or of whole codes of 8 bits."""
     high_bits: int
+    """First byte of fifth, or of fifth and sixth bits."""
     num_bytes: int
+    """Bytes of the block."""
 
 
 def block_layout(code_format: CodeFormat) -> BlockLayout:
@@ -44,7 +48,7 @@ def block_layout(code_format: CodeFormat) -> BlockLayout:
     low_bytes = num_codes if code_format.bits == 8 else num_codes // 2
     high_bytes = 0 if code_format.bits == 8 else num_codes * (code_format.bits - 4) // 8
     high_bits = low_bits + low_bytes
-    return BlockLayout(code_format, 0, scales, low_bits, high_bits, high_bits + high_bytes)
+    return BlockLayout(code_format, scales, low_bits, high_bits, high_bits + high_bytes)
 
 
 def panel_bytes(code_format: CodeFormat, depth: int) -> int:
@@ -58,9 +62,11 @@ def stored_bytes(depth: int, parts: CodeParts) -> int:
 
 
 def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool) -> np.ndarray:
-    """Return panels, uint8 [N ÷ 32, bytes of a panel], of rows [N, K] of Wᵀ; N is padded to panels of zeros.
+    """Return the panels of rows [N, K] of Wᵀ: uint8 [N ÷ 32, bytes of a panel]. N is padded to whole panels by zeros.
 
-    `in_pairs`: in the order of bfloat16.
+    Codes are transposed to [panels, blocks, K of a block, 32], and with `in_pairs` the two of a pair of K are put side
+    by side, as bfloat16 panels have them. Each 32 of them, a chunk, are then packed into 16 bytes, or 32 bytes for 8
+    bits; higher bits follow for all chunks of a block. Example: codes 1 and 17 of a chunk share byte 1.
     """
     num_rows, depth = codes.codes.shape
     num_panels, num_blocks = -(-num_rows // PANEL), depth // code_format.block
@@ -78,13 +84,13 @@ def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool) -> np.n
         code_bytes = [numbers]
     else:
         low = numbers & 15
-        code_bytes = [low[..., :HALF] | low[..., HALF:] << 4]
+        code_bytes = [low[..., :VECTOR_COLUMNS] | low[..., VECTOR_COLUMNS:] << 4]
     if code_format.bits == 5:
         code_bytes.append(np.packbits(numbers >> 4, axis=-1, bitorder="little"))
     if code_format.bits == 6:
-        fours = (numbers >> 4).reshape(*numbers.shape[:-1], PANEL // 4, 4)
-        first, second, third, fourth = (fours[..., i] << 2 * i for i in range(4))
-        code_bytes.append(first | second | third | fourth)
+        # Four codes share a byte: bits 2 i and 2 i + 1 are those of the i-th.
+        high_bits = (numbers >> 4).reshape(*numbers.shape[:-1], PANEL // 4, 4)
+        code_bytes.append(high_bits[..., 0] | high_bits[..., 1] << 2 | high_bits[..., 2] << 4 | high_bits[..., 3] << 6)
     fields = [*map(by_panel, codes.super_scales), *map(by_panel, codes.scales), *code_bytes]
     as_bytes = [np.ascontiguousarray(field).view(np.uint8).reshape(num_panels, num_blocks, -1) for field in fields]
     return np.concatenate(as_bytes, axis=-1).reshape(num_panels, -1)
@@ -107,7 +113,14 @@ def decoded_columns(matrix: CodedMatrix, ids: Int[Array, " T"]) -> Float[Array, 
 def _part_columns(
     data: Array, code_format: CodeFormat, depth: int, ids: Int[Array, " T"], in_pairs: bool
 ) -> Float[Array, "T K"]:
-    """Return columns of a part in float32: of any ids, of which those outside mean nothing."""
+    """Return columns of W by their numbers `ids` in a part of one format, decoded to float32.
+
+    `data` are the bytes of the part's panels. Ids outside of the part give columns that mean nothing. For each k the
+    bytes that hold the column's code are gathered, then those that hold the scales of its group. Codes lie in chunks of
+    32, as the numbers of a panel do. Example for bfloat16 (`in_pairs`): column 5 and k = 7 are the second number of
+    pair 3, whose 64 codes are chunks 6 and 7, so it is code 2 × 5 + 1 = 11 of chunk 6. In float32 it is code 5 of
+    chunk 7.
+    """
     layout, num_blocks = block_layout(code_format), depth // code_format.block
     blocks = data.reshape(-1, num_blocks, layout.num_bytes)
     panel, column = ids // PANEL, ids % PANEL
@@ -118,37 +131,41 @@ def _part_columns(
 
     def scales(begin: int, count: int, dtype: np.dtype) -> Array:
         """Return `count` numbers for the column of each block [T, blocks, count], as float32."""
-        first = begin + dtype.itemsize * (PANEL * jnp.arange(count)[None, :] + column[:, None])
+        offsets = begin + dtype.itemsize * (PANEL * jnp.arange(count)[None, :] + column[:, None])
         if dtype.itemsize == 1:
-            found = gathered(first)
-            return (jax.lax.bitcast_convert_type(found, jnp.int8) if dtype == np.int8 else found).astype(jnp.float32)
-        pairs = jnp.stack([gathered(first), gathered(first + 1)], axis=-1)
-        return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
+            scale_bytes = gathered(offsets)
+            if dtype == np.int8:
+                scale_bytes = jax.lax.bitcast_convert_type(scale_bytes, jnp.int8)
+            return scale_bytes.astype(jnp.float32)
+        float16_bytes = jnp.stack([gathered(offsets), gathered(offsets + 1)], axis=-1)
+        return jax.lax.bitcast_convert_type(float16_bytes, jnp.float16).astype(jnp.float32)
 
-    num_groups, num_kinds = code_format.block // code_format.group, code_format.num_scales
-    kinds = scales(layout.scales, num_groups * num_kinds, code_format.scale_dtype)
-    kinds = kinds.reshape(*kinds.shape[:2], num_kinds, num_groups)
+    # [T, blocks, scales and perhaps minima, groups]
+    num_groups, num_scales = code_format.block // code_format.group, code_format.num_scales
+    group_scales = scales(layout.scales, num_groups * num_scales, code_format.scale_dtype)
+    group_scales = group_scales.reshape(*group_scales.shape[:2], num_scales, num_groups)
     if code_format.super_group is not None:
-        kinds = kinds * scales(layout.super_scales, num_kinds, np.dtype(np.float16))[..., None]
-    # The place of the column's code of each k among the 32 of a chunk, and the chunk's number.
+        group_scales = group_scales * scales(0, num_scales, np.dtype(np.float16))[..., None]
+    # For each k of a block: the chunk that holds the column's code, and the code's index among the chunk's 32.
     k = jnp.arange(code_format.block)[None, :]
     if in_pairs:
-        place = 2 * column[:, None] + k % 2
-        chunk, place = k // 2 * 2 + place // PANEL, place % PANEL
+        index_in_pair = 2 * column[:, None] + k % 2
+        chunk, code_index = k // 2 * 2 + index_in_pair // PANEL, index_in_pair % PANEL
     else:
-        chunk, place = jnp.broadcast_to(k, (ids.shape[0], code_format.block)), column[:, None]
+        chunk, code_index = jnp.broadcast_to(k, (ids.shape[0], code_format.block)), column[:, None]
     if code_format.bits == 8:
-        codes = gathered(layout.low_bits + chunk * PANEL + place).astype(jnp.int32)
+        codes = gathered(layout.low_bits + chunk * PANEL + code_index).astype(jnp.int32)
     else:
-        packed = gathered(layout.low_bits + chunk * HALF + place % HALF).astype(jnp.int32)
-        codes = jnp.where((place >= HALF)[:, None, :], packed >> 4, packed & 15)
-        num_high = code_format.bits - 4
-        if num_high:
-            per_byte = 8 // num_high
-            high = gathered(layout.high_bits + chunk * (PANEL // per_byte) + place // per_byte).astype(jnp.int32)
-            high = high >> (num_high * (place % per_byte))[:, None, :] & ((1 << num_high) - 1)
-            codes = codes | high << 4
-    by_group = codes.reshape(*codes.shape[:2], num_groups, code_format.group).astype(jnp.float32)
-    factors = kinds[:, :, 0, :, None]
-    minima = kinds[:, :, 1, :, None] if code_format.has_minima else factors * code_format.zero
-    return (by_group * factors - minima).reshape(ids.shape[0], depth)
+        packed = gathered(layout.low_bits + chunk * VECTOR_COLUMNS + code_index % VECTOR_COLUMNS).astype(jnp.int32)
+        codes = jnp.where((code_index >= VECTOR_COLUMNS)[:, None, :], packed >> 4, packed & 15)
+        num_high_bits = code_format.bits - 4
+        if num_high_bits:
+            codes_per_byte = 8 // num_high_bits
+            offsets = layout.high_bits + chunk * (PANEL // codes_per_byte) + code_index // codes_per_byte
+            shifts = (num_high_bits * (code_index % codes_per_byte))[:, None, :]
+            high_bits = gathered(offsets).astype(jnp.int32) >> shifts & ((1 << num_high_bits) - 1)
+            codes = codes | high_bits << 4
+    codes_by_group = codes.reshape(*codes.shape[:2], num_groups, code_format.group).astype(jnp.float32)
+    factors = group_scales[:, :, 0, :, None]
+    minima = group_scales[:, :, 1, :, None] if code_format.has_minima else factors * code_format.zero
+    return (codes_by_group * factors - minima).reshape(ids.shape[0], depth)

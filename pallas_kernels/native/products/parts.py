@@ -150,10 +150,10 @@ class PartMultiplier(MatrixUnitMultiplier):
             return
 
         def multiply_tiles(num_tiles: int) -> None:
-            with build.if_else(build.icmp_signed("==", batch.number, I64(0))) as (first, other):
-                with first:
+            with build.if_else(build.icmp_signed("==", batch.number, I64(0))) as (is_first, is_later):
+                with is_first:
                     call(f"cut_{num_tiles}", lambda steps: steps.multiply_tiles(num_tiles, cuts_panel=True))
-                with other:
+                with is_later:
                     call(f"multiply_{num_tiles}", lambda steps: steps.multiply_tiles(num_tiles, cuts_panel=False))
 
         with build.if_else(build.icmp_signed("==", batch.num_rows, I64(1))) as (is_single, has_more):

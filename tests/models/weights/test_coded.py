@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
 from jpaged.models.dense import dense_logits
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.coded import StoredFormats, stored_formats
+from jpaged.models.weights.coded import StoredFormats, refuse_codes, stored_formats
 from jpaged.models.weights.kept_weights import KeptWeights, file_states
 from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.models.weights.saving import save_checkpoint
@@ -204,3 +204,7 @@ def test_kept_weights_of_one_dtype_do_not_serve_another(tmp_path: Path) -> None:
         only_codes = replace(abstract, state=nnx.from_flat_state(matrices))
         names.add(KeptWeights(tmp_path, only_codes, file_states([path]), "").path)
     assert len(names) == 2
+
+
+def test_plain_arrays_of_a_module_are_no_codes() -> None:
+    refuse_codes([np.ones(3, np.float32), jnp.ones(3)])
