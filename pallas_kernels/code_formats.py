@@ -1,21 +1,51 @@
 """Formats of quantized matrices: each number is a code of a few bits, and groups of numbers share a scale.
 
     number = code × scale − minimum          of its group along a row of Wᵀ, in float32 with one rounding
+    number = (code − zero) × scale           in formats without minima; zeros are one for all, or a byte of each group
+    number = float × scale                   where a code is itself a small float
 
-A scale is a float16, or a byte that multiplies a float16 of a larger group ("super-scale"), and so is a minimum. A
-format without minima has the code `zero` for 0, so that its minimum is zero × scale. Each product that is rounded has
-at most 24 bits, so numbers are exactly those that a reader of the file gives which multiplies before it subtracts.
+A scale is a float, or a byte that multiplies a float16 of a larger group ("super-scale"), and so is a minimum. Each
+product that is rounded has at most 24 bits, or is the last step, so numbers are exactly those that a reader of the file
+gives which multiplies before it subtracts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jaxtyping import Array, UInt8
+
+RUN = 32
+"""Numbers along a row that are decoded together: rows have a multiple of it, and groups divide it or are multiples."""
+SCALE_DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "power": np.dtype(np.uint8),
+}
+"""Kinds of scales: floats, or a byte e that stands for 2 to the power of e − 127."""
+MAX_POWER = 240
+"""Largest byte of a scale that is a power of two: such numbers are exact in float32, by every way to decode them."""
+SMALL_FLOATS = {3: np.dtype(ml_dtypes.float8_e4m3fn), 1: np.dtype(ml_dtypes.float4_e2m1fn)}
+"""Bits of the mantissa of codes that are floats → their dtype."""
+
+
+class Float16Bits(NamedTuple):
+    """How a code that is a small float becomes a float16: by shifts alone, and then it is to be multiplied."""
+
+    sign: int
+    """Bits that the sign is shifted to the left."""
+    magnitude: int
+    """Bits that all other bits are shifted to the left."""
+    factor: float
+    """The small float ÷ this float16: a power of two, since they count exponents from different ones."""
 
 
 @dataclass(frozen=True)
@@ -23,34 +53,82 @@ class CodeFormat:
     """How numbers are stored."""
 
     name: str
+    """What messages call it: as GGUF does, or with the group where formats of one name differ in it."""
     bits: int
     """Bits of a code: 4, 5, 6 or 8."""
     group: int
-    """Numbers along a row that share a scale."""
+    """Numbers along a row that share a scale: a part of RUN, or a multiple of it, such as all of a row."""
     zero: int = 0
-    """The code of 0, where there are no minima."""
+    """The code of 0, where there are neither minima nor zeros."""
     has_minima: bool = False
+    has_zeros: bool = False
+    """Whether each group has its own code of 0, a byte."""
     super_group: int | None = None
-    """Numbers that share a super-scale; None if scales are float16 themselves."""
+    """Numbers that share a super-scale; None if scales are floats themselves."""
     is_signed: bool = False
     """Whether scales under a super-scale are signed bytes."""
+    scale: str = "float16"
+    """The kind of scales that have no super-scale, and of minima: a key of SCALE_DTYPES."""
+    mantissa_bits: int | None = None
+    """Where a code is a float with a sign, the bits of its mantissa, a key of SMALL_FLOATS; None for integers."""
+
+    @property
+    def key(self) -> str:
+        """Return a name that tells this format from all others, for names of compiled code."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return "_".join(str(int(value) if isinstance(value, bool) else value).replace(" ", "") for value in values)
 
     @property
     def block(self) -> int:
         """Return the numbers of the smallest part of a row that is stored on its own."""
-        return self.super_group or self.group
+        return self.super_group or max(self.group, RUN)
+
+    @property
+    def run(self) -> int:
+        """Return how many numbers in a row are decoded with one scale at once."""
+        return min(self.group, RUN)
 
     @property
     def scale_dtype(self) -> np.dtype[Any]:
         """Return the dtype of scales and minima."""
         if self.super_group is None:
-            return np.dtype(np.float16)
+            return SCALE_DTYPES[self.scale]
         return np.dtype(np.int8 if self.is_signed else np.uint8)
 
     @property
     def num_scales(self) -> int:
         """Return how many kinds of scales there are: minima are a second one."""
         return 1 + self.has_minima
+
+    @property
+    def float16_bits(self) -> Float16Bits | None:
+        """Return how codes that are floats become float16; None for integers."""
+        if self.mantissa_bits is None:
+            return None
+        exponent_bits = self.bits - 1 - self.mantissa_bits
+        return Float16Bits(16 - self.bits, 10 - self.mantissa_bits, 2.0 ** (16 - 2 ** (exponent_bits - 1)))
+
+    @property
+    def code_values(self) -> np.ndarray:
+        """Return what each code stands for before scales and zeros, float32 [2 to the power of the bits]."""
+        codes = np.arange(2**self.bits, dtype=np.uint8)
+        return codes.astype(np.float32) if self.mantissa_bits is None else _as_floats(codes, self.mantissa_bits)
+
+    @property
+    def takes_floats(self) -> bool:
+        """Return whether `quantize` gives this format."""
+        has_one_scale = not (self.has_minima or self.has_zeros or self.super_group) and self.scale != "power"
+        return has_one_scale and (self.zero > 0) == (self.mantissa_bits is None)
+
+
+def int8_format(group: int) -> CodeFormat:
+    """Return the format of whole bytes, with a float32 that `group` numbers share: int8 where that is a row."""
+    return CodeFormat("int8", 8, group, zero=128, scale="float32")
+
+
+def float8_format(group: int) -> CodeFormat:
+    """Return the format of float8_e4m3fn, with a float32 that `group` numbers share."""
+    return CodeFormat("fp8", 8, group, scale="float32", mantissa_bits=3)
 
 
 CODE_FORMATS = {
@@ -64,6 +142,7 @@ CODE_FORMATS = {
         CodeFormat("Q4_K", 4, 32, has_minima=True, super_group=256),
         CodeFormat("Q5_K", 5, 32, has_minima=True, super_group=256),
         CodeFormat("Q6_K", 6, 16, zero=32, super_group=256, is_signed=True),
+        CodeFormat("MXFP4", 4, 32, scale="power", mantissa_bits=1),
     )
 }
 """Name in GGUF → format."""
@@ -71,14 +150,105 @@ CODE_FORMATS = {
 
 @dataclass(frozen=True)
 class Codes:
-    """Rows of a quantized matrix Wᵀ [N, K], in the normal form of all formats."""
+    """Rows of a quantized matrix Wᵀ [N, K], in the normal form of all formats. Arrays are numpy's or JAX's."""
 
-    codes: np.ndarray
+    codes: Any
     """uint8 [N, K], one code a byte."""
-    scales: list[np.ndarray]
+    scales: list[Any]
     """Scales, and minima if the format has them: each [N, K ÷ group], of the format's `scale_dtype`."""
-    super_scales: list[np.ndarray]
+    super_scales: list[Any]
     """For each of these, if there are super-scales: float16 [N, K ÷ super-group]."""
+    zeros: Any = None
+    """If the format has them, the code of 0 of each group: uint8 [N, K ÷ group]."""
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Return super-scales, scales, and zeros if there are any: all that groups have, in the order of panels."""
+        return [*self.super_scales, *self.scales, *([] if self.zeros is None else [self.zeros])]
+
+
+def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
+    """Return float rows [N, K] as codes of a format that `takes_floats`; `xp` is numpy, or jax.numpy for JAX's arrays.
+
+    A group's scale is its largest magnitude ÷ the largest code of its sign: that of the largest number itself for 4 and
+    5 bits, where there is one more negative code. Numbers are divided by the scale as it is stored and rounded to the
+    nearest, so both libraries give the same codes. Numbers that are not finite give scales that are not.
+    """
+    num_rows, depth = rows.shape
+    groups = rows.astype(xp.float32).reshape(num_rows, depth // code_format.group, code_format.group)
+    largest = xp.abs(groups).max(axis=-1)
+    if code_format.mantissa_bits is not None:
+        limit = float(ml_dtypes.finfo(SMALL_FLOATS[code_format.mantissa_bits]).max)
+        scales = largest * xp.float32(1 / limit)  # XLA makes a product of a division by a constant.
+    elif code_format.bits == 8:
+        limit = 127.0
+        scales = largest * xp.float32(1 / limit)
+    else:
+        # The number of the largest magnitude becomes the lowest code, which has no positive counterpart.
+        signed = xp.where(groups.max(axis=-1) == largest, largest, -largest)
+        limit = float(code_format.zero)
+        scales = signed * xp.float32(-1 / limit)
+    stored = scales.astype(code_format.scale_dtype)
+    divisors = stored.astype(xp.float32)[..., None]
+    divided = groups / xp.where(divisors == 0, xp.float32(1), divisors)
+    if code_format.mantissa_bits is not None:
+        small = xp.clip(divided, -limit, limit).astype(SMALL_FLOATS[code_format.mantissa_bits])
+        codes = small.view(xp.uint8)
+    else:
+        # The clip keeps NaN from becoming an integer: the scale tells that it was one.
+        whole = xp.nan_to_num(xp.rint(divided), nan=0.0)
+        highest = 127.0 if code_format.bits == 8 else limit - 1
+        codes = (xp.clip(whole, -limit, highest) + xp.float32(code_format.zero)).astype(xp.uint8)
+    return Codes(codes.reshape(num_rows, depth), [stored], [])
+
+
+def decode(codes: Codes, code_format: CodeFormat, xp: ModuleType = np) -> Any:
+    """Return the numbers of codes, float32 [N, K]; `xp` is numpy, or jax.numpy for JAX's arrays."""
+    num_rows, depth = codes.codes.shape
+    scales = [_scale_values(each, code_format, xp) for each in codes.scales]
+    if code_format.super_group is not None:
+        groups_together = code_format.super_group // code_format.group
+        super_scales = (each.astype(xp.float32).repeat(groups_together, axis=1) for each in codes.super_scales)
+        scales = [each * of_these for each, of_these in zip(scales, super_scales, strict=True)]
+    if code_format.mantissa_bits is None:
+        values = codes.codes.astype(xp.float32)
+    else:
+        values = xp.asarray(code_format.code_values)[codes.codes]
+    values = values.reshape(num_rows, depth // code_format.group, code_format.group)
+    factors = scales[0][..., None]
+    if code_format.has_minima:
+        numbers = values * factors - scales[1][..., None]
+    else:
+        zeros = xp.float32(code_format.zero) if codes.zeros is None else codes.zeros.astype(xp.float32)[..., None]
+        numbers = (values - zeros) * factors
+    return numbers.reshape(num_rows, depth)
+
+
+def are_finite(codes: Codes, code_format: CodeFormat) -> bool:
+    """Return whether all numbers of codes (numpy) are finite: scales are, and no code of 8 bits is a NaN."""
+    floats = codes.super_scales or codes.scales  # Scales under a super-scale are integers.
+    if code_format.super_group is None and code_format.scale == "power":
+        are_scales_finite = all((each <= MAX_POWER).all() for each in floats)
+    else:
+        are_scales_finite = all(np.isfinite(each.astype(np.float32)).all() for each in floats)
+    has_nans = code_format.mantissa_bits == 3
+    return are_scales_finite and not (has_nans and bool(((codes.codes & 0x7F) == 0x7F).any()))
+
+
+def _scale_values(scales: Any, code_format: CodeFormat, xp: ModuleType) -> Any:
+    """Return scales or minima in float32."""
+    if code_format.super_group is None and code_format.scale == "power":
+        return xp.exp2(scales.astype(xp.float32) - xp.float32(127)) if xp is np else _powers(scales)
+    return scales.astype(xp.float32)
+
+
+def _powers(exponents: UInt8[Array, "*S"]) -> Array:
+    """Return 2 to the power of each byte − 127, exactly; the byte 0 gives 0, since XLA knows no smaller numbers."""
+    return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def _as_floats(codes: np.ndarray, mantissa_bits: int) -> np.ndarray:
+    return codes.view(SMALL_FLOATS[mantissa_bits]).astype(np.float32)
 
 
 CodeParts = tuple[tuple[CodeFormat, int], ...]

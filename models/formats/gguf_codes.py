@@ -59,6 +59,11 @@ def _read_8_bits(blocks: np.ndarray) -> _Read:
     return blocks[:, 2:] ^ 128, _halves(blocks, 0, 1), []
 
 
+def _read_small_floats(blocks: np.ndarray) -> _Read:
+    """Read MXFP4: a power of two, then 16 bytes."""
+    return _nibbles(blocks[:, 1:]), [blocks[:, :1]], []
+
+
 def _scales_and_minima(packed: np.ndarray) -> list[np.ndarray]:
     """Return the 8 scales and the 8 minima, 6 bits each, that 12 bytes of each block hold: uint8 [blocks, 8].
 
@@ -104,9 +109,11 @@ _READERS = {
     "Q4_K": _read_4_bits_k,
     "Q5_K": _read_5_bits_k,
     "Q6_K": _read_6_bits_k,
+    "MXFP4": _read_small_floats,
 }
 BLOCK_BYTES = {
     "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
+    "MXFP4": 17,
 }  # fmt: skip
 """Bytes of a block of each type."""
 assert _READERS.keys() == BLOCK_BYTES.keys() == CODE_FORMATS.keys()
