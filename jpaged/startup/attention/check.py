@@ -29,7 +29,7 @@ import numpy as np
 from ... import pallas_kernels
 from ...checks import one_line
 from ...models.config.spec import ModelSpec
-from ...pallas_kernels.code_formats import CodedMatrix, CodeFormat
+from ...pallas_kernels.code_formats import CodedMatrix, CodeFormat, decode
 from ...pallas_kernels.kept_files import hash_of_folder
 from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ...pallas_kernels.ragged_paged_attention.interface import (
@@ -43,7 +43,7 @@ from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
 from ..user_cache import make_private, user_cache
 from .choice import attention_shape
-from .expected import NORM_EPS, KeptRow, decoded, layer_norm, product, random_codes, rms_norm
+from .expected import NORM_EPS, KeptRow, layer_norm, product, random_codes, rms_norm
 
 logger = logging.getLogger("jpaged")
 
@@ -59,7 +59,7 @@ CHECK_SOFT_CAP = 2.0
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
 CODED_INPUTS = 512
-"""Rows of matrices of codes that are compared: a multiple of the blocks of all formats."""
+"""Rows of matrices of codes that are compared, at least."""
 
 
 def find_failure(
@@ -86,7 +86,7 @@ def find_failure(
     agreement_file: Path | None = None  # Where an agreement is to be remembered; only agreements have files.
     try:
         key = check_key(backend, model, dtype, kv_dtype, block_size, device)
-        key += [code_format.name for code_format in formats]
+        key += [code_format.key for code_format in formats]
         try:
             path = result_file(key)
             if path.exists():
@@ -278,32 +278,34 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
 def codes_error(ops: LayerOps, formats: Sequence[CodeFormat], dtype: str, device: jax.Device) -> float:
     """Return the largest difference between products of `ops` with matrices of codes and those of numpy, as a share.
 
-    For each format, a matrix W [CODED_INPUTS, PRODUCT_COLUMNS] of random codes is multiplied by each number of rows in
-    PRODUCT_ROWS, and columns are taken from it. `dtype` is what numbers are decoded to.
+    For each format, a matrix W [K, PRODUCT_COLUMNS] of random codes is multiplied by each number of rows in
+    PRODUCT_ROWS, and columns are taken from it. K is CODED_INPUTS, or as many blocks as it begins. `dtype` is what
+    numbers are decoded to.
     """
     rng, largest_error = np.random.default_rng(0), 0.0
     ids = np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
-    inputs = [rng.normal(size=(num_rows, CODED_INPUTS)).astype(jnp.dtype(dtype)) for num_rows in PRODUCT_ROWS]
-    matrices, numbers = list[CodedMatrix](), list[np.ndarray]()
+    matrices, numbers, inputs = list[CodedMatrix](), list[np.ndarray](), list[list[np.ndarray]]()
     for code_format in formats:
-        codes = random_codes(code_format, PRODUCT_COLUMNS, CODED_INPUTS, rng)
+        depth = -(-CODED_INPUTS // code_format.block) * code_format.block
+        inputs.append([rng.normal(size=(num_rows, depth)).astype(jnp.dtype(dtype)) for num_rows in PRODUCT_ROWS])
+        codes = random_codes(code_format, PRODUCT_COLUMNS, depth, rng)
         packed = ops.packed_codes(codes, code_format, dtype).reshape(-1)
         parts = ((code_format, PRODUCT_COLUMNS),)
-        matrices.append(CodedMatrix(jax.device_put(packed, device), CODED_INPUTS, parts, dtype))
-        numbers.append(decoded(codes, code_format).astype(jnp.dtype(dtype)).astype(np.float32))
+        matrices.append(CodedMatrix(jax.device_put(packed, device), depth, parts, dtype))
+        numbers.append(decode(codes, code_format).astype(jnp.dtype(dtype)).astype(np.float32))
 
     @jax.jit
-    def run(matrices: list[CodedMatrix], inputs: list[jax.Array]) -> list[list[jax.Array]]:
+    def run(matrices: list[CodedMatrix], inputs: list[list[jax.Array]]) -> list[list[jax.Array]]:
         return [
             [
-                *(ops.product(x, matrix, PRODUCT_COLUMNS) for x in inputs),
-                ops.columns(matrix, jnp.asarray(ids), CODED_INPUTS),
+                *(ops.product(x, matrix, PRODUCT_COLUMNS) for x in rows),
+                ops.columns(matrix, jnp.asarray(ids), matrix.depth),
             ]
-            for matrix in matrices
+            for matrix, rows in zip(matrices, inputs, strict=True)
         ]
 
-    for weight_t, outs in zip(numbers, run(matrices, inputs), strict=True):
-        expected = [*(product(x.astype(np.float32), weight_t.T) for x in inputs), weight_t[ids]]
+    for weight_t, rows, outs in zip(numbers, inputs, run(matrices, inputs), strict=True):
+        expected = [*(product(x.astype(np.float32), weight_t.T) for x in rows), weight_t[ids]]
         for out, wanted in zip(outs, expected, strict=True):
             largest_error = max(largest_error, _largest_difference(np.asarray(out, np.float32), wanted))
     return largest_error

@@ -6,6 +6,8 @@ Products are those of `numpy.einsum`: the threads of BLAS, behind `@`, would wai
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float
 
@@ -74,25 +76,21 @@ def layer_norm(x: Float[np.ndarray, "R D"], weight: Float[np.ndarray, " D"]) -> 
 def random_codes(code_format: CodeFormat, num_rows: int, num_columns: int, rng: np.random.Generator) -> Codes:
     """Return random codes of a matrix Wᵀ [rows, columns], whose numbers have the size of 1."""
     num_groups, num_kinds = num_columns // code_format.group, code_format.num_scales
-    largest = 0.5 ** (code_format.bits - 1)
-
-    def halves(num_groups: int, size: float) -> list[np.ndarray]:
-        return [(size * rng.random((num_rows, num_groups))).astype(np.float16) for _ in range(num_kinds)]
-
+    values = code_format.code_values
     codes = rng.integers(0, 1 << code_format.bits, (num_rows, num_columns), dtype=np.uint8)
-    if code_format.super_group is None:
-        return Codes(codes, halves(num_groups, largest), [])
-    scales = [rng.integers(1, 64, (num_rows, num_groups)).astype(code_format.scale_dtype) for _ in range(num_kinds)]
-    return Codes(codes, scales, halves(num_columns // code_format.super_group, largest / 64))
+    codes[np.isnan(values)[codes]] = 0
+    largest = 1 / float(np.nanmax(values))
 
+    def floats(num_groups: int, size: float, dtype: np.dtype[Any]) -> list[np.ndarray]:
+        return [(size * rng.random((num_rows, num_groups))).astype(dtype) for _ in range(num_kinds)]
 
-def decoded(codes: Codes, code_format: CodeFormat) -> np.ndarray:
-    """Return the numbers of codes, float32 [rows, columns]."""
-    kinds = [scales.astype(np.float32) for scales in codes.scales]
     if code_format.super_group is not None:
-        groups_together = code_format.super_group // code_format.group
-        super_scales = (np.repeat(each.astype(np.float32), groups_together, 1) for each in codes.super_scales)
-        kinds = [scales * each for scales, each in zip(kinds, super_scales, strict=True)]
-    minima = kinds[1] if code_format.has_minima else kinds[0] * code_format.zero
-    factors, offsets = (np.repeat(each, code_format.group, 1) for each in (kinds[0], minima))
-    return codes.codes * factors - offsets
+        scales = [rng.integers(1, 64, (num_rows, num_groups)).astype(code_format.scale_dtype) for _ in range(num_kinds)]
+        super_scales = floats(num_columns // code_format.super_group, largest / 64, np.dtype(np.float16))
+        return Codes(codes, scales, super_scales)
+    if code_format.scale == "power":
+        return Codes(codes, [rng.integers(122, 126, (num_rows, num_groups), dtype=np.uint8)], [])
+    zeros = None
+    if code_format.has_zeros:
+        zeros = rng.integers(0, 1 << code_format.bits, (num_rows, num_groups), dtype=np.uint8)
+    return Codes(codes, floats(num_groups, largest, code_format.scale_dtype), [], zeros)

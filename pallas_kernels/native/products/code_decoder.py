@@ -53,7 +53,7 @@ def emit_decode(
     The function is compiled once for a format and an order, for all products.
     """
     arguments = [panel, target, *steps, ahead]
-    name = "_".join(["jpaged_decode", code_format.name, *(name for name, has in vectors._asdict().items() if has)])
+    name = "_".join(["jpaged_decode", code_format.key, *(name for name, has in vectors._asdict().items() if has)])
 
     def build() -> ir.Module:
         module = ir.Module(name)
@@ -84,19 +84,19 @@ class _Decoder:
         return self.layout.code_format
 
     def emit(self, panel: ir.Value, target: ir.Value, steps: Steps, ahead: ir.Value) -> None:
-        """Emit a loop over steps of 32 values of K, each of which is one group, or two of 16, of a block.
+        """Emit a loop over steps of 32 values of K, each of which is a run of one group, or several of small groups.
 
         `panel`, `target` and `ahead` are addresses: of the panel's bytes, of the decoded numbers, and of the panel
         whose bytes are prefetched. Example for Q6_K, with blocks of 256 and groups of 16: step 9 is groups 2 and 3 of
-        block 1.
+        block 1. With blocks and groups of 128, it is the second quarter of the only group of block 2.
         """
         code, build, format_ = self.code, self.code.build, self.format
-        steps_per_block, groups_per_step = format_.block // DEPTH, DEPTH // format_.group
+        steps_per_block, runs_per_step = format_.block // DEPTH, DEPTH // format_.run
         step_bytes = -(-self.layout.num_bytes // steps_per_block)
         value_bytes = 2 if self.vectors.in_pairs else 4
 
         def decode_step(step: ir.Value) -> None:
-            """Emit the decoding of one step's groups, and the prefetch of as many bytes of the panel ahead."""
+            """Emit the decoding of one step's runs, and the prefetch of as many bytes of the panel ahead."""
             block_offset = build.mul(build.udiv(step, I64(steps_per_block)), I64(self.layout.num_bytes))
             step_in_block = build.urem(step, I64(steps_per_block))
             block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
@@ -107,46 +107,57 @@ class _Decoder:
             if format_.super_group is not None:
                 first_columns = (I64(PANEL * index) for index in range(format_.num_scales))
                 super_scales = [self._load_float16(block, first_column) for first_column in first_columns]
-            for group_in_step in range(groups_per_step):
-                group = build.add(build.mul(step_in_block, I64(groups_per_step)), I64(group_in_step))
-                group_bytes = format_.group * PANEL * value_bytes
-                group_numbers = build.gep(step_numbers, [I64(group_in_step * group_bytes)])
-                self._decode_group(block, group_numbers, group, super_scales)
+            for run_in_step in range(runs_per_step):
+                run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(run_in_step))
+                run_bytes = format_.run * PANEL * value_bytes
+                run_numbers = build.gep(step_numbers, [I64(run_in_step * run_bytes)])
+                self._decode_run(block, run_numbers, run, super_scales)
 
         code.loop(steps.begin, steps.end, decode_step)
 
-    def _decode_group(
-        self, block: ir.Value, group_numbers: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
+    def _decode_run(
+        self, block: ir.Value, run_numbers: ir.Value, run: ir.Value, super_scales: list[list[ir.Value]] | None
     ) -> None:
-        """Emit the decoding of group `group` of a block: each number is code × scale − minimum, by one instruction.
+        """Emit the decoding of the numbers of run `run` of a block, which share a scale.
 
-        `group_numbers` is the address of the decoded numbers. Scales and minima of all 32 columns stay in registers.
+        `run_numbers` is the address of the decoded numbers. Scales, and what is added or taken away, stay in registers
+        for all 32 columns.
         """
-        code, build, group_size = self.code, self.code.build, self.format.group
+        code, build, format_ = self.code, self.code.build, self.format
+        group = build.udiv(run, I64(format_.group // format_.run))
         scales = self._scales(block, group, super_scales)
-        factors = scales[0]
-        if self.format.has_minima:
-            minima = scales[1]
-        else:
-            minima = [build.fmul(each, constant(each.type, float(self.format.zero))) for each in factors]
-        negated = [build.fneg(each) for each in minima]
+        factors, zeros, added = scales[0], list[ir.Value](), list[ir.Value]()
+        if format_.has_minima:
+            added = [build.fneg(each) for each in scales[1]]
+        elif format_.has_zeros:
+            zeros = self._zeros(block, group)
+            if format_.scale != "float32":  # Zeros × scales of fewer bits are exact.
+                added = [build.fneg(build.fmul(*pair)) for pair in zip(zeros, factors, strict=True)]
+                zeros = []
+        elif format_.zero:
+            added = [build.fmul(each, constant(each.type, -float(format_.zero))) for each in factors]
+        if format_.float16_bits is not None:
+            factors = [build.fmul(each, constant(each.type, format_.float16_bits.factor)) for each in factors]
         if self.vectors.in_pairs:  # A chunk of 32 codes has two of each of 16 columns.
-            factors, negated = self._doubled(factors), self._doubled(negated)
-        first_chunk = build.mul(group, I64(group_size))
+            factors, zeros, added = (self._doubled(each) for each in (factors, zeros, added))
+        first_chunk = build.mul(run, I64(format_.run))
 
         def decode_chunks(index: ir.Value) -> None:
             """Emit the decoding of two chunks of 32 codes: two values of K, or both halves of a pair's columns."""
             for offset in range(CHUNKS_TOGETHER):
-                chunk_in_group = build.add(index, I64(offset))
-                chunk = build.add(first_chunk, chunk_in_group)
+                chunk_in_run = build.add(index, I64(offset))
+                chunk = build.add(first_chunk, chunk_in_run)
                 first_vector = 2 * offset if self.vectors.in_pairs else 0
-                numbers = [
-                    code.add_product(floats, factors[first_vector + half], negated[first_vector + half])
-                    for half, floats in enumerate(self._codes(block, chunk))
-                ]
-                self._store(group_numbers, build.mul(chunk_in_group, I64(PANEL)), numbers)
+                numbers = []
+                for vector, floats in enumerate(self._codes(block, chunk), first_vector):
+                    if added:
+                        numbers.append(code.add_product(floats, factors[vector], added[vector]))
+                    else:
+                        shifted = build.fsub(floats, zeros[vector]) if zeros else floats
+                        numbers.append(build.fmul(shifted, factors[vector]))
+                self._store(run_numbers, build.mul(chunk_in_run, I64(PANEL)), numbers)
 
-        code.loop(0, group_size, decode_chunks, step=CHUNKS_TOGETHER)
+        code.loop(0, format_.run, decode_chunks, step=CHUNKS_TOGETHER)
 
     def _store(self, values: ir.Value, offset: ir.Value, numbers: list[ir.Value]) -> None:
         """Emit the store of 32 numbers from an element on."""
@@ -172,29 +183,49 @@ class _Decoder:
 
         Bytes are multiplied by their super-scales, in the same order.
         """
-        code, build, num_groups = self.code, self.code.build, self.format.block // self.format.group
+        build, num_groups = self.code.build, self.format.block // self.format.group
         group_scales = []
         begin = build.gep(block, [I64(self.layout.scales)])
         for index in range(self.format.num_scales):
             offset = build.mul(build.add(group, I64(index * num_groups)), I64(PANEL))
             if super_scales is None:
-                group_scales.append(self._load_float16(begin, offset))
+                group_scales.append(self._load_floats(begin, offset))
                 continue
             convert = build.sext if self.format.is_signed else build.zext
-            loaded = code.load_vectors(
-                begin, (build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2)), I8, VECTOR_COLUMNS
-            )
+            loaded = self._load_columns(begin, offset, I8)
             factors = [build.sitofp(convert(each, _vector(I32)), _vector(F32)) for each in loaded]
             group_scales.append([build.fmul(*pair) for pair in zip(super_scales[index], factors, strict=True)])
         return group_scales
 
+    def _zeros(self, block: ir.Value, group: ir.Value) -> list[ir.Value]:
+        """Return the zeros of a group as float32: two vectors of 16 columns."""
+        build = self.code.build
+        begin = build.gep(block, [I64(self.layout.zeros)])
+        loaded = self._load_columns(begin, build.mul(group, I64(PANEL)), I8)
+        return [build.uitofp(each, _vector(F32)) for each in loaded]
+
+    def _load_floats(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        """Return 32 scales of the format's kind, from an element on, as two vectors of float32."""
+        build, kind = self.code.build, self.format.scale
+        if kind == "float16":
+            return self._load_float16(begin, offset)
+        if kind == "float32":
+            return self._load_columns(begin, offset, F32)
+        # The bits of a bfloat16 are the upper half of those of a float32; a power of two has exponent bits alone.
+        element_type, shift = (I16, 16) if kind == "bfloat16" else (I8, 23)
+        words = (build.zext(each, _vector(I32)) for each in self._load_columns(begin, offset, element_type))
+        return [build.bitcast(build.shl(each, constant(_vector(I32), shift)), _vector(F32)) for each in words]
+
     def _load_float16(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
         """Return 32 float16, from an element on, as two vectors of float32."""
-        code, build = self.code, self.code.build
-        loaded = code.load_vectors(
-            begin, (build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2)), I16, VECTOR_COLUMNS
-        )
-        return [build.fpext(build.bitcast(each, _vector(ir.HalfType())), _vector(F32)) for each in loaded]
+        build = self.code.build
+        halves = (build.bitcast(each, _vector(ir.HalfType())) for each in self._load_columns(begin, offset, I16))
+        return [build.fpext(each, _vector(F32)) for each in halves]
+
+    def _load_columns(self, begin: ir.Value, offset: ir.Value, element_type: ir.Type) -> list[ir.Value]:
+        """Return a number of each of 32 columns, from an element on, as two vectors."""
+        offsets = (self.code.build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2))
+        return self.code.load_vectors(begin, offsets, element_type, VECTOR_COLUMNS)
 
     def _doubled(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
         """Return two vectors of 16 columns as four, in which each column comes twice."""
@@ -213,16 +244,18 @@ class _Decoder:
         code, build, bits = self.code, self.code.build, self.format.bits
         low_bits = build.gep(block, [I64(self.layout.low_bits)])
         if bits == 8:
-            first_code = build.mul(chunk, I64(PANEL))
-            loaded = code.load_vectors(
-                low_bits, (build.add(first_code, I64(half * VECTOR_COLUMNS)) for half in range(2)), I8, VECTOR_COLUMNS
-            )
+            loaded = self._load_columns(low_bits, build.mul(chunk, I64(PANEL)), I8)
+            if self.format.float16_bits is not None:
+                return [self._small_floats(build.zext(each, _vector(I16))) for each in loaded]
             return [build.uitofp(each, _vector(F32)) for each in loaded]
         packed = code.load_vector(low_bits, build.mul(chunk, I64(VECTOR_COLUMNS)), I8, VECTOR_COLUMNS)
         words = build.zext(packed, _vector(I32))
         upper = build.lshr(words, constant(_vector(I32), 4))
         if bits == 4 and self.vectors.has_avx512:
             return [self._looked_up(words), self._looked_up(upper)]
+        if self.format.float16_bits is not None:
+            halves = (build.and_(words, constant(_vector(I32), 15)), upper)
+            return [self._small_floats(build.trunc(each, _vector(I16))) for each in halves]
         low = [build.and_(words, constant(_vector(I32), 15)), upper]
         high_bits = build.gep(block, [I64(self.layout.high_bits)])
         if bits == 5:
@@ -240,11 +273,30 @@ class _Decoder:
                 low[half] = build.or_(low[half], build.shl(pairs, constant(_vector(I32), 4)))
         return [build.sitofp(each, _vector(F32)) for each in low]
 
+    def _small_floats(self, codes: ir.Value) -> ir.Value:
+        """Return codes that are floats, words of 16 bits, as float32 ÷ the factor of `float16_bits`.
+
+        As float16 they have the same sign, exponent and mantissa, at the upper ends of their fields. A processor
+        converts float16 exactly, the smallest numbers too.
+        """
+        build, bits, shifts = self.code.build, self.format.bits, self.format.float16_bits
+        assert shifts is not None
+        word = _vector(I16)
+        sign = build.and_(build.shl(codes, constant(word, shifts.sign)), constant(word, 0x8000))
+        magnitude = build.and_(codes, constant(word, (1 << (bits - 1)) - 1))
+        float16 = build.or_(sign, build.shl(magnitude, constant(word, shifts.magnitude)))
+        return build.fpext(build.bitcast(float16, _vector(ir.HalfType())), _vector(F32))
+
     def _looked_up(self, words: ir.Value) -> ir.Value:
-        """Return the lowest 4 bits of each word as float32: one instruction (AVX-512) that reads no other bits."""
+        """Return what the lowest 4 bits of each word stand for, ÷ the factor of `float16_bits` if codes are floats.
+
+        It is one instruction (AVX-512) that reads no other bits.
+        """
         name, type_ = "llvm.x86.avx512.permvar.sf.512", _vector(F32)
         function = declare(self.code.build.module, name, type_, type_, _vector(I32))
-        return self.code.build.call(function, [ir.Constant(type_, [float(i) for i in range(VECTOR_COLUMNS)]), words])
+        small_floats = self.format.float16_bits
+        table = self.format.code_values / (1.0 if small_floats is None else small_floats.factor)
+        return self.code.build.call(function, [ir.Constant(type_, [float(each) for each in table]), words])
 
 
 _vector = partial(ir.VectorType, count=VECTOR_COLUMNS)

@@ -1,23 +1,26 @@
 """Quantized matrices as native code reads them: W [K, N] in panels of 32 columns, each a sequence of blocks of K.
 
-    block      super-scales [32], scales [groups, 32], lower 4 bits [K of a block, 32], upper bits
+    block      super-scales [32], scales [groups, 32], zeros [groups, 32], lower 4 bits [K of a block, 32], upper bits
 
-Minima follow scales, and super-minima super-scales. A panel is decoded to float32 [K, 32], or to bfloat16 in pairs
-[K ÷ 2, 32, 2] (`panels`), and codes lie in that order, 32 and 32: so one order is for float32, and one for bfloat16.
-Of such 32, byte i has the lower 4 bits of code i, and in its upper half those of code 16 + i. Fifth bits are 4 bytes,
-bit i that of code i; fifth and sixth bits are 8 bytes, with those of 4 codes in each. Codes of 8 bits are bytes.
+Minima follow scales, and super-minima super-scales; only some formats have super-scales and zeros. A panel is decoded
+to float32 [K, 32], or to bfloat16 in pairs [K ÷ 2, 32, 2] (`panels`), and codes lie in that order, 32 and 32: so one
+order is for float32, and one for bfloat16. Of such 32, byte i has the lower 4 bits of code i, and in its upper half
+those of code 16 + i. Fifth bits are 4 bytes, bit i that of code i; fifth and sixth bits are 8 bytes, with those of 4
+codes in each. Codes of 8 bits are bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ...code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
+from ...code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, decode
 from .panels import PANEL
 
 VECTOR_COLUMNS = PANEL // 2
@@ -31,6 +34,8 @@ class BlockLayout:
     code_format: CodeFormat
     scales: int
     """First byte of the scales, and of the minima behind them."""
+    zeros: int
+    """First byte of the zeros, if the format has them."""
     low_bits: int
     """First byte of the lower 4 bits of the codes, or of whole codes of 8 bits."""
     high_bits: int
@@ -44,11 +49,12 @@ def block_layout(code_format: CodeFormat) -> BlockLayout:
     num_codes = code_format.block * PANEL
     scales = 2 * PANEL * code_format.num_scales if code_format.super_group else 0
     num_groups = code_format.block // code_format.group
-    low_bits = scales + code_format.num_scales * num_groups * PANEL * code_format.scale_dtype.itemsize
+    zeros = scales + code_format.num_scales * num_groups * PANEL * code_format.scale_dtype.itemsize
+    low_bits = zeros + code_format.has_zeros * num_groups * PANEL
     low_bytes = num_codes if code_format.bits == 8 else num_codes // 2
     high_bytes = 0 if code_format.bits == 8 else num_codes * (code_format.bits - 4) // 8
     high_bits = low_bits + low_bytes
-    return BlockLayout(code_format, scales, low_bits, high_bits, high_bits + high_bytes)
+    return BlockLayout(code_format, scales, zeros, low_bits, high_bits, high_bits + high_bytes)
 
 
 def panel_bytes(code_format: CodeFormat, depth: int) -> int:
@@ -61,8 +67,10 @@ def stored_bytes(depth: int, parts: CodeParts) -> int:
     return sum(-(-size // PANEL) * panel_bytes(code_format, depth) for code_format, size in parts)
 
 
-def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool) -> np.ndarray:
+def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool, xp: ModuleType = np) -> Any:
     """Return the panels of rows [N, K] of Wᵀ: uint8 [N ÷ 32, bytes of a panel]. N is padded to whole panels by zeros.
+
+    `xp` is numpy, or jax.numpy for codes that are JAX's arrays.
 
     Codes are transposed to [panels, blocks, K of a block, 32], and with `in_pairs` the two of a pair of K are put side
     by side, as bfloat16 panels have them. Each 32 of them, a chunk, are then packed into 16 bytes, or 32 bytes for 8
@@ -71,10 +79,15 @@ def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool) -> np.n
     num_rows, depth = codes.codes.shape
     num_panels, num_blocks = -(-num_rows // PANEL), depth // code_format.block
 
-    def by_panel(rows: np.ndarray) -> np.ndarray:
+    def by_panel(rows: Any) -> Any:
         """Return [N, n a row] as [panels, blocks, n a block, 32]."""
-        padded = np.pad(rows, ((0, num_panels * PANEL - num_rows), (0, 0)))
+        padded = xp.pad(rows, ((0, num_panels * PANEL - num_rows), (0, 0)))
         return padded.reshape(num_panels, PANEL, num_blocks, -1).transpose(0, 2, 3, 1)
+
+    def as_bytes(field: Any) -> Any:
+        """Return the bytes of numbers [panels, blocks, …] in order: [panels, blocks, bytes]."""
+        flat = field.reshape(num_panels, num_blocks, -1)
+        return xp.ascontiguousarray(flat).view(np.uint8) if xp is np else flat.view(xp.uint8)
 
     numbers = by_panel(codes.codes)
     if in_pairs:
@@ -86,14 +99,13 @@ def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool) -> np.n
         low = numbers & 15
         code_bytes = [low[..., :VECTOR_COLUMNS] | low[..., VECTOR_COLUMNS:] << 4]
     if code_format.bits == 5:
-        code_bytes.append(np.packbits(numbers >> 4, axis=-1, bitorder="little"))
+        code_bytes.append(xp.packbits(numbers >> 4, axis=-1, bitorder="little"))
     if code_format.bits == 6:
         # Four codes share a byte: bits 2 i and 2 i + 1 are those of the i-th.
         high_bits = (numbers >> 4).reshape(*numbers.shape[:-1], PANEL // 4, 4)
         code_bytes.append(high_bits[..., 0] | high_bits[..., 1] << 2 | high_bits[..., 2] << 4 | high_bits[..., 3] << 6)
-    fields = [*map(by_panel, codes.super_scales), *map(by_panel, codes.scales), *code_bytes]
-    as_bytes = [np.ascontiguousarray(field).view(np.uint8).reshape(num_panels, num_blocks, -1) for field in fields]
-    return np.concatenate(as_bytes, axis=-1).reshape(num_panels, -1)
+    fields = [*map(by_panel, codes.arrays), *code_bytes]
+    return xp.concatenate([*map(as_bytes, fields)], axis=-1).reshape(num_panels, -1)
 
 
 def decoded_columns(matrix: CodedMatrix, ids: Int[Array, " T"]) -> Float[Array, "T K"]:
@@ -129,23 +141,19 @@ def _part_columns(
         """Return bytes of each block of the panels [T, blocks, n], from offsets within a block [T, n]."""
         return blocks[panel[:, None, None], jnp.arange(num_blocks)[None, :, None], offsets[:, None, :]]
 
-    def scales(begin: int, count: int, dtype: np.dtype) -> Array:
-        """Return `count` numbers for the column of each block [T, blocks, count], as float32."""
+    def stored(begin: int, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return `count` numbers of the column of each block, from a byte on, for each id: [T, blocks × count]."""
         offsets = begin + dtype.itemsize * (PANEL * jnp.arange(count)[None, :] + column[:, None])
-        if dtype.itemsize == 1:
-            scale_bytes = gathered(offsets)
-            if dtype == np.int8:
-                scale_bytes = jax.lax.bitcast_convert_type(scale_bytes, jnp.int8)
-            return scale_bytes.astype(jnp.float32)
-        float16_bytes = jnp.stack([gathered(offsets), gathered(offsets + 1)], axis=-1)
-        return jax.lax.bitcast_convert_type(float16_bytes, jnp.float16).astype(jnp.float32)
+        as_bytes = jnp.stack([gathered(offsets + i) for i in range(dtype.itemsize)], axis=-1)
+        as_bytes = as_bytes[..., 0] if dtype.itemsize == 1 else as_bytes
+        return jax.lax.bitcast_convert_type(as_bytes, dtype).reshape(ids.shape[0], -1)
 
-    # [T, blocks, scales and perhaps minima, groups]
-    num_groups, num_scales = code_format.block // code_format.group, code_format.num_scales
-    group_scales = scales(layout.scales, num_groups * num_scales, code_format.scale_dtype)
-    group_scales = group_scales.reshape(*group_scales.shape[:2], num_scales, num_groups)
-    if code_format.super_group is not None:
-        group_scales = group_scales * scales(0, num_scales, np.dtype(np.float16))[..., None]
+    num_groups = code_format.block // code_format.group
+    kinds = range(code_format.num_scales)
+    kind_bytes = PANEL * num_groups * code_format.scale_dtype.itemsize
+    scales = [stored(layout.scales + i * kind_bytes, num_groups, code_format.scale_dtype) for i in kinds]
+    super_scales = [stored(2 * PANEL * i, 1, np.dtype(np.float16)) for i in kinds if code_format.super_group]
+    zeros = stored(layout.zeros, num_groups, np.dtype(np.uint8)) if code_format.has_zeros else None
     # For each k of a block: the chunk that holds the column's code, and the code's index among the chunk's 32.
     k = jnp.arange(code_format.block)[None, :]
     if in_pairs:
@@ -165,7 +173,5 @@ def _part_columns(
             shifts = (num_high_bits * (code_index % codes_per_byte))[:, None, :]
             high_bits = gathered(offsets).astype(jnp.int32) >> shifts & ((1 << num_high_bits) - 1)
             codes = codes | high_bits << 4
-    codes_by_group = codes.reshape(*codes.shape[:2], num_groups, code_format.group).astype(jnp.float32)
-    factors = group_scales[:, :, 0, :, None]
-    minima = group_scales[:, :, 1, :, None] if code_format.has_minima else factors * code_format.zero
-    return (codes_by_group * factors - minima).reshape(ids.shape[0], depth)
+    found = Codes(codes.astype(jnp.uint8).reshape(ids.shape[0], depth), scales, super_scales, zeros)
+    return decode(found, code_format, jnp)

@@ -40,7 +40,7 @@ class CodedMultiplier:
 
     @property
     def name(self) -> str:
-        return "_".join([self.decoded.name, *(f"{code_format.name}x{size}" for code_format, size in self.parts)])
+        return "_".join([self.decoded.name, *(f"{code_format.key}x{size}" for code_format, size in self.parts)])
 
     @property
     def max_batch_rows(self) -> int:

@@ -1,6 +1,7 @@
 """Matrices that stay codes: products with them have the bits of those with the decoded matrix."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import gguf
 import jax
@@ -9,12 +10,23 @@ import numpy as np
 import pytest
 
 from jpaged.models.formats.gguf_codes import BLOCK_BYTES, codes_of
-from jpaged.pallas_kernels.code_formats import CODE_FORMATS, CodedMatrix
+from jpaged.pallas_kernels.code_formats import (
+    CODE_FORMATS,
+    CodedMatrix,
+    CodeFormat,
+    Codes,
+    decode,
+    float8_format,
+    int8_format,
+    quantize,
+)
 from jpaged.pallas_kernels.layer_ops import Product, StoredMatrix
 from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.products.chain import product
+from jpaged.pallas_kernels.native.products.code_panels import pack_codes
 from jpaged.pallas_kernels.native.products.panels import in_panels
+from jpaged.startup.attention.expected import random_codes
 
 from .test_products import DTYPES, be_processor
 
@@ -24,33 +36,62 @@ PROCESSORS = {
     "AVX-512": {"has_pairs": False, "has_avx512": True},
     "AVX512-BF16": {"has_pairs": True, "has_avx512": True},
 }
-EVERYWHERE = ("Q5_0", "Q4_K", "Q6_K")
-"""Formats that each run multiplies for all processors: codes of 4, 5 and 6 bits, with and without minima."""
+ROW = -1
+"""A group of all of a row."""
+FORMATS = {
+    **CODE_FORMATS,
+    "zeros": CodeFormat("zeros", 4, 64, has_zeros=True),
+    "zeros of float32": CodeFormat("zeros", 8, 128, has_zeros=True, scale="float32"),
+    "4 bits of bfloat16": CodeFormat("4 bits", 4, 128, zero=8, scale="bfloat16"),
+    "groups of 8": CodeFormat("groups of 8", 4, 8, has_zeros=True, scale="bfloat16"),
+    "int8": int8_format(ROW),
+    "fp8": float8_format(ROW),
+    "fp8 blocks": float8_format(128),
+}
+EVERYWHERE = ("Q5_0", "Q4_K", "Q6_K", "MXFP4", "fp8", "zeros of float32", "groups of 8")
+"""Formats that each run multiplies for all processors: codes of each kind, with minima, zeros and neither."""
 ROWS = (1, 2, 13, 17, 40, 300)
 HALF_BYTES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
 """Where a block has its float16: a scale; others have a minimum behind it."""
 
 
 def stored_rows(name: str, num_rows: int, depth: int) -> np.ndarray:
-    """Return rows of random blocks, as a file has them, with scales of about 0.05."""
+    """Return rows of random blocks, as a file of GGUF has them, with scales of about 0.05."""
     rng = np.random.default_rng(num_rows + depth)
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0]
     blocks = rng.integers(0, 256, (num_rows, depth // block, BLOCK_BYTES[name]), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 126, blocks.shape[:2])
+        return blocks.reshape(num_rows, -1)
     for first in HALF_BYTES.get(name, (0, 2)):
         scales = (0.05 * rng.normal(size=(*blocks.shape[:2], 1))).astype(np.float16)
         blocks[..., first : first + 2] = scales.view(np.uint8)
     return blocks.reshape(num_rows, -1)
 
 
+def format_of(name: str, depth: int) -> CodeFormat:
+    """Return the format of this name for rows of `depth` numbers."""
+    code_format = FORMATS[name]
+    return replace(code_format, group=depth) if code_format.group == ROW else code_format
+
+
+def random_part(name: str, num_rows: int, depth: int) -> tuple[Codes, np.ndarray]:
+    """Return random rows of Wᵀ as codes, and as the numbers that the gguf package, or `decode`, gives."""
+    if name in CODE_FORMATS:
+        stored = stored_rows(name, num_rows, depth)
+        return codes_of(stored, CODE_FORMATS[name]), gguf.dequantize(stored, gguf.GGMLQuantizationType[name])
+    codes = random_codes(format_of(name, depth), num_rows, depth, np.random.default_rng(num_rows + depth))
+    return codes, decode(codes, format_of(name, depth))
+
+
 def matrices(parts: Sequence[tuple[str, int]], depth: int, dtype: str) -> tuple[CodedMatrix, jax.Array]:
-    """Return a matrix W [K, N] whose columns have these formats, as codes, and decoded by the gguf package [N, K]."""
+    """Return a matrix W [K, N] whose columns have these formats, as codes, and decoded as Wᵀ [N, K]."""
     packed, decoded = [], []
     for name, num_columns in parts:
-        stored = stored_rows(name, num_columns, depth)
-        codes = codes_of(stored, CODE_FORMATS[name])
-        packed.append(NATIVE_OPS.packed_codes(codes, CODE_FORMATS[name], dtype).reshape(-1))
-        decoded.append(gguf.dequantize(stored, gguf.GGMLQuantizationType[name]))
-    code_parts = tuple((CODE_FORMATS[name], num_columns) for name, num_columns in parts)
+        codes, numbers = random_part(name, num_columns, depth)
+        packed.append(NATIVE_OPS.packed_codes(codes, format_of(name, depth), dtype).reshape(-1))
+        decoded.append(numbers)
+    code_parts = tuple((format_of(name, depth), num_columns) for name, num_columns in parts)
     data = jnp.asarray(np.concatenate(packed))
     assert data.shape == NATIVE_OPS.coded_shape(depth, code_parts)
     return CodedMatrix(data, depth, code_parts, dtype), jnp.asarray(np.concatenate(decoded)).astype(dtype)
@@ -67,7 +108,7 @@ def chain(rows: jax.Array, weights: Sequence[StoredMatrix], sizes: Sequence[int]
     ("name", "processor"),
     [
         pytest.param(name, processor, marks=() if processor == "this" or name in EVERYWHERE else pytest.mark.slow)
-        for name in CODE_FORMATS
+        for name in FORMATS
         for processor in PROCESSORS
     ],
 )
@@ -104,7 +145,7 @@ def test_a_chain_of_matrices_in_several_formats_has_the_bits_of_the_decoded_one(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CODE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_columns_are_those_of_the_decoded_matrix(name: str, dtype: str) -> None:
     coded, decoded = matrices([(name, 64), ("Q8_0", 40)], 512, dtype)
     ids = jnp.asarray([0, 63, 17, 31, 32, 64, 103, 17])
@@ -122,3 +163,24 @@ def test_bytes_of_another_matrix_are_refused() -> None:
     x = jnp.zeros((2, 256), jnp.float32)
     with pytest.raises(ValueError, match=r"product: got codes of 512 × 64 in .* wanted 256 × 64 in 9216 of uint8"):
         product(x, coded, 64)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0", "int8", "fp8"])
+def test_numpy_and_jax_quantize_and_pack_to_the_same_bytes(name: str) -> None:
+    rows = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
+    rows[0], rows[1, 7] = 0, 9
+    code_format = format_of(name, 96)
+
+    @jax.jit
+    def packed(rows: jax.Array) -> jax.Array:
+        return pack_codes(quantize(rows, code_format, jnp), code_format, in_pairs=True, xp=jnp)
+
+    codes = quantize(rows, code_format)
+    np.testing.assert_array_equal(packed(rows), pack_codes(codes, code_format, in_pairs=True))
+    # The nearest code is at most half a step away, or in 8-bit floats half of the last bit of the mantissa.
+    step = 2.0**-4 * np.abs(rows) + 1e-3 if name == "fp8" else np.abs(codes.scales[0].astype(np.float32)) / 2 + 1e-6
+    step = step if name == "fp8" else step.repeat(code_format.group, axis=1)
+    # One side of 4 and 5 bits has a code less.
+    largest = np.abs(rows.reshape(40, -1, code_format.group)).max(-1).repeat(code_format.group, axis=1)
+    is_free = (np.abs(rows) < 0.85 * largest) | (rows == 0)
+    assert (np.abs(decode(codes, code_format) - rows) <= step)[is_free].all()
