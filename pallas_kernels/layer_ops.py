@@ -123,6 +123,13 @@ class LayerOps:
         """
         raise NotImplementedError
 
+    def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
+        """Return float32 rows of Wᵀ, quantized, as the array that stores them, if matrices can stay codes.
+
+        All formats take floats (`CodeFormat.takes_floats`). `dtype` is what numbers are decoded to.
+        """
+        raise NotImplementedError
+
     def store(self, matrix: Float[Array, "I O"]) -> Array:
         """Return a matrix W [num_in, num_out] as the array that stores it."""
         return matrix

@@ -235,8 +235,8 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     quantization: str = _option(
         "auto",
-        "auto: keep a quantized file's codes; none: make floats of them; int8, int4: quantize floats as they are read",
-        one_of("auto", "none", "int8", "int4"),
+        "auto: keep a quantized model's codes; none: make floats of them; int8, fp8, int4: quantize floats at load",
+        one_of("auto", "none", "int8", "fp8", "int4"),
     )
     perf_map: bool = _option(
         False, "name native code for Linux's profiler: write /tmp/perf-PID.map, which perf reads", boolean

@@ -21,7 +21,7 @@ from ..errors import InvalidRequestError, JpagedError
 from ..intake.offline import as_prompts
 from ..models.formats.checkpoint import DTYPES, UnsavedTensor
 from ..models.formats.safetensors_checkpoint import write_tensors
-from ..models.weights.coded import AT_LOAD
+from ..models.weights.at_load import AT_LOAD
 from ..startup.open_model import ModelHandle
 from ..step.step_sizes import StepSizes
 from .distilled import INDEX_FILE, Index, Settings, ShardEntry, ShardReader, read_index

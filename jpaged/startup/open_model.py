@@ -25,8 +25,8 @@ from ..models.formats.tree_checkpoint import lies_on_several_devices
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
+from ..models.weights.at_load import QuantizedCheckpoint
 from ..models.weights.checkpoint_module import CheckpointModule
-from ..models.weights.coded import AT_LOAD, QuantizedCheckpoint
 from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
@@ -127,9 +127,6 @@ def open_model(config: EngineConfig) -> ModelHandle:
     checkpoint: Checkpoint | None = None
     weight_files: tuple[FileState, ...] = ()
     if config.load_format == "dummy":
-        if config.quantization in AT_LOAD:
-            fault = f"{shown(config.quantization)} with load_format dummy"
-            raise refusal("quantization", fault, "auto or none: random weights are floats", error=ConfigError)
         model_config = read_config(source.path, config.hf_overrides)
     else:
         model_config, checkpoint = open_checkpoint(

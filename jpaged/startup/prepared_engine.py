@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from ..checks import one_line, refusal, shown
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
-from ..models.weights.coded import AT_LOAD, StoredFormats, coded_weights, stored_formats
+from ..models.config.decoder import DecoderConfig
+from ..models.weights.at_load import AT_LOAD, formats_at_load
+from ..models.weights.coded import StoredFormats, coded_weights, stored_formats
 from ..models.weights.live_weights import LiveWeights
-from ..models.weights.loading import check_tensors
+from ..models.weights.loading import check_tensors, tensor_shapes
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
@@ -79,10 +81,12 @@ def prepare_engine(
     device, on_chip = devices[0], handle.config.spec_on_chip(len(devices))
     processors = config.logits_processors
     check_processors(processors, on_chip.vocab_size)
-    formats = stored_formats(handle.checkpoint)
+    mesh, formats = device_mesh(list(devices)), stored_formats(handle.checkpoint)
+    if config.load_format == "dummy" and config.quantization in AT_LOAD and isinstance(handle.config, DecoderConfig):
+        formats = formats_at_load(config.quantization, tensor_shapes(handle.decoder, mesh))
     engine = AbstractEngine(
         handle.config,
-        device_mesh(list(devices)),
+        mesh,
         backend,
         LogitRulesSpec(on_chip.vocab_size, processors, frozenset(handle.eos_token_ids)),
         SampleSettings(processors, config.max_logprobs, config.logprobs_mode),

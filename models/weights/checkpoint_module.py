@@ -33,8 +33,9 @@ from ..formats.checkpoint import Checkpoint
 from ..layers import Axes
 from ..recipe import Piece, Recipes
 from .live_tree import TreeLayout
-from .live_weights import LiveWeights, Origins, make_weight
+from .live_weights import LiveWeights, Origins
 from .loading import abstract_weights, check_tensors, load_arrays, recipes_for
+from .weight_recipe import make_weight
 
 
 @dataclass(frozen=True)

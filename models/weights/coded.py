@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from flax import nnx
 
-from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, CodeParts, Codes
+from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_finite
 from ...sharding import replicated
 from ..errors import ModelLoadError
-from ..formats.checkpoint import WHOLE, Checkpoint
-from ..formats.gguf_codes import codes_of
-from ..recipe import Piece, Recipes, read_finite
+from ..formats.checkpoint import Checkpoint
+from ..recipe import Piece, Recipes
 
 
 @runtime_checkable
@@ -27,51 +25,6 @@ class CodedCheckpoint(Checkpoint, Protocol):
 
     def read_codes(self, name: str, rows: slice) -> Codes:
         """Return rows of a tensor that is stored as codes."""
-
-
-AT_LOAD = {"int8": "Q8_0", "int4": "Q4_0"}
-"""Ways to quantize a checkpoint of floats as it is read → type of GGUF that its matrices then have."""
-
-
-class QuantizedCheckpoint:
-    """A checkpoint of floats whose matrices are quantized as they are read; norms and biases stay floats."""
-
-    def __init__(self, checkpoint: Checkpoint, quantization: str) -> None:
-        """Quantize to one of AT_LOAD."""
-        self.path = checkpoint.path
-        self._checkpoint, self._format = checkpoint, CODE_FORMATS[AT_LOAD[quantization]]
-
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
-        return self._checkpoint.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
-        return self._checkpoint.shape(name)
-
-    def dtype(self, name: str) -> str:
-        """Return the tensor's dtype before it is quantized, as in `Checkpoint`."""
-        return self._checkpoint.dtype(name)
-
-    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return a block of the tensor that is not quantized."""
-        return self._checkpoint.read(name, rows, columns)
-
-    def files(self) -> list[Path]:
-        """Return the files of the checkpoint."""
-        return self._checkpoint.files()
-
-    def code_format(self, name: str) -> CodeFormat | None:
-        """Return the format of a matrix whose rows are whole groups; None for other tensors."""
-        shape = self._checkpoint.shape(name)
-        return self._format if len(shape) == 2 and shape[1] % self._format.group == 0 else None
-
-    def read_codes(self, name: str, rows: slice) -> Codes:
-        """Return rows of a matrix, quantized by the gguf package. Raises ModelLoadError for a NaN or an infinity."""
-        from gguf import GGMLQuantizationType, quantize
-
-        values = read_finite(self._checkpoint, name, rows).astype(np.float32)
-        return codes_of(quantize(values, GGMLQuantizationType[self._format.name]), self._format)
 
 
 StoredFormats = tuple[tuple[str, CodeFormat | None], ...]
@@ -150,16 +103,22 @@ def check_codes(leaves: Mapping[Any, Any], recipes: Recipes, checkpoint: Checkpo
         metadata = leaf.get_metadata()
         wanted = metadata.get("code_parts")
         if wanted is not None and _code_parts(recipes.pieces[path], recipes.shapes, formats, metadata) != wanted:
-            names, tensor = ", ".join(_formats_of([leaf])), recipes.pieces[path][0].tensor
+            names, tensor = ", ".join(_names_of([leaf])), recipes.pieces[path][0].tensor
             fault = f"tensor {tensor} or one beside it is no longer stored as {names}"
             raise ModelLoadError(f"{checkpoint.path}: {fault}, as this engine keeps it: start a new engine")
 
 
-def refuse_codes(leaves: Iterable[Any]) -> None:
-    """Raise ModelLoadError if weights are codes of a quantized file, which no array of floats can replace."""
-    if formats := _formats_of(leaves):
-        fault = f"got arrays for weights that are kept as codes of {', '.join(formats)}"
-        raise ModelLoadError(f"params: {fault}, wanted an engine of floats: make it with quantization='none'")
+def refuse_floats(leaves: Iterable[Any]) -> None:
+    """Raise ModelLoadError if weights are codes of formats that floats are not quantized to.
+
+    These are the formats whose scales are sought by many tries, as the programs that write such files do it.
+    """
+    formats = [code_format for code_format in _formats_of(leaves) if not code_format.takes_floats]
+    if formats:
+        names = ", ".join(dict.fromkeys(code_format.name for code_format in formats))
+        fault = f"got arrays of floats for weights that are kept as codes of {names}"
+        way_out = "or make the engine with quantization='none', or int8, fp8 or int4 of a checkpoint of floats"
+        raise ModelLoadError(f"params: {fault}, wanted codes under the paths of the engine's own weights: {way_out}")
 
 
 def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
@@ -171,7 +130,7 @@ def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
     if not stored_names:
         return None
     leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
-    if not (kept_names := _formats_of(leaves)):
+    if not (kept_names := _names_of(leaves)):
         return f"stored as {', '.join(stored_names)}, which become floats"
     total_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     coded_leaves = [leaf for leaf in leaves if "code_parts" in leaf.get_metadata()]
@@ -180,12 +139,16 @@ def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
     return f"{coded_bytes / 1e6:.3g} MB are kept as codes of {', '.join(kept_names)}, {as_floats}"
 
 
-def _formats_of(leaves: Iterable[Any]) -> list[str]:
-    """Return the names of the formats of codes among some weights."""
+def _formats_of(leaves: Iterable[Any]) -> list[CodeFormat]:
+    """Return the formats of codes among some weights."""
     # A caller's own module may hold plain arrays, which have no metadata.
     variables = (leaf for leaf in leaves if isinstance(leaf, nnx.Variable))
     codes = (variable.get_metadata().get("code_parts", ()) for variable in variables)
-    return list(dict.fromkeys(code_format.name for parts in codes for code_format, _ in parts))
+    return list(dict.fromkeys(code_format for parts in codes for code_format, _ in parts))
+
+
+def _names_of(leaves: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(code_format.name for code_format in _formats_of(leaves)))
 
 
 def read_coded(
@@ -193,7 +156,7 @@ def read_coded(
 ) -> None:
     """Fill `out` with the codes of a matrix, some rows of Wᵀ at a time: about `max_values` values.
 
-    Raises ModelLoadError for a scale that is not finite.
+    Raises ModelLoadError for numbers or scales that are not finite.
     """
     assert isinstance(checkpoint, CodedCheckpoint)
     num_in, _ = metadata["matrix"]
@@ -206,11 +169,9 @@ def read_coded(
         for row in range(start, stop, rows_at_once):
             rows = slice(row, min(row + rows_at_once, stop))
             codes = checkpoint.read_codes(piece.tensor, rows)
-            # Scales under a super-scale are integers.
-            floats = codes.super_scales or codes.scales
-            if not all(np.isfinite(each).all() for each in floats):
+            if not are_finite(codes, code_format):
                 where = f"rows {rows.start} to {rows.stop - 1}"
-                fault = f"tensor {piece.tensor} holds a scale that is NaN or infinite in {where}"
+                fault = f"tensor {piece.tensor} holds a NaN or an infinity, or a scale that is one, in {where}"
                 raise ModelLoadError(f"{checkpoint.path}: {fault}; fetch it again")
             packed = metadata["ops"].packed_codes(codes, code_format, metadata["decoded_dtype"]).reshape(-1)
             out[num_written : num_written + len(packed)] = packed

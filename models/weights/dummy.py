@@ -1,7 +1,8 @@
 """Random weights in the memory of the device, for speed and correctness checks without a checkpoint.
 
 Every number is an odd integer of eight bits times a power of two, so that bfloat16 holds it exactly: weights of both
-dtypes, and on every platform, are the same numbers. Nothing passes through the memory of the host.
+dtypes, and on every platform, are the same numbers. Where an engine quantizes, these numbers are quantized. Nothing
+passes through the memory of the host.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
 from .loading import Weights
 
@@ -47,6 +49,8 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
 def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.Array:
     """Return the array of one weight on its devices: constant if its metadata has a "fill", else random.
 
+    A matrix that is stored as codes has random numbers that are quantized.
+
     `leaf` is an nnx variable with the weight's shape, dtype and sharding and no values yet. `name` is the weight's
     dotted path, such as "layers.3.mlp.down_proj.weight". It seeds the random numbers: the seed is SEED, folded with
     the path's CRC-32, which is the same on every machine.
@@ -58,19 +62,34 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
     # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table [V, D] as it is.
     shape = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
-    return _maker(shape, leaf.dtype, metadata["ops"] if "matrix" in metadata else None, leaf.sharding)(key)
+    ops = metadata["ops"] if "matrix" in metadata else None
+    codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
+    return _maker(shape, leaf.dtype, ops, leaf.sharding, codes)(key)
 
 
 @lru_cache(maxsize=64)
 def _maker(
-    shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: jax.sharding.Sharding
+    shape: tuple[int, int],
+    dtype: Any,
+    ops: LayerOps | None,
+    sharding: jax.sharding.Sharding,
+    codes: tuple[CodeParts, str] | None,
 ) -> Callable[[jax.Array], jax.Array]:
     """Return a jitted function from a random key to a weight; weights with equal arguments share one program."""
-    return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops), out_shardings=sharding)
+    return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops, codes=codes), out_shardings=sharding)
 
 
-def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> jax.Array:
+def _random(
+    key: jax.Array,
+    *,
+    shape: tuple[int, int],
+    dtype: Any,
+    ops: LayerOps | None,
+    codes: tuple[CodeParts, str] | None,
+) -> jax.Array:
     """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
+
+    With `codes`, the formats of its columns and the dtype that these are decoded to, it is stored as codes.
 
     A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
     is nearest, in its exponent, to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their
@@ -79,5 +98,8 @@ def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps
     """
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
+    if codes is not None:
+        assert ops is not None
+        return ops.store_codes(odd * 2.0**exponent, *codes)
     rows = (odd * 2.0**exponent).astype(dtype)
     return rows if ops is None else ops.store(rows.T)

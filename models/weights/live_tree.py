@@ -56,6 +56,8 @@ class WantedTree:
     twin: Twin | None = None
     dtypes: tuple[str, ...] = DTYPES
     """Names of the dtypes that the arrays may have."""
+    codes: frozenset[str] = frozenset()
+    """Names of arrays that are the bytes of codes, uint8."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
         *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
     ]
     needed = {name: arrays[name] for name in shapes if name in arrays}
-    misfits = {name: fault for name, leaf in needed.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
+    dtypes = {name: ("uint8",) if name in wanted.codes else wanted.dtypes for name in needed}
+    misfits = {name: fault for name, leaf in needed.items() if (fault := _misfit(leaf, shapes[name], dtypes[name]))}
     # Each of these names has a fault of its own, so every one gets a clause of its own.
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
     faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []

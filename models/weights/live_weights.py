@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,47 +22,22 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from ...pallas_kernels.layer_ops import LayerOps
 from ...sharding import replicated, reshard
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
-from ..recipe import Bounds, Path, Piece
-from .coded import refuse_codes
+from ..recipe import Path, Piece
+from .coded import refuse_floats
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, recipes_for, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
 from .subtree import statistics_elsewhere as elsewhere
+from .weight_recipe import WeightRecipe, make_weight, recipe_of
 
 Key = Hashable
-
-
-@dataclass(frozen=True)
-class WeightRecipe:
-    """How tensors become one weight: their shapes, the pieces they are cut into, and how the weight is stored.
-
-    Weights with equal recipes share a program.
-    """
-
-    tensors: tuple[tuple[int, ...], ...]
-    """Shapes of the tensors."""
-    pieces: tuple[Piece, ...]
-    """The name of a piece's tensor is its index among `tensors`."""
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.Sharding
-    matrix: tuple[int, int] | None = None
-    """(inputs, outputs) of a matrix W, whose pieces are counted in Wᵀ; None for a table or a vector."""
-    ops: LayerOps | None = None
-    """How a matrix is stored."""
-
-    @property
-    def is_copy(self) -> bool:
-        """Return whether the weight is one whole tensor, unchanged but for its dtype."""
-        whole = tuple((0, size) for size in self.shape)
-        pieces = [(piece.source, piece.target, piece.is_transposed) for piece in self.pieces]
-        return self.matrix is None and pieces == [(whole, whole, False)]
+CODE_DTYPE = "uint8"
+"""The dtype of matrices that are codes."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +95,6 @@ class LiveWeights:
         subtree of their own; those that the tree lacks stay as in `held`, the present weights by their names. Raises
         ModelLoadError, which lists every fault.
         """
-        refuse_codes(self._leaves.values())
         leaves = named_leaves(tree)
         arrays = self._own_part(leaves)
         if missing := self._statistics - arrays.keys():
@@ -132,6 +106,8 @@ class LiveWeights:
         wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
         wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
         origins = origins_of[wanted.layout]
+        if wanted.layout is not TreeLayout.OWN:
+            refuse_floats(self._leaves.values())
         return check_tree(arrays, wanted, [origin.names for origin in origins.values()]), origins
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -219,9 +195,11 @@ class LiveWeights:
         """
         lower_by_key: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
-            for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
+            for origin, dtype, is_in_place in product(origins.values(), (*DTYPES, CODE_DTYPE), (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
                 is_own = layout is TreeLayout.OWN
+                if (dtype == CODE_DTYPE) != (is_own and recipe.dtype == CODE_DTYPE):
+                    continue  # Codes are given as they are stored, and floats are not.
                 key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
                 tensor_sharding = recipe.sharding if is_own else self._whole
                 num_stacked = self._num_layers if is_stacked else None
@@ -323,7 +301,9 @@ class LiveWeights:
         # Without a config the model is a caller's own module. Its tree may hold float64, numpy's default and JAX's with
         # x64; the method `make` converts it to float32.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
-        return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
+        coded = (origin.names for origin in origins.values() if origin.recipe.dtype == CODE_DTYPE)
+        codes = frozenset(name for names in coded for name in names) if is_own else frozenset[str]()
+        return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes, codes)
 
     def checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees under checkpoint names, for TENSORS and STACKED; {} without a config.
@@ -342,21 +322,11 @@ class LiveWeights:
             # Recipes name tensors by index and not by name, so that the layers of a model have equal recipes.
             numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
             shapes = tuple(recipes.shapes[name] for name in names)
-            recipe = _recipe(self._leaves[path], shapes, numbered)
+            recipe = recipe_of(self._leaves[path], shapes, numbered)
             layer = recipes.stacked[names[0]].layer  # All tensors of a weight belong to its layer.
             tensors[path] = _Origin(recipe, names)
             stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
-
-
-def _recipe(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
-    """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes.
-
-    `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer.
-    """
-    metadata = leaf.get_metadata()
-    stored = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
-    return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
 
 
 def _own_origin(path: Path, leaf: Any) -> _Origin:
@@ -390,60 +360,3 @@ def _fits(array: jax.Array, leaf: Any) -> bool:
     """Return whether an array can be a weight as it is."""
     is_same = array.dtype == leaf.dtype and array.shape == leaf.shape
     return is_same and array.sharding.is_equivalent_to(leaf.sharding, array.ndim)
-
-
-def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
-    """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
-
-    A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
-    `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
-    together as Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it. Parts that no piece covers
-    are zero.
-    """
-    if layer is not None:
-        tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
-    shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
-    blocks = []
-    for piece in recipe.pieces:
-        tensor = tensors[int(piece.tensor)]
-        values = (tensor.T if piece.is_transposed else tensor)[tuple(slice(*bounds) for bounds in piece.source)]
-        blocks.append(_Block(piece.target, values.astype(recipe.dtype)))
-    weight = _assembled(shape, blocks, recipe.dtype)
-    if recipe.ops is not None:
-        weight = recipe.ops.store(weight.T)
-    # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
-    return jnp.copy(weight)
-
-
-class _Block(NamedTuple):
-    """Values, and the slice of a weight that they fill."""
-
-    target: tuple[Bounds, ...]
-    values: jax.Array
-
-
-def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any]) -> jax.Array:
-    """Return an array of this shape with the blocks at their targets, and zeros elsewhere. Blocks do not overlap.
-
-    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps: for
-    6 rows with blocks at rows 0 to 1 and 4 to 5, the parts are a block, zeros for rows 2 to 3, and the other block.
-    Otherwise blocks are written into an array of zeros one by one. A scalar weight (shape ()) is its only block. Each
-    block's target is the (start, stop) of every axis, and its values have `dtype` already.
-    """
-    if not shape:
-        return blocks[0].values
-    num_rows, *widths = shape
-    all_columns = [(0, width) for width in widths]
-    if all(list(block.target[1:]) == all_columns for block in blocks):
-        parts, row = [], 0  # `row` is the first row that `parts` do not fill yet.
-        for block in sorted(blocks, key=lambda block: block.target[0]):
-            start, stop = block.target[0]
-            parts += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
-            parts.append(block.values)
-            row = stop
-        parts += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    weight = jnp.zeros(shape, dtype)
-    for block in blocks:
-        weight = weight.at[tuple(slice(*bounds) for bounds in block.target)].set(block.values)
-    return weight

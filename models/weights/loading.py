@@ -119,6 +119,11 @@ def abstract_weights(
     return replace(weights, state=with_codes(state, recipes, dict(formats)))
 
 
+def tensor_shapes(config: DecoderConfig, mesh: Mesh) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a model's checkpoint, under its usual name."""
+    return recipes_for(abstract_weights(config, "float32", mesh), config, ()).shapes
+
+
 def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
     """Check the names, shapes and dtypes of a checkpoint's tensors against the model, before anything is allocated.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
+from ..code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, quantize
 from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, StoredMatrix, split_parts
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS
@@ -55,6 +55,14 @@ class NativeOps(LayerOps):
 
     def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
         return pack_codes(codes, code_format, in_pairs=dtype == "bfloat16")
+
+    def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
+        packed, first_row = list[Array](), 0
+        for code_format, size in parts:
+            codes = quantize(rows[first_row : first_row + size], code_format, jnp)
+            packed.append(pack_codes(codes, code_format, in_pairs=dtype == "bfloat16", xp=jnp).reshape(-1))
+            first_row += size
+        return jnp.concatenate(packed)
 
     def store(self, matrix: Float[Array, "I O"]) -> Array:
         return in_panels(matrix)

@@ -81,7 +81,7 @@ RANGES = {
     "device": (["auto", "cpu", "gpu", "tpu"], ["cuda", "", None, 0]),
     "attention_backend": (["auto", *BACKEND_NAMES], ["flash", "", None, ["xla"]]),
     "generation_config": (["auto", "none"], [None, "", "vllm"]),
-    "quantization": (["auto", "none", "int8", "int4"], ["awq", "", None, True]),
+    "quantization": (["auto", "none", "int8", "fp8", "int4"], ["awq", "", None, True]),
     "perf_map": BOOLEAN,
     "async_scheduling": BOOLEAN,
     "deterministic": BOOLEAN,

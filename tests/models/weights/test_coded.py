@@ -15,10 +15,13 @@ from safetensors.numpy import load_file
 from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
 from jpaged.models.dense import dense_logits
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.coded import StoredFormats, refuse_codes, stored_formats
+from jpaged.models.weights.at_load import QuantizedCheckpoint, format_at_load, formats_at_load
+from jpaged.models.weights.coded import StoredFormats, refuse_floats, stored_formats
+from jpaged.models.weights.dummy import dummy_weights
 from jpaged.models.weights.kept_weights import KeptWeights, file_states
-from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights, tensor_shapes
 from jpaged.models.weights.saving import save_checkpoint
+from jpaged.pallas_kernels.code_formats import decode, float8_format, quantize
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
@@ -127,9 +130,7 @@ def test_an_engine_keeps_codes_unless_told_otherwise_and_gives_the_same_logprobs
             results.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
             tree = {"model.norm.weight": np.ones(128, np.float32)}
             wanted = (
-                "kept as codes of Q8_0, Q4_0, .*wanted an engine of floats"
-                if quantization == "auto"
-                else "missing: lm_head"
+                "kept as codes of Q5_1, wanted codes under the paths" if quantization == "auto" else "missing: lm_head"
             )
             with pytest.raises(ModelLoadError, match=wanted):
                 engine.update_params(tree)
@@ -143,24 +144,90 @@ def test_a_scale_that_is_not_finite_is_refused_by_its_tensor(tmp_path: Path) -> 
     content = bytearray(path.read_bytes())
     content[tensor.offset : tensor.offset + 2] = np.float16(np.nan).tobytes()
     path.write_bytes(content)
-    with pytest.raises(ModelLoadError, match=r"tensor model.layers.1.mlp.down_proj.weight holds a scale that is NaN"):
+    with pytest.raises(
+        ModelLoadError, match=r"tensor model.layers.1.mlp.down_proj.weight holds a NaN or an infinity, or a scale"
+    ):
         loaded(path, "float32", keeps_codes=True)
 
 
-@pytest.mark.parametrize(("quantization", "name"), [("int8", "Q8_0"), ("int4", "Q4_0")])
-def test_a_checkpoint_of_floats_is_quantized_as_it_is_read(tmp_path: Path, quantization: str, name: str) -> None:
-    """The results are those of a file that the gguf package has quantized, also when weights are read again."""
-    results, sampling = [], SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
-    (tmp_path / "floats").mkdir()
-    floats = write_file(tmp_path / "floats", kind=GGMLQuantizationType.F32)
-    for path, option in ((floats, quantization), (write_file(tmp_path, kind=GGMLQuantizationType[name]), "auto")):
-        with Engine(str(path), quantization=option, **ENGINE) as engine:
-            for _ in range(2):
-                outputs = engine.generate([[1, 2, 3], [4, 5]], sampling)
-                results.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
-                engine.sleep(level=2)
-                engine.wake_up()
-    assert all(result == results[0] for result in results)
+AT_LOAD = ("int8", "fp8", "int4")
+
+
+def logprobs_of(engine: Engine) -> list[Any]:
+    outputs = engine.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=12, logprobs=3))
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", AT_LOAD)
+def test_floats_are_quantized_as_they_are_read_and_as_they_are_given(
+    tmp_path: Path, quantization: str, dtype: str
+) -> None:
+    """The results are those of the numbers that the codes stand for, also when weights are read or given again."""
+    floats = write_file(tmp_path, kind=GGMLQuantizationType.F32)
+    _, checkpoint = open_checkpoint(floats)
+    tensors = {name: checkpoint.read(name, slice(None)) for name in checkpoint.names()}
+    decoded = {
+        name: values
+        if (code_format := format_at_load(quantization, values.shape)) is None
+        else decode(quantize(values, code_format), code_format)
+        for name, values in tensors.items()
+    }
+    with Engine(str(floats), params=decoded, quantization="none", dtype=dtype, **ENGINE) as engine:
+        wanted = logprobs_of(engine)
+    with Engine(str(floats), quantization=quantization, dtype=dtype, **ENGINE) as engine:
+        assert logprobs_of(engine) == wanted
+        engine.sleep(level=2)
+        engine.wake_up()
+        assert logprobs_of(engine) == wanted
+        engine.update_params({name: values / 2 for name, values in tensors.items()})
+        assert logprobs_of(engine) != wanted
+        engine.update_params({name: jnp.asarray(values) for name, values in tensors.items()})
+        assert logprobs_of(engine) == wanted
+
+
+def test_norms_and_biases_are_not_quantized_and_embeddings_and_heads_are(tmp_path: Path) -> None:
+    floats = write_file(tmp_path, kind=GGMLQuantizationType.F32)
+    config, checkpoint = open_checkpoint(floats)
+    formats = stored_formats(QuantizedCheckpoint(checkpoint, "fp8"))
+    abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]), NATIVE_OPS, formats)
+    kept = {path for path, leaf in nnx.to_flat_state(abstract.state) if "code_parts" not in leaf.get_metadata()}
+    assert kept
+    assert all("norm" in path[-2] for path in kept)
+    assert dict(formats)["lm_head.weight"].key == float8_format(128).key  # type: ignore[union-attr]
+
+
+def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
+    """int8 changes logits a little, and takes a quarter of the memory."""
+    path, logits, sizes = write_file(tmp_path), [], []
+    config, _ = open_checkpoint(path)
+    mesh, ids = device_mesh(jax.devices()[:1]), jnp.arange(20)[None]
+    for formats in ((), formats_at_load("int8", tensor_shapes(config, mesh))):
+        weights = dummy_weights(abstract_weights(config, "float32", mesh, NATIVE_OPS, formats))
+        logits.append(np.asarray(dense_logits(nnx.merge(weights.graph, weights.state), ids)))
+        sizes.append(weights.size_bytes)
+    assert sizes[1] < 0.3 * sizes[0]
+    assert 0 < np.abs(logits[1] - logits[0]).max() < 0.05 * np.abs(logits[0]).max()
+    with Engine(str(path), load_format="dummy", quantization="fp8", **ENGINE) as engine:
+        assert logprobs_of(engine)
+
+
+def test_codes_under_the_engines_own_paths_are_taken(tmp_path: Path) -> None:
+    """A file of formats that take no floats is updated by the codes of another engine."""
+    path = write_file(tmp_path)
+    with Engine(str(path), **ENGINE) as engine:
+        wanted = logprobs_of(engine)
+        state = {
+            ".".join(map(str, p)): leaf[...]
+            for p, leaf in nnx.to_flat_state(loaded(path, "float32", keeps_codes=True).state)
+        }
+        changed = {name: array[::-1] if "head" in name else array for name, array in state.items()}
+        engine.update_params(changed)
+        assert logprobs_of(engine) != wanted
+        engine.update_params(state)
+        assert logprobs_of(engine) == wanted
+        with pytest.raises(ModelLoadError, match=r"head.weight is float32, wanted uint8"):
+            engine.update_params(state | {"head.weight": np.zeros(state["head.weight"].shape, np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +239,6 @@ def test_a_checkpoint_of_floats_is_quantized_as_it_is_read(tmp_path: Path, quant
             {"attention_backend": "xla"},
             ", for which no matrix can be kept, allowed: auto, none, or the backend native",
         ),
-        ("F32", {"load_format": "dummy"}, " with load_format dummy, allowed: auto or none"),
     ],
 )
 def test_floats_are_not_quantized_where_that_is_not_possible(
@@ -207,4 +273,4 @@ def test_kept_weights_of_one_dtype_do_not_serve_another(tmp_path: Path) -> None:
 
 
 def test_plain_arrays_of_a_module_are_no_codes() -> None:
-    refuse_codes([np.ones(3, np.float32), jnp.ones(3)])
+    refuse_floats([np.ones(3, np.float32), jnp.ones(3)])

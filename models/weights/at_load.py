@@ -1,0 +1,72 @@
+"""Quantizes the matrices of a checkpoint of floats as they are read: embeddings and heads too, norms and biases not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, Codes, float8_format, int8_format, quantize
+from ..formats.checkpoint import WHOLE, Checkpoint
+from ..recipe import read_finite
+from .coded import StoredFormats
+
+AT_LOAD: Mapping[str, Callable[[int], CodeFormat]] = {
+    "int8": int8_format,
+    "fp8": float8_format,
+    "int4": lambda num_in: CODE_FORMATS["Q4_0"],
+}
+"""Ways to quantize → the format of a matrix with so many inputs: int8 and fp8 have a scale for each output."""
+
+
+def format_at_load(quantization: str, shape: tuple[int, ...]) -> CodeFormat | None:
+    """Return the format that a tensor of this shape gets; None for one that is no matrix of whole groups."""
+    if len(shape) != 2:
+        return None
+    code_format = AT_LOAD[quantization](shape[1])
+    return code_format if shape[1] % code_format.block == 0 and shape[1] > 0 else None
+
+
+def formats_at_load(quantization: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredFormats:
+    """Return the formats of all tensors with these shapes."""
+    return tuple((name, format_at_load(quantization, shape)) for name, shape in shapes.items())
+
+
+class QuantizedCheckpoint:
+    """A checkpoint of floats whose matrices are quantized as they are read; norms and biases stay floats."""
+
+    def __init__(self, checkpoint: Checkpoint, quantization: str) -> None:
+        """Quantize to one of AT_LOAD."""
+        self.path = checkpoint.path
+        self._checkpoint, self._quantization = checkpoint, quantization
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the tensor's dtype before it is quantized, as in `Checkpoint`."""
+        return self._checkpoint.dtype(name)
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return a block of the tensor that is not quantized."""
+        return self._checkpoint.read(name, rows, columns)
+
+    def files(self) -> list[Path]:
+        """Return the files of the checkpoint."""
+        return self._checkpoint.files()
+
+    def code_format(self, name: str) -> CodeFormat | None:
+        """Return the format of a matrix whose rows are whole groups; None for other tensors."""
+        return format_at_load(self._quantization, self._checkpoint.shape(name))
+
+    def read_codes(self, name: str, rows: slice) -> Codes:
+        """Return rows of a matrix, quantized. Raises ModelLoadError for a NaN or an infinity."""
+        code_format = self.code_format(name)
+        assert code_format is not None
+        return quantize(read_finite(self._checkpoint, name, rows), code_format)

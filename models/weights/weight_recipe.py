@@ -1,0 +1,117 @@
+"""How tensors on a device become one weight: pieces of them, fused, and stored as layer operations want it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...pallas_kernels.code_formats import CodeParts
+from ...pallas_kernels.layer_ops import LayerOps
+from ..recipe import Bounds, Piece
+
+
+@dataclass(frozen=True)
+class WeightRecipe:
+    """How tensors become one weight: their shapes, the pieces they are cut into, and how the weight is stored.
+
+    Weights with equal recipes share a program.
+    """
+
+    tensors: tuple[tuple[int, ...], ...]
+    """Shapes of the tensors."""
+    pieces: tuple[Piece, ...]
+    """The name of a piece's tensor is its index among `tensors`."""
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+    matrix: tuple[int, int] | None = None
+    """(inputs, outputs) of a matrix W, whose pieces are counted in Wᵀ; None for a table or a vector."""
+    ops: LayerOps | None = None
+    """How a matrix is stored."""
+    codes: tuple[CodeParts, str] | None = None
+    """The formats of a matrix that is stored as codes, and the dtype that these are decoded to."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether the weight is one whole tensor, unchanged but for its dtype."""
+        whole = tuple((0, size) for size in self.shape)
+        pieces = [(piece.source, piece.target, piece.is_transposed) for piece in self.pieces]
+        return self.matrix is None and pieces == [(whole, whole, False)]
+
+
+def recipe_of(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
+    """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes.
+
+    `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer.
+    """
+    metadata = leaf.get_metadata()
+    stored = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
+    if "code_parts" in metadata:
+        stored["codes"] = metadata["code_parts"], metadata["decoded_dtype"]
+    return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
+
+
+def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
+    """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
+
+    A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
+    `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
+    together as Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it; if it is stored as codes, it
+    is quantized from float32. Parts that no piece covers are zero.
+    """
+    if layer is not None:
+        tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
+    shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
+    dtype = recipe.dtype if recipe.codes is None else np.dtype(np.float32)
+    blocks = []
+    for piece in recipe.pieces:
+        tensor = tensors[int(piece.tensor)]
+        values = (tensor.T if piece.is_transposed else tensor)[tuple(slice(*bounds) for bounds in piece.source)]
+        blocks.append(_Block(piece.target, values.astype(dtype)))
+    weight = _assembled(shape, blocks, dtype)
+    if recipe.codes is not None:
+        assert recipe.ops is not None
+        return recipe.ops.store_codes(weight, *recipe.codes)
+    if recipe.ops is not None:
+        weight = recipe.ops.store(weight.T)
+    # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
+    return jnp.copy(weight)
+
+
+class _Block(NamedTuple):
+    """Values, and the slice of a weight that they fill."""
+
+    target: tuple[Bounds, ...]
+    values: jax.Array
+
+
+def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any]) -> jax.Array:
+    """Return an array of this shape with the blocks at their targets, and zeros elsewhere. Blocks do not overlap.
+
+    If all blocks are whole rows, as in nearly all weights, they are concatenated in order, with zeros in the gaps: for
+    6 rows with blocks at rows 0 to 1 and 4 to 5, the parts are a block, zeros for rows 2 to 3, and the other block.
+    Otherwise blocks are written into an array of zeros one by one. A scalar weight (shape ()) is its only block. Each
+    block's target is the (start, stop) of every axis, and its values have `dtype` already.
+    """
+    if not shape:
+        return blocks[0].values
+    num_rows, *widths = shape
+    all_columns = [(0, width) for width in widths]
+    if all(list(block.target[1:]) == all_columns for block in blocks):
+        parts, row = [], 0  # `row` is the first row that `parts` do not fill yet.
+        for block in sorted(blocks, key=lambda block: block.target[0]):
+            start, stop = block.target[0]
+            parts += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
+            parts.append(block.values)
+            row = stop
+        parts += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    weight = jnp.zeros(shape, dtype)
+    for block in blocks:
+        weight = weight.at[tuple(slice(*bounds) for bounds in block.target)].set(block.values)
+    return weight
