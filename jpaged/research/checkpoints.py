@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..models.formats.checkpoint import DTYPES, UnsavedTensor
 from ..models.formats.files import GENERATION_FILE
 from ..models.formats.orbax_checkpoint import write_orbax
-from ..models.formats.safetensors_checkpoint import write_safetensors
+from ..models.formats.safetensors_writing import write_safetensors
 from ..models.served import split_module
 from ..models.weights.checkpoint_module import CheckpointModule, load_checkpoint_module
 from ..models.weights.saving import check_expressible, new_directory, write_model

@@ -20,7 +20,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import InvalidRequestError, JpagedError
 from ..intake.offline import as_prompts
 from ..models.formats.checkpoint import DTYPES, UnsavedTensor
-from ..models.formats.safetensors_checkpoint import write_tensors
+from ..models.formats.safetensors_writing import write_tensors
 from ..models.weights.at_load import AT_LOAD
 from ..startup.open_model import ModelHandle
 from ..step.step_sizes import StepSizes

@@ -1,28 +1,51 @@
-"""Matrices that safetensors hold in float8_e4m3fn, turned to float32 as blocks of them are read.
+"""Matrices that safetensors hold in float8_e4m3fn, with scales that multiply them.
 
-The safetensors package gives numpy no 8-bit floats, so their bytes are read from a memory map of the file, at the
-offsets in its header. `quantization.py` says which scales there may be.
+`quantization.py` says which scales there may be.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...pallas_kernels.code_formats import float8_format
 from ..errors import ModelLoadError
+from .packed_matrix import QuantizedMatrix
 from .quantization import Float8Scheme
+from .tensor_files import TensorFiles
 
 STORED_DTYPE = "F8_E4M3"
 """The name of float8_e4m3fn in headers of safetensors."""
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 """Ends of the names of scales that multiply a matrix, in spite of the first one's name."""
-_SCALE = re.compile(r"\.(weight_scale|weight_scale_inv|input_scale_ub|(input|output|activation|q|k|v|kv)_scale)$")
+SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""Dtypes of scales as headers name them → as formats of codes do."""
+_SCALE = re.compile(
+    r"\.(weight_scale|weight_scale_inv|input_scale_ub|(input|output|activation|q|k|v|kv)_(scale|zero_point|global_scale))$"
+)
 """Scales of matrices, and of activations, which are not quantized here."""
+
+
+@dataclass(frozen=True)
+class Float8Matrix(QuantizedMatrix):
+    """A matrix in 8-bit floats, with a scale for each block of rows and columns."""
+
+    scale: str = ""
+    """The name of the tensor of its scales."""
+    block_rows: int = 1
+    """Rows that share a scale."""
+
+    def codes(self, rows: slice, columns: slice) -> np.ndarray:
+        return self.files.read(self.module + "weight", rows, columns)
+
+    def scales(self, rows: slice) -> np.ndarray:
+        # The tensor may be a scalar, a vector of one number, or have a row for each block of rows.
+        stored = self.files.read(self.scale)
+        by_block = stored.reshape(stored.shape if stored.ndim == 2 else (1, 1))
+        return by_block[np.arange(rows.start, rows.stop) // self.block_rows]
 
 
 def is_scale(name: str) -> bool:
@@ -34,6 +57,22 @@ def scale_of(weight: str, names: Collection[str]) -> str | None:
     """Return the name of the scale of a quantized matrix; None if there is none."""
     module = weight.removesuffix("weight")
     return next((module + end for end in WEIGHT_SCALES if module + end in names), None)
+
+
+def float8_matrix(
+    files: TensorFiles, name: str, scheme: Float8Scheme, fault: Callable[[str], ModelLoadError]
+) -> Float8Matrix:
+    """Return a matrix in 8-bit floats. Raises the error that `fault` makes of a clause if its scale does not fit."""
+    scale = scale_of(name, files.names()) if name.endswith(".weight") else None
+    if scale is None:
+        raise fault(f"is stored as {STORED_DTYPE} without a scale")
+    rows, columns = shared_block(scheme, files.shape(name), files.shape(scale), fault)
+    if (dtype := files.dtype(scale)) not in SCALE_DTYPES:
+        raise fault(f"has a scale, {scale!r}, that is stored as {dtype}, wanted {' or '.join(SCALE_DTYPES)}")
+    height, width = files.shape(name)
+    stored_format = replace(float8_format(max(1, min(columns, width))), scale=SCALE_DTYPES[dtype])
+    module = name.removesuffix("weight")
+    return Float8Matrix(files, module, (height, width), stored_format, scale=scale, block_rows=max(1, rows))
 
 
 def shared_block(
@@ -64,57 +103,3 @@ def shared_block(
         raise fault(f"has the shape {matrix} and a scale of the shape {scale}, wanted {shapes}")
     rows, columns = blocks[scale]
     return rows, columns
-
-
-def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], first: tuple[int, int]) -> np.ndarray:
-    """Return a slice of a matrix in float32, times its scales.
-
-    `stored` are the bytes of the slice, and `first` is the row and the column of the matrix at which it begins. `scale`
-    is two-dimensional and has one value for each `block` (rows, columns) of the whole matrix; the last block of a row
-    or column may be cut off by the matrix's end. A product may be infinite or NaN, which raises nothing here. Example:
-    200 rows from row 100 on, with blocks of 128 rows, lie in the rows of blocks 0, 1 and 2: 28, 128 and 44 of them are
-    multiplied by `scale[0]`, `scale[1]` and `scale[2]`.
-    """
-    values = _values()[stored]  # A table has the value of each of the 256 bytes.
-    row, column = first
-    with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
-        if scale.shape[1] == 1:  # All columns share a scale, so one product serves all rows.
-            values *= _spread(scale[:, 0], block[0], row, len(values))[:, None]
-            return values
-        # `block_row` counts rows of blocks from the matrix's top, and `rows` are those of the slice that lie in it.
-        for block_row in range(row // block[0], -(-(row + len(values)) // block[0])):
-            rows = slice(max(0, block_row * block[0] - row), (block_row + 1) * block[0] - row)
-            values[rows] *= _spread(scale[block_row], block[1], column, values.shape[1])
-    return values
-
-
-def _spread(scales: np.ndarray, step: int, first: int, count: int) -> np.ndarray:
-    """Return the scale of each of `count` rows or columns from `first` on, where `step` neighbours share a scale."""
-    return scales[np.arange(first, first + count) // step]
-
-
-@cache
-def _values() -> np.ndarray:
-    """Return the float32 value of each of the 256 bytes as float8_e4m3fn."""
-    import ml_dtypes
-
-    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-
-
-def map_matrices(path: Path) -> dict[str, np.ndarray]:
-    """Return the bytes of all float8_e4m3fn tensors of a safetensors file, by name, as uint8 views of a memory map.
-
-    The array of a tensor has the tensor's shape, with one byte for each value; tensors of other dtypes are left out.
-    The safetensors package must have opened the file before: it has checked the offsets in the header, so they are not
-    checked here.
-    """
-    # A file begins with the length of its header in 8 bytes, then the JSON header; offsets count from its end.
-    data = np.memmap(path, np.uint8, "r")
-    header_bytes = int(data[:8].view("<u8")[0])
-    header = json.loads(data[8 : 8 + header_bytes].tobytes())
-    matrices = {}
-    for name, entry in header.items():
-        if name != "__metadata__" and entry["dtype"] == STORED_DTYPE:
-            start, stop = (8 + header_bytes + offset for offset in entry["data_offsets"])
-            matrices[name] = data[start:stop].reshape(entry["shape"])
-    return matrices

@@ -24,7 +24,7 @@ from ..formats.checkpoint import UnsavedTensor
 from ..formats.files import CONFIG_FILE, TREE_FILE, write_manifest
 from ..formats.orbax_checkpoint import write_orbax
 from ..formats.quantization import CONFIG_KEYS
-from ..formats.safetensors_checkpoint import write_safetensors
+from ..formats.safetensors_writing import write_safetensors
 from ..layers import stored_matrix
 from ..recipe import Piece, make_recipes
 from .loading import CHUNK_BYTES, Weights

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from jpaged.models.config.rope import RopeConfig
 from jpaged.models.formats.checkpoint import UnsavedTensor
-from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint, write_safetensors
+from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
+from jpaged.models.formats.safetensors_writing import write_safetensors
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.weights.dummy import dummy_weights
@@ -128,7 +129,8 @@ from pathlib import Path
 import jax, numpy as np
 from flax import nnx
 from jpaged.models.formats.checkpoint import UnsavedTensor
-from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint, write_safetensors
+from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
+from jpaged.models.formats.safetensors_writing import write_safetensors
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.formats.orbax_checkpoint import OrbaxCheckpoint
 from jpaged.models.weights.loading import abstract_weights, load_weights

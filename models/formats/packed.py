@@ -1,0 +1,286 @@
+"""Finds the quantized matrices among the tensors of safetensors, and checks that these fit each other and the config.
+
+Headers are read, and the few values that say how a matrix is stored: its shape, and the order of its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat
+from ..errors import ModelLoadError
+from .checkpoint import WHOLE
+from .float8 import SCALE_DTYPES, STORED_DTYPE, Float8Matrix, float8_matrix, is_scale, scale_of
+from .packed_matrix import AWQMatrix, ByteMatrix, Float4Matrix, GPTQMatrix, QuantizedMatrix, WordMatrix
+from .quantization import WAY_OUT, PackedScheme, Quantization
+from .tensor_files import TensorFiles
+
+AGAIN = f"fetch it again, or {WAY_OUT}"
+MAIN = {
+    "awq": "qweight",
+    "gptq": "qweight",
+    "gptq_v2": "qweight",
+    "pack-quantized": "weight_packed",
+    "mxfp4-pack-quantized": "weight_packed",
+    "int-quantized": "weight",
+}
+"""Layout → end of the name of the tensor that holds a matrix's codes."""
+PARTS = {
+    "qweight": ("qzeros", "scales", "g_idx"),
+    "weight_packed": ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    "weight": ("weight_scale", "weight_zero_point", "weight_g_idx"),
+}
+"""End of that name → ends of the names of the tensors beside it."""
+PACKED_ENDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx")
+"""Ends of names that no tensor of a checkpoint without quantization has."""
+
+
+def refuse_quantized(files: TensorFiles) -> None:
+    """Raise ModelLoadError if a tensor is quantized, for a config that does not say how."""
+    for name in files.names():
+        is_float8 = files.dtype(name).startswith("F8_")
+        if is_float8 or name.rpartition(".")[2] in PACKED_ENDS:
+            kind = f"8-bit floats ({files.dtype(name)})" if is_float8 else "a part of a packed matrix"
+            fault = "config.json has no quantization_config, which says how they are scaled"
+            raise files.fault(name, f"holds {kind}, and {fault}: add it, or {WAY_OUT}")
+
+
+def find_matrices(files: TensorFiles, quantization: Quantization) -> tuple[dict[str, QuantizedMatrix], list[str]]:
+    """Return the quantized matrices by the names of their weights, and the names of all other weights.
+
+    Raises ModelLoadError for a matrix whose tensors are incomplete, or whose dtypes or shapes fit neither each other
+    nor the config, and for a tensor that belongs to no matrix.
+    """
+    matrices, used, others = dict[str, QuantizedMatrix](), set[str](), list[str]()
+    for name in files.names():
+        module, _, end = name.rpartition(".")
+        if (matrix := _matrix(files, name, end, quantization)) is None:
+            others.append(name)
+            continue
+        weight = f"{module}.weight" if end != "weight" else name
+        if weight != name and weight in files.names():
+            raise files.fault(weight, f"is there twice, as {name!r} too: {AGAIN}")
+        matrices[weight] = matrix
+        if not isinstance(matrix, Float8Matrix):  # Its only other tensor is a scale.
+            used.update(f"{module}.{part}" for part in PARTS[end])
+    others = [name for name in others if name not in used and not is_scale(name)]
+    part_ends = {end for scheme in quantization.packed for end in PARTS[MAIN[scheme.layout]]}
+    for name in others:
+        if name.rpartition(".")[2] in part_ends:
+            mains = " or ".join(dict.fromkeys(MAIN[scheme.layout] for scheme in quantization.packed))
+            raise files.fault(name, f"is a part of a quantized matrix without its {mains}: {AGAIN}")
+    return matrices, others
+
+
+def _matrix(files: TensorFiles, name: str, end: str, quantization: Quantization) -> QuantizedMatrix | None:
+    """Return the matrix whose codes a tensor holds; None for a tensor that holds none. `end` is that of its name."""
+    dtype = files.dtype(name)
+
+    def fault(clause: str) -> ModelLoadError:
+        return files.fault(name, f"{clause}: {AGAIN}")
+
+    if dtype == STORED_DTYPE and quantization.float8 is not None:
+        return float8_matrix(files, name, quantization.float8, fault)
+    schemes = [scheme for scheme in quantization.packed if MAIN[scheme.layout] == end]
+    if schemes and (end != "weight" or dtype == "I8"):
+        return _first_that_fits(files, name, schemes)
+    scale = scale_of(name, files.names()) if end == "weight" else None
+    if scale is not None:
+        raise fault(f"has a scale, {scale!r}, and is stored as {dtype}")
+    if dtype.startswith("F8_"):
+        raise fault(f"is stored as {dtype}, of which quantization_config says nothing")
+    return None
+
+
+def _first_that_fits(files: TensorFiles, name: str, schemes: list[PackedScheme]) -> QuantizedMatrix:
+    """Return a matrix by the first scheme that fits its tensors. Raises the error of the first one if none does."""
+    errors = []
+    for scheme in schemes:
+        try:
+            return _MAKERS[scheme.layout](_Tensors(files, name, scheme))
+        except ModelLoadError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of one matrix, and the scheme that they are compared with."""
+
+    files: TensorFiles
+    main: str
+    """The name of the one that holds its codes."""
+    scheme: PackedScheme
+
+    @property
+    def module(self) -> str:
+        """Return what all of their names begin with, with its dot."""
+        return self.main.removesuffix(MAIN[self.scheme.layout])
+
+    def main_shape(self, dtype: str) -> tuple[int, int]:
+        """Return the shape of the codes' tensor. Raises ModelLoadError unless it is a matrix of `dtype`."""
+        shape = self.files.shape(self.main)
+        if self.files.dtype(self.main) != dtype or len(shape) != 2:
+            got = f"has the shape {shape} and is stored as {self.files.dtype(self.main)}"
+            raise self.fault(self.main, f"{got}, wanted a matrix of {dtype}")
+        return shape[0], shape[1]
+
+    def has(self, end: str) -> bool:
+        """Return whether there is a tensor with an end of the name."""
+        return self.module + end in self.files.names()
+
+    def check(self, end: str, *shapes: tuple[int, ...], dtypes: tuple[str, ...] = ("I32",)) -> str:
+        """Return the dtype of a tensor. Raises ModelLoadError unless it is there, with one of the shapes and dtypes."""
+        name = self.module + end
+        if not self.has(end):
+            raise self.fault(self.main, f"is quantized without {name!r}")
+        if (dtype := self.files.dtype(name)) not in dtypes:
+            raise self.fault(name, f"is stored as {dtype}, wanted {' or '.join(dtypes)}")
+        if (shape := self.files.shape(name)) not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            raise self.fault(name, f"has the shape {shape}, wanted {wanted} for {self.files.shape(self.main)} packed")
+        return dtype
+
+    def refuse(self, end: str, reason: str) -> None:
+        """Raise ModelLoadError if there is a tensor with an end of the name."""
+        if self.has(end):
+            raise self.fault(self.module + end, f"is there, and {reason}")
+
+    def fault(self, name: str, clause: str) -> ModelLoadError:
+        """Return (do not raise) an error about a tensor, which says what the config has."""
+        group = "rows" if self.scheme.group is None else f"groups of {self.scheme.group}"
+        group = "matrices" if self.scheme.has_matrix_scale else group
+        return self.files.fault(name, f"{clause}; the config has {self.scheme.bits} bits and {group}: {AGAIN}")
+
+    def group(self, width: int) -> tuple[int, int]:
+        """Return how many columns share a scale, and how many groups a row of `width` columns has."""
+        group = max(1, self.scheme.group or width)
+        return group, -(-width // group)
+
+    def order(self, end: str, width: int) -> np.ndarray | None:
+        """Return the group of each column, from the tensor with this end; None where they are in the order of groups.
+
+        compressed-tensors writes −1 where it has noted no order. Raises ModelLoadError for a group that is not there.
+        """
+        if not self.has(end):
+            if self.scheme.needs_order:
+                raise self.fault(self.main, f"is quantized without {self.module + end!r}, the order of its columns")
+            return None
+        self.check(end, (width,))
+        order, (group, num_groups) = self.files.read(self.module + end, WHOLE), self.group(width)
+        if np.array_equal(order, np.arange(width) // group) or (order == -1).all():
+            return None
+        if order.min() < 0 or order.max() >= num_groups:
+            got = f"has groups from {order.min()} to {order.max()}"
+            raise self.fault(self.module + end, f"{got}, wanted some from 0 to {num_groups - 1}")
+        return order
+
+    def format_of_integers(self, name: str, width: int, scale: str) -> CodeFormat:
+        """Return the format of the codes; `name` is what messages call it, and `scale` the dtype of its scales."""
+        group, _ = self.group(width)
+        group = width if self.scheme.has_matrix_scale else group
+        if group < width:
+            name += f"/{group}"
+        zero = 0 if self.scheme.has_zeros else 2 ** (self.scheme.bits - 1)
+        return CodeFormat(name, self.scheme.bits, max(1, group), zero, has_zeros=self.scheme.has_zeros, scale=scale)
+
+
+def _awq(tensors: _Tensors) -> QuantizedMatrix:
+    """Return a matrix of AutoAWQ, whose words hold outputs."""
+    width, num_words = tensors.main_shape("I32")
+    _, num_groups = tensors.group(width)
+    scale = tensors.check("scales", (num_groups, num_words * 8), dtypes=tuple(SCALE_DTYPES))
+    tensors.check("qzeros", (num_groups, num_words))
+    tensors.refuse("g_idx", "awq has no order of columns")
+    stored = tensors.format_of_integers("AWQ-4", width, SCALE_DTYPES[scale])
+    return AWQMatrix(tensors.files, tensors.module, (num_words * 8, width), stored)
+
+
+def _gptq(tensors: _Tensors, zero_shift: int) -> QuantizedMatrix:
+    """Return a matrix of AutoGPTQ, whose words hold inputs. Its zeros are stored minus `zero_shift`."""
+    bits = tensors.scheme.bits
+    num_words, height = tensors.main_shape("I32")
+    width = num_words * 32 // bits
+    if height * bits % 32:
+        raise tensors.fault(tensors.main, f"has {height} columns, wanted a multiple of {32 // bits}")
+    _, num_groups = tensors.group(width)
+    scale = tensors.check("scales", (num_groups, height), dtypes=tuple(SCALE_DTYPES))
+    tensors.check("qzeros", (num_groups, height * bits // 32))
+    order = tensors.order("g_idx", width)
+    stored = tensors.format_of_integers(f"GPTQ-{bits}", width, SCALE_DTYPES[scale])
+    return GPTQMatrix(tensors.files, tensors.module, (height, width), stored, order, zero_shift)
+
+
+def _words(tensors: _Tensors) -> QuantizedMatrix:
+    """Return a matrix of compressed-tensors whose words hold inputs."""
+    bits, (num_rows, num_words) = tensors.scheme.bits, tensors.main_shape("I32")
+    tensors.check("weight_shape", (2,), dtypes=("I64", "I32"))
+    height, width = map(int, tensors.files.read(tensors.module + "weight_shape", WHOLE))
+    if (height, -(-width * bits // 32)) != (num_rows, num_words):
+        stored = (
+            f"has the shape {(num_rows, num_words)}, and {tensors.module + 'weight_shape'!r} says {(height, width)}"
+        )
+        raise tensors.fault(tensors.main, stored)
+    num_groups = _check_scale(tensors, height, width)
+    if tensors.scheme.has_zeros:
+        if tensors.scheme.has_matrix_scale:
+            tensors.check("weight_zero_point", (1,), dtypes=("I8",))
+        else:
+            tensors.check("weight_zero_point", (-(-height * bits // 32), num_groups))
+    return _integers(tensors, WordMatrix, (height, width))
+
+
+def _bytes(tensors: _Tensors) -> QuantizedMatrix:
+    """Return a matrix of compressed-tensors in signed bytes."""
+    height, width = tensors.main_shape("I8")
+    num_groups = _check_scale(tensors, height, width)
+    if tensors.scheme.has_zeros:
+        shapes = [(1,)] if tensors.scheme.has_matrix_scale else [(height, num_groups)]
+        tensors.check("weight_zero_point", *shapes, dtypes=("I8",))
+    return _integers(tensors, ByteMatrix, (height, width))
+
+
+def _check_scale(tensors: _Tensors, height: int, width: int) -> int:
+    """Check the scale of a matrix of integers, and that it has no zeros too many; return how many groups rows have."""
+    _, num_groups = tensors.group(width)
+    shapes: list[tuple[int, ...]] = [(), (1,)] if tensors.scheme.has_matrix_scale else [(height, num_groups)]
+    tensors.check("weight_scale", *shapes, dtypes=tuple(SCALE_DTYPES))
+    if not tensors.scheme.has_zeros:
+        tensors.refuse("weight_zero_point", "the config says that all zeros are equal (symmetric)")
+    return num_groups
+
+
+def _integers(tensors: _Tensors, matrix: Callable[..., QuantizedMatrix], shape: tuple[int, int]) -> QuantizedMatrix:
+    """Return a matrix of compressed-tensors whose tensors have been checked, but for its order."""
+    scale = SCALE_DTYPES[tensors.files.dtype(tensors.module + "weight_scale")]
+    name = f"int{tensors.scheme.bits}" + " with zeros" * tensors.scheme.has_zeros
+    stored = tensors.format_of_integers(name, shape[1], scale)
+    return matrix(tensors.files, tensors.module, shape, stored, tensors.order("weight_g_idx", shape[1]))
+
+
+def _floats(tensors: _Tensors) -> QuantizedMatrix:
+    """Return a matrix of compressed-tensors in floats of 4 bits."""
+    height, num_bytes = tensors.main_shape("U8")
+    stored = CODE_FORMATS["MXFP4"]
+    if 2 * num_bytes % stored.group:
+        raise tensors.fault(tensors.main, f"has {2 * num_bytes} numbers in a row, wanted a multiple of {stored.group}")
+    tensors.check("weight_scale", (height, 2 * num_bytes // stored.group), dtypes=("U8",))
+    for end in ("weight_zero_point", "weight_g_idx"):
+        tensors.refuse(end, "floats of 4 bits have none")
+    return Float4Matrix(tensors.files, tensors.module, (height, 2 * num_bytes), stored)
+
+
+_MAKERS: dict[str, Callable[[_Tensors], QuantizedMatrix]] = {
+    "awq": _awq,
+    "gptq": partial(_gptq, zero_shift=1),
+    "gptq_v2": partial(_gptq, zero_shift=0),
+    "pack-quantized": _words,
+    "int-quantized": _bytes,
+    "mxfp4-pack-quantized": _floats,
+}
+"""Layout → what makes a matrix of its tensors, and checks them."""
+assert _MAKERS.keys() == MAIN.keys()
