@@ -200,8 +200,8 @@ def _awq(tensors: _Tensors) -> QuantizedMatrix:
     return AWQMatrix(tensors.files, tensors.module, (num_words * 8, width), stored)
 
 
-def _gptq(tensors: _Tensors, zero_shift: int) -> QuantizedMatrix:
-    """Return a matrix of AutoGPTQ, whose words hold inputs. Its zeros are stored minus `zero_shift`."""
+def _gptq(tensors: _Tensors, *, has_lower_zeros: bool) -> QuantizedMatrix:
+    """Return a matrix of AutoGPTQ, whose words hold inputs."""
     bits = tensors.scheme.bits
     num_words, height = tensors.main_shape("I32")
     width = num_words * 32 // bits
@@ -212,7 +212,7 @@ def _gptq(tensors: _Tensors, zero_shift: int) -> QuantizedMatrix:
     tensors.check("qzeros", (num_groups, height * bits // 32))
     order = tensors.order("g_idx", width)
     stored = tensors.format_of_integers(f"GPTQ-{bits}", width, SCALE_DTYPES[scale])
-    return GPTQMatrix(tensors.files, tensors.module, (height, width), stored, order, zero_shift)
+    return GPTQMatrix(tensors.files, tensors.module, (height, width), stored, order, has_lower_zeros)
 
 
 def _words(tensors: _Tensors) -> QuantizedMatrix:
@@ -276,8 +276,8 @@ def _floats(tensors: _Tensors) -> QuantizedMatrix:
 
 _MAKERS: dict[str, Callable[[_Tensors], QuantizedMatrix]] = {
     "awq": _awq,
-    "gptq": partial(_gptq, zero_shift=1),
-    "gptq_v2": partial(_gptq, zero_shift=0),
+    "gptq": partial(_gptq, has_lower_zeros=True),
+    "gptq_v2": partial(_gptq, has_lower_zeros=False),
     "pack-quantized": _words,
     "int-quantized": _bytes,
     "mxfp4-pack-quantized": _floats,

@@ -96,16 +96,20 @@ class AWQMatrix(QuantizedMatrix):
     def _outputs(self, name: str, lines: slice, rows: slice) -> np.ndarray:
         """Return codes [lines, rows] of a tensor whose lines are words of the matrix's rows."""
         words, part = _words(rows, 8)
-        unpacked = unpack(self.files.read(self.module + name, lines, words), 4)
-        return unpacked.reshape(len(unpacked), -1, 8)[:, :, self.ORDER].reshape(len(unpacked), -1)[:, part]
+        nibbles = unpack(self.files.read(self.module + name, lines, words), 4)
+        order = np.arange(nibbles.shape[1]).reshape(-1, 8)[:, self.ORDER].reshape(-1)
+        return nibbles[:, order[part]]
 
 
 @dataclass(frozen=True)
 class GPTQMatrix(QuantizedMatrix):
     """AutoGPTQ's layout: words [K × bits ÷ 32, N], each of neighbouring inputs; zeros [groups, N × bits ÷ 32]."""
 
-    zero_shift: int = 0
-    """What is added to zeros as they are stored: 1 in checkpoints that hold zeros − 1, where the largest code is −1."""
+    has_lower_zeros: bool = False
+    """Whether words of zeros are stored minus a word of ones.
+
+    A zero of 0 has borrowed from its neighbour in the word, which only the sum of whole words undoes.
+    """
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         words, part = _words(columns, 32 // self.stored_format.bits)
@@ -118,8 +122,10 @@ class GPTQMatrix(QuantizedMatrix):
     def zeros(self, rows: slice) -> np.ndarray:
         bits = self.stored_format.bits
         words, part = _words(rows, 32 // bits)
-        stored = unpack(self.files.read(self.module + "qzeros", WHOLE, words), bits)[:, part].T
-        return stored + np.uint8(self.zero_shift) & np.uint8(2**bits - 1)
+        stored = self.files.read(self.module + "qzeros", WHOLE, words).view(np.uint32)
+        if self.has_lower_zeros:
+            stored = stored + np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+        return unpack(stored, bits)[:, part].T
 
 
 class CompressedMatrix(QuantizedMatrix):
