@@ -21,6 +21,7 @@ from ..models.config.spec import ModelSpec
 from ..models.formats.checkpoint import Checkpoint
 from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
 from ..models.formats.quantization import CONFIG_KEYS
+from ..models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..models.formats.tree_checkpoint import lies_on_several_devices
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
@@ -135,6 +136,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
         weight_files = file_states(checkpoint.files())
     if model_config.has_head_though_tied:
         logger.warning("%s: tie_word_embeddings is true, and the weights have two matrices: both serve", source.path)
+    for note in checkpoint.notes() if isinstance(checkpoint, SafetensorsCheckpoint) else ():
+        logger.info("%s: %s", source.path, note)
     tokenizer = _open_tokenizer(config, source, checkpoint)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)
@@ -221,8 +224,10 @@ def _quantized(config: EngineConfig, model: DecoderConfig, checkpoint: Checkpoin
         fault = f"{got} for {checkpoint.path}, whose weights are quantized"
         raise refusal("quantization", fault, "auto, which keeps them, or none", error=ConfigError)
     if config.params is None and any(key in model.source for key in CONFIG_KEYS):
-        fault = f"{got} for {checkpoint.path}, whose weights are 8-bit floats"
-        raise refusal("quantization", fault, "auto or none, which make floats of the run's dtype", error=ConfigError)
+        quantized = checkpoint.quantization if isinstance(checkpoint, SafetensorsCheckpoint) else None
+        kind = f" by {quantized.method}" if quantized else ""
+        fault = f"{got} for {checkpoint.path}, whose weights are quantized{kind}"
+        raise refusal("quantization", fault, "auto, which keeps them, or none", error=ConfigError)
     if config.params is not None and lies_on_several_devices(config.params):
         fault = f"{got} for params on several devices"
         raise refusal("quantization", fault, "auto or none, or arrays on one device", error=ConfigError)

@@ -163,7 +163,7 @@ def _read_compressed(quantization: Fields, method: str) -> Quantization:
     groups = quantization.mapping("config_groups")
     if not groups.data:
         raise quantization.wrong("config_groups", f"at least one group of {method}: {WAY_OUT}")
-    found = Quantization(method)
+    found, is_mixed = Quantization(method), quantization.data.get("format") == MIXED
     for name in groups.data:
         group = groups.mapping(name)
         if group.mapping("input_activations").data or group.mapping("output_activations").data:
@@ -171,8 +171,8 @@ def _read_compressed(quantization: Fields, method: str) -> Quantization:
         weights = group.mapping("weights")
         if not weights.data:
             continue  # The group quantizes activations only, which are not quantized here.
-        of_group = group if group.has("format") else quantization
-        _check_only(of_group, "format", tuple(COMPRESSED), method, is_required=quantization.data.get("format") == MIXED)
+        of_group = group if is_mixed or group.has("format") else quantization
+        _check_only(of_group, "format", tuple(COMPRESSED), method, is_required=is_mixed)
         found = _with_group(found, weights, of_group.choice("format", COMPRESSED, "naive-quantized"))
     return found
 

@@ -99,7 +99,8 @@ class SafetensorsCheckpoint:
         """Return clauses for the log about what is not as the quantization says."""
         clauses = []
         if self.quantization is not None and self.quantization.has_activation_scheme:
-            clauses.append(f"activations stay floats, and only weights are read as {self.quantization.method} has them")
+            scheme = f"the scheme that {self.quantization.method} has for activations is not used"
+            clauses.append(f"{scheme}, they stay floats")
         if num_ordered := sum(matrix.order is not None for matrix in self._matrices.values()):
             names = f"{num_ordered} of {len(self._matrices)} quantized matrices"
             clauses.append(f"{names} have columns in an order of their own (act order), and become floats")

@@ -28,6 +28,7 @@ from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import Checkpoint
+from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..layers import Axes, WeightMaker
 from ..recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
 from .coded import StoredFormats, check_codes, read_coded, with_codes
@@ -240,9 +241,9 @@ def recipes_for(abstract: Weights, config: DecoderConfig, held: Collection[str])
 def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
     """Raise ModelLoadError unless a checkpoint has all tensors that the model needs, and no unknown ones.
 
-    Tensors that the family ignores may be there as well, and the head of a tied model that stores it twice. Missing
-    tensors are reported before unknown ones; the message names one tensor and how many there are. If several subtrees
-    of a training state might be the model, the error asks for one of them.
+    Tensors that the family ignores may be there as well, zeros as biases of quantized matrices, and the head of a tied
+    model that stores it twice. Missing tensors are reported before unknown ones; the message names one tensor and how
+    many there are. If several subtrees of a training state might be the model, the error asks for one of them.
     """
     model = model_class(config.architecture)
     stored_names = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
@@ -260,7 +261,10 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
             fault = f"the checkpoint holds {stored_name}: give the tensors their Hugging Face names"
         num_missing = f"({len(missing)} of {len(needed_names)} are)"
         raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {num_missing}; {fault}")
-    if extra := sorted(stored_names - needed_names):
+    extra = sorted(stored_names - needed_names)
+    if isinstance(checkpoint, SafetensorsCheckpoint):
+        extra = [name for name in extra if not checkpoint.is_idle_bias(name)]
+    if extra:
         fault = f"tensor {extra[0]} has no place in the model ({len(extra)} such tensors)"
         reason = "the config lacks a feature, or names another architecture"
         raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: correct the config")

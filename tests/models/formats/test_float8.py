@@ -1,4 +1,4 @@
-"""Matrices in 8-bit floats are read as float32, times their scales; every other way of quantizing is refused."""
+"""Matrices in 8-bit floats are read as float32, times their scales, or as codes; other ways to quantize are refused."""
 
 import json
 import re
@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
+from jpaged.pallas_kernels.code_formats import decode
 from jpaged.sharding import device_mesh
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
@@ -103,6 +104,12 @@ def test_any_block_of_a_matrix_is_its_numbers_times_its_scales(tmp_path, scheme)
                 read = checkpoint.read(name, rows, columns)
                 np.testing.assert_array_equal(read, values[rows, columns] if values.ndim == 2 else values[rows])
         assert read.dtype == (np.float32 if "_proj" in name else ml_dtypes.bfloat16)
+        if (code_format := checkpoint.code_format(name)) is not None:
+            decoded = decode(checkpoint.read_codes(name, slice(3, 63)), code_format)
+            np.testing.assert_array_equal(decoded.view(np.uint32), values[3:63].view(np.uint32))
+    coded = [name for name in wanted if checkpoint.code_format(name)]
+    # Rows of 80 inputs are no multiple of 32, and neither are groups of 40 inputs.
+    assert len(coded) == (0 if SCHEMES[scheme][2] is block_scales else 12)
     abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]))
     check_tensors(abstract, config, checkpoint)
     weights = load_weights(abstract, config, checkpoint)
@@ -139,6 +146,14 @@ BAD_FILES = {
     "another 8-bit float": (
         "one per matrix", replaced(DOWN_PROJ, np.ones((64, 80), ml_dtypes.float8_e5m2)), "and is stored as F8_E5M2",
     ),
+    "a scale of integers": (
+        "one per matrix", replaced(SCALE, np.ones((), np.int32)),
+        f"{DOWN_PROJ}' has a scale, '{SCALE}', that is stored as I32, wanted F16 or BF16 or F32",
+    ),
+    "integers": (
+        "one per matrix", replaced(DOWN_PROJ, np.ones((64, 80), np.int8)),
+        f"{DOWN_PROJ}' has a scale, '{SCALE}', and is stored as I8",
+    ),
     "a vector": (
         "one per matrix", lambda tensors: tensors.update(VECTOR),
         "model.norm.weight' has the shape (64,) and 8-bit floats, wanted a matrix",
@@ -157,7 +172,10 @@ def test_8_bit_floats_whose_scales_do_not_fit_are_refused_by_name(tmp_path, sche
 
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block"}
 OTHER_METHODS = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq', wanted one of fp8, compressed-tensors"),
+    "an unknown one": (
+        {"quant_method": "hqq"},
+        "quant_method is 'hqq', wanted one of fp8, compressed-tensors, fbgemm_fp8",
+    ),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method is 'bitsandbytes', wanted"),
     "no method": ({"bits": 4}, "quant_method is missing, wanted one of fp8"),
     "another format of 8 bits": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', wanted e4m3"),
@@ -165,7 +183,10 @@ OTHER_METHODS = {
         {"quant_method": "fp8", "weight_block_size": [128]},
         "weight_block_size is [128], wanted",
     ),
-    "4 bits": (compressed("channel", num_bits=4), "num_bits is 4, wanted 8, since nothing else of compressed-tensors"),
+    "4 bits": (
+        compressed("channel", num_bits=4),
+        "num_bits is 4, wanted 8, since nothing else of compressed-tensors in float",
+    ),
     "integers": (compressed("channel", type="int"), "type is 'int', wanted float, since nothing else of compressed-"),
     "groups": (compressed("group"), "strategy is 'group', wanted tensor or channel or block, since nothing"),
     "blocks of two sizes": (
@@ -182,9 +203,17 @@ OTHER_METHODS = {
         "quant_algo is 'NVFP4', wanted FP8, since nothing else of modelopt is read",
     ),
     "zero points": (compressed("channel", symmetric=False), "symmetric is False, wanted True"),
-    "packed": (
+    "floats that are packed": (
         compressed("channel") | {"format": "pack-quantized"},
-        "format is 'pack-quantized', wanted float-quantized",
+        "type is 'float', wanted int, since nothing else of compressed-tensors in pack-quantized is read",
+    ),
+    "an unknown format": (
+        compressed("channel") | {"format": "nvfp4-pack-quantized"},
+        "format is 'nvfp4-pack-quantized', wanted float-quantized or int-quantized or naive-",
+    ),
+    "no format of a group": (
+        compressed("channel") | {"format": "mixed-precision"},
+        "format is missing, wanted float-q",
     ),
     "sparse": (
         compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
