@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -67,14 +68,17 @@ class QuantizedMatrix(ABC):
         A product may be infinite or NaN, which raises nothing here.
         """
         rows, columns = block_of(self.shape, rows, columns)
-        group = self.stored_format.group
-        groups = np.arange(columns.start, columns.stop) // group if self.order is None else self.order[columns]
-        # Each column is a group of its own, with the scale of its group.
+        # Runs of so many columns lie within one group, wherever the block begins and ends.
+        run = math.gcd(self.stored_format.group, columns.start, columns.stop - columns.start)
+        if self.order is None:
+            groups = np.arange(columns.start, columns.stop, run) // self.stored_format.group
+        else:
+            groups, run = self.order[columns], 1
         zeros = self.zeros(rows)
         zeros = None if zeros is None else zeros[:, groups]
         codes = Codes(self.codes(rows, columns), [self.scales(rows)[:, groups]], [], zeros)
         with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
-            values: np.ndarray = decode(codes, replace(self.stored_format, group=1))
+            values: np.ndarray = decode(codes, replace(self.stored_format, group=run))
         return values
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..fields import Fields
 
@@ -48,7 +48,7 @@ class Quantization:
     method: str
     """Its `quant_method`, for messages."""
     float8: Float8Scheme | None = None
-    packed: tuple[PackedScheme, ...] = field(default=())
+    packed: tuple[PackedScheme, ...] = ()
     """A matrix is stored by one of these, which its tensors show."""
     has_activation_scheme: bool = False
     """Whether it says how to quantize activations, which stay floats here."""
@@ -124,26 +124,24 @@ def _read_group(fields: Fields, key: str) -> int | None:
     return None if group == -1 else group
 
 
-@dataclass(frozen=True)
-class _CompressedFormat:
-    """What compressed-tensors may store in one of its formats."""
+class _Numbers(NamedTuple):
+    """Numbers of a type that compressed-tensors may store."""
 
-    types: dict[str, tuple[int, ...]]
-    """Type of the numbers → their bits."""
-    strategies: dict[str, tuple[str, ...]]
-    """Type of the numbers → which of them may share a scale."""
+    bits: tuple[int, ...]
+    strategies: tuple[str, ...]
+    """Which numbers may share a scale."""
 
 
-_FLOAT8 = {"float": ("tensor", "channel", "block")}
-_INTEGERS = {"int": ("tensor", "channel", "group")}
-COMPRESSED = {
-    "float-quantized": _CompressedFormat({"float": (8,)}, _FLOAT8),
-    "int-quantized": _CompressedFormat({"int": (8,)}, _INTEGERS),
-    "naive-quantized": _CompressedFormat({"float": (8,), "int": (8,)}, _FLOAT8 | _INTEGERS),
-    "pack-quantized": _CompressedFormat({"int": (4, 8)}, _INTEGERS),
-    "mxfp4-pack-quantized": _CompressedFormat({"float": (4,)}, {"float": ("group",)}),
+_FLOAT8 = _Numbers((8,), ("tensor", "channel", "block"))
+_INT8 = _Numbers((8,), ("tensor", "channel", "group"))
+COMPRESSED: dict[str, dict[str, _Numbers]] = {
+    "float-quantized": {"float": _FLOAT8},
+    "int-quantized": {"int": _INT8},
+    "naive-quantized": {"float": _FLOAT8, "int": _INT8},
+    "pack-quantized": {"int": _Numbers((4, 8), _INT8.strategies)},
+    "mxfp4-pack-quantized": {"float": _Numbers((4,), ("group",))},
 }
-"""Format of compressed-tensors → what it may store."""
+"""Format of compressed-tensors → types of the numbers that it may store, and which of these are read."""
 MIXED = "mixed-precision"
 """The format of a checkpoint of compressed-tensors whose groups have formats of their own."""
 MX_GROUP = 32
@@ -180,12 +178,12 @@ def _read_compressed(quantization: Fields, method: str) -> Quantization:
 def _with_group(found: Quantization, weights: Fields, format_name: str) -> Quantization:
     """Return what was found, with the matrices that one group of compressed-tensors describes by `weights`."""
     allowed, method = COMPRESSED[format_name], f"{found.method} in {format_name}"
-    _check_only(weights, "type", tuple(allowed.types), method, is_required=True)
-    kind = weights.choice("type", allowed.types)
-    _check_only(weights, "num_bits", allowed.types[kind], method, is_required=True)
-    _check_only(weights, "strategy", allowed.strategies[kind], method, is_required=True)
+    _check_only(weights, "type", tuple(allowed), method, is_required=True)
+    kind = weights.choice("type", allowed)
+    _check_only(weights, "num_bits", allowed[kind].bits, method, is_required=True)
+    _check_only(weights, "strategy", allowed[kind].strategies, method, is_required=True)
     _check_only(weights, "dynamic", (False,), method)
-    strategy, is_symmetric = weights.choice("strategy", allowed.strategies[kind]), weights.boolean("symmetric", True)
+    strategy, is_symmetric = weights.choice("strategy", allowed[kind].strategies), weights.boolean("symmetric", True)
     if kind == "float":
         _check_only(weights, "symmetric", (True,), method)
     if format_name == "mxfp4-pack-quantized":
