@@ -137,7 +137,7 @@ def test_a_changed_byte_is_read_or_refused_but_never_crashes(tmp_path):
     assert num_refused > 40
 
 
-KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"]
 KINDS += ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS"]
 
 
