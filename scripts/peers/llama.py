@@ -1,17 +1,23 @@
 """llama.cpp as a peer of `jpaged bench`: its batches, several sequences at once. See jpaged/commands/bench/peer.py.
 
-    CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
-    jpaged bench latency --peer "llama.cpp=python scripts/peers/llama.py --model checkpoints/f32.gguf"
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python
+    jpaged bench throughput --model FILE.gguf --dtype bfloat16 --max-num-seqs 16 --workload A decode B prompt-512 \
+        --peer "llama.cpp=python scripts/peers/llama.py --model FILE.gguf --max-num-seqs 16"
+
+Give it the same file, sequences and threads as the bench; the threads' default is that of two cores. Its key and value
+pages are float16, and it rounds activations to 8 bits where weights are quantized: both are its defaults.
 
 A request is taken in as soon as a sequence is free, into the one whose last prompt begins as its own for longest: what
 they have in common is not computed anew. Prompts go in batches of 512 beside those that decode. So its server works.
 """
 
 import argparse
+import ctypes
 import json
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import llama_cpp as lib
 import numpy as np
@@ -21,11 +27,42 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--max-num-seqs", type=int, default=16)
 parser.add_argument("--batch", type=int, default=512)
 parser.add_argument("--threads", type=int, default=2)
+help = "repack weights as it loads, `use_extra_bufts`; auto: not where that crashes"
+parser.add_argument("--extra-buffers", choices=["auto", "on", "off"], default="auto", help=help)
 args = parser.parse_args()
 
 SEQUENCE_LEN = 2048
+CRASHING_TYPES = {"2": "Q4_0", "3": "Q4_1", "7": "Q8_0"}
+"""`general.file_type` of files that llama-cpp-python 0.3.36 repacks for AMX and then crashes on."""
+
+
+def file_type() -> str:
+    """Return the file's `general.file_type`, read without its weights; empty if it has none."""
+    params = lib.llama_model_default_params()
+    params.vocab_only = True
+    model = lib.llama_model_load_from_file(args.model.encode(), params)
+    assert model, f"{args.model} cannot be loaded"
+    text = ctypes.create_string_buffer(64)
+    length = lib.llama_model_meta_val_str(model, b"general.file_type", text, len(text))
+    lib.llama_model_free(model)
+    return text.value.decode() if length > 0 else ""
+
+
+def may_repack() -> bool:
+    """Return whether weights are repacked.
+
+    Without AMX nothing crashes, and repacked weights are multiplied faster: there they are repacked whatever their
+    type, so that llama.cpp runs as fast as it can.
+    """
+    if args.extra_buffers != "auto":
+        return args.extra_buffers == "on"
+    has_amx = "amx_tile" in Path("/proc/cpuinfo").read_text()
+    return not (has_amx and file_type() in CRASHING_TYPES)
+
+
 lib.llama_backend_init()
 params = lib.llama_model_default_params()
+params.use_extra_bufts = may_repack()
 model = lib.llama_model_load_from_file(args.model.encode(), params)
 assert model, f"{args.model} cannot be loaded"
 options = lib.llama_context_default_params()
@@ -101,7 +138,8 @@ def run(requests: list[dict], max_num_seqs: int) -> int:
 
 
 version = f"llama.cpp by llama-cpp-python {lib.__version__}, {args.model.rsplit('/', 1)[-1]}"
-print(json.dumps({"ready": version, "threads": args.threads, "max_num_seqs": args.max_num_seqs}), flush=True)
+sizes = {"threads": args.threads, "max_num_seqs": args.max_num_seqs}
+print(json.dumps({"ready": version, **sizes, "use_extra_bufts": params.use_extra_bufts}), flush=True)
 for line in sys.stdin:
     work = json.loads(line)
     assert work["max_num_seqs"] == args.max_num_seqs, "start it with the bench's --max-num-seqs"

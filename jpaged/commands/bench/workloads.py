@@ -18,7 +18,7 @@ from ...checks import refusal, shown
 from ...errors import ConfigError
 
 FIXED = ("A", "B", "C")
-EQUAL = {"decode": (64, 16, 64), "even": (64, 64, 64), "prompt": (1, 1500, 1)}
+EQUAL = {"decode": (64, 16, 64), "even": (64, 64, 64), "prompt": (1, 1500, 1), "prompt-512": (1, 512, 1)}
 """Workloads of equal requests: how many, and the tokens in and out of each."""
 WORKLOADS = (*FIXED, "sharegpt", *EQUAL)
 NUM_DRAWN = 64
