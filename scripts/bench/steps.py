@@ -3,11 +3,13 @@
     gcc -O2 -march=native -o peaks scripts/bench/peaks.c -lpthread
     python scripts/bench/steps.py --dtype bfloat16 --peaks ./peaks --output docs/measurements/steps_bfloat16.json
     python scripts/bench/steps.py --dtype bfloat16 --peaks ./peaks --shape 1.1B
+    python scripts/bench/steps.py --dtype bfloat16 --peaks ./peaks --model FILE.gguf --quantization auto
 
 `peaks` prints what two threads reach in products of the matrix unit and of vectors, and in reads of memory. It runs
 before each cell of each round. A cell is a prompt of 512 tokens, a step of 16
 rows at a context of about 130, or one of a single row. Shares are those of the products of a prompt's layers, and of
-the bytes of weights and pages that a decode step reads; medians over rounds.
+the bytes of weights and pages that a decode step reads, as the engine holds them: codes where it keeps codes, and no
+embedding table where the head has a matrix of its own. Medians over rounds.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 import jpaged
 from jpaged import Engine, SamplingParams
+from jpaged.models.weights.loading import Weights
 
 PROMPT_LEN, CONTEXT_LEN, NUM_DECODED = 512, 114, 33
 TINYLLAMA = {
@@ -46,17 +50,24 @@ def measured_peaks(command: str) -> dict[str, float]:
     return peaks | {"read": float(next(speed for size, speed in reads if int(size) >= 256))}
 
 
+def step_bytes(weights: Weights) -> int:
+    """Return the bytes of weights that a step of a few rows reads: an embedding beside a head gives it a few rows."""
+    flat = [(path[0], leaf.size * leaf.dtype.itemsize) for path, leaf in nnx.to_flat_state(weights.state)]
+    has_head = any(module == "head" for module, _ in flat)
+    return sum(num_bytes for module, num_bytes in flat if module != "embed" or not has_head)
+
+
 class Cells:
     """The cells of one engine, and what each has to compute or to read."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, config = engine, engine.handle.decoder
         self.rng, self.vocab_size = np.random.default_rng(0), config.vocab_size
-        item_bytes = np.dtype("uint16" if engine.step_sizes.dtype == "bfloat16" else "float32").itemsize
         kv_width, width = config.num_kv_heads * config.head_size, config.num_heads * config.head_size
         per_layer = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
         self.layer_weights = config.num_layers * per_layer
-        self.weight_bytes = (self.layer_weights + config.hidden_size * config.vocab_size) * item_bytes
+        self.weight_bytes = step_bytes(engine.runner.weights)
+        item_bytes = np.dtype("uint16" if engine.step_sizes.dtype == "bfloat16" else "float32").itemsize
         self.token_bytes = 2 * config.num_layers * kv_width * item_bytes
 
     def seconds(self, num_rows: int, num_tokens: int, num_out: int) -> float:
@@ -87,16 +98,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     parser.add_argument("--peaks", required=True, help="command that prints the processor's peaks")
     parser.add_argument("--shape", choices=["135M", "1.1B"], default="135M", help="the default model, or dummy weights")
+    parser.add_argument("--model", help="in place of --shape")
+    parser.add_argument("--quantization", default="none", help="as that of the engine")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    options: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": 16, "max_model_len": 2048, "quantization": "none"}
+    options: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": 16, "max_model_len": 2048}
+    options["quantization"] = args.quantization
     with tempfile.TemporaryDirectory() as directory:
-        if args.shape == "1.1B":
+        if args.model:
+            options["model"] = args.model
+        elif args.shape == "1.1B":
             Path(directory, "config.json").write_text(json.dumps(TINYLLAMA))
             options |= {"model": directory, "load_format": "dummy", "skip_tokenizer_init": True}
         with Engine(**options, enable_prefix_caching=False) as engine:
             cells, peaks, found = Cells(engine), list[dict[str, float]](), dict[str, list[dict[str, float]]]()
+            weight_bytes = cells.weight_bytes
             for round_number in range(-1, args.rounds):  # The first round, which compiles, is not counted.
                 for name in ("prompt", "16 rows", "1 row"):
                     now = measured_peaks(args.peaks)
@@ -107,8 +124,10 @@ def main() -> None:
                         found.setdefault(name, []).append(cell)
     report = {
         "jpaged": jpaged.__version__,
-        "shape": args.shape,
+        "shape": args.shape if args.model is None else Path(args.model).name,
+        "quantization": args.quantization,
         "dtype": args.dtype,
+        "weight_bytes": weight_bytes,
         "rounds": args.rounds,
         "peaks": {name: statistics.median(each[name] for each in peaks) for name in peaks[0]},
         "medians": {
