@@ -95,6 +95,15 @@ class GGUFFile:
         raw = np.frombuffer(tensor.data, np.uint8, tensor.size_bytes, tensor.offset)
         return raw.reshape(tensor.num_rows, tensor.row_bytes)[rows]
 
+    def release_rows(self, name: str, start: int, stop: int) -> None:
+        """Let the system take back the memory that holds rows which have been read; it reads them anew when asked."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        tensor = self.tensors[name]
+        begin, end = (tensor.offset + row * tensor.row_bytes for row in (start, stop))
+        first_page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        tensor.data.madvise(mmap.MADV_DONTNEED, first_page, end - first_page)
+
 
 _LENGTH = struct.Struct("<Q")
 

@@ -129,7 +129,11 @@ class GGUFCheckpoint:
         code_format, shape = self.code_format(name), self.shape(name)
         assert code_format is not None
         start, stop = bounds_of(rows, shape[0])
-        return codes_of(self.file.stored_rows(self._stored[name], self._rows_in_file(name, start, stop)), code_format)
+        rows_in_file = self._rows_in_file(name, start, stop)
+        codes = codes_of(self.file.stored_rows(self._stored[name], rows_in_file), code_format)
+        if isinstance(rows_in_file, slice):  # Rows of heads are put in another order: their neighbours come next.
+            self.file.release_rows(self._stored[name], start, stop)
+        return codes
 
     def files(self) -> list[Path]:
         """Return the file, or all parts of a split one."""

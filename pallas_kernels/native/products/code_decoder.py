@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -61,7 +61,7 @@ def emit_decode(
         types = [value.type for value in arguments]
         new_code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
         new_panel, new_target, begin, end, place_mask, new_ahead = new_code.build.function.args
-        decoder = _Decoder(new_code, block_layout(code_format), vectors)
+        decoder = Decoder(new_code, block_layout(code_format), vectors)
         decoder.emit(new_panel, new_target, Steps(begin, end, place_mask), new_ahead)
         new_code.build.ret_void()
         return module
@@ -72,7 +72,7 @@ def emit_decode(
 
 
 @dataclass(frozen=True)
-class _Decoder:
+class Decoder:
     """Emits the code that decodes one panel."""
 
     code: Code
@@ -103,25 +103,70 @@ class _Decoder:
             code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
             target_step = build.and_(step, steps.place_mask)
             step_numbers = build.gep(target, [build.mul(target_step, I64(DEPTH * PANEL * value_bytes))])
-            super_scales = None
-            if format_.super_group is not None:
-                first_columns = (I64(PANEL * index) for index in range(format_.num_scales))
-                super_scales = [self._load_float16(block, first_column) for first_column in first_columns]
+            super_scales = self._super_scales(block)
             for run_in_step in range(runs_per_step):
                 run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(run_in_step))
                 run_bytes = format_.run * PANEL * value_bytes
                 run_numbers = build.gep(step_numbers, [I64(run_in_step * run_bytes)])
-                self._decode_run(block, run_numbers, run, super_scales)
+                self._store_run(run_numbers, self.run(block, run, super_scales))
 
         code.loop(steps.begin, steps.end, decode_step)
 
-    def _decode_run(
-        self, block: ir.Value, run_numbers: ir.Value, run: ir.Value, super_scales: list[list[ir.Value]] | None
-    ) -> None:
-        """Emit the decoding of the numbers of run `run` of a block, which share a scale.
+    def _store_run(self, begin: ir.Value, numbers_of: Callable[[ir.Value, int], list[ir.Value]]) -> None:
+        """Emit the stores of the numbers of a run, from an address on."""
 
-        `run_numbers` is the address of the decoded numbers. Scales, and what is added or taken away, stay in registers
-        for all 32 columns.
+        def store_chunks(index: ir.Value) -> None:
+            """Emit two chunks of 32 codes: two values of K, or both halves of a pair's columns."""
+            for offset in range(CHUNKS_TOGETHER):
+                chunk = self.code.build.add(index, I64(offset))
+                self._store(begin, self.code.build.mul(chunk, I64(PANEL)), numbers_of(chunk, offset))
+
+        self.code.loop(0, self.format.run, store_chunks, step=CHUNKS_TOGETHER)
+
+    def words(self, panel: ir.Value, run: ir.Value, ahead: ir.Value) -> Callable[[ir.Value], list[ir.Value]]:
+        """Emit what the numbers of run `run` of a panel share; return what emits the vectors of one of its words.
+
+        That takes the word's number in the run, and returns two vectors of words, in all 32 columns. As many bytes of
+        the panel `ahead` are prefetched as the run has.
+        """
+        code, build, format_ = self.code, self.code.build, self.format
+        runs_per_block = format_.block // format_.run
+        run_bytes = -(-self.layout.num_bytes // runs_per_block)
+        block_offset = build.mul(build.udiv(run, I64(runs_per_block)), I64(self.layout.num_bytes))
+        run_in_block = build.urem(run, I64(runs_per_block))
+        block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
+        code.prefetch(block_ahead, build.mul(run_in_block, I64(run_bytes)), I8, run_bytes)
+        numbers_of = self.run(block, run_in_block, self._super_scales(block))
+
+        def words_of(word: ir.Value) -> list[ir.Value]:
+            if not self.vectors.in_pairs:
+                return numbers_of(word, 0)
+            first_chunk = build.mul(word, I64(2))
+            chunks = (numbers_of(build.add(first_chunk, I64(half)), half) for half in range(2))
+            return [build.bitcast(self._rounded(numbers), _vector(I32)) for numbers in chunks]
+
+        return words_of
+
+    def _super_scales(self, block: ir.Value) -> list[list[ir.Value]] | None:
+        """Return the super-scales of a block, two vectors of 16 columns of each; None if the format has none."""
+        if self.format.super_group is None:
+            return None
+        return [self._load_float16(block, I64(PANEL * index)) for index in range(self.format.num_scales)]
+
+    def _rounded(self, numbers: list[ir.Value]) -> ir.Value:
+        """Return 32 numbers as bfloat16, by AVX512-BF16."""
+        code, both = self.code, ir.VectorType(BFLOAT16, PANEL)
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        function = declare(code.build.module, name, both, *(each.type for each in numbers))
+        return code.build.call(function, numbers[::-1])  # The second operand fills the lower half.
+
+    def run(
+        self, block: ir.Value, run: ir.Value, super_scales: list[list[ir.Value]] | None
+    ) -> Callable[[ir.Value, int], list[ir.Value]]:
+        """Emit what the numbers of run `run` of a block share; return what emits the numbers of one of its chunks.
+
+        That takes the chunk's number, counted from the run's first one, and whether it is even (0) or odd (1), and
+        returns two vectors of float32. Scales, and what is added or taken away, stay in registers for all 32 columns.
         """
         code, build, format_ = self.code, self.code.build, self.format
         group = build.udiv(run, I64(format_.group // format_.run))
@@ -142,32 +187,24 @@ class _Decoder:
             factors, zeros, added = (self._doubled(each) for each in (factors, zeros, added))
         first_chunk = build.mul(run, I64(format_.run))
 
-        def decode_chunks(index: ir.Value) -> None:
-            """Emit the decoding of two chunks of 32 codes: two values of K, or both halves of a pair's columns."""
-            for offset in range(CHUNKS_TOGETHER):
-                chunk_in_run = build.add(index, I64(offset))
-                chunk = build.add(first_chunk, chunk_in_run)
-                first_vector = 2 * offset if self.vectors.in_pairs else 0
-                numbers = []
-                for vector, floats in enumerate(self._codes(block, chunk), first_vector):
-                    if added:
-                        numbers.append(code.add_product(floats, factors[vector], added[vector]))
-                    else:
-                        shifted = build.fsub(floats, zeros[vector]) if zeros else floats
-                        numbers.append(build.fmul(shifted, factors[vector]))
-                self._store(run_numbers, build.mul(chunk_in_run, I64(PANEL)), numbers)
+        def numbers_of(chunk: ir.Value, half_of_pair: int) -> list[ir.Value]:
+            first_vector = 2 * half_of_pair if self.vectors.in_pairs else 0
+            numbers = []
+            for vector, floats in enumerate(self._codes(block, build.add(first_chunk, chunk)), first_vector):
+                if added:
+                    numbers.append(code.add_product(floats, factors[vector], added[vector]))
+                else:
+                    shifted = build.fsub(floats, zeros[vector]) if zeros else floats
+                    numbers.append(build.fmul(shifted, factors[vector]))
+            return numbers
 
-        code.loop(0, format_.run, decode_chunks, step=CHUNKS_TOGETHER)
+        return numbers_of
 
     def _store(self, values: ir.Value, offset: ir.Value, numbers: list[ir.Value]) -> None:
         """Emit the store of 32 numbers from an element on."""
         code = self.code
         if self.vectors.in_pairs and self.vectors.has_avx512_bf16:
-            both = ir.VectorType(BFLOAT16, PANEL)
-            name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-            function = declare(code.build.module, name, both, *(each.type for each in numbers))
-            rounded = code.build.call(function, numbers[::-1])  # The second operand fills the lower half.
-            code.store_vector(code.build.bitcast(rounded, ir.VectorType(I16, PANEL)), values, offset)
+            code.store_vector(code.build.bitcast(self._rounded(numbers), ir.VectorType(I16, PANEL)), values, offset)
             return
         for half, each in enumerate(numbers):
             half_offset = code.build.add(offset, I64(half * VECTOR_COLUMNS))
@@ -238,8 +275,7 @@ class _Decoder:
     def _codes(self, block: ir.Value, chunk: ir.Value) -> list[ir.Value]:
         """Return the 32 codes of a chunk of a block as two vectors of float32.
 
-        Lower bits are the two halves of 16 bytes. A fifth bit is a lane of a mask of 32; fifth and sixth bits of 16
-        codes are a word, which is shifted by twice the lane.
+        Lower bits are the two halves of 16 bytes. Codes that are floats are ÷ the factor of `float16_bits`.
         """
         code, build, bits = self.code, self.code.build, self.format.bits
         low_bits = build.gep(block, [I64(self.layout.low_bits)])
@@ -251,27 +287,42 @@ class _Decoder:
         packed = code.load_vector(low_bits, build.mul(chunk, I64(VECTOR_COLUMNS)), I8, VECTOR_COLUMNS)
         words = build.zext(packed, _vector(I32))
         upper = build.lshr(words, constant(_vector(I32), 4))
-        if bits == 4 and self.vectors.has_avx512:
-            return [self._looked_up(words), self._looked_up(upper)]
+        if self.vectors.has_avx512:
+            low = [self._looked_up(words), self._looked_up(upper)]
+            return self._with_high_bits(block, chunk, low) if bits > 4 else low
+        halves = [build.and_(words, constant(_vector(I32), 15)), upper]
         if self.format.float16_bits is not None:
-            halves = (build.and_(words, constant(_vector(I32), 15)), upper)
             return [self._small_floats(build.trunc(each, _vector(I16))) for each in halves]
-        low = [build.and_(words, constant(_vector(I32), 15)), upper]
+        low = [build.sitofp(each, _vector(F32)) for each in halves]
+        return self._with_high_bits(block, chunk, low) if bits > 4 else low
+
+    def _with_high_bits(self, block: ir.Value, chunk: ir.Value, low: list[ir.Value]) -> list[ir.Value]:
+        """Return the codes of a chunk, from what their lower 4 bits stand for: a fifth bit adds 16, a sixth one 32.
+
+        A fifth bit is a lane of a mask of 32. Fifth and sixth bits of 16 codes are a word, which is shifted by twice
+        the lane.
+        """
+        code, build = self.code, self.code.build
         high_bits = build.gep(block, [I64(self.layout.high_bits)])
-        if bits == 5:
+        codes = list[ir.Value]()
+        if self.format.bits == 5:
             mask = build.bitcast(code.load(high_bits, chunk, I32), ir.VectorType(ir.IntType(1), PANEL))
-            fifth_bit, zeros = constant(_vector(I32), 16), constant(_vector(I32), 0)
-            for half in range(2):
+            for half, floats in enumerate(low):
                 lanes = ir.Constant(_vector(I32), list(range(half * VECTOR_COLUMNS, (half + 1) * VECTOR_COLUMNS)))
                 is_set = build.shuffle_vector(mask, mask, lanes)
-                low[half] = build.or_(low[half], build.select(is_set, fifth_bit, zeros))
-        if bits == 6:
-            shifts = ir.Constant(_vector(I32), [2 * i for i in range(VECTOR_COLUMNS)])
-            for half in range(2):
-                word = code.load(high_bits, build.add(build.mul(chunk, I64(2)), I64(half)), I32)
-                pairs = build.and_(build.lshr(code.broadcast(word, VECTOR_COLUMNS), shifts), constant(_vector(I32), 3))
-                low[half] = build.or_(low[half], build.shl(pairs, constant(_vector(I32), 4)))
-        return [build.sitofp(each, _vector(F32)) for each in low]
+                codes.append(build.select(is_set, build.fadd(floats, constant(_vector(F32), 16.0)), floats))
+            return codes
+        shifts = ir.Constant(_vector(I32), [2 * i for i in range(VECTOR_COLUMNS)])
+        for half, floats in enumerate(low):
+            word = code.load(high_bits, build.add(build.mul(chunk, I64(2)), I64(half)), I32)
+            shifted = build.lshr(code.broadcast(word, VECTOR_COLUMNS), shifts)
+            if self.vectors.has_avx512:
+                high = self._looked_up(shifted, [16.0 * (i & 3) for i in range(VECTOR_COLUMNS)])
+            else:
+                pairs = build.shl(build.and_(shifted, constant(_vector(I32), 3)), constant(_vector(I32), 4))
+                high = build.sitofp(pairs, _vector(F32))
+            codes.append(build.fadd(floats, high))
+        return codes
 
     def _small_floats(self, codes: ir.Value) -> ir.Value:
         """Return codes that are floats, words of 16 bits, as float32 ÷ the factor of `float16_bits`.
@@ -287,16 +338,19 @@ class _Decoder:
         float16 = build.or_(sign, build.shl(magnitude, constant(word, shifts.magnitude)))
         return build.fpext(build.bitcast(float16, _vector(ir.HalfType())), _vector(F32))
 
-    def _looked_up(self, words: ir.Value) -> ir.Value:
-        """Return what the lowest 4 bits of each word stand for, ÷ the factor of `float16_bits` if codes are floats.
+    def _looked_up(self, words: ir.Value, table: Sequence[float] | None = None) -> ir.Value:
+        """Return what the lowest 4 bits of each word stand for, by a table of 16.
 
-        It is one instruction (AVX-512) that reads no other bits.
+        Without a table these are codes, ÷ the factor of `float16_bits` if codes are floats. It is one instruction
+        (AVX-512) that reads no other bits.
         """
         name, type_ = "llvm.x86.avx512.permvar.sf.512", _vector(F32)
         function = declare(self.code.build.module, name, type_, type_, _vector(I32))
-        small_floats = self.format.float16_bits
-        table = self.format.code_values / (1.0 if small_floats is None else small_floats.factor)
-        return self.code.build.call(function, [ir.Constant(type_, [float(each) for each in table]), words])
+        if table is None:
+            small_floats = self.format.float16_bits
+            values = self.format.code_values[:VECTOR_COLUMNS]
+            table = (values / (1.0 if small_floats is None else small_floats.factor)).tolist()
+        return self.code.build.call(function, [ir.Constant(type_, list(table)), words])
 
 
 _vector = partial(ir.VectorType, count=VECTOR_COLUMNS)

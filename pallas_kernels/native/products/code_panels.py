@@ -70,42 +70,51 @@ def stored_bytes(depth: int, parts: CodeParts) -> int:
 def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool, xp: ModuleType = np) -> Any:
     """Return the panels of rows [N, K] of Wᵀ: uint8 [N ÷ 32, bytes of a panel]. N is padded to whole panels by zeros.
 
-    `xp` is numpy, or jax.numpy for codes that are JAX's arrays.
-
-    Codes are transposed to [panels, blocks, K of a block, 32], and with `in_pairs` the two of a pair of K are put side
-    by side, as bfloat16 panels have them. Each 32 of them, a chunk, are then packed into 16 bytes, or 32 bytes for 8
-    bits; higher bits follow for all chunks of a block. Example: codes 1 and 17 of a chunk share byte 1.
+    `xp` is numpy, or jax.numpy for codes that are JAX's arrays. Codes that share a byte are put together while each
+    column has its K side by side, so that half as many bytes are transposed to [blocks, K of a block, columns]. With
+    `in_pairs` the unit that is transposed is two bytes, a pair of K. Example: codes 1 and 17 of a chunk share byte 1.
+    They are those of columns 1 and 17; in pairs, chunk 0 has the columns 0 to 15, and codes 1 and 17 are the second
+    numbers of the pairs of columns 0 and 8.
     """
     num_rows, depth = codes.codes.shape
     num_panels, num_blocks = -(-num_rows // PANEL), depth // code_format.block
 
-    def by_panel(rows: Any) -> Any:
-        """Return [N, n a row] as [panels, blocks, n a block, 32]."""
-        padded = xp.pad(rows, ((0, num_panels * PANEL - num_rows), (0, 0)))
-        return padded.reshape(num_panels, PANEL, num_blocks, -1).transpose(0, 2, 3, 1)
+    def panels(rows: Any) -> Any:
+        """Return rows [N, n] as [panels, 32 columns, n]."""
+        return xp.pad(rows, ((0, num_panels * PANEL - num_rows), (0, 0))).reshape(num_panels, PANEL, -1)
 
-    def as_bytes(field: Any) -> Any:
-        """Return the bytes of numbers [panels, blocks, …] in order: [panels, blocks, bytes]."""
-        flat = field.reshape(num_panels, num_blocks, -1)
-        return xp.ascontiguousarray(flat).view(np.uint8) if xp is np else flat.view(xp.uint8)
+    def transposed(columns: Any, unit: Any) -> Any:
+        """Return the bytes of columns [panels, c, n], in units of this dtype, as [panels, blocks, bytes of a block]."""
+        units = _viewed(columns, unit, xp).reshape(num_panels, columns.shape[1], num_blocks, -1)
+        return _viewed(units.transpose(0, 2, 3, 1), np.uint8, xp).reshape(num_panels, num_blocks, -1)
 
-    numbers = by_panel(codes.codes)
-    if in_pairs:
-        pairs = numbers.reshape(num_panels, num_blocks, -1, 2, PANEL)
-        numbers = pairs.swapaxes(-1, -2).reshape(numbers.shape)
+    numbers, unit = panels(codes.codes), np.uint16 if in_pairs else np.uint8
     if code_format.bits == 8:
-        code_bytes = [numbers]
+        code_bytes = [transposed(numbers, unit)]
     else:
-        low = numbers & 15
-        code_bytes = [low[..., :VECTOR_COLUMNS] | low[..., VECTOR_COLUMNS:] << 4]
-    if code_format.bits == 5:
-        code_bytes.append(xp.packbits(numbers >> 4, axis=-1, bitorder="little"))
-    if code_format.bits == 6:
-        # Four codes share a byte: bits 2 i and 2 i + 1 are those of the i-th.
-        high_bits = (numbers >> 4).reshape(*numbers.shape[:-1], PANEL // 4, 4)
-        code_bytes.append(high_bits[..., 0] | high_bits[..., 1] << 2 | high_bits[..., 2] << 4 | high_bits[..., 3] << 6)
-    fields = [*map(by_panel, codes.arrays), *code_bytes]
-    return xp.concatenate([*map(as_bytes, fields)], axis=-1).reshape(num_panels, -1)
+        # Both halves of the columns of a chunk: those whose codes are lower halves of bytes, and the others.
+        chunks = (2, 2, PANEL // 4) if in_pairs else (1, 2, PANEL // 2)
+        halves = numbers.reshape(num_panels, *chunks, depth)
+        low = halves[:, :, 0] & 15 | halves[:, :, 1] << 4
+        code_bytes = [transposed(low.reshape(num_panels, PANEL // 2, depth), unit)]
+    num_high_bits = code_format.bits % 8 % 4
+    if num_high_bits:
+        high, codes_per_byte = numbers >> 4, 8 // num_high_bits
+        if in_pairs:
+            high, codes_per_byte = high[..., 0::2] | high[..., 1::2] << num_high_bits, codes_per_byte // 2
+        bits_of_column = 8 // codes_per_byte
+        by_byte = high.reshape(num_panels, PANEL // codes_per_byte, codes_per_byte, -1)
+        joined = by_byte[:, :, 0]
+        for column in range(1, codes_per_byte):
+            joined = joined | by_byte[:, :, column] << bits_of_column * column
+        code_bytes.append(transposed(joined, np.uint8))
+    fields = (transposed(panels(each), each.dtype) for each in codes.arrays)
+    return xp.concatenate([*fields, *code_bytes], axis=-1).reshape(num_panels, -1)
+
+
+def _viewed(array: Any, dtype: Any, xp: ModuleType) -> Any:
+    """Return the bytes of an array as another dtype, along its last axis."""
+    return (np.ascontiguousarray(array) if xp is np else array).view(dtype)
 
 
 def decoded_columns(matrix: CodedMatrix, ids: Int[Array, " T"]) -> Float[Array, "T K"]:

@@ -6,16 +6,18 @@ matrix, for any number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 
 from ...code_formats import CodeFormat, CodeParts
 from ..llvm import I8, I64, Code
-from .code_decoder import Steps, Vectors, emit_decode
-from .code_panels import panel_bytes
-from .multiplier import Batch, Batches, DepthBlock, Multiplier, Panel
+from .code_decoder import Decoder, Steps, Vectors, emit_decode
+from .code_panels import block_layout, panel_bytes
+from .multiplier import Batch, Batches, DepthBlock, Multiplier, Panel, WordSource
 from .panels import DEPTH, PANEL
 
 
@@ -65,6 +67,10 @@ class CodedMultiplier:
         return self.decoded.takes_steps(code, batch)
 
     @property
+    def takes_words(self) -> bool:
+        return self.decoded.takes_words
+
+    @property
     def pads_depth(self) -> bool:
         return self.decoded.pads_depth
 
@@ -104,7 +110,8 @@ class CodedMultiplier:
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. The first batch decodes the panel's block of K.
 
-        Where the multiplier takes steps, they are decoded one by one, and stay in the level-1 cache.
+        Where the multiplier takes steps, they are decoded one by one, and stay in the level-1 cache. Where it takes
+        words, these stay in registers.
         """
         build, tools = code.build, panel.tools
         decoded = panel._replace(begin=tools.numbers, ahead=None, tools=tools.multiplier)
@@ -128,15 +135,40 @@ class CodedMultiplier:
             return
         with build.if_else(takes_steps) as (by_steps, whole):
             with by_steps:
-                self.decoded.multiply(code, rows, decoded._replace(provide_step=provide_step), batch, block, sums)
+                if self.takes_words:
+                    self._multiply_words(code, rows, panel, batch, block, sums)
+                else:
+                    self.decoded.multiply(code, rows, decoded._replace(provide_step=provide_step), batch, block, sums)
             with whole:
                 multiply_whole()
 
     def end(self, code: Code) -> None:
         self.decoded.end(code)
 
+    def _multiply_words(
+        self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value
+    ) -> None:
+        """Emit the product with words that are decoded as they are multiplied, by the format of the panel's part."""
+
+        def multiply(code_format: CodeFormat) -> None:
+            assert panel.ahead is not None
+            decoder = Decoder(code, block_layout(code_format), self.vectors)
+            source = WordSource(code_format.run, partial(decoder.words, panel.begin, ahead=panel.ahead))
+            self.decoded.multiply(code, rows, panel._replace(words=source), batch, block, sums)
+
+        self._by_format(code, panel, multiply)
+
     def _decode(self, code: Code, panel: Panel, numbers: ir.Value, steps: Steps) -> None:
         """Emit the decoding of steps of a panel, by the format of the part that it is in."""
+
+        def decode(code_format: CodeFormat) -> None:
+            assert panel.ahead is not None
+            emit_decode(code, code_format, self.vectors, panel.begin, numbers, steps, panel.ahead)
+
+        self._by_format(code, panel, decode)
+
+    def _by_format(self, code: Code, panel: Panel, emit: Callable[[CodeFormat], None]) -> None:
+        """Emit code for the format of each part, of which that of the panel's part runs."""
         build, starts = code.build, self._starts()
         ends = [first_panel for first_panel, _, _ in starts[1:]] + [None]
         for (first_panel, _, code_format), end in zip(starts, ends, strict=True):
@@ -144,8 +176,7 @@ class CodedMultiplier:
             if end is not None:
                 is_here = build.and_(is_here, build.icmp_signed("<", panel.index, I64(end)))
             with build.if_then(is_here):
-                assert panel.ahead is not None
-                emit_decode(code, code_format, self.vectors, panel.begin, numbers, steps, panel.ahead)
+                emit(code_format)
 
     def _starts(self) -> list[tuple[int, int, CodeFormat]]:
         """Return the first panel of each part, and its first byte, with the part's format."""

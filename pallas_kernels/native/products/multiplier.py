@@ -13,6 +13,15 @@ StepTask = Callable[[ir.Value], None]
 """Emits what else is done in a step of a product, of which it gets the number."""
 
 
+class WordSource(NamedTuple):
+    """What makes the words of a panel as they are multiplied, in registers."""
+
+    num_values: int
+    """Values of K in a run, which is made together."""
+    begin_run: Callable[[ir.Value], Callable[[ir.Value], list[ir.Value]]]
+    """Emits what the words of a run share, and returns what emits the vectors of a word, by its number in the run."""
+
+
 class Batch(NamedTuple):
     """Rows that are multiplied together by a panel. Each field is an int64."""
 
@@ -50,6 +59,8 @@ class Panel(NamedTuple):
     provide_step: StepTask | None = None
     """Emits what writes a step of the panel to one of two places from `begin` on, which are used in turn: step k to
     place k modulo 2. None for a panel that is there as a whole. See `Multiplier.takes_steps`."""
+    words: WordSource | None = None
+    """What makes the panel's words; None for a panel that is in memory. See `Multiplier.takes_words`."""
     step_task: StepTask | None = None
     """Emitted in each step over K of each batch, unless a unit of work has one batch only."""
 
@@ -95,6 +106,10 @@ class Multiplier(Protocol):
 
         Such a batch is the only one of its unit, and needs each step once.
         """
+
+    @property
+    def takes_words(self) -> bool:
+        """Return whether `multiply` takes the words of such a batch one by one, by `Panel.words`, and no steps."""
 
     @property
     def pads_depth(self) -> bool:

@@ -52,6 +52,10 @@ class MatrixUnitMultiplier:
         return max(1, max_rows // self.max_batch_rows)
 
     @property
+    def takes_words(self) -> bool:
+        return False
+
+    @property
     def pads_depth(self) -> bool:
         return True
 

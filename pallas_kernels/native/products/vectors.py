@@ -8,6 +8,7 @@ which are multiplied at once (AVX512-BF16), or one after the other as float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +79,14 @@ class VectorMultiplier:
         begin = code.build.mul(block, I64(block_words))
         return begin, code.min(code.build.add(begin, I64(block_words)), I64(self.num_words))
 
-    def takes_steps(self, code: Code, batch: Batch) -> None:
-        """See `Multiplier.takes_steps`: vectors take whole panels."""
+    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
+        """See `Multiplier.takes_steps`: a unit's only batch takes words."""
+        return code.build.icmp_signed("==", batch.num_batches, I64(1)) if self.takes_words else None
+
+    @property
+    def takes_words(self) -> bool:
+        """See `Multiplier.takes_words`: where all columns are multiplied at once, and one instruction takes a word."""
+        return VECTORS * self.lanes == PANEL and (self.has_avx512_bf16 or not self.is_bf16)
 
     @property
     def max_batch_rows(self) -> int:
@@ -140,7 +147,7 @@ class VectorMultiplier:
 
         def multiply_rows(num_rows: int) -> None:
             for first_column in range(0, PANEL, VECTORS * self.lanes):
-                self._multiply_columns(code, num_rows, rows, panel.begin, batch, (begin, end), first_column, sums)
+                self._multiply_columns(code, num_rows, rows, panel, batch, (begin, end), first_column, sums)
 
         # If `rows_per_batch` is the most that fits, no batch is larger, and code for one would spill registers.
         if self.rows_per_batch == self.max_batch_rows:
@@ -159,7 +166,7 @@ class VectorMultiplier:
         code: Code,
         num_rows: int,
         rows: ir.Value,
-        panel: ir.Value,
+        panel: Panel,
         batch: Batch,
         words: tuple[ir.Value, ir.Value],
         first_column: int,
@@ -168,22 +175,37 @@ class VectorMultiplier:
         """Multiply words begin … end − 1 of K for the batch's rows and `VECTORS` vectors of the panel's columns.
 
         `words` is (begin, end). The sums stay in registers, one vector per row and v < `VECTORS`. They start at zero if
-        `begin` is 0, else at those in `sums`, and are written to `sums`. The panel is also prefetched, 32 of its rows
-        ahead; beyond its end this is harmless.
+        `begin` is 0, else at those in `sums`, and are written to `sums`. A panel in memory is also prefetched, 32 of
+        its rows ahead; beyond its end this is harmless.
         """
         build, add, lanes = code.build, code.build.add, self.lanes
         (begin, end), word_type = words, I32 if self.is_bf16 else F32
         starts = [build.mul(add(batch.first_row, I64(i)), I64(self.num_words)) for i in range(num_rows)]
         sum_offsets = [I64(i * PANEL + first_column + v * lanes) for i in range(num_rows) for v in range(VECTORS)]
 
-        def add_products(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+        def add_products(k: ir.Value, vectors: list[ir.Value], totals: Sequence[ir.Value]) -> list[ir.Value]:
             """Return the sums plus the products of word k of each row and of each column: an outer product."""
-            word_offset = add(build.mul(k, I64(PANEL)), I64(first_column))
-            offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
-            vectors = code.load_vectors(panel, offsets, word_type, lanes)
-            code.prefetch(panel, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
             factors = (code.load(rows, add(start, k), word_type) for start in starts)
             return code.add_outer(factors, vectors, totals, has_avx512_bf16=self.is_bf16 and self.has_avx512_bf16)
+
+        def add_stored(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+            word_offset = add(build.mul(k, I64(PANEL)), I64(first_column))
+            offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
+            vectors = code.load_vectors(panel.begin, offsets, word_type, lanes)
+            code.prefetch(panel.begin, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
+            return add_products(k, vectors, totals)
+
+        def add_run(run: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+            """Return the sums plus the products of a run of words, which are made one by one."""
+            assert panel.words is not None
+            words_of, first_word = panel.words.begin_run(run), build.mul(run, I64(run_words))
+            # A block of K may begin and end within a run.
+            words_here = code.max(begin, first_word), code.min(end, add(first_word, I64(run_words)))
+            return code.loop(
+                *words_here,
+                lambda k, *totals: add_products(k, words_of(build.sub(k, first_word)), totals),
+                carried=totals,
+            )
 
         zeros = constant(ir.VectorType(F32, lanes), 0.0)
         old_sums = [zeros] * len(sum_offsets)
@@ -192,6 +214,11 @@ class VectorMultiplier:
             has_sums = build.icmp_signed(">", begin, I64(0))
             stored = [code.load_vector(sums, offset, F32, lanes) for offset in sum_offsets]
             old_sums = [build.select(has_sums, vector, zeros) for vector in stored]
-        new_sums = code.loop(begin, end, add_products, carried=old_sums)
+        if panel.words is None:
+            new_sums = code.loop(begin, end, add_stored, carried=old_sums)
+        else:
+            run_words = panel.words.num_values // (2 if self.is_bf16 else 1)
+            end_run = build.udiv(add(end, I64(run_words - 1)), I64(run_words))
+            new_sums = code.loop(build.udiv(begin, I64(run_words)), end_run, add_run, carried=old_sums)
         for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
             code.store_vector(total, sums, sum_offset)
