@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array, UInt8
@@ -31,6 +30,7 @@ SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "power": np.dtype(np.uint8),
 }
 """Kinds of scales: floats, or a byte e that stands for 2 to the power of e − 127."""
+SMALLEST = float(np.finfo(np.float32).tiny)
 MAX_POWER = 240
 """Largest byte of a scale that is a power of two: such numbers are exact in float32, by every way to decode them."""
 SMALL_FLOATS = {3: np.dtype(ml_dtypes.float8_e4m3fn), 1: np.dtype(ml_dtypes.float4_e2m1fn)}
@@ -115,6 +115,19 @@ class CodeFormat:
         return codes.astype(np.float32) if self.mantissa_bits is None else _as_floats(codes, self.mantissa_bits)
 
     @property
+    def largest_code(self) -> float:
+        """Return the largest magnitude of what a code stands for before it is multiplied by its scale."""
+        if self.has_minima or self.has_zeros:
+            return float(2**self.bits)
+        return float(np.nanmax(np.abs(self.code_values - self.zero)))
+
+    @property
+    def largest_number(self) -> float:
+        """Return the largest magnitude that `quantize` has a scale for, in a format that takes floats."""
+        limit = self.largest_code if self.mantissa_bits is not None or self.bits < 8 else 127.0
+        return limit * float(ml_dtypes.finfo(self.scale_dtype).max)
+
+    @property
     def takes_floats(self) -> bool:
         """Return whether `quantize` gives this format."""
         has_one_scale = not (self.has_minima or self.has_zeros or self.super_group) and self.scale != "power"
@@ -171,8 +184,10 @@ def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
     """Return float rows [N, K] as codes of a format that `takes_floats`; `xp` is numpy, or jax.numpy for JAX's arrays.
 
     A group's scale is its largest magnitude ÷ the largest code of its sign: that of the largest number itself for 4 and
-    5 bits, where there is one more negative code. Numbers are divided by the scale as it is stored and rounded to the
-    nearest, so both libraries give the same codes. Numbers that are not finite give scales that are not.
+    5 bits, where there is one more negative code. Numbers are multiplied by the reciprocal of the scale as it is stored
+    and rounded to the nearest, so both libraries give the same codes: XLA would make such products of divisions. Scales
+    below the normal numbers of float32, which XLA does not know, are 0. Numbers that are not finite, or larger than
+    `largest_number`, give scales that are not finite.
     """
     num_rows, depth = rows.shape
     groups = rows.astype(xp.float32).reshape(num_rows, depth // code_format.group, code_format.group)
@@ -188,9 +203,11 @@ def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
         signed = xp.where(groups.max(axis=-1) == largest, largest, -largest)
         limit = float(code_format.zero)
         scales = signed * xp.float32(-1 / limit)
-    stored = scales.astype(code_format.scale_dtype)
-    divisors = stored.astype(xp.float32)[..., None]
-    divided = groups / xp.where(divisors == 0, xp.float32(1), divisors)
+    with np.errstate(over="ignore"):
+        stored = xp.where(xp.abs(scales) < SMALLEST, xp.float32(0), scales).astype(code_format.scale_dtype)
+    divisors = stored.astype(xp.float32)
+    inverses = xp.where(divisors == 0, xp.float32(0), 1 / xp.where(divisors == 0, xp.float32(1), divisors))
+    divided = groups * inverses[..., None]
     if code_format.mantissa_bits is not None:
         small = xp.clip(divided, -limit, limit).astype(SMALL_FLOATS[code_format.mantissa_bits])
         codes = small.view(xp.uint8)
@@ -225,26 +242,23 @@ def decode(codes: Codes, code_format: CodeFormat, xp: ModuleType = np) -> Any:
 
 
 def are_finite(codes: Codes, code_format: CodeFormat) -> bool:
-    """Return whether all numbers of codes (numpy) are finite: scales are, and no code of 8 bits is a NaN."""
+    """Return whether all numbers of codes (numpy) are finite: their scales, products, and codes of 8 bits."""
     floats = codes.super_scales or codes.scales  # Scales under a super-scale are integers.
     if code_format.super_group is None and code_format.scale == "power":
         are_scales_finite = all((each <= MAX_POWER).all() for each in floats)
     else:
-        are_scales_finite = all(np.isfinite(each.astype(np.float32)).all() for each in floats)
+        limit = np.float32(1 if code_format.super_group else code_format.largest_code)
+        with np.errstate(over="ignore", invalid="ignore"):
+            are_scales_finite = all(np.isfinite(each.astype(np.float32) * limit).all() for each in floats)
     has_nans = code_format.mantissa_bits == 3
     return are_scales_finite and not (has_nans and bool(((codes.codes & 0x7F) == 0x7F).any()))
 
 
 def _scale_values(scales: Any, code_format: CodeFormat, xp: ModuleType) -> Any:
-    """Return scales or minima in float32."""
+    """Return scales or minima in float32. The byte 0 of a power of two gives 0: XLA knows no such small numbers."""
     if code_format.super_group is None and code_format.scale == "power":
-        return xp.exp2(scales.astype(xp.float32) - xp.float32(127)) if xp is np else _powers(scales)
+        return (scales.astype(xp.uint32) << 23).view(xp.float32)  # The bits of a float32 that has an exponent alone.
     return scales.astype(xp.float32)
-
-
-def _powers(exponents: UInt8[Array, "*S"]) -> Array:
-    """Return 2 to the power of each byte − 127, exactly; the byte 0 gives 0, since XLA knows no smaller numbers."""
-    return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def _as_floats(codes: np.ndarray, mantissa_bits: int) -> np.ndarray:

@@ -124,10 +124,14 @@ class LayerOps:
         raise NotImplementedError
 
     def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
-        """Return float32 rows of Wᵀ, quantized, as the array that stores them, if matrices can stay codes.
+        """Return rows of Wᵀ, quantized from float32, as the array that stores them, if matrices can stay codes.
 
         All formats take floats (`CodeFormat.takes_floats`). `dtype` is what numbers are decoded to.
         """
+        raise NotImplementedError
+
+    def are_codes_finite(self, data: np.ndarray, num_in: int, parts: CodeParts) -> bool:
+        """Return whether all numbers in the bytes of a matrix of codes are finite, if matrices can stay codes."""
         raise NotImplementedError
 
     def store(self, matrix: Float[Array, "I O"]) -> Array:

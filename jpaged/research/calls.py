@@ -154,8 +154,9 @@ class ResearchCalls:
         with the tensors of all layers in one array [L, …]; or the paths of the engine's own weights (`Engine.params`),
         or of your own module. Dtypes may differ from the engine's. Arrays may be numpy's, or JAX's on any devices of
         this process. They are copied, so a trainer may donate them later; with `copy=False` an array that needs no
-        conversion becomes the engine's weight, and must not be deleted or donated. An engine that keeps a quantized
-        file's codes quantizes floats if one pass does, and else raises ModelLoadError: make it with `quantization="none"`.
+        conversion becomes the engine's weight, and must not be deleted or donated. An engine of int8, fp8, int4 or
+        other codes with one scale for a group quantizes them; one of other codes, such as those of a Q4_K file, raises
+        ModelLoadError for floats: make it with `quantization="none"`.
 
         `version` is what outputs call the new weights, by default one more than before. `in_flight` says what becomes
         of unfinished requests: "wait" computes those that have begun to their end, "keep" lets them go on with the keys

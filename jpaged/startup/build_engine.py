@@ -21,7 +21,8 @@ from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.config.spec import ModelSpec
 from ..models.own_model import OwnModel
-from ..models.weights.coded import coded_weights, codes_note
+from ..models.weights.at_load import AT_LOAD
+from ..models.weights.coded import are_mostly_floats, coded_weights, codes_note
 from ..models.weights.dummy import dummy_weights
 from ..models.weights.kept_weights import KeptWeights
 from ..models.weights.live_weights import LiveWeights
@@ -143,7 +144,8 @@ def build_engine(
     memory = f"{sizes.memory}{on_each}{unreserved_memory_note(devices[0])}"
     logger.info("memory: %s", memory)
     if codes := codes_note(programs.weights.state, prepared.stored_formats):
-        logger.info("weights: %s", codes)
+        is_little = config.quantization in AT_LOAD and are_mostly_floats(programs.weights.state)
+        logger.log(logging.WARNING if is_little else logging.INFO, "weights: %s", codes)
     start = time.monotonic()
     try:
         # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.

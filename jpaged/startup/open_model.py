@@ -20,7 +20,6 @@ from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
 from ..models.formats.checkpoint import Checkpoint
 from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
-from ..models.formats.quantization import CONFIG_KEYS
 from ..models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..models.formats.tree_checkpoint import lies_on_several_devices
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
@@ -28,6 +27,7 @@ from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
 from ..models.weights.at_load import QuantizedCheckpoint
 from ..models.weights.checkpoint_module import CheckpointModule
+from ..models.weights.coded import stored_formats
 from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
@@ -220,10 +220,7 @@ def _quantized(config: EngineConfig, model: DecoderConfig, checkpoint: Checkpoin
     if config.quantization in ("auto", "none"):
         return checkpoint
     got = shown(config.quantization)
-    if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.is_quantized:
-        fault = f"{got} for {checkpoint.path}, whose weights are quantized"
-        raise refusal("quantization", fault, "auto, which keeps them, or none", error=ConfigError)
-    if config.params is None and any(key in model.source for key in CONFIG_KEYS):
+    if stored_formats(checkpoint):
         quantized = checkpoint.quantization if isinstance(checkpoint, SafetensorsCheckpoint) else None
         kind = f" by {quantized.method}" if quantized else ""
         fault = f"{got} for {checkpoint.path}, whose weights are quantized{kind}"

@@ -114,11 +114,6 @@ class GGUFCheckpoint:
             raise ModelLoadError(f"{self.path}: tensor {stored!r} {fault}: {way_out}") from error
         return values - 1 if self._format.norms_hold_one_more and "norm" in name else values
 
-    @property
-    def is_quantized(self) -> bool:
-        """Return whether some tensor is stored as anything but floats."""
-        return any(tensor.type_name not in ("F32", "F16", "BF16") for tensor in self.file.tensors.values())
-
     def code_format(self, name: str) -> CodeFormat | None:
         """Return the format of a matrix that the file stores as codes; None for others."""
         tensor = self.file.tensors[self._stored[name]]

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, Codes, float8_format, int8_format, quantize
+from ...pallas_kernels.code_formats import (
+    CODE_FORMATS,
+    CodeFormat,
+    Codes,
+    are_finite,
+    float8_format,
+    int8_format,
+    quantize,
+)
+from ..errors import ModelLoadError
 from ..formats.checkpoint import WHOLE, Checkpoint
 from ..recipe import read_finite
 from .coded import StoredFormats
@@ -66,7 +75,11 @@ class QuantizedCheckpoint:
         return format_at_load(self._quantization, self._checkpoint.shape(name))
 
     def read_codes(self, name: str, rows: slice) -> Codes:
-        """Return rows of a matrix, quantized. Raises ModelLoadError for a NaN or an infinity."""
+        """Return rows of a matrix, quantized. Raises ModelLoadError for a NaN, an infinity, or too large a number."""
         code_format = self.code_format(name)
         assert code_format is not None
-        return quantize(read_finite(self._checkpoint, name, rows), code_format)
+        codes = quantize(read_finite(self._checkpoint, name, rows), code_format)
+        if not are_finite(codes, code_format):
+            limit = f"±{code_format.largest_number:.3g}, the largest that {self._quantization} has a scale for"
+            raise ModelLoadError(f"{self.path}: tensor {name} holds a number beyond {limit}: choose int8 or fp8")
+        return codes

@@ -15,6 +15,8 @@ from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 @runtime_checkable
 class CodedCheckpoint(Checkpoint, Protocol):
@@ -119,6 +121,31 @@ def refuse_floats(leaves: Iterable[Any]) -> None:
         fault = f"got arrays of floats for weights that are kept as codes of {names}"
         way_out = "or make the engine with quantization='none', or int8, fp8 or int4 of a checkpoint of floats"
         raise ModelLoadError(f"params: {fault}, wanted codes under the paths of the engine's own weights: {way_out}")
+
+
+def check_given_codes(leaf: Any, given: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if the codes of a weight, an array by its name, stand for a number that is not finite."""
+    metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    for name, array in given.items() if "code_parts" in metadata else ():
+        if not metadata["ops"].are_codes_finite(np.asarray(array), metadata["matrix"][0], metadata["code_parts"]):
+            raise ModelLoadError(f"params: {name} holds a scale or a code that is not finite; nothing was changed")
+
+
+def check_sizes(leaf: Any, given: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if a number of the tensors that become codes is too large for their scales."""
+    for code_format in _formats_of([leaf]):
+        for name, array in given.items() if code_format.largest_number < FLOAT32_MAX else ():
+            if (largest := float(abs(array).max())) > code_format.largest_number:
+                fault = f"{name} holds {largest:.3g}, wanted at most {code_format.largest_number:.3g}"
+                reason = f"the largest number that {code_format.name} has a scale for"
+                raise ModelLoadError(f"params: {fault}, {reason}; nothing was changed: choose int8 or fp8")
+
+
+def are_mostly_floats(state: nnx.State) -> bool:
+    """Return whether more bytes of the weights are floats than codes."""
+    leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
+    coded = sum(leaf.size for leaf in leaves if "code_parts" in leaf.get_metadata())
+    return 2 * coded < sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:

@@ -100,6 +100,6 @@ def _random(
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
     if codes is not None:
         assert ops is not None
-        return ops.store_codes(odd * 2.0**exponent, *codes)
+        return ops.store_codes((odd * 2.0**exponent).astype(jnp.bfloat16), *codes)
     rows = (odd * 2.0**exponent).astype(dtype)
     return rows if ops is None else ops.store(rows.T)

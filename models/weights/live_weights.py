@@ -28,7 +28,7 @@ from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Path, Piece
-from .coded import refuse_floats
+from .coded import check_given_codes, check_sizes, refuse_floats
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, recipes_for, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
@@ -108,7 +108,14 @@ class LiveWeights:
         origins = origins_of[wanted.layout]
         if wanted.layout is not TreeLayout.OWN:
             refuse_floats(self._leaves.values())
-        return check_tree(arrays, wanted, [origin.names for origin in origins.values()]), origins
+        checked = check_tree(arrays, wanted, [origin.names for origin in origins.values()])
+        for path, origin in origins.items():
+            given = {name: checked.arrays[name] for name in origin.names}
+            if wanted.layout is TreeLayout.OWN:
+                check_given_codes(self._leaves[path], given)
+            else:
+                check_sizes(self._leaves[path], given)
+        return checked, origins
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of the model in a tree, which may be a whole training state, without their common prefix.

@@ -62,12 +62,12 @@ def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array
     A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
     `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
     together as Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it; if it is stored as codes, it
-    is quantized from float32. Parts that no piece covers are zero.
+    is quantized. Parts that no piece covers are zero.
     """
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
     shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
-    dtype = recipe.dtype if recipe.codes is None else np.dtype(np.float32)
+    dtype = recipe.dtype if recipe.codes is None else tensors[0].dtype
     blocks = []
     for piece in recipe.pieces:
         tensor = tensors[int(piece.tensor)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -17,10 +18,13 @@ from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, St
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS
 from .products.chain import check_panels, multiplier_for, product, run_chain, stored_array
-from .products.code_panels import decoded_columns, pack_codes, stored_bytes
+from .products.code_panels import are_panels_finite, decoded_columns, pack_codes, stored_bytes
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
 from .products.stages import HeadShape, Stage
 from .xla_call import uninitialized
+
+PANELS_TOGETHER = 16
+"""Panels that are quantized at once, on the device."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,20 @@ class NativeOps(LayerOps):
     def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
         packed, first_row = list[Array](), 0
         for code_format, size in parts:
-            codes = quantize(rows[first_row : first_row + size], code_format, jnp)
-            packed.append(pack_codes(codes, code_format, in_pairs=dtype == "bfloat16", xp=jnp).reshape(-1))
+            padding = ((0, -size % PANEL), (0, 0))
+            columns = jnp.pad(rows[first_row : first_row + size], padding).reshape(-1, PANEL, rows.shape[1])
+
+            def packed_panel(panel: Float[Array, "32 K"], code_format: CodeFormat = code_format) -> Array:
+                codes = quantize(panel, code_format, jnp)
+                return pack_codes(codes, code_format, in_pairs=dtype == "bfloat16", xp=jnp)[0]
+
+            # Some panels at a time: a whole matrix of codes, one a byte, and its float32 would take memory.
+            packed.append(jax.lax.map(packed_panel, columns, batch_size=PANELS_TOGETHER).reshape(-1))
             first_row += size
         return jnp.concatenate(packed)
+
+    def are_codes_finite(self, data: np.ndarray, num_in: int, parts: CodeParts) -> bool:
+        return are_panels_finite(data, num_in, parts)
 
     def store(self, matrix: Float[Array, "I O"]) -> Array:
         return in_panels(matrix)

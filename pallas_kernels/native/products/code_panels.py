@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ...code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, decode
+from ...code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, are_finite, decode
 from .panels import PANEL
 
 VECTOR_COLUMNS = PANEL // 2
@@ -115,6 +115,20 @@ def pack_codes(codes: Codes, code_format: CodeFormat, *, in_pairs: bool, xp: Mod
 def _viewed(array: Any, dtype: Any, xp: ModuleType) -> Any:
     """Return the bytes of an array as another dtype, along its last axis."""
     return (np.ascontiguousarray(array) if xp is np else array).view(dtype)
+
+
+def are_panels_finite(data: np.ndarray, depth: int, parts: CodeParts) -> bool:
+    """Return whether all numbers in the bytes of a matrix are finite. `depth` is K."""
+    first_byte = 0
+    for code_format, size in parts:
+        layout, num_bytes = block_layout(code_format), stored_bytes(depth, ((code_format, size),))
+        blocks = data[first_byte : first_byte + num_bytes].reshape(-1, layout.num_bytes)
+        scales = _viewed(blocks[:, layout.scales : layout.zeros], code_format.scale_dtype, np)
+        super_scales = [_viewed(blocks[:, : layout.scales], np.float16, np)] if code_format.super_group else []
+        if not are_finite(Codes(blocks[:, layout.low_bits : layout.high_bits], [scales], super_scales), code_format):
+            return False
+        first_byte += num_bytes
+    return True
 
 
 def decoded_columns(matrix: CodedMatrix, ids: Int[Array, " T"]) -> Float[Array, "T K"]:

@@ -164,7 +164,7 @@ def test_floats_are_quantized_as_they_are_read_and_as_they_are_given(
     tmp_path: Path, quantization: str, dtype: str
 ) -> None:
     """The results are those of the numbers that the codes stand for, also when weights are read or given again."""
-    floats = write_file(tmp_path, kind=GGMLQuantizationType.F32)
+    floats = write_file(tmp_path, kind=GGMLQuantizationType.BF16)
     _, checkpoint = open_checkpoint(floats)
     tensors = {name: checkpoint.read(name, slice(None)) for name in checkpoint.names()}
     decoded = {
@@ -221,13 +221,29 @@ def test_codes_under_the_engines_own_paths_are_taken(tmp_path: Path) -> None:
             ".".join(map(str, p)): leaf[...]
             for p, leaf in nnx.to_flat_state(loaded(path, "float32", keeps_codes=True).state)
         }
-        changed = {name: array[::-1] if "head" in name else array for name, array in state.items()}
+        panel_bytes = state["head.weight"].size // 3
+        changed = state | {"head.weight": jnp.roll(state["head.weight"], panel_bytes)}
         engine.update_params(changed)
         assert logprobs_of(engine) != wanted
         engine.update_params(state)
         assert logprobs_of(engine) == wanted
-        with pytest.raises(ModelLoadError, match=r"head.weight is float32, wanted uint8"):
-            engine.update_params(state | {"head.weight": np.zeros(state["head.weight"].shape, np.float32)})
+        head = np.asarray(state["head.weight"])
+        for wrong, message in ((head.astype(np.float32), "is float32, wanted uint8"), (head | 255, "not finite")):
+            with pytest.raises(ModelLoadError, match=f"head.weight .*{message}"):
+                engine.update_params(state | {"head.weight": wrong})
+
+
+def test_numbers_that_are_too_large_for_a_scale_are_refused_as_they_are_read_and_given(tmp_path: Path) -> None:
+    floats = write_file(tmp_path, kind=GGMLQuantizationType.F32)
+    _, checkpoint = open_checkpoint(floats)
+    tensors = {name: checkpoint.read(name, slice(None)) for name in checkpoint.names()}
+    large = tensors | {"lm_head.weight": tensors["lm_head.weight"] * 1e7}
+    with pytest.raises(ModelLoadError, match=r"lm_head.weight holds a number beyond ±5.24e\+05.*: choose int8 or fp8"):
+        Engine(str(floats), params=large, quantization="int4", **ENGINE)
+    with Engine(str(floats), quantization="int4", **ENGINE) as engine:
+        with pytest.raises(ModelLoadError, match=r"lm_head.weight holds .*, wanted at most 5.24e\+05"):
+            engine.update_params(large)
+        engine.update_params(tensors)
 
 
 @pytest.mark.parametrize(
