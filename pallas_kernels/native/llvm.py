@@ -175,6 +175,10 @@ class Code:
         """Return the larger of two floats, lane by lane; b where a is NaN."""
         return self.build.select(self.build.fcmp_ordered(">", a, b), a, b)
 
+    def minimum(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the smaller of two floats, lane by lane; b where a is NaN."""
+        return self.build.select(self.build.fcmp_ordered("<", a, b), a, b)
+
     def add_product(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """Return a × b + c, rounded once where the processor has a fused multiply-add."""
         function = declare(self.build.module, f"llvm.fmuladd.v{a.type.count}f32", a.type, *[a.type] * 3)

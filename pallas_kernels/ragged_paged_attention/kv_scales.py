@@ -7,6 +7,7 @@ head, in an array, so that other scales do not need another program.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,20 @@ class KVScales:
 
     k: Float[Array, "L K"]
     v: Float[Array, "L K"]
+    channels: Float[Array, "L K H"] | None = None
+    """Powers of two, a factor for each channel of a layer's keys: a key is divided by them before its page's scale, and
+    the queries are multiplied by them, both without rounding. None stands for ones.
+
+    Models with a bias of keys, such as Qwen2, have a few channels far larger than the others, which would get all of a
+    byte's range."""
 
     def of_layer(self, layer: int | Int[Array, ""]) -> LayerScales:
         """Return the scales of the keys and of the values of one layer, [K] each."""
         return self.k[layer], self.v[layer]
+
+    def factors_of(self, layer: int | Int[Array, ""]) -> Float[Array, "K H"] | None:
+        """Return the factors of the channels of one layer's keys; None if all are 1."""
+        return None if self.channels is None else self.channels[layer]
 
 
 LayerScales = tuple[Float[Array, " K"], Float[Array, " K"]]
@@ -35,6 +46,11 @@ LayerScales = tuple[Float[Array, " K"], Float[Array, " K"]]
 def is_quantized(dtype: DTypeLike) -> bool:
     """Return whether pages of this dtype need scales."""
     return jnp.dtype(dtype).name in QUANTIZED_DTYPES
+
+
+def largest_number(dtype: DTypeLike) -> float:
+    """Return the largest number that a page of this dtype holds: 127 in int8, 448 in float8_e4m3fn."""
+    return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
 
 
 def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLike) -> Array:
@@ -50,3 +66,15 @@ def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLi
         return jnp.clip(jnp.round(scaled), -max_number, max_number).astype(dtype)
     max_number = float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -max_number, max_number).astype(dtype)
+
+
+def scale_shapes(num_layers: int, num_kv_heads: int, head_size: int, sharding: Any = None) -> KVScales:
+    """Return the abstract scales of a cache, float32: those of keys and values [L, K], and the channels' [L, K, H]."""
+    by_head = num_layers, num_kv_heads
+    shapes = by_head, by_head, (*by_head, head_size)
+    return KVScales(*(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes))
+
+
+def scaled_by_head(x: Float[Array, "T K *G H"], scales: Float[Array, " K"]) -> Float[Array, "T K *G H"]:
+    """Return x with each KV head's numbers times its scale."""
+    return x * scales.astype(jnp.float32).reshape(1, -1, *[1] * (x.ndim - 2))

@@ -30,8 +30,10 @@ from ...native.amx import has_amx_unit
 from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_avx512
 from ...native.registry import register
 from ...native.xla_call import Buffer, Call, Work, handler
+from ..kv_scales import LayerScales
 from ..tile_plan import PlanSections
-from .pages import NativePages
+from .byte_pages import READ_FACTORS
+from .pages import NativePages, stacked
 from .queries import PageBlock, Shape
 from .query_tiles import TiledQueries
 from .query_vectors import VectorQueries
@@ -50,6 +52,7 @@ def attend_tiles(
     *,
     max_tokens: int,
     sinks: Float[Array, "K G"] | None,
+    scales: LayerScales | None = None,
 ) -> Float[Array, "T K G H"]:
     """Return the attention of a step's tokens to the pages of their rows, in float32; zeros for padding tokens.
 
@@ -62,7 +65,8 @@ def attend_tiles(
     Each token attends to the keys of its row up to its own position, within the window if there is one. `pages` has
     the keys and values of all layers, and `tables` holds page numbers within this layer. Entries up to the page of a
     row's last token must be valid, because native code does not check them; later entries are not read. `sinks` are
-    the logits of one attention sink per query head, or None. Raises ValueError if the arrays of `pages` do not fit the
+    the logits of one attention sink per query head, or None. `scales` are those of the keys and of the values, for
+    pages of one byte a number. Raises ValueError if the arrays of `pages` do not fit the
     heads of `q`.
     """
     _, num_kv_heads, group_size, head_size = q.shape
@@ -70,6 +74,7 @@ def attend_tiles(
     # A handler is compiled for each shape. The processor's features are part of it, since they decide the code.
     shape = Shape(
         is_bf16_packed=pages.is_bf16_packed,
+        byte_dtype=pages.byte_dtype,
         num_kv_heads=num_kv_heads,
         group_size=group_size,
         head_size=head_size,
@@ -94,8 +99,9 @@ def attend_tiles(
     # `members`, number of rows, number of common pages. `members` [R]: the rows of all shared tiles, tile by tile.
     tiles = [counts, plan.query_tiles, plan.shared_tiles, plan.members, plan.num_shared_pages]
     no_sinks = jnp.zeros((0,), jnp.float32)
+    read_scales = stacked(scales) * READ_FACTORS.get(pages.byte_dtype or "", 1.0)
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    return ffi_call(_attend_handler(shape), out)(*arrays, *tiles, no_sinks if sinks is None else sinks)
+    return ffi_call(_attend_handler(shape), out)(*arrays, *tiles, no_sinks if sinks is None else sinks, read_scales)
 
 
 class TileArguments(NamedTuple):
@@ -117,6 +123,8 @@ class TileArguments(NamedTuple):
     """The fields of `PlanSections`, int32."""
     sinks: ir.Value
     """float32 [K, G], or of no elements."""
+    scales: ir.Value
+    """float32 [2, K], or of no elements: factors of a head's queries and of its outputs."""
     out: ir.Value
     """float32 [T, K, G, H] outputs."""
     table_len: ir.Value
@@ -150,8 +158,8 @@ def _attend_handler(shape: Shape) -> str:
         `MAX_SERIAL_ELEMENTS` elements of keys, or if there is any query tile.
         """
         build, args, out = code.build, call.arguments, call.results[0]
-        q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *shared_rows, sinks = args
-        members, num_shared_pages = shared_rows
+        q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *others = args
+        members, num_shared_pages, sinks, scales = others
         num_shared_tiles, num_decode_rows, num_query_tiles = (code.load_index(counts.data, i) for i in range(3))
         token_size = num_kv_heads * group_size * shape.head_size
         _clear_padding(code, q, out, token_size, query_tiles, num_decode_rows, num_query_tiles)
@@ -176,6 +184,7 @@ def _attend_handler(shape: Shape) -> str:
             members=members.data,
             num_shared_pages=num_shared_pages.data,
             sinks=sinks.data,
+            scales=scales.data,
             table_len=tables.size(1),
             max_query_tiles=query_tiles.size(1),
             max_shared_tiles=shared_tiles.size(1),
@@ -230,7 +239,7 @@ def _attend_handler(shape: Shape) -> str:
             token = build.select(is_shared, member, build.select(is_decode, decode_row, add(first_token, i)))
             row_of_token = build.select(is_shared, member, build.select(is_decode, decode_row, row))
             queries.set_token(i, token, row_of_token, given.positions)
-            queries.start(i, head, given.queries, given.sinks)
+            queries.start(i, head, given.queries, given.sinks, given.scales)
 
         code.loop(0, num_tokens, start_token)
 
@@ -271,12 +280,12 @@ def _attend_handler(shape: Shape) -> str:
                 i = sub(sub(num_tokens, I64(1)), i)
                 with build.if_then(is_shared):
                     attend_pages(i, add(i, I64(1)), num_joint_pages, queries.num_pages(i))
-                queries.finish(i, head, given.out)
+                queries.finish(i, head, given.out, given.scales)
 
             code.loop(0, num_tokens, finish_token)
             queries.end()
 
-    return register(shape.name, lambda: handler(shape.name, 12, 1, prepare, body))
+    return register(shape.name, lambda: handler(shape.name, 13, 1, prepare, body))
 
 
 def _clear_padding(

@@ -22,14 +22,15 @@ from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
 from ...native.registry import name_functions_for_perf, register_kept, registered
 from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
+from ..kv_scales import QUANTIZED_DTYPES
 from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
-from .pages import PACKED_BF16, NativePages, pages_shapes, write_pages
+from .pages import BYTE_DTYPES, PACKED_BF16, NativePages, pages_shapes, write_pages
 
 
 @dataclass(frozen=True)
 class NativeLayout(KVLayout):
-    """Keys and values as native code reads them, see `pages`: float32, or pairs of bfloat16 in uint32."""
+    """Keys and values as native code reads them, see `pages`: float32, pairs of bfloat16 in uint32, or single bytes."""
 
     @property
     def is_bf16_packed(self) -> bool:
@@ -39,7 +40,7 @@ class NativeLayout(KVLayout):
     @property
     def stored_dtype(self) -> Any:
         """Return the dtype of the arrays."""
-        return np.dtype(PACKED_BF16) if self.is_bf16_packed else self.dtype
+        return np.dtype(PACKED_BF16) if self.is_bf16_packed else BYTE_DTYPES.get(self.dtype.name, self.dtype)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -58,7 +59,7 @@ class NativeBackend(TiledBackend):
     min_saved_tokens: int = 2048
 
     name = "native"
-    kv_dtypes = ("float32", "bfloat16")
+    kv_dtypes = ("float32", "bfloat16", *QUANTIZED_DTYPES)
     layer_ops = NATIVE_OPS
 
     @property
@@ -128,14 +129,13 @@ class NativeBackend(TiledBackend):
 
         T tokens have N = K × G query heads, K KV heads and head size H; head n belongs to KV head n // G. One custom
         call writes k and v, unless they are None; a second one computes attention for all tiles of the plan. `pages`
-        and the returned pages are the keys and values of all layers. `inputs.kv_scales` is not read: `layout` refuses
-        the dtypes that need scales.
+        and the returned pages are the keys and values of all layers.
         """
         q, sinks, step = inputs.q, inputs.sinks, inputs.step
         keys, values = pages
         layer = NativePages(keys, values, inputs.first_page, inputs.options)
         if inputs.k is not None and inputs.v is not None:
-            keys, values = write_pages(layer, inputs.k, inputs.v, inputs.slots)
+            keys, values = write_pages(layer, inputs.k, inputs.v, inputs.slots, inputs.kv_scales)
             layer = replace(layer, keys=keys, values=values)
         num_tokens, num_heads, head_size = q.shape
         num_rows, heads = len(step.context_lens), (layout.num_kv_heads, num_heads // layout.num_kv_heads)
@@ -153,5 +153,6 @@ class NativeBackend(TiledBackend):
             # A tile has up to `tile_q` tokens of one row, or one token of up to `shared_rows` rows.
             max_tokens=max(self.tile_q, min(self.shared_rows, num_rows)),
             sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(heads),
+            scales=inputs.kv_scales,
         )
         return out.reshape(q.shape).astype(q.dtype), (layer.keys, layer.values)

@@ -6,7 +6,7 @@
 Two bfloat16 numbers that are multiplied after one another share a word of 32 bits, the first one in its lower half:
 keys [C, K, H ÷ 2, Z] pair two numbers of a slot, values [C, K, Z ÷ 2, H] pair two slots. Processors that multiply pairs
 read them so, and a word is one lane of a vector for either dtype. Only native code reads and writes pages: XLA would
-copy a whole array of bfloat16 to write one row.
+copy a whole array of bfloat16 to write one row. Pages of one byte a number (`byte_pages`) lie like those of float32.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ...native.llvm import F32, I16, I32, I64, LONG_LANES, Code, host_has, lanes_for
+from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, host_has, lanes_for
 from ...native.registry import register
 from ...native.xla_call import Call, Work, handler
+from ..kv_scales import LayerScales
 from ..layer_pages import LayerPages
+from .byte_pages import as_bytes
 
 PACKED_BF16 = jnp.uint32
 """Dtype of arrays that hold pairs of bfloat16."""
+BYTE_DTYPES = {"int8": jnp.dtype(jnp.int8), "float8_e4m3fn": jnp.dtype(jnp.uint8)}
+"""Dtype of numbers of one byte → dtype of the arrays that hold them."""
 MAX_SERIAL_ELEMENTS = 1 << 11
 """Largest number of elements of keys that one thread writes alone. Each word of a key lies in its own cache line."""
 FEW_TOKENS, MANY_TOKENS = 4, 16
@@ -44,6 +48,11 @@ class NativePages(LayerPages):
         return bool(self.keys.dtype == PACKED_BF16)
 
     @property
+    def byte_dtype(self) -> str | None:
+        """Return the dtype of numbers of one byte, by that of the arrays; None for other numbers."""
+        return next((name for name, stored in BYTE_DTYPES.items() if self.keys.dtype == stored), None)
+
+    @property
     def page_size(self) -> int:
         return self.keys.shape[3]
 
@@ -56,7 +65,7 @@ class NativePages(LayerPages):
         [pages, 2, 16, 64].
         """
         sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
-        dtype = PACKED_BF16 if self.is_bf16_packed else jnp.float32
+        dtype = self.keys.dtype if self.is_bf16_packed or self.byte_dtype else jnp.float32
         shapes = pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)
         for name, array, shape in zip(("keys", "values"), (self.keys, self.values), shapes, strict=True):
             if array.shape != shape or array.dtype != dtype:
@@ -80,34 +89,46 @@ def pages_shapes(
 
 
 def write_pages(
-    pages: NativePages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
+    pages: NativePages,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slots: Int[Array, " T"],
+    scales: LayerScales | None = None,
 ) -> tuple[Array, Array]:
     """Write k and v into `slots` of the layer by native code; return the new keys and values of all layers.
 
     Token t's key and value for all K heads go to slot `slots[t]`. A slot is page × page size + offset, and pages are
-    counted within the layer; slots are not checked. k and v are rounded to the dtype of the pages. The results
-    reuse the memory of `pages.keys` and `pages.values`, so that no page is copied unless these are used later. Raises
+    counted within the layer; slots are not checked. k and v are rounded to the dtype of the pages; in one byte they are
+    first divided by `scales`, those of keys and those of values, and then clipped: see `quantize`. The results reuse
+    the memory of `pages.keys` and `pages.values`, so that no page is copied unless these are used later. Raises
     ValueError if these arrays do not fit the heads of `k`.
     """
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
-    name = _write_handler(pages.is_bf16_packed, num_kv_heads, head_size, pages.page_size)
+    name = _write_handler(pages.is_bf16_packed, pages.byte_dtype, num_kv_heads, head_size, pages.page_size)
     call = ffi_call(name, shapes, input_output_aliases={0: 0, 1: 1})
     new_kv = k.astype(jnp.float32), v.astype(jnp.float32)
-    keys, values = call(pages.keys, pages.values, *new_kv, slots, pages.first_page[None])
+    keys, values = call(pages.keys, pages.values, *new_kv, slots, pages.first_page[None], stacked(scales))
     return keys, values
 
 
+def stacked(scales: LayerScales | None) -> Float[Array, "..."]:
+    """Return the scales of keys and values as native code reads them, float32 [2, K]; an empty array for none."""
+    return jnp.zeros((0,), jnp.float32) if scales is None else jnp.stack(scales).astype(jnp.float32)
+
+
 @cache
-def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
+def _write_handler(
+    is_bf16_packed: bool, byte_dtype: str | None, num_kv_heads: int, head_size: int, page_size: int
+) -> str:
     """Compile the custom call that writes keys and values into pages of these sizes; return its name.
 
     A unit of work is `FEW_TOKENS` or `MANY_TOKENS` consecutive tokens. In packed bfloat16, numbers 2w and 2w + 1 of a
     key share word w, and the values of slots 2w and 2w + 1 share the words of row w: those of slot 5 are the upper
     halves of row 2.
     """
-    element_type, word_type = (I16, I32) if is_bf16_packed else (F32, F32)
+    element_type, word_type = (I16, I32) if is_bf16_packed else (F32, F32) if byte_dtype is None else (I8, I8)
     has_avx512_bf16 = is_bf16_packed and host_has("avx512bf16")
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
@@ -115,8 +136,8 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
     def prepare(code: Code, call: Call) -> Work:
         """Emit code that cuts the tokens into units; return the work.
 
-        The arguments are keys, values, k, v, slots and first page; the results are keys and values, in the same memory
-        as the first two arguments. Steps of few tokens get small units. 10 tokens in units of 4 are 3 units.
+        The arguments are keys, values, k, v, slots, first page and scales; the results are keys and values, in the same
+        memory as the first two arguments. Steps of few tokens get small units. 10 tokens in units of 4 are 3 units.
         """
         build, args = code.build, call.arguments
         num_tokens = args[4].size(0)
@@ -125,11 +146,12 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         num_units = build.sdiv(build.add(num_tokens, build.sub(tokens_per_unit, I64(1))), tokens_per_unit)
         is_large = build.icmp_signed(">", num_tokens, I64(MAX_SERIAL_ELEMENTS // token_values))
         data = [buffer.data for buffer in (*call.results, *args[2:5])]
-        return Work([*data, code.load_index(args[5].data, 0), num_tokens, tokens_per_unit], [num_units], is_large)
+        numbers = [code.load_index(args[5].data, 0), num_tokens, tokens_per_unit]
+        return Work([*data, args[6].data, *numbers], [num_units], is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         """Emit code that writes the tokens of unit `unit`, head by head; the last unit may have fewer tokens."""
-        keys, values, k, v, slots, first_page, num_tokens, tokens_per_unit = arguments
+        keys, values, k, v, slots, scales, first_page, num_tokens, tokens_per_unit = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         begin = mul(unit, tokens_per_unit)
 
@@ -139,13 +161,16 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         code.store(I32(0), rounded_key, key_words - 1)
         lanes = lanes_for(head_size)
 
-        def round_head(x: ir.Value, source: ir.Value, target: ir.Value) -> None:
+        def round_head(x: ir.Value, source: ir.Value, target: ir.Value, scale_index: int) -> None:
             """Copy a head of a token from element `source` of x, float32, rounded to the dtype of the pages."""
+            scale = None if byte_dtype is None else code.broadcast(code.load(scales, scale_index, F32), lanes)
 
             def round_lanes(lane: ir.Value) -> None:
                 numbers = code.load_vector(x, add(source, lane), F32, lanes)
                 if is_bf16_packed:
                     code.store_rounded(numbers, target, lane, has_avx512_bf16=has_avx512_bf16 and lanes == LONG_LANES)
+                elif byte_dtype is not None:
+                    code.store_vector(as_bytes(code, build.fdiv(numbers, scale), byte_dtype), target, lane)
                 else:
                     code.store_vector(numbers, target, lane)
 
@@ -163,8 +188,8 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
             page_head = mul(add(first_page, page), I64(num_kv_heads))
             for head in range(num_kv_heads):
                 source, page_head_index = add(token_offset, I64(head * head_size)), add(page_head, I64(head))
-                round_head(k, source, rounded_key)
-                round_head(v, source, rounded_value)
+                round_head(k, source, rounded_key, head)
+                round_head(v, source, rounded_value, num_kv_heads + head)
                 key_target = add(mul(page_head_index, I64(key_words * page_size)), slot_in_page)
                 value_target = mul(page_head_index, I64(value_words * head_size))
 
@@ -185,5 +210,6 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
 
         code.loop(begin, code.min(add(begin, tokens_per_unit), num_tokens), write)
 
-    name = "_".join(["jpaged_write", *map(str, (int(is_bf16_packed), num_kv_heads, head_size, page_size))])
-    return register(name, lambda: handler(name, 6, 2, prepare, body))
+    sizes = int(is_bf16_packed), byte_dtype or "words", num_kv_heads, head_size, page_size
+    name = "_".join(["jpaged_write", *map(str, sizes)])
+    return register(name, lambda: handler(name, 7, 2, prepare, body))

@@ -4,21 +4,22 @@
 
 The queries of all tokens of a tile, one token after the other, and their sums lie in memory of the unit's own. With
 bfloat16 pages, queries and weights are rounded to bfloat16 and lie in pairs, see `pages`; a weight is relative to the
-maximum so far. Sums are float32.
+maximum so far. Sums are float32. Pages of one byte a number are read without their scales, see `byte_pages`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from ...native.llvm import F32, I16, I32, I64, LONG_LANES, Code, constant, lanes_for
+from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
+from .byte_pages import as_float32
 from .pages import words_of
 
 
@@ -47,6 +48,8 @@ class Shape:
     """Sizes and features for which a handler of native attention is compiled."""
 
     is_bf16_packed: bool
+    byte_dtype: str | None
+    """Dtype of pages of one byte a number; None for others."""
     num_kv_heads: int
     group_size: int
     """Query heads per KV head."""
@@ -103,6 +106,8 @@ class Queries(ABC):
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
         self.word = I32 if shape.is_bf16_packed else F32
+        self.element = self.word if shape.byte_dtype is None else I8
+        """Type of what lies in pages; a query and a weight are words."""
         # AVX-512 has 32 registers: 4 × 6 hold sums, and 4 hold keys or values. AVX2 has 16: 2 × 4 and 2.
         vectors_at_once, queries_at_once = (4, 6) if shape.has_avx512 else (2, 4)
         self.slot_lanes, self.slot_span = _lanes_and_span(shape.page_size, vectors_at_once)
@@ -202,11 +207,24 @@ class Queries(ABC):
         heads_before = build.mul(self.code.load(self.tokens, i, I64), I64(self.shape.num_kv_heads))
         return build.mul(build.add(heads_before, head), I64(self.shape.group_size))
 
-    def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
+    def load_words(self, base: ir.Value, offsets: Iterable[ir.Value], lanes: int) -> list[ir.Value]:
+        """Load a vector of a page's keys or values from each offset on, as words; bytes become float32."""
+        loaded = self.code.load_vectors(base, offsets, self.element, lanes)
+        if self.shape.byte_dtype is None:
+            return loaded
+        return [as_float32(self.code, numbers, self.shape.byte_dtype) for numbers in loaded]
+
+    def _scale_of(self, scales: ir.Value, head: ir.Value, *, of_values: bool) -> ir.Value:
+        """Return the scale of the keys or of the values of a KV head in all lanes; `scales` is [2, K]."""
+        index = self.code.build.add(head, I64(self.shape.num_kv_heads)) if of_values else head
+        return self.code.broadcast(self.code.load(scales, index, F32), self.head_lanes)
+
+    def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value, scales: ir.Value) -> None:
         """Emit code that copies the G queries of token i and KV head `head` into the tile, and starts their softmax.
 
         `q` holds all queries of the step, float32 [T, K, G, H], which are multiplied by the scale and rounded to the
-        dtype of the pages. Value sums start at 0, the running maximum at a finite minimum and the weight sum at 0. With
+        dtype of the pages. With pages of one byte they stay float32, and are multiplied by the keys' scale of the head
+        too; `scales`, float32 [2, K], holds those of keys and of values. Value sums start at 0, the running maximum at a finite minimum and the weight sum at 0. With
         attention sinks, whose logits `sinks` [K, G] holds, a sink counts as a first key with value zero: its logit is
         the first maximum, and the weight sum starts at 1.
         """
@@ -224,6 +242,7 @@ class Queries(ABC):
         first_source = self.first_query_of_token(i, head)
         # In bfloat16 a query of an odd head size ends with a zero.
         stored_size = 2 * shape.key_words if shape.is_bf16_packed else shape.head_size
+        key_scale = None if shape.byte_dtype is None else self._scale_of(scales, head, of_values=False)
 
         def copy_query(query_head: ir.Value) -> None:
             source = build.mul(build.add(first_source, query_head), I64(shape.head_size))
@@ -232,6 +251,8 @@ class Queries(ABC):
             def copy_lanes(lane: ir.Value) -> None:
                 values = code.load_vector(q, build.add(source, lane), F32, self.head_lanes)
                 scaled = build.fmul(values, constant(values.type, shape.scale))
+                if key_scale is not None:
+                    scaled = build.fmul(scaled, key_scale)
                 if shape.is_bf16_packed:
                     has_rounding = self._fills_avx512(self.head_lanes)
                     code.store_rounded(scaled, self.queries, build.add(target, lane), has_avx512_bf16=has_rounding)
@@ -251,11 +272,13 @@ class Queries(ABC):
 
         code.loop(0, shape.group_size * shape.head_size, clear_sums, step=self.head_lanes)
 
-    def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
+    def finish(self, i: ir.Value, head: ir.Value, out: ir.Value, scales: ir.Value) -> None:
         """Emit the outputs of the tile's token i for the G queries of KV head `head`: value sums ÷ weight sums.
 
         Each output has H lanes and is written to `out` [T, K, G, H]; it is zeros for a query that attended to no key.
+        With pages of one byte it is multiplied by the values' scale of the head, in `scales` [2, K].
         """
+        value_scale = None if self.shape.byte_dtype is None else self._scale_of(scales, head, of_values=True)
         code, build, group_size, head_size = self.code, self.code.build, self.shape.group_size, self.shape.head_size
         first_query, out_query = build.mul(i, I64(group_size)), self.first_query_of_token(i, head)
 
@@ -271,7 +294,8 @@ class Queries(ABC):
                     for base_query in (first_query, out_query)
                 )
                 values = code.load_vector(self.value_sums, source, F32, self.head_lanes)
-                code.store_vector(build.fdiv(values, weight_sum), out, target)
+                mean = build.fdiv(values, weight_sum)
+                code.store_vector(mean if value_scale is None else build.fmul(mean, value_scale), out, target)
 
             code.loop(0, head_size, divide_lanes, step=self.head_lanes)
 

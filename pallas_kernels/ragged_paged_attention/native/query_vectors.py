@@ -79,7 +79,8 @@ class VectorQueries(Queries):
     ) -> None:
         """Emit scores[query, z] = q · k[:, z] for all slots z of a page: a matrix product with its sums in registers.
 
-        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16. A number j in
+        The page's keys are [words of a head, slots], a word being one float32 or two bfloat16; numbers of one
+        byte become float32 as they are loaded. A number j in
         `queries` is query `first_query` + j of the tile, whose scores go to row j of `self.scores` [queries, slots].
         One iteration takes `slot_span` slots for all queries; its inner loop goes over the words and carries the sums.
         With `prefetches_values` it also prefetches the page's values, which are multiplied next.
@@ -100,9 +101,9 @@ class VectorQueries(Queries):
                 offset = add(mul(word, I64(page_size)), slot)
                 first_key = add(page_keys, offset)
                 key_offsets = (add(first_key, I64(vector)) for vector in vectors)
-                k = code.load_vectors(self.keys, key_offsets, self.word, self.slot_lanes)
+                k = self.load_words(self.keys, key_offsets, self.slot_lanes)
                 if prefetches_values:  # A page's values are as many words as its keys, so the same offsets cover them.
-                    code.prefetch(self.values, add(page_values, offset), self.word, self.slot_span)
+                    code.prefetch(self.values, add(page_values, offset), self.element, self.slot_span)
                 factors = (code.load(self.queries, add(first_word, word), self.word) for first_word in first_words)
                 return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
 
@@ -146,11 +147,11 @@ class VectorQueries(Queries):
                     offset = add(mul(word, I64(head_size)), lane)
                     first_value = add(page_values, offset)
                     value_offsets = (add(first_value, I64(vector)) for vector in vectors)
-                    v = code.load_vectors(self.values, value_offsets, self.word, self.head_lanes)
+                    v = self.load_words(self.values, value_offsets, self.head_lanes)
                     if is_half_word:  # The lower half of a word is the slot with the even number.
                         v = [build.and_(vector, constant(vector.type, 0xFFFF)) for vector in v]
                     if next_keys is not None:
-                        code.prefetch(self.keys, add(next_keys, offset), self.word, self.head_span)
+                        code.prefetch(self.keys, add(next_keys, offset), self.element, self.head_span)
                     weight_offsets = (add(I64(query * shape.value_words), word) for query in queries)
                     factors = (code.load(self.weights, weight_offset, self.word) for weight_offset in weight_offsets)
                     return code.add_outer(factors, v, partial_sums, has_avx512_bf16=self._fills_avx512(self.head_lanes))

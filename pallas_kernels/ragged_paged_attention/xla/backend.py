@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ..interface import AttentionShape, KVLayout, KVShape, LayerInputs, Pages, Tuned
+from ..kv_scales import QUANTIZED_DTYPES, scaled_by_head
 from ..tile_plan import TiledBackend, TilePlanner
 from .decode import KVSplits
 from .pages import XlaPages
@@ -83,6 +84,8 @@ class Tiles:
         )
 
 
+STORED_AS_BITS = ("bfloat16", "float8_e4m3fn")
+"""Dtypes of pages of which a CPU stores the bits."""
 CPU_TILES = Tiles(queries=16, prefill_keys=64, shared_rows=8, kv_splits=16, decode_keys=64 * 16)
 DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64)
 GPU_TILES = replace(DEVICE_TILES, has_few_loops=True)
@@ -92,8 +95,8 @@ GPU_TILES = replace(DEVICE_TILES, has_few_loops=True)
 class XlaLayout(KVLayout):
     """Keys and values [L × C, K, Z, H], as `KVLayout` lays them out.
 
-    `is_bits`: bfloat16 is stored as its bits in uint16, because XLA:CPU would convert whole arrays of bfloat16 to
-    float32 before it reads a page of them.
+    `is_bits`: numbers are stored as their bits, bfloat16 in uint16 and float8_e4m3fn in uint8, because XLA:CPU would
+    convert whole arrays of them to float32 before it reads a page.
     """
 
     is_bits: bool = False
@@ -101,7 +104,7 @@ class XlaLayout(KVLayout):
     @property
     def stored_dtype(self) -> Any:
         """Return the dtype of the arrays."""
-        return np.dtype(np.uint16) if self.is_bits else self.dtype
+        return np.dtype(f"uint{8 * self.dtype.itemsize}") if self.is_bits else self.dtype
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class XlaBackend(TiledBackend):
     min_saved_tokens: int = 2048
 
     name = "xla"
-    kv_dtypes = ("float32", "bfloat16")
+    kv_dtypes = ("float32", "bfloat16", *QUANTIZED_DTYPES)
     needs_check = False
 
     @property
@@ -144,7 +147,7 @@ class XlaBackend(TiledBackend):
     def layout(self, shape: KVShape) -> XlaLayout:
         """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
-        return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name == "bfloat16")
+        return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name in STORED_AS_BITS)
 
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:
         """Write k and v into the layer's pages, attend, and return the outputs in q's dtype and the new pages.
@@ -152,17 +155,20 @@ class XlaBackend(TiledBackend):
         Nothing is written if k and v are None. Decode rows, which come first with one token each, attend before the
         query tiles of the other rows. A decode row's output comes from two softmax states, which are merged: the one of
         the sinks and of the pages that it shares with other rows (cascade attention), and the one of its other pages
-        (split-KV). `inputs.kv_scales` is not read: `layout` refuses the dtypes that need scales. Letters: T tokens and
-        R rows (sequences) of the step, both with padding; N = K × G query heads, G for each of K KV heads; H head size.
+        (split-KV). Pages of one byte a number are read without their scales: the queries are multiplied by those of
+        the keys, and the outputs by those of the values. Letters: T tokens and R rows (sequences) of the step, both
+        with padding; N = K × G query heads, G for each of K KV heads; H head size.
         """
         (keys, values), step, tables = pages, inputs.step, inputs.tables
         layer = XlaPages(keys, values, inputs.first_page, inputs.options)
         if inputs.k is not None and inputs.v is not None:
-            layer = layer.write(inputs.k, inputs.v, inputs.slots)
+            layer = layer.write(inputs.k, inputs.v, inputs)
         num_tokens, num_heads, head_size = inputs.q.shape
         num_rows, sizes = step.context_lens.shape[0], self.sizes
         heads = layout.num_kv_heads, num_heads // layout.num_kv_heads
         q_TKGH = inputs.q.astype(jnp.float32).reshape(num_tokens, *heads, head_size)
+        if inputs.kv_scales is not None:
+            q_TKGH = scaled_by_head(q_TKGH, inputs.kv_scales[0])
         sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(heads)
         plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         tiles = PrefillTiles(layer, pages_per_tile=max(1, sizes.prefill_keys // layer.page_size))
@@ -185,4 +191,7 @@ class XlaBackend(TiledBackend):
         out = lax.dynamic_update_slice_in_dim(zeros, decoded.result(), 0, 0)
         if not step.decodes_only:
             out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q, in_one_loop=sizes.has_few_loops)
-        return out[:num_tokens].reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)
+        out = out[:num_tokens]
+        if inputs.kv_scales is not None:
+            out = scaled_by_head(out, inputs.kv_scales[1])
+        return out.reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)

@@ -223,6 +223,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
             attention._attend_handler.__wrapped__(
                 Shape(
                     is_bf16_packed=dtype_is_pairs,
+                    byte_dtype=None,
                     num_kv_heads=3,
                     group_size=3,
                     head_size=64,

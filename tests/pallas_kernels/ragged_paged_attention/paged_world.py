@@ -146,7 +146,7 @@ class World:
                 **{name: np.asarray(value) if name == "sinks" else value for name, value in options.items()},
             )
             got = np.asarray(outs[layer], np.float32)[:total]
-            if shape.dtype == shape.input_dtype == "float32":
+            if shape.input_dtype == "float32" and shape.dtype != "bfloat16":
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
             else:
                 errors = np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
