@@ -67,7 +67,7 @@ LAYERS = {
         ("weights",),
         ("families",),
         ("decoder", "dense"),
-        ("layers", "inputs", "checked_cache", "traces", "rope"),
+        ("layers", "inputs", "checked_cache", "traces", "rope", "kv_ranges"),
         ("recipe",),
         ("config",),
         ("formats",),

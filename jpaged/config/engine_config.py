@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m"
 """The built-in model that serves where none is named."""
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
 LOAD_FORMATS = ("auto", "hf", "safetensors", "orbax", "gguf", "dummy")
 """Formats of weights; hf and safetensors mean the same, since pickled weights are never read."""
 DEVICES = ("auto", "cpu", "gpu", "tpu")
@@ -99,9 +100,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type on other devices."""
     kv_cache_dtype: str = _option(
-        "auto", f"keys and values: {', '.join(DTYPES)}; each backend takes its own", one_of(*DTYPES)
+        "auto", f"keys and values: {', '.join(KV_DTYPES)}; each backend takes its own", one_of(*KV_DTYPES)
     )
-    """Type of the cached keys and values; auto is chosen by the attention backend."""
+    """Type of the cached keys and values; auto is that of the activations. int8 and fp8 take one byte a number, with
+    scales that the checkpoint has or that are measured at start."""
     seed: int = _option(0, "seeds the draws of requests that have no seed of their own", integer(*INT64))
     """64 bits. The draws of a request without a seed depend on this one and on the request's number."""
     device: str = _option(

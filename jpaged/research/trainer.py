@@ -108,6 +108,8 @@ class Trainer:
             checked = self.live.check(params, held)
             self.loop.drain(in_flight)
             self.runner.store.update(self.live, checked, self.loop.plan.get, copy=copy)
+            if in_flight != "keep":  # Kept pages are read by the scales that they were written with.
+                self.runner.measure_page_scales()
         self.versions.advance(number)
         self.thread.serve()  # An engine that slept without weights may go on.
 

@@ -7,7 +7,7 @@ build the programs of a TPU on a machine without one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,14 +26,16 @@ from ..models.traces import computes_outputs, constant_output, draws_random_numb
 from ..models.weights.coded import StoredFormats
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
+from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales, is_quantized, scale_shapes
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.control_flow import DYNAMIC, STATIC
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
-from ..sharding import TENSOR_AXIS
+from ..sharding import TENSOR_AXIS, sharding_of
 from ..step.compile_plan import Key
 from ..step.jax_settings import trace_settings
+from ..step.kv_measure import PageScales, measured_tokens
 from ..step.programs import ProgramOptions, Programs, cache_arrays
 from ..step.step import merged_model, trial
 from ..step.step_inputs import StepInputBuilder
@@ -131,8 +133,12 @@ class AbstractEngine:
         settings = replace(self.settings, control_flow=STATIC if self.platform == "gpu" else DYNAMIC)
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None  # One device needs no `shard_map` around attention.
+        scales: KVScales | None = None
+        if is_quantized(layout.dtype):
+            sharding = sharding_of(self.mesh, (None, "kv_heads"))
+            scales = scale_shapes(len(layers), layout.num_kv_heads, layout.head_size, sharding)
         # Without pages: only their layout is known yet.
-        cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
+        cache = PagedCache((), layout, layers, self.backend, scales, mesh=mesh, mesh_axis=TENSOR_AXIS)
         has_own_code = isinstance(self.model, OwnModel) or bool(settings.processors)
         is_kept = self.platform == "cpu" and self.num_chips == 1 and not has_own_code
         options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks, kept_in if is_kept else None)
@@ -146,6 +152,19 @@ class AbstractEngine:
             for name, run, arguments in programs.programs_to_trace():
                 self._traced(f"its {name} program", partial(jax.eval_shape, run), *arguments)
         return programs
+
+    def page_scales(
+        self, sizes: StepSizes, encode: Callable[[str], Sequence[int]] | None, stored: KVScales | None = None
+    ) -> PageScales | None:
+        """Return what makes the scales of pages of one byte a number; None for other pages.
+
+        `encode` makes token ids of a text, `stored` are the scales of the checkpoint; None without any.
+        """
+        layout, spec = self._layout(1, sizes.block_size, sizes.kv_cache_dtype), self.model.spec
+        if not is_quantized(layout.dtype):
+            return None
+        tokens = measured_tokens(encode, spec.vocab_size, sizes.max_model_len)
+        return PageScales(layout, spec.layers, tokens, stored)
 
     def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> jnp.dtype[Any]:
         """Trace a caller's own model in steps of all sizes; return the dtype that its hidden states are kept in.

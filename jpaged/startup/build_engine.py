@@ -160,7 +160,13 @@ def build_engine(
             else:
                 weights = _read_weights(engine, programs.weights, handle, weights_directory, report)
         load_s = time.monotonic() - start
-        runner = Runner(weights=weights, compile_plan=plan, buckets=builder.buckets, mesh=engine.mesh)
+        runner = Runner(
+            weights=weights,
+            compile_plan=plan,
+            buckets=builder.buckets,
+            mesh=engine.mesh,
+            page_scales=prepared.page_scales,
+        )
         if config.warmup == "full":
             plan.wait()
         preemption = _preemption(config, sizes, builder, runner)

@@ -26,6 +26,7 @@ from ..sampling.sampler import SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import device_mesh
 from ..step.compile_plan import CompilePlan, Key
+from ..step.kv_measure import MEASURE_KEY, PageScales
 from ..step.programs import Programs
 from ..step.step_inputs import StepInputBuilder
 from .abstract_engine import AbstractEngine, StepMemoryCheck
@@ -52,6 +53,8 @@ class PreparedEngine:
     builder: StepInputBuilder
     programs: Programs
     live: LiveWeights
+    page_scales: PageScales | None
+    """Makes the scales of pages of one byte a number; None for other pages."""
     plan: CompilePlan
     needed_first: list[Key]
     deferred: list[Key]
@@ -108,14 +111,21 @@ def prepare_engine(
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
     live = LiveWeights(programs.weights, engine.mesh)
+    encode = None if handle.tokenizer is None else handle.tokenizer.encode
+    page_scales = engine.page_scales(sizes.step, encode)
+    measures = {} if page_scales is None else page_scales.programs(programs.weights)
     plan = CompilePlan(
         programs.lower,
-        occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked},
+        occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked, **measures},
         num_compilers=_num_compilers(device.platform),
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
-    return PreparedEngine(engine, handle, sizes, builder, programs, live, plan, needed_first, deferred, formats)
+    if page_scales is not None and page_scales.scales is None:
+        needed_first = [MEASURE_KEY, *needed_first]
+    return PreparedEngine(
+        engine, handle, sizes, builder, programs, live, page_scales, plan, needed_first, deferred, formats
+    )
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:

@@ -11,10 +11,12 @@ makes new ones. The runner knows arrays and executables, and no more of a reques
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..kv_cache.page_store import MoveKind, PageMove
+from ..models.errors import ModelLoadError
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
@@ -33,10 +36,13 @@ from ..scheduling.buckets import Buckets
 from ..sharding import replicated
 from . import programs
 from .compile_plan import CompilePlan, Key
+from .kv_measure import MEASURE_KEY, PageScales
 from .programs import layout_key, sample_key, score_key
 from .step import DeviceState
 from .step_records import StepInputs
 from .weight_store import WeightStore
+
+logger = logging.getLogger("jpaged")
 
 MAX_SWAPS_UNDER_WAY = 4
 """Batches of swapped pages that are being copied at the same time: each takes device memory for its pages."""
@@ -75,17 +81,29 @@ class StepOutputs:
 class Runner:
     """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
-    def __init__(self, *, weights: Weights, compile_plan: CompilePlan, buckets: Buckets, mesh: Mesh):
+    def __init__(
+        self,
+        *,
+        weights: Weights,
+        compile_plan: CompilePlan,
+        buckets: Buckets,
+        mesh: Mesh,
+        page_scales: PageScales | None = None,
+    ):
         """Take weights that are on their devices, and allocate the device state and logit rules.
 
         This waits until the program that allocates them is compiled. `compile_plan` holds the executables, `buckets`
-        the padded sizes and modes that they are compiled for.
+        the padded sizes and modes that they are compiled for. `page_scales` are those of pages of one byte a number;
+        if they are not known yet they are measured now. ModelLoadError if that finds numbers that are not finite.
         """
         self.store = WeightStore(weights)
         self.state: DeviceState
         self.rules: LogitRulesState
         self.compile_plan = compile_plan
-        self.state, self.rules = self._run(programs.ALLOCATE_KEY)
+        self._page_scales = page_scales
+        if page_scales is not None and page_scales.scales is None:
+            self._measure(page_scales)
+        self._allocate()
         self.has_state = True
         """Whether there is a device state, so that steps can run."""
         self.buckets = buckets
@@ -175,8 +193,38 @@ class Runner:
         A step that failed may have destroyed the old ones, which were donated to it.
         """
         self.drop_state()
-        self.state, self.rules = self._run(programs.ALLOCATE_KEY)
+        self._allocate()
         self.has_state = True
+
+    def measure_page_scales(self) -> None:
+        """Measure the scales of pages of one byte a number with the present weights; do nothing for other pages.
+
+        Pages that are written must not be read again. If a key or a value is not finite, a warning says so and the
+        scales stay. This waits for the device, and must not be called while a step is in flight.
+        """
+        if self._page_scales is None:
+            return
+        try:
+            self._measure(self._page_scales)
+        except ModelLoadError as error:
+            logger.warning("the scales of pages stay: %s", error)
+        if self.has_state:
+            self._place_scales()
+
+    def _measure(self, page_scales: PageScales) -> None:
+        page_scales.measure(self.store.leaves, partial(self._run, MEASURE_KEY))
+
+    def _allocate(self) -> None:
+        """Make a new device state and new logit rules."""
+        self.state, self.rules = self._run(programs.ALLOCATE_KEY)
+        if self._page_scales is not None:
+            self._place_scales()
+
+    def _place_scales(self) -> None:
+        """Replace the scales in the device's state by new arrays of the host's copy."""
+        cache = self.state.cache
+        assert self._page_scales is not None and cache.scales is not None
+        self.state = replace(self.state, cache=replace(cache, scales=self._page_scales.placed(cache.scales)))
 
     def close(self) -> None:
         """Free the pages on the device and the host, the rest of the device state, and the weights."""

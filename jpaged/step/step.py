@@ -80,13 +80,13 @@ def new_state(shapes: DeviceState) -> DeviceState:
     """Return a new device state, in which each array has the shape and dtype of its abstract array in `shapes`.
 
     The pages of the cache are left uninitialized, since attention uses no slot of a page before a key and a value were
-    written there. All other arrays are zeros: page tables hold the null page, and every last token is 0.
+    written there. Scales of pages are ones, which the caller replaces. All other arrays are zeros.
     """
     ops = shapes.cache.backend.layer_ops
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
-    others = shapes.page_tables, shapes.last_tokens, shapes.hidden
-    zeros = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in others)
-    return DeviceState(replace(shapes.cache, pages=pages), *zeros)
+    scales = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes.cache.scales)
+    zeros = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (shapes.page_tables, shapes.last_tokens, shapes.hidden))
+    return DeviceState(replace(shapes.cache, pages=pages, scales=scales), *zeros)
 
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:

@@ -39,11 +39,12 @@ from ...pallas_kernels.ragged_paged_attention.interface import (
     KVShape,
     LayerPlace,
 )
+from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, is_quantized
 from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
 from ..user_cache import make_private, user_cache
 from .choice import attention_shape
-from .expected import NORM_EPS, KeptRow, layer_norm, product, random_codes, rms_norm
+from .expected import NORM_EPS, KeptRow, check_scales, layer_norm, product, random_codes, rms_norm
 
 logger = logging.getLogger("jpaged")
 
@@ -350,7 +351,13 @@ def check_steps(block_size: int, long_len: int, rng: np.random.Generator) -> tup
 
 
 def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
-    """Return a cache of two layers whose pages hold NaN, as if nothing had been written yet."""
+    """Return a cache of two layers whose pages hold NaN or the largest integer, as if nothing had been written yet.
+
+    Pages of one byte a number have the scales of `check_scales` in all layers and heads.
+    """
     layout = backend.layout(shape)
     pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
-    return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)
+    scales: KVScales | None = None
+    if is_quantized(layout.dtype):
+        scales = KVScales(*(jnp.full((2, layout.num_kv_heads), scale) for scale in check_scales(layout.dtype)))
+    return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)

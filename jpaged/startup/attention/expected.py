@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ...pallas_kernels.code_formats import CodeFormat, Codes
+from ...pallas_kernels.ragged_paged_attention.kv_scales import is_quantized, largest_number
 
 NORM_EPS = 1e-5
 
@@ -35,12 +36,12 @@ class KeptRow:
     ) -> Float[np.ndarray, "T N H"]:
         """Keep k and v of the row's next T tokens, let these attend to all tokens so far, and return the outputs.
 
-        k and v are rounded to the dtype of the pages. Query head n of N reads KV head n // (N ÷ K). A token attends to
+        k and v are rounded to the dtype of the pages, in one byte by the scales of `check_scales`. Query head n of N reads KV head n // (N ÷ K). A token attends to
         itself and those before it, with a `window` to that many in all. A score s becomes `soft_cap` × tanh(s ÷
         `soft_cap`) if there is a cap.
         """
-        for kept, new in zip(self._kept, (k, v), strict=True):
-            kept.append(new.astype(self._kv_dtype).astype(np.float32))
+        for kept, new, page_scale in zip(self._kept, (k, v), check_scales(self._kv_dtype), strict=True):
+            kept.append(_stored(new.astype(np.float32), self._kv_dtype, page_scale))
         keys, values = map(np.concatenate, self._kept)
         num_new, num_heads, _ = q.shape
         # How many tokens a key lies behind a query; negative for keys of later tokens.
@@ -56,6 +57,24 @@ class KeptRow:
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             out[:, head] = product(weights, values[:, kv_head]) / weights.sum(axis=-1, keepdims=True)
         return out
+
+
+def check_scales(kv_dtype: np.dtype) -> tuple[np.float32, np.float32]:
+    """Return the scales of keys and of values in the check's pages: they reach ±6 and ±8 in one byte, else are 1."""
+    if not is_quantized(kv_dtype):
+        return np.float32(1), np.float32(1)
+    most = np.float32(largest_number(kv_dtype))
+    return np.float32(6) / most, np.float32(8) / most
+
+
+def _stored(x: Float[np.ndarray, "T K H"], kv_dtype: np.dtype, scale: np.float32) -> Float[np.ndarray, "T K H"]:
+    """Return float32 numbers as pages of this dtype give them back."""
+    if not is_quantized(kv_dtype):
+        return x.astype(kv_dtype).astype(np.float32)
+    most = np.float32(largest_number(kv_dtype))
+    in_range = np.clip(x / scale, -most, most)
+    whole = np.rint(in_range) if np.issubdtype(kv_dtype, np.integer) else in_range
+    return whole.astype(kv_dtype).astype(np.float32) * scale
 
 
 def product(x: Float[np.ndarray, "R K"], weight: Float[np.ndarray, "K N"]) -> Float[np.ndarray, "R N"]:

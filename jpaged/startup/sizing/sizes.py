@@ -206,11 +206,11 @@ def size_engine(
 
 
 def chosen_dtypes(config: EngineConfig, model: ModelSpec, platform: str) -> tuple[str, str]:
-    """Return the data types of the weights and of the pages."""
+    """Return the data types of the weights and of the pages, as numpy names them."""
     # bfloat16 also serves float16 checkpoints: it has the same size and a larger range.
     default = "float32" if platform == "cpu" or model.dtype == "float32" else "bfloat16"
     dtype = default if config.dtype == "auto" else config.dtype
-    return dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return dtype, {"auto": dtype, "fp8": "float8_e4m3fn"}.get(config.kv_cache_dtype, config.kv_cache_dtype)
 
 
 def num_decode_steps(config: EngineConfig, platform: str) -> int:
