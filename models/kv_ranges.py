@@ -76,7 +76,7 @@ class RangeRecorder:
         return out.astype(q.dtype), recorder
 
     def _with_ranges(self, layer: int | Int[Array, ""], k: Array, v: Array) -> RangeRecorder:
-        """Return the recorder with the ranges of a layer's keys and values, and these themselves if others read them."""
+        """Return the recorder with a layer's ranges, and with its keys and values themselves if others read them."""
         key_range = jnp.max(jnp.abs(k.astype(jnp.float32)), axis=0)
         value_range = jnp.max(jnp.abs(v.astype(jnp.float32)), axis=(0, 2))
         kept = self.kept

@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 from ..checks import one_line, shown
 from ..errors import ConfigError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
+from ..models.formats.checkpoint import Checkpoint
 from ..models.inputs import CALL_WANTED, ModelInputs
+from ..models.opening.page_scales import read_page_scales
 from ..models.own_model import OwnModel
 from ..models.traces import computes_outputs, constant_output, draws_random_numbers, num_attention_calls
 from ..models.weights.coded import StoredFormats
@@ -154,15 +156,19 @@ class AbstractEngine:
         return programs
 
     def page_scales(
-        self, sizes: StepSizes, encode: Callable[[str], Sequence[int]] | None, stored: KVScales | None = None
+        self, sizes: StepSizes, encode: Callable[[str], Sequence[int]] | None, checkpoint: Checkpoint | None
     ) -> PageScales | None:
         """Return what makes the scales of pages of one byte a number; None for other pages.
 
-        `encode` makes token ids of a text, `stored` are the scales of the checkpoint; None without any.
+        `encode` makes token ids of a text. Scales that the checkpoint has are read; ModelLoadError for wrong ones.
         """
         layout, spec = self._layout(1, sizes.block_size, sizes.kv_cache_dtype), self.model.spec
         if not is_quantized(layout.dtype):
             return None
+        stored: KVScales | None = None
+        if checkpoint is not None:
+            heads = layout.num_kv_heads, layout.head_size
+            stored = read_page_scales(checkpoint, spec.layers, *heads, layout.dtype.name)
         tokens = measured_tokens(encode, spec.vocab_size, sizes.max_model_len)
         return PageScales(layout, spec.layers, tokens, stored)
 

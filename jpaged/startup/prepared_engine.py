@@ -112,7 +112,7 @@ def prepare_engine(
     programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
     live = LiveWeights(programs.weights, engine.mesh)
     encode = None if handle.tokenizer is None else handle.tokenizer.encode
-    page_scales = engine.page_scales(sizes.step, encode)
+    page_scales = engine.page_scales(sizes.step, encode, handle.checkpoint)
     measures = {} if page_scales is None else page_scales.programs(programs.weights)
     plan = CompilePlan(
         programs.lower,

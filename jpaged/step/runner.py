@@ -223,7 +223,8 @@ class Runner:
     def _place_scales(self) -> None:
         """Replace the scales in the device's state by new arrays of the host's copy."""
         cache = self.state.cache
-        assert self._page_scales is not None and cache.scales is not None
+        assert self._page_scales is not None
+        assert cache.scales is not None
         self.state = replace(self.state, cache=replace(cache, scales=self._page_scales.placed(cache.scales)))
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from ..formats.tree_checkpoint import TreeCheckpoint
 from ..weights.subtree import model_prefixes
 from .gguf_checkpoint import GGUFCheckpoint
 from .gguf_config import config_from_gguf
+from .page_scales import WithoutPageScales, is_page_scale
 from .reading import config_from_hf
 
 
@@ -56,6 +57,8 @@ def open_checkpoint(
             checkpoint = _model_tree(OrbaxCheckpoint(orbax), config)
         else:
             checkpoint = SafetensorsCheckpoint(path, read_quantization(Fields(config.source, path / CONFIG_FILE)))
+            if any(map(is_page_scale, checkpoint.names())):
+                checkpoint = WithoutPageScales(checkpoint)
     return _as_stored(config, checkpoint), checkpoint
 
 

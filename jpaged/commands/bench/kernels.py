@@ -14,15 +14,18 @@ from statistics import median
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...pallas_kernels.ragged_paged_attention.interface import (
     NULL_PAGE,
     AttentionMetadata,
     Backend,
+    KVLayout,
     KVShape,
     LayerPlace,
 )
+from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, is_quantized, largest_number, quantize
 from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
 
@@ -82,13 +85,21 @@ class Program:
         return round(1e3 * median(self.times_s), 4)
 
 
-def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, num_copies: int = 1) -> Program:
+def paged(
+    backend: Backend,
+    workload: Workload,
+    page_size: int,
+    dtype: str,
+    *,
+    num_copies: int = 1,
+    kv_dtype: str | None = None,
+) -> Program:
     """Return a compiled program that attends the workload's rows to random pages, layer after layer.
 
-    `dtype` is that of queries, keys, values and pages. The pages are in random order, in a cache of `num_copies` times
-    the pages that the rows need.
+    `dtype` is that of queries, keys and values, and of pages unless `kv_dtype` is given. The pages are in random order,
+    in a cache of `num_copies` times the pages that the rows need.
     """
-    cache, step = random_pages(backend, workload, page_size, dtype, num_copies)
+    cache, step = random_pages(backend, workload, page_size, kv_dtype or dtype, num_copies)
 
     def attend(layer: int, cache: PagedCache, q: Any, k: Any, v: Any) -> tuple[Any, PagedCache]:
         return cache.attend(layer, q, k, v, step, scale=workload.scale)
@@ -126,7 +137,7 @@ def random_pages(
     num_pages, num_shared_pages = 1 + num_copies * int(tables.max()), workload.num_shared // page_size
     tables[:, :num_shared_pages] = tables[0, :num_shared_pages]  # All rows share those of the first one.
     layout = backend.layout(KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype))
-    pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
+    pages = tuple(_random_numbers(index, shape, layout) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
     # Entries beyond the pages of the longest row, up to the length that the tables shall have.
     num_unused = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
@@ -141,7 +152,25 @@ def random_pages(
         num_rows=num_rows,
         decodes_only=query_len == 1,
     )
-    return PagedCache(pages, layout, places, backend), step
+    scales: KVScales | None = None
+    if is_quantized(layout.dtype):
+        by_head = jnp.full((num_layers, layout.num_kv_heads), _scale(layout))
+        scales = KVScales(by_head, by_head + 0.0)  # Two arrays, since both are donated.
+    return PagedCache(pages, layout, places, backend, scales), step
+
+
+def _scale(layout: KVLayout) -> float:
+    """Return a scale with which pages of one byte a number reach ±6."""
+    return 6 / largest_number(layout.dtype)
+
+
+def _random_numbers(seed: int, shape: tuple[int, ...], layout: KVLayout) -> jax.Array:
+    """Return an array of a cache, normal numbers of the pages' dtype; in one byte those that `_scale` belongs to."""
+    if not is_quantized(layout.dtype):
+        return jax.random.normal(jax.random.key(seed), shape, layout.dtype)
+    numbers = jax.random.normal(jax.random.key(seed), shape)
+    stored = quantize(numbers.reshape(1, 1, -1), jnp.full(1, _scale(layout)), layout.dtype)
+    return jax.lax.bitcast_convert_type(stored, layout.stored_dtype).reshape(shape)
 
 
 def chain_of_layers(attend: Callable[..., tuple[Any, Any]], cache: Any, workload: Workload, dtype: str) -> Program:

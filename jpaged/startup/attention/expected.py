@@ -36,9 +36,9 @@ class KeptRow:
     ) -> Float[np.ndarray, "T N H"]:
         """Keep k and v of the row's next T tokens, let these attend to all tokens so far, and return the outputs.
 
-        k and v are rounded to the dtype of the pages, in one byte by the scales of `check_scales`. Query head n of N reads KV head n // (N ÷ K). A token attends to
-        itself and those before it, with a `window` to that many in all. A score s becomes `soft_cap` × tanh(s ÷
-        `soft_cap`) if there is a cap.
+        k and v are rounded to the dtype of the pages, in one byte by the scales of `check_scales`. Query head n of N
+        reads KV head n // (N ÷ K). A token attends to itself and those before it, with a `window` to that many in all.
+        A score s becomes `soft_cap` × tanh(s ÷ `soft_cap`) if there is a cap.
         """
         for kept, new, page_scale in zip(self._kept, (k, v), check_scales(self._kv_dtype), strict=True):
             kept.append(_stored(new.astype(np.float32), self._kv_dtype, page_scale))

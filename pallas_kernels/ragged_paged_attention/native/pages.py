@@ -113,7 +113,7 @@ def write_pages(
     return keys, values
 
 
-def stacked(scales: LayerScales | None) -> Float[Array, "..."]:
+def stacked(scales: LayerScales | None) -> Float[Array, ...]:
     """Return the scales of keys and values as native code reads them, float32 [2, K]; an empty array for none."""
     return jnp.zeros((0,), jnp.float32) if scales is None else jnp.stack(scales).astype(jnp.float32)
 

@@ -224,9 +224,9 @@ class Queries(ABC):
 
         `q` holds all queries of the step, float32 [T, K, G, H], which are multiplied by the scale and rounded to the
         dtype of the pages. With pages of one byte they stay float32, and are multiplied by the keys' scale of the head
-        too; `scales`, float32 [2, K], holds those of keys and of values. Value sums start at 0, the running maximum at a finite minimum and the weight sum at 0. With
-        attention sinks, whose logits `sinks` [K, G] holds, a sink counts as a first key with value zero: its logit is
-        the first maximum, and the weight sum starts at 1.
+        too; `scales`, float32 [2, K], holds those of keys and of values. Value sums start at 0, the running maximum at
+        a finite minimum and the weight sum at 0. With attention sinks, whose logits `sinks` [K, G] holds, a sink counts
+        as a first key with value zero: its logit is the first maximum, and the weight sum starts at 1.
         """
         code, build, shape = self.code, self.code.build, self.shape
         first_query = build.mul(i, I64(shape.group_size))

@@ -8,13 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..interface import LayerInputs
 from ..kv_scales import quantize
 from ..layer_pages import LayerPages
 from ..page_writes import write_rows
-
 
 NUMBERS_OF_BITS: dict[Any, DTypeLike] = {
     jnp.dtype(jnp.uint16): jnp.bfloat16,

@@ -77,7 +77,7 @@ RANGES = {
     "watermark": ([0, 0.999], [1, -0.01, None]),
     "enable_prefix_caching": BOOLEAN,
     "dtype": (["auto", "float32", "bfloat16"], ["float16", "Float32", "", None, np.dtype("float32")]),
-    "kv_cache_dtype": (["auto", "float32", "bfloat16"], ["fp8", "", None]),
+    "kv_cache_dtype": (["auto", "float32", "bfloat16", "int8", "fp8"], ["float8_e4m3fn", "", None]),
     "device": (["auto", "cpu", "gpu", "tpu"], ["cuda", "", None, 0]),
     "attention_backend": (["auto", *BACKEND_NAMES], ["flash", "", None, ["xla"]]),
     "generation_config": (["auto", "none"], [None, "", "vllm"]),

@@ -46,8 +46,8 @@ def test_a_cpu_keeps_bfloat16_as_integers(backend: Backend, stored: Any) -> None
 
 @pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
 def test_other_dtypes_are_refused(backend: Backend) -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype: got int8.* takes float32, bfloat16"):
-        layout(backend, "int8")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: got float16.* takes float32, bfloat16, int8"):
+        layout(backend, "float16")
 
 
 def test_layouts_and_backends_are_values() -> None:

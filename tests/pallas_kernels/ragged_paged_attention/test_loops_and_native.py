@@ -255,10 +255,17 @@ def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], nu
     assert all((owners[s : s + c] == r).all() for r, s, c in zip(rows, starts, counts, strict=True))
 
 
-@pytest.mark.parametrize("kind", WITH_FEW_LOOPS)
+OF_BYTES = {
+    f"{kind}, {dtype}": {**BACKENDS[kind], "dtype": dtype}
+    for kind in ("native", "xla")
+    for dtype in ("int8", "float8_e4m3fn")
+}
+
+
+@pytest.mark.parametrize("kind", [*WITH_FEW_LOOPS, *OF_BYTES])
 def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
     """Alone, among longer and shorter rows, in another place of another tile: not one bit differs."""
-    world = World(shape_of(num_rows=12, table_len=8, **WITH_FEW_LOOPS[kind]))
+    world = World(shape_of(num_rows=12, table_len=8, **{**WITH_FEW_LOOPS, **OF_BYTES}[kind]))
     rng, layout = np.random.default_rng(0), world.layout
     in_one = layout.stored_dtype.itemsize // layout.dtype.itemsize
     numbers = [rng.normal(size=(*shape[:-1], shape[-1] * in_one)).astype(layout.dtype) for shape in layout.shapes]

@@ -1,0 +1,118 @@
+"""The scales of keys and values that checkpoints with 8-bit floats may have, one tensor each of a layer.
+
+    model.layers.0.self_attn.k_scale   .v_scale            of compressed-tensors and vLLM; also .attn.k_scale
+    model.layers.0.self_attn.k_proj.output_scale   v_proj.output_scale     of llm-compressor; also k_proj.k_scale
+    model.layers.0.self_attn.kv_scale                      one for both
+
+They are those of float8_e4m3fn: a scale times 448 is the largest number that was found. Another dtype of pages gets
+scales with the same range.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, largest_number
+from ..config.spec import AttentionLayer
+from ..errors import ModelLoadError
+from ..formats.checkpoint import WHOLE, Checkpoint
+from ..kv_ranges import WAY_OUT
+
+_NAME = re.compile(
+    r"\.(?P<layer>\d+)\.(?:self_attn|attn|attention|self_attention)\."
+    r"(?:(?:attn\.)?(?P<tensor>k|v|kv)_scale|(?P<projection>k|v)_proj\.(?:output_scale|[kv]_scale))$"
+)
+STORED_MAX = 448.0
+"""Largest number of float8_e4m3fn."""
+
+
+def is_page_scale(name: str) -> bool:
+    """Return whether a tensor's name is that of a scale of keys or of values."""
+    return _NAME.search(name) is not None
+
+
+class WithoutPageScales:
+    """The tensors of a checkpoint but the scales of keys and values, which are no weights."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.path, self._checkpoint = checkpoint.path, checkpoint
+
+    def names(self) -> Collection[str]:
+        """Return the names of all other tensors."""
+        return [name for name in self._checkpoint.names() if not is_page_scale(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the tensor's dtype, as in `Checkpoint`."""
+        return self._checkpoint.dtype(name)
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return a block of the tensor, as in `Checkpoint`."""
+        return self._checkpoint.read(name, rows, columns)
+
+    def files(self) -> list[Path]:
+        """Return the files of the whole checkpoint."""
+        return self._checkpoint.files()
+
+
+def read_page_scales(
+    checkpoint: Checkpoint, layers: Sequence[AttentionLayer], num_kv_heads: int, head_size: int, dtype: str
+) -> KVScales | None:
+    """Return the scales that a checkpoint's files have, as numpy arrays; None if they have none for any layer.
+
+    `num_kv_heads` are those in pages, which may be copies of the model's. A tensor holds one scale for all KV heads, or
+    one for each; if there are copies, the largest serves all. `dtype` is that of the pages. Raises ModelLoadError,
+    which names the tensor, for values that are not finite or not positive, for another number of values, and if a layer
+    with keys of its own lacks one of its two scales.
+    """
+    scales = np.ones((2, len(layers), num_kv_heads), np.float32)
+    names: dict[tuple[int, int], str] = {}
+    for path, name, values in _tensors(checkpoint):
+        match = _NAME.search(name)
+        assert match is not None
+        layer, tensor = int(match["layer"]), match["tensor"] or match["projection"]
+        if layer >= len(layers):
+            raise ModelLoadError(f"{path}: tensor {name} is of layer {layer}, the model has {len(layers)}; {WAY_OUT}")
+        values = values.astype(np.float32).reshape(-1)
+        if values.size not in (1, layers[layer].num_kv_heads, num_kv_heads):
+            wanted = f"1, or {layers[layer].num_kv_heads}, one for each KV head"
+            raise ModelLoadError(f"{path}: tensor {name} has {values.size} values, wanted {wanted}; {WAY_OUT}")
+        if not (np.isfinite(values) & (values > 0)).all():
+            got = values[~(np.isfinite(values) & (values > 0))][0]
+            fault = f"tensor {name} has the value {got}, a scale of pages is a positive, finite number"
+            raise ModelLoadError(f"{path}: {fault}; correct it, or {WAY_OUT}")
+        for index in (0, 1) if tensor == "kv" else ("kv".index(tensor),):
+            scales[index, layer] = values if values.size == num_kv_heads else values.max()
+            names[index, layer] = name
+    if not names:
+        return None
+    for layer, spec in enumerate(layers):
+        owner = layer if spec.pages_of is None else spec.pages_of
+        scales[:, layer] = scales[:, owner]
+        for index in (0, 1):
+            if (index, owner) not in names:
+                other = next(iter(names.values()))
+                fault = f"it has the tensor {other}, and no scale of the {('keys', 'values')[index]} of layer {owner}"
+                raise ModelLoadError(f"{checkpoint.path}: {fault}; complete it, or {WAY_OUT}")
+    scales *= STORED_MAX / largest_number(dtype)
+    return KVScales(scales[0], scales[1], np.ones((len(layers), num_kv_heads, head_size), np.float32))
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:
+    """Yield file, name and values of each scale of keys or values in the safetensors of a checkpoint."""
+    import ml_dtypes  # noqa: F401  (safetensors needs the bfloat16 that it registers with numpy)
+    from safetensors import safe_open
+
+    for path in checkpoint.files():
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, "np") as file:
+            for name in filter(is_page_scale, file.keys()):
+                yield path, name, np.asarray(file.get_tensor(name))
