@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
-from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales, largest_number
+from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales, kv_scales, largest_number
 from .config.spec import AttentionLayer
 from .errors import ModelLoadError
 
@@ -151,7 +151,7 @@ def scales_of(
         exponents = np.ceil(np.log2(keys / key_ranges[..., None]))
     factors = np.maximum(np.exp2(exponents), LEAST_FACTOR).astype(np.float32)
     to_scale = np.float32(MARGINS[np.dtype(dtype).name] / largest_number(dtype))
-    return KVScales(*(_positive(ranges * to_scale) for ranges in (key_ranges, value_ranges)), factors)
+    return kv_scales(_positive(key_ranges * to_scale), _positive(value_ranges * to_scale), factors)
 
 
 def _positive(scales: Float[np.ndarray, "L K"]) -> Float[np.ndarray, "L K"]:

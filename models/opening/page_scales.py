@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, largest_number
+from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, kv_scales, largest_number
 from ..config.spec import AttentionLayer
 from ..errors import ModelLoadError
 from ..formats.checkpoint import WHOLE, Checkpoint
@@ -89,7 +89,7 @@ def read_page_scales(
             fault = f"tensor {name} has the value {got}, a scale of pages is a positive, finite number"
             raise ModelLoadError(f"{path}: {fault}; correct it, or {WAY_OUT}")
         for index in (0, 1) if tensor == "kv" else ("kv".index(tensor),):
-            scales[index, layer] = values if values.size == num_kv_heads else values.max()
+            scales[index, layer] = values if values.size == num_kv_heads else np.max(values)
             names[index, layer] = name
     if not names:
         return None
@@ -102,7 +102,7 @@ def read_page_scales(
                 fault = f"it has the tensor {other}, and no scale of the {('keys', 'values')[index]} of layer {owner}"
                 raise ModelLoadError(f"{checkpoint.path}: {fault}; complete it, or {WAY_OUT}")
     scales *= STORED_MAX / largest_number(dtype)
-    return KVScales(scales[0], scales[1], np.ones((len(layers), num_kv_heads, head_size), np.float32))
+    return kv_scales(scales[0], scales[1], np.ones((len(layers), num_kv_heads, head_size), np.float32))
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:

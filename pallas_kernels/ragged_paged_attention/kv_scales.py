@@ -71,8 +71,14 @@ def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLi
 def scale_shapes(num_layers: int, num_kv_heads: int, head_size: int, sharding: Any = None) -> KVScales:
     """Return the abstract scales of a cache, float32: those of keys and values [L, K], and the channels' [L, K, H]."""
     by_head = num_layers, num_kv_heads
-    shapes = by_head, by_head, (*by_head, head_size)
-    return KVScales(*(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes))
+    k, v = (jax.ShapeDtypeStruct(by_head, jnp.float32, sharding=sharding) for _ in range(2))
+    channels: Any = jax.ShapeDtypeStruct((*by_head, head_size), jnp.float32, sharding=sharding)
+    return kv_scales(k, v, channels)
+
+
+def kv_scales(k: Any, v: Any, channels: Any = None) -> KVScales:
+    """Return scales that are numpy arrays or abstract shapes, which become arrays of JAX later."""
+    return KVScales(k, v, channels)
 
 
 def scaled_by_head(x: Float[Array, "T K *G H"], scales: Float[Array, " K"]) -> Float[Array, "T K *G H"]:

@@ -19,6 +19,7 @@ from .batch_invariance import (
     FEW,
     KINDS,
     MAX_TOKENS,
+    MIN_PREEMPTED,
     OF_ENGINE,
     Case,
     Comparison,
@@ -92,6 +93,13 @@ def test_every_pair_of_values_is_in_the_covering_arrays() -> None:
 def test_results_have_the_same_bits_in_every_pair_of_circumstances(tiny: Setup) -> None:
     """On one CPU all that adds numbers up is native code, which has one order for a row, whatever the others are."""
     assert check_bits(tiny, covering_cases(**FEW), FEW["block_size"]) > 2_000
+
+
+def test_pages_of_one_byte_give_the_same_bits_in_any_company(tiny: Setup) -> None:
+    """Requests share prefixes and pages, come in chunks, and are preempted."""
+    setup = replace(tiny, sizes={**tiny.sizes, "kv_cache_dtype": "int8", "attention_backend": "native"})
+    of_case = {"chunk": 16, "cache": "warm", "preemption": "recompute", "num_requests": MIN_PREEMPTED}
+    assert check_bits(setup, [{**CASE, **of_case}], [CASE["block_size"]]) > 200
 
 
 @pytest.mark.slow

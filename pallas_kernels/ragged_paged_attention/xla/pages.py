@@ -32,15 +32,10 @@ class XlaPages(LayerPages):
 
     def write(self, k: Float[Array, "T K H"], v: Float[Array, "T K H"], inputs: LayerInputs) -> XlaPages:
         """Return the pages after k and v were written to the layer's slots, in one byte a number divided by scales."""
-        new, dtype = (k, v), self.keys.dtype
-        if inputs.kv_scales is not None:
-            stored = jnp.float8_e4m3fn if dtype == jnp.uint8 else dtype
-            new = tuple(quantize(x, scale, stored) for x, scale in zip(new, inputs.kv_scales, strict=True))
-        if dtype in NUMBERS_OF_BITS:
-            new = tuple(lax.bitcast_convert_type(x.astype(NUMBERS_OF_BITS[dtype]), dtype) for x in new)
+        k_scale, v_scale = inputs.kv_scales or (None, None)
         keys, values = (
-            write_rows(pages, x, self.first_page, inputs.slots)
-            for pages, x in zip((self.keys, self.values), new, strict=True)
+            write_rows(pages, _as_stored(x, scale, pages.dtype), self.first_page, inputs.slots)
+            for pages, x, scale in ((self.keys, k, k_scale), (self.values, v, v_scale))
         )
         return replace(self, keys=keys, values=values)
 
@@ -49,6 +44,15 @@ class XlaPages(LayerPages):
         scores = jnp.einsum("...mh,...sh->...ms", q, keys, preferred_element_type=jnp.float32)
         soft_cap = self.options.soft_cap
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def _as_stored(x: Float[Array, "T K H"], scale: Float[Array, " K"] | None, dtype: Any) -> Array:
+    """Return keys or values as numbers of arrays of `dtype`, or as their bits; with scales they are quantized."""
+    if scale is not None:
+        x = quantize(x, scale, NUMBERS_OF_BITS.get(dtype, dtype))
+    if dtype in NUMBERS_OF_BITS:
+        x = lax.bitcast_convert_type(x.astype(NUMBERS_OF_BITS[dtype]), dtype)
+    return x
 
 
 def as_float32(pages: Array) -> Float[Array, ...]:

@@ -1,0 +1,190 @@
+"""Scales of pages of one byte: measured at start, or the checkpoint's; measured again with new weights; what pages take."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jpaged import Engine, SamplingParams
+from jpaged.errors import ModelLoadError
+from jpaged.step.kv_measure import NUM_PARTS, PART_TOKENS, TEXT, measured_tokens
+
+from ..tiny_model import SIZES, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
+BIASED = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+BIASED_CHANNELS = (3, 16 + 5)
+"""One channel of each KV head of 16."""
+BIAS = 50.0
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a model whose keys have one channel of a head that is far larger than the others."""
+    directory = write_tiny_model(tmp_path_factory.mktemp("biased"), **BIASED)
+    tensors = load_file(directory / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.k_proj.bias"][list(BIASED_CHANNELS)] = BIAS
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(biased: Path) -> Iterator[Engine]:
+    with Engine(str(biased), **SIZES, kv_cache_dtype="int8") as engine:
+        yield engine
+
+
+def scales(engine: Engine) -> dict[str, np.ndarray]:
+    """Return the scales that steps read, on the device."""
+    found = engine.runner.state.cache.scales
+    assert found is not None
+    return {name: np.array(getattr(found, name)) for name in ("k", "v", "channels")}
+
+
+def logprobs(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
+    (output,) = engine.generate(list(range(2, 60)), PARAMS, use_tqdm=False)
+    completion = output.outputs[0]
+    at_drawn = zip(completion.token_ids, completion.logprobs, strict=True)
+    return completion.token_ids, np.array([at[token].logprob for token, at in at_drawn])
+
+
+def start_anew(engine: Engine) -> None:
+    """Make a new device state, with the host's copy of the scales."""
+    engine.runner.reset()
+    engine.reset_prefix_cache()
+
+
+def test_biased_keys_get_factors_and_give_what_float32_gives(engine: Engine, biased: Path) -> None:
+    found = scales(engine)
+    assert all((array > 0).all() and np.isfinite(array).all() for array in found.values())
+    large = np.zeros((2, 16), bool)
+    large.reshape(-1)[list(BIASED_CHANNELS)] = True
+    # Rotation spreads a channel over its pair, 8 channels away.
+    large |= np.roll(large, 8, axis=1)
+    assert (found["channels"][:, large] >= 0.25).all()
+    assert (found["channels"][:, ~large] <= 0.25).all()
+    with Engine(str(biased), **SIZES) as plain:
+        wanted_tokens, wanted = logprobs(plain)
+    tokens, got = logprobs(engine)
+    assert tokens == wanted_tokens
+    error = np.abs(got - wanted).max()
+    page_scales = engine.runner._page_scales
+    assert page_scales is not None
+    before = page_scales.scales
+    assert before is not None
+    page_scales.scales = replace(before, channels=np.ones_like(before.channels))  # The factors are what helps.
+    start_anew(engine)
+    _, without = logprobs(engine)
+    page_scales.scales = before
+    start_anew(engine)
+    assert 4 * error < np.abs(without - wanted).max()
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_new_weights_are_measured_unless_pages_are_kept(engine: Engine, biased: Path, in_flight: str) -> None:
+    before, tensors = scales(engine), load_file(biased / "model.safetensors")
+    larger = {name: 3 * x if "v_proj" in name else x for name, x in tensors.items()}
+    engine.update_params(larger, in_flight=in_flight)
+    factor = 1 if in_flight == "keep" else 3
+    # Of the first layer alone: what the second one reads has changed.
+    np.testing.assert_allclose(scales(engine)["v"][0], factor * before["v"][0], rtol=1e-5)
+    engine.sleep(level=1)
+    engine.update_params(tensors, in_flight="wait")
+    engine.wake_up()
+    np.testing.assert_array_equal(scales(engine)["v"], before["v"])
+    assert engine.stats()["recompiles"] == 0
+
+
+def test_scales_stay_where_new_weights_are_not_finite(engine: Engine, biased: Path, caplog: Any) -> None:
+    before, tensors = scales(engine), load_file(biased / "model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    engine.update_params({**tensors, name: np.full_like(tensors[name], 3e38)})
+    np.testing.assert_array_equal(scales(engine)["k"], before["k"])
+    assert re.search("the scales of pages stay: model: the values of layer 1 reach (inf|nan)", caplog.text)
+    engine.update_params(tensors)
+
+
+def test_pages_of_one_byte_hold_almost_four_times_the_tokens(engine: Engine, biased: Path) -> None:
+    sizes: dict[str, Any] = {**SIZES, "num_blocks": None, "kv_cache_memory_bytes": 1 << 18}
+    num_blocks = []
+    for dtype in ("float32", "fp8"):
+        with Engine(str(biased), **sizes, kv_cache_dtype=dtype, attention_backend="xla") as some:
+            num_blocks.append(some.stats()["blocks"])
+            pages = some.runner.state.cache.pages
+            assert sum(array.nbytes for array in pages) <= 1 << 18
+    assert num_blocks[1] >= 3.9 * num_blocks[0]
+
+
+def with_scales(biased: Path, directory: Path, change: Callable[[dict[str, np.ndarray]], None]) -> str:
+    """Copy the model with scales of its pages in the checkpoint, which `change` changes."""
+    shutil.copytree(biased, directory)
+    tensors = {f"model.layers.{i}.self_attn.{x}_scale": np.float32(0.1 + i) for i in range(2) for x in "kv"}
+    change(tensors)
+    arrays = {name: np.array(value) for name, value in tensors.items()}
+    save_file({**load_file(biased / "model.safetensors"), **arrays}, directory / "model.safetensors")
+    return str(directory)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("fp8", 448), ("int8", 127)])
+def test_a_checkpoint_with_scales_gets_those(biased: Path, tmp_path: Path, dtype: str, most: int) -> None:
+    """One scale of a layer, or one of a KV head; a scale reaches 448 × itself, whatever the dtype of the pages."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.self_attn.k_scale"] = np.float32([0.5, 0.25])
+        tensors["model.layers.0.self_attn.v_proj.output_scale"] = tensors.pop("model.layers.0.self_attn.v_scale")
+
+    model = with_scales(biased, tmp_path / "scaled", change)
+    with Engine(model, **SIZES, kv_cache_dtype=dtype) as engine:
+        found = scales(engine)
+    np.testing.assert_allclose(found["k"] * most / 448, [[0.1, 0.1], [0.5, 0.25]], rtol=1e-6)
+    np.testing.assert_allclose(found["v"] * most / 448, [[0.1, 0.1], [1.1, 1.1]], rtol=1e-6)
+    assert (found["channels"] == 1).all()
+    Engine(model, **SIZES).shutdown()  # Without such pages the scales are left alone.
+
+
+K_SCALE = "model.layers.1.self_attn.k_scale"
+FAULTS: dict[str, tuple[Any, str]] = {
+    "zero": (np.float32(0), rf"tensor {K_SCALE} has the value 0.0, .* positive, finite number; correct it, or set kv_"),
+    "negative": (np.float32([1, -2]), rf"tensor {K_SCALE} has the value -2.0"),
+    "NaN": (np.float32(np.nan), rf"tensor {K_SCALE} has the value nan"),
+    "a number of heads": (np.ones(3, np.float32), rf"tensor {K_SCALE} has 3 values, wanted 1, or 2"),
+    "missing": (None, r"no scale of the keys of layer 1; complete it, or set kv_cache_dtype to auto"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_wrong_scale_of_a_checkpoint_is_refused_by_name(
+    biased: Path, tmp_path: Path, value: Any, message: str
+) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors[K_SCALE]
+        if value is not None:
+            tensors[K_SCALE] = value
+
+    with pytest.raises(ModelLoadError, match=message):
+        Engine(with_scales(biased, tmp_path / "scaled", change), **SIZES, kv_cache_dtype="fp8")
+
+
+def test_the_text_begins_all_over_the_context() -> None:
+    def encode(text: str) -> list[int]:
+        return [*text.encode(), 300]
+
+    ids, positions = measured_tokens(encode, 256, 4096)
+    parts, begins = ids.reshape(NUM_PARTS, PART_TOKENS), positions.reshape(NUM_PARTS, PART_TOKENS)[:, 0]
+    assert bytes(parts[0].tolist()) == TEXT.encode()[:PART_TOKENS]
+    assert (parts[:, 0] == TEXT.encode()[0]).all()
+    assert (begins[0], positions.max()) == (0, 4095)
+    assert ids.max() < 256
+    assert ids.dtype == positions.dtype == np.int32
+    ids, positions = measured_tokens(None, 50, 16)
+    assert (len(ids), positions.max(), ids.max() < 50) == (NUM_PARTS * 16, 15, True)
+    assert jax.numpy.asarray(ids).shape == positions.shape
