@@ -1,4 +1,4 @@
-"""Scales of pages of one byte: measured at start, or the checkpoint's; measured again with new weights; what pages take."""
+"""Scales of pages of one byte: measured at start, or of the checkpoint; new weights; the bytes that pages take."""
 
 import re
 import shutil
