@@ -33,8 +33,9 @@ WAY_OUT = "set kv_cache_dtype to auto"
 class RangeRecorder:
     """A cache of one step without pages, whose tokens are one or more texts; it keeps the largest absolute numbers."""
 
-    keys: Float[Array, "L K H"]
-    """Largest |k| of each layer, KV head and channel; zeros for layers that read another layer's."""
+    keys: Float[Array, "2 L K H"]
+    """Smallest and largest number of each layer, KV head and channel; (∞, −∞) for layers that read another layer's. In
+    layers with sinks or a soft cap the range is made symmetric: their keys must not be shifted."""
     values: Float[Array, "L K"]
     """Largest |v| of each layer and KV head."""
     layers: tuple[AttentionLayer, ...] = field(metadata={"static": True})
@@ -45,7 +46,8 @@ class RangeRecorder:
     def new(cls, layers: tuple[AttentionLayer, ...], num_kv_heads: int, head_size: int) -> RangeRecorder:
         """Return a recorder that has seen nothing, for K KV heads of all devices together and head size H."""
         by_head = len(layers), num_kv_heads
-        return cls(jnp.zeros((*by_head, head_size)), jnp.zeros(by_head), layers)
+        empty = jnp.stack([jnp.full((*by_head, head_size), bound) for bound in (jnp.inf, -jnp.inf)])
+        return cls(empty, jnp.zeros(by_head), layers)
 
     def attend(
         self,
@@ -64,25 +66,32 @@ class RangeRecorder:
 
         A text ends where the next token's position is not the position after.
         """
-        recorder = self
+        owner = layer
         if k is None or v is None:
             assert isinstance(layer, int)  # In a scan all layers have keys of their own.
-            owner = self.layers[layer].pages_of
-            k, v = self.kept[layer if owner is None else owner]
-        else:
-            recorder = self._with_ranges(layer, k, v)
+            shared = self.layers[layer].pages_of
+            owner = layer if shared is None else shared
+            k, v = self.kept[owner]
+        recorder = self._with_ranges(owner, k, v, is_shiftable=soft_cap is None and sinks is None)
         visible_TS = _visible(step.positions, window)
         out = _dense_attention(q, k, v, visible_TS, scale=scale, soft_cap=soft_cap, sinks=sinks)
         return out.astype(q.dtype), recorder
 
-    def _with_ranges(self, layer: int | Int[Array, ""], k: Array, v: Array) -> RangeRecorder:
+    def _with_ranges(self, layer: int | Int[Array, ""], k: Array, v: Array, *, is_shiftable: bool) -> RangeRecorder:
         """Return the recorder with a layer's ranges, and with its keys and values themselves if others read them."""
-        key_range = jnp.max(jnp.abs(k.astype(jnp.float32)), axis=0)
+        k = k.astype(jnp.float32)
+        key_range = jnp.stack([jnp.min(k, axis=0), jnp.max(k, axis=0)])
+        if not is_shiftable:
+            largest = jnp.max(jnp.abs(key_range), axis=0)
+            key_range = jnp.stack([-largest, largest])
+        # Layers that share keys may differ in whether they can be shifted: the wider range covers both.
+        least, most = self.keys[:, layer]
+        key_range = jnp.stack([jnp.minimum(least, key_range[0]), jnp.maximum(most, key_range[1])])
         value_range = jnp.max(jnp.abs(v.astype(jnp.float32)), axis=(0, 2))
         kept = self.kept
         if any(other.pages_of == layer for other in self.layers if other.pages_of is not None):
             kept = {**kept, int(layer): (k, v)}
-        keys, values = self.keys.at[layer].set(key_range), self.values.at[layer].set(value_range)
+        keys, values = self.keys.at[:, layer].set(key_range), self.values.at[layer].set(value_range)
         return replace(self, keys=keys, values=values, kept=kept)
 
 
@@ -126,20 +135,23 @@ def _dense_attention(
 
 
 def scales_of(
-    keys: Float[np.ndarray, "L K H"],
+    keys: Float[np.ndarray, "2 L K H"],
     values: Float[np.ndarray, "L K"],
     layers: Sequence[AttentionLayer],
     dtype: DTypeLike,
 ) -> KVScales:
     """Return the scales of pages of `dtype` for keys and values of these ranges, as numpy arrays.
 
-    A channel's factor is the power of two that takes its range to more than half of its head's largest range, and no
-    further than that: with ranges of 6.0, 5.0 and 0.7 the factors are 1, 1 and ⅛. A head whose numbers are all 0 gets
-    the range 1. A layer that reads another one's pages gets the scales of that one. Raises ModelLoadError, which names
-    layer and tensor, if a range is not finite.
+    `keys` are the smallest and the largest number of each channel. Their middle is the channel's offset, and half of
+    their distance its range. A channel's factor is the power of two that takes its range to more than half of its
+    head's largest range, and no further than that: with ranges of 6.0, 5.0 and 0.7 the factors are 1, 1 and ⅛. A head
+    whose numbers are all 0 gets the range 1. A layer that reads another one's pages gets the scales of that one. Raises
+    ModelLoadError, which names layer and tensor, if a range is not finite.
     """
     owners = [index if layer.pages_of is None else layer.pages_of for index, layer in enumerate(layers)]
-    keys, values = np.asarray(keys, np.float32)[owners], np.asarray(values, np.float32)[owners]
+    keys, values = np.asarray(keys, np.float32)[:, owners], np.asarray(values, np.float32)[owners]
+    with np.errstate(over="ignore", invalid="ignore"):
+        offsets, keys = (keys[1] + keys[0]) / 2, (keys[1] - keys[0]) / 2
     for name, ranges in (("keys", keys), ("values", values)):
         if (faults := np.argwhere(~np.isfinite(ranges))).size:
             got = ranges[tuple(faults[0])]
@@ -151,7 +163,7 @@ def scales_of(
         exponents = np.ceil(np.log2(keys / key_ranges[..., None]))
     factors = np.maximum(np.exp2(exponents), LEAST_FACTOR).astype(np.float32)
     to_scale = np.float32(MARGINS[np.dtype(dtype).name] / largest_number(dtype))
-    return kv_scales(_positive(key_ranges * to_scale), _positive(value_ranges * to_scale), factors)
+    return kv_scales(_positive(key_ranges * to_scale), _positive(value_ranges * to_scale), factors, offsets)
 
 
 def _positive(scales: Float[np.ndarray, "L K"]) -> Float[np.ndarray, "L K"]:

@@ -77,7 +77,9 @@ def measured_tokens(
 
 
 def lower_measure(weights: Weights, layout: KVLayout, layers: tuple[AttentionLayer, ...], num_tokens: int) -> Lower:
-    """Return a function that lowers the program (weights, ids, positions) → largest |k| [L, K, H] and |v| [L, K].
+    """Return a function that lowers the program (weights, ids, positions) → ranges of keys and of values.
+
+    They are those of `RangeRecorder`.
 
     The weights are a flat tuple of arrays, those of the abstract `weights`; ids and positions are int32 [num_tokens].
     """

@@ -102,7 +102,8 @@ def read_page_scales(
                 fault = f"it has the tensor {other}, and no scale of the {('keys', 'values')[index]} of layer {owner}"
                 raise ModelLoadError(f"{checkpoint.path}: {fault}; complete it, or {WAY_OUT}")
     scales *= STORED_MAX / largest_number(dtype)
-    return kv_scales(scales[0], scales[1], np.ones((len(layers), num_kv_heads, head_size), np.float32))
+    by_channel = len(layers), num_kv_heads, head_size
+    return kv_scales(scales[0], scales[1], np.ones(by_channel, np.float32), np.zeros(by_channel, np.float32))
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:

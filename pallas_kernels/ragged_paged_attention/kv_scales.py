@@ -30,14 +30,29 @@ class KVScales:
 
     Models with a bias of keys, such as Qwen2, have a few channels far larger than the others, which would get all of a
     byte's range."""
+    offsets: Float[Array, "L K H"] | None = None
+    """What is subtracted from each channel of a layer's keys, before the factors. All scores of a query change by the
+    same number, which the softmax does not see. Zeros, as None, in layers with sinks or a soft cap, which see it."""
 
     def of_layer(self, layer: int | Int[Array, ""]) -> LayerScales:
         """Return the scales of the keys and of the values of one layer, [K] each."""
         return self.k[layer], self.v[layer]
 
-    def factors_of(self, layer: int | Int[Array, ""]) -> Float[Array, "K H"] | None:
-        """Return the factors of the channels of one layer's keys; None if all are 1."""
-        return None if self.channels is None else self.channels[layer]
+    def with_channels(
+        self, layer: int | Int[Array, ""], q: Float[Array, "T N H"], k: Float[Array, "T K H"] | None
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"] | None]:
+        """Return queries and keys of a layer as pages of one byte have them: by factors and offsets of channels.
+
+        Queries are multiplied by the factors of their KV head, and keys are divided by them after the subtraction.
+        Query head n of N belongs to KV head n // (N ÷ K).
+        """
+        if self.offsets is not None and k is not None:
+            k = k.astype(jnp.float32) - self.offsets[layer][None]
+        if self.channels is None:
+            return q, k
+        factors = self.channels[layer]
+        q = q * jnp.repeat(factors, q.shape[1] // factors.shape[0], axis=0).astype(q.dtype)[None]
+        return q, None if k is None else k / factors.astype(k.dtype)[None]
 
 
 LayerScales = tuple[Float[Array, " K"], Float[Array, " K"]]
@@ -69,16 +84,16 @@ def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: DTypeLi
 
 
 def scale_shapes(num_layers: int, num_kv_heads: int, head_size: int, sharding: Any = None) -> KVScales:
-    """Return the abstract scales of a cache, float32: those of keys and values [L, K], and the channels' [L, K, H]."""
+    """Return the abstract scales of a cache, float32: those of keys and values [L, K], and of channels [L, K, H]."""
     by_head = num_layers, num_kv_heads
     k, v = (jax.ShapeDtypeStruct(by_head, jnp.float32, sharding=sharding) for _ in range(2))
-    channels: Any = jax.ShapeDtypeStruct((*by_head, head_size), jnp.float32, sharding=sharding)
-    return kv_scales(k, v, channels)
+    of_channels = (jax.ShapeDtypeStruct((*by_head, head_size), jnp.float32, sharding=sharding) for _ in range(2))
+    return kv_scales(k, v, *of_channels)
 
 
-def kv_scales(k: Any, v: Any, channels: Any = None) -> KVScales:
+def kv_scales(k: Any, v: Any, channels: Any, offsets: Any) -> KVScales:
     """Return scales that are numpy arrays or abstract shapes, which become arrays of JAX later."""
-    return KVScales(k, v, channels)
+    return KVScales(k, v, channels, offsets)
 
 
 def scaled_by_head(x: Float[Array, "T K *G H"], scales: Float[Array, " K"]) -> Float[Array, "T K *G H"]:

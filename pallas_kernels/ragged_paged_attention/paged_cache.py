@@ -79,9 +79,8 @@ class PagedCache:
         if self.mesh is not None:
             return self._attend_on_devices(layer, q, k, v, step, sinks, options)
         table_group, first_page = self._place(layer)
-        factors = None if self.scales is None else self.scales.factors_of(layer)
-        if factors is not None:
-            q, k = _with_factors(q, k, factors)
+        if self.scales is not None:
+            q, k = self.scales.with_channels(layer, q, k)
         inputs = LayerInputs(
             q=q,
             k=k,
@@ -229,25 +228,13 @@ class PagedCache:
                         f"attend: got scales of {name} {list(scales.shape)}, wanted {list(wanted)}: one for each "
                         "layer and KV head of the cache"
                     )
-            channels, wanted_channels = self.scales.channels, (*wanted, self.layout.head_size)
-            if channels is not None and channels.shape != wanted_channels:
-                raise ValueError(
-                    f"attend: got factors of channels {list(channels.shape)}, wanted {list(wanted_channels)}: one for "
-                    "each layer, KV head and channel of the cache"
-                )
-
-
-def _with_factors(
-    q: Float[Array, "T N H"], k: Float[Array, "T K H"] | None, factors: Float[Array, "K H"]
-) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"] | None]:
-    """Return queries times the factors of their KV head's channels, and keys divided by them.
-
-    Scores stay as they are, since the factors are powers of two and nothing is rounded. Query head n of N belongs to KV
-    head n // (N ÷ K).
-    """
-    group_size = q.shape[1] // factors.shape[0]
-    q = q * jnp.repeat(factors, group_size, axis=0).astype(q.dtype)[None]
-    return q, None if k is None else k / factors.astype(k.dtype)[None]
+            by_channel = (*wanted, self.layout.head_size)
+            for name, array in (("factors", self.scales.channels), ("offsets", self.scales.offsets)):
+                if array is not None and array.shape != by_channel:
+                    raise ValueError(
+                        f"attend: got {name} of channels {list(array.shape)}, wanted {list(by_channel)}: one for each "
+                        "layer, KV head and channel of the cache"
+                    )
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -47,7 +47,7 @@ def scales(engine: Engine) -> dict[str, np.ndarray]:
     """Return the scales that steps read, on the device."""
     found = engine.runner.state.cache.scales
     assert found is not None
-    return {name: np.array(getattr(found, name)) for name in ("k", "v", "channels")}
+    return {name: np.array(getattr(found, name)) for name in ("k", "v", "channels", "offsets")}
 
 
 def logprobs(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
@@ -65,13 +65,15 @@ def start_anew(engine: Engine) -> None:
 
 def test_biased_keys_get_factors_and_give_what_float32_gives(engine: Engine, biased: Path) -> None:
     found = scales(engine)
-    assert all((array > 0).all() and np.isfinite(array).all() for array in found.values())
-    large = np.zeros((2, 16), bool)
-    large.reshape(-1)[list(BIASED_CHANNELS)] = True
-    # Rotation spreads a channel over its pair, 8 channels away.
-    large |= np.roll(large, 8, axis=1)
-    assert (found["channels"][:, large] >= 0.25).all()
-    assert (found["channels"][:, ~large] <= 0.25).all()
+    assert all((found[name] > 0).all() for name in ("k", "v", "channels"))
+    assert all(np.isfinite(array).all() for array in found.values())
+    # Rotation spreads a channel over its pair, 8 channels away. The first head's turns within the context and keeps its
+    # range; the second one's hardly turns, so that most of it is an offset.
+    others = np.delete(np.arange(16), [3, 3 + 8])
+    assert (found["channels"][:, 0, 3] == 1).all()
+    assert (found["channels"][:, 0, others] <= 0.25).all()
+    assert (found["offsets"][:, 1, 5] > 0.8 * BIAS).all()
+    assert (found["k"][:, 1] < 0.5 * found["k"][:, 0]).all()
     with Engine(str(biased), **SIZES) as plain:
         wanted_tokens, wanted = logprobs(plain)
     tokens, got = logprobs(engine)
@@ -148,6 +150,7 @@ def test_a_checkpoint_with_scales_gets_those(biased: Path, tmp_path: Path, dtype
     np.testing.assert_allclose(found["k"] * most / 448, [[0.1, 0.1], [0.5, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(found["v"] * most / 448, [[0.1, 0.1], [1.1, 1.1]], rtol=1e-6)
     assert (found["channels"] == 1).all()
+    assert (found["offsets"] == 0).all()
     Engine(model, **SIZES).shutdown()  # Without such pages the scales are left alone.
 
 

@@ -120,7 +120,10 @@ def test_numbers_become_the_nearest_bytes_and_are_clipped(dtype: str) -> None:
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("dtype", BYTES)
 def test_factors_of_channels_move_from_keys_to_queries_without_rounding(dtype: str, kind: str) -> None:
-    """Keys whose channels are larger by powers of two, with the factors, give the bits of keys without."""
+    """Keys whose channels are larger by powers of two, with the factors, give the bits of keys without.
+
+    An offset is subtracted first: here it gives back the same keys, and scores that differ by a number a query.
+    """
     world = world_of(kind, dtype)
     rng, shape = np.random.default_rng(0), world.shape
     step = metadata(shape.backend, [3], [3], [[[5]]], page_size=8, num_tokens=shape.num_tokens, num_rows=6, table_len=8)
@@ -137,6 +140,12 @@ def test_factors_of_channels_move_from_keys_to_queries_without_rounding(dtype: s
     out, cache = attend(with_factors, q / of_queries, k * factors)
     assert np.array_equal(out[:3], plain[:3])
     assert all(np.array_equal(*pair) for pair in zip(cache.pages, plain_cache.pages, strict=True))
+    offsets = rng.integers(-4, 5, factors.shape).astype(np.float32)
+    k = np.round(k * 64) / 64  # So that nothing is rounded when an offset is added.
+    plain, _ = attend(world.cache, q, k)
+    shifted = replace(with_factors, scales=replace(with_factors.scales, offsets=jnp.asarray(offsets * factors)))
+    out, _ = attend(shifted, q / of_queries, (k + offsets) * factors)
+    assert np.array_equal(out[:3], plain[:3])
 
 
 @pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
