@@ -13,6 +13,8 @@ before attended to, as in a model. Runs of programs that are compared are interl
                   of tokens [C, Z, K, H] by one product over all heads, as one would write it down
     shared        rows that begin with the same pages: attended to once, beside each by itself
     prefill       a chunk of one row, beside dense attention over contiguous keys and values
+
+With `--kv-dtype int8` or `fp8` only decode over pages of that dtype is timed, beside pages of the queries' dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.checks import check, one_of
+from jpaged.checks import check, one_of, or_none
 from jpaged.commands.bench.kernels import (
     HEAD_SIZE,
     NUM_HEADS,
@@ -69,6 +71,12 @@ GATHERS = {
     "Llama 8B, 16 × 2048": Workload(16, 2048, 4, table_len=2048, **LLAMA_8B),
     "Llama 8B, 16 × 128 in tables of 2048": Workload(16, 128, 4, table_len=2048, **LLAMA_8B),
 }
+BYTE_DECODES = {
+    "16 × 2048": Workload(16, 2048, 8),
+    "1 × 2048": Workload(1, 2048, 8),
+    "Llama 8B, 16 × 2048": Workload(16, 2048, 2, **LLAMA_8B),
+}
+KV_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 SHARED = {
     "16 × 1000, 896 shared": Workload(16, 1000, 8, num_shared=896),
     "64 × 600, 512 shared": Workload(64, 600, 8, num_shared=512),
@@ -193,6 +201,19 @@ def bench(backend: Backend, *, page_size: int, dtype: str, num_runs: int) -> dic
     return {"ratios": ratios, "ms_per_layer": times_ms, "read_bytes_per_s": round(median(bandwidths))}
 
 
+def bench_kv_dtype(backend: Backend, kv_dtype: str, *, page_size: int, dtype: str, num_runs: int) -> dict[str, Any]:
+    """Measure decode over pages of `dtype` and over those of `kv_dtype` in turns; return ratios and times."""
+    ratios: dict[str, dict[str, float]] = {}
+    times_ms: dict[str, dict[str, float]] = {}
+    for name, workload in BYTE_DECODES.items():
+        say(f"decode: {name}")
+        programs = {of: paged(backend, workload, page_size, dtype, kv_dtype=of) for of in (dtype, kv_dtype)}
+        measure(programs, num_runs)
+        times_ms[f"decode, {name}"] = {of: program.ms for of, program in programs.items()}
+        ratios[f"decode, {name}"] = {f"{dtype} ÷ {kv_dtype} pages": _ratio(programs, dtype, kv_dtype)}
+    return {"ratios": ratios, "ms_per_layer": times_ms}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
     parser = FlagParser(prog="kernels.py", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -200,10 +221,13 @@ def main(argv: Sequence[str]) -> int:
     defaults = ", ".join(f"{entry.block_size} with {entry.name}" for entry in BACKENDS)
     help = f"tokens per page; default as the backend serves: {defaults}"
     parser.add_argument("--block-size", type=int, metavar="N", help=help)
+    help = f"time decode over pages of this dtype alone: {', '.join(KV_DTYPES)}"
+    parser.add_argument("--kv-dtype", metavar="DTYPE", help=help)
     add_report_flags(parser, 7, "interleaved runs of everything")
     args = parse_bench(parser, argv, "block_size")
     device = jax.devices()[0]
     check("--backend", args.backend, one_of("auto", *BACKEND_NAMES), error=ConfigError)
+    check("--kv-dtype", args.kv_dtype, or_none(one_of(*KV_DTYPES)), error=ConfigError)
     entry = next((entry for entry in BACKENDS if entry.name == args.backend), None)
     if entry is not None and not entry.runs_on(device.platform):
         raise ConfigError(
@@ -215,7 +239,11 @@ def main(argv: Sequence[str]) -> int:
     backend = choose_attention(args.backend, shape, [device]).backend
     page_size = args.block_size or backend.block_sizes[0]
     try:
-        result = bench(backend, page_size=page_size, dtype=dtype, num_runs=args.runs)
+        options: dict[str, Any] = {"page_size": page_size, "dtype": dtype, "num_runs": args.runs}
+        if args.kv_dtype is None:
+            result = bench(backend, **options)
+        else:
+            result = bench_kv_dtype(backend, KV_DTYPES[args.kv_dtype], **options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     result = {

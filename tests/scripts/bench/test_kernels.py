@@ -90,6 +90,15 @@ def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(ke
     assert json.loads(capsys.readouterr().out)["block_size"] == 64
 
 
+@pytest.mark.parametrize(("kv_dtype", "name"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_pages_of_one_byte_are_timed_beside_those_of_float32(kernels, capsys, monkeypatch, kv_dtype, name):
+    monkeypatch.setattr(kernels, "BYTE_DECODES", {"small": SMALL})
+    assert kernels.main(["--runs", "1", "--block-size", "16", "--kv-dtype", kv_dtype]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ratios"]["decode, small"][f"float32 ÷ {name} pages"] > 0
+    assert set(result["ms_per_layer"]["decode, small"]) == {"float32", name}
+
+
 @pytest.mark.slow
 def test_the_bench_writes_what_it_measured(kernels, tmp_path, capsys, monkeypatch):
     small = {name: {f"small {name}": SMALL} for name in ("DECODES", "GATHERS")}
@@ -117,6 +126,7 @@ def test_the_bench_writes_what_it_measured(kernels, tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--kv-dtype", "int4"], "--kv-dtype: got 'int4', allowed: int8, fp8"),
         (["--backend", "pallas-tpu"], "got pallas-tpu, which runs on a tpu, this is a cpu; use --backend xla"),
         (["--backend", "pallas-gpu"], "got pallas-gpu, which runs on a gpu, this is a cpu"),
         (["--backend", "triton"], "got 'triton', allowed: auto, xla, native, pallas-tpu, pallas-gpu"),
