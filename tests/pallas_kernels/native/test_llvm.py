@@ -218,12 +218,13 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
             code_parts = tuple((code_format, 32) for code_format in CODE_FORMATS.values())
             coded = CodedMultiplier(multiplier(256), 256, code_parts, Vectors(dtype_is_pairs, has_avx512, has_pairs))
             chain._handler.__wrapped__((Stage(coded, 256, 256, parts=(256,)),))
-        pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
+    for dtype_is_pairs, byte_dtype in ((False, None), (True, None), (False, "int8"), (False, "float8_e4m3fn")):
+        pages._write_handler.__wrapped__(dtype_is_pairs, byte_dtype, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             attention._attend_handler.__wrapped__(
                 Shape(
                     is_bf16_packed=dtype_is_pairs,
-                    byte_dtype=None,
+                    byte_dtype=byte_dtype,
                     num_kv_heads=3,
                     group_size=3,
                     head_size=64,
