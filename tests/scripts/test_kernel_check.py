@@ -70,7 +70,7 @@ def test_what_is_refused_is_told_and_the_rest_is_done(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = script("device_checks.kernel_check")
-    assert run(script, [tiny(check, "bad", dtype="int8"), tiny(check)], tmp_path) == 1
+    assert run(script, [tiny(check, "bad", dtype="float16"), tiny(check)], tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("bad: ValueError: ")
     assert "1 of 2 cases right" in lines[-3]
