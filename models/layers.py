@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.code_formats import CodedMatrix
 from ..pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm, StoredMatrix
+from ..pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns, scaled_product
 from .config.shares import Run
 
 Axes = tuple[str | None, ...]
@@ -68,6 +69,9 @@ class Linear(nnx.Module):
         checkpoints store Wᵀ [out, in]. Rows are listed by the part of a fused weight; this weight has one part, None.
         """
         self.weight = make.matrix(num_in, num_out, axes, columns=in_runs, rows=((None, out_runs),))
+        self.scales: Any = nnx.data(
+            None
+        )  # Those of a matrix that is kept as arrays of codes, see `weights.code_arrays`.
         self.bias = make.vector(num_out, axes[1], fill=0.0, rows=((None, out_runs),)) if bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
@@ -75,29 +79,36 @@ class Linear(nnx.Module):
 
     def as_product(self, **ends: Any) -> Product:
         """Return the projection as a product of a chain; `ends` are fields of `Product`, such as its norm."""
-        return _as_product(self.weight, self.bias, **ends)
+        return _as_product(self, **ends)
 
     def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """Return x · W (+ b) in float32, not rounded to x's dtype."""
-        return _product(x, self.weight, self.bias)
+        return _product(x, self)
 
 
-def stored_matrix(weight: nnx.Variable[Any]) -> StoredMatrix:
-    """Return a matrix as its layer operations take it: its array, or with their formats the codes that it holds."""
+def stored_matrix(weight: nnx.Variable[Any], scales: nnx.Variable[Any] | None = None) -> StoredMatrix:
+    """Return a matrix as its layer operations take it: its array, or the codes that it holds.
+
+    Codes are bytes, to which their formats belong, or numbers, to which the `scales` of the module belong.
+    """
     metadata = weight.get_metadata()
+    if scales is not None:
+        return ScaledMatrix(weight[...], scales[...], metadata["held"].arrays.by_rows, metadata["decoded_dtype"])
     if "code_parts" not in metadata:
         return weight[...]
     return CodedMatrix(weight[...], metadata["matrix"][0], metadata["code_parts"], metadata["decoded_dtype"])
 
 
-def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any] | None) -> Float[Array, "T O"]:
-    out = weight.ops.product(x, stored_matrix(weight), weight.matrix[1])
+def _product(x: Float[Array, "T I"], module: Linear | Embedding) -> Float[Array, "T O"]:
+    """Return x · W, plus the bias of a linear module that has one, in float32."""
+    weight, bias = module.weight, module.bias if isinstance(module, Linear) else None
+    out = weight.ops.product(x, stored_matrix(weight, module.scales), weight.matrix[1])
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
 
 
-def _as_product(weight: nnx.Param[Any], bias: nnx.Param[Any] | None, **ends: Any) -> Product:
-    bias_vector = None if bias is None else bias[...]
-    return Product(weight=stored_matrix(weight), num_out=weight.matrix[1], bias=bias_vector, **ends)
+def _as_product(module: Linear | FusedLinear, **ends: Any) -> Product:
+    weight, bias = module.weight, None if module.bias is None else module.bias[...]
+    return Product(weight=stored_matrix(weight, module.scales), num_out=weight.matrix[1], bias=bias, **ends)
 
 
 class FusedLinear(nnx.Module):
@@ -131,6 +142,7 @@ class FusedLinear(nnx.Module):
         num_out = sum(size for _, size in parts)
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "rows": tuple((runs or {}).items())}
         self.weight = make.matrix(num_in, num_out, axes, **fused)
+        self.scales: Any = nnx.data(None)
         self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
         self.sizes, self.num_shards = tuple(size for _, size in parts), make.num_shards
 
@@ -146,7 +158,7 @@ class FusedLinear(nnx.Module):
 
     def as_product(self, **ends: Any) -> Product:
         """Return the projections as a product of a chain; `ends` are fields of `Product`, such as its norm."""
-        return _as_product(self.weight, self.bias, parts=self.sizes, num_shards=self.num_shards, **ends)
+        return _as_product(self, parts=self.sizes, num_shards=self.num_shards, **ends)
 
 
 class Embedding(nnx.Module):
@@ -173,7 +185,7 @@ class Embedding(nnx.Module):
         model, number of rows), say which of the `vocab_size` rows the model has; the others are zero padding. None
         means that nothing is padded.
         """
-        axes = (axis, "embed")
+        axes, self.scales = (axis, "embed"), nnx.data(None)
         self.is_matrix = make.keeps_codes or (is_tied and make.ops.stores_tied_table_as_matrix)
         if self.is_matrix:
             self.weight = make.matrix(hidden_size, vocab_size, axes, rows=((None, runs),))
@@ -193,6 +205,8 @@ class Embedding(nnx.Module):
             # vector of token v. `columns` returns them as rows [T, D]; `matrix` is (D, V), whatever that layout is.
             hidden_size, _ = self.weight.matrix
             rows = self.weight.ops.columns(stored_matrix(self.weight), token_ids, hidden_size)
+        elif isinstance(matrix := stored_matrix(self.weight, self.scales), ScaledMatrix):
+            rows = scaled_columns(matrix, token_ids)
         else:
             rows = jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
         return rows.astype(self.stream_dtype)
@@ -200,7 +214,9 @@ class Embedding(nnx.Module):
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Return the scores of all rows of the table, padding included, in float32."""
         if self.is_matrix:
-            return _product(x_RD, self.weight, None)
+            return _product(x_RD, self)
+        if isinstance(matrix := stored_matrix(self.weight, self.scales), ScaledMatrix):
+            return scaled_product(x_RD, matrix)
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
 
 

@@ -93,7 +93,10 @@ def make_recipes(
         # A matrix W [in, out] is counted as Wᵀ, so its (in, out) is reversed; tables and vectors are counted as they
         # are. `widths` holds the number of columns, and is empty for a vector, which has rows only.
         metadata = leaf.get_metadata()
-        num_rows, *widths = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+        # The scales of a quantized matrix have its metadata, and are made of the same rows and columns.
+        is_matrix = "matrix" in metadata
+        num_rows, *widths = metadata["matrix"][::-1] if is_matrix else metadata.get("table", leaf.shape)
+        tensor_part = metadata.get("tensor", path[-1])
         # A weight without runs has no padding, so one run covers all columns or rows.
         column_runs = metadata.get("columns") or [(0, 0, width) for width in widths]
         tensor_widths = [_true_size(column_runs)] if widths else []
@@ -104,9 +107,9 @@ def make_recipes(
             row_runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, part_rows),)
             module = path[:-1] if part is None else (*path[:-2], part)
             source, numbers = _source(sources, module)
-            tensor = stored_name(f"{source.name.format(**numbers)}.{path[-1]}")
+            tensor = stored_name(f"{source.name.format(**numbers)}.{tensor_part}")
             # A tree that holds all layers in one array has no layer number in the array's name.
-            stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{path[-1]}")
+            stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{tensor_part}")
             stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
             blocks = source.blocks or ((0, _true_size(row_runs)),)  # Without blocks the part is a whole tensor.
             is_transposed = source.is_transposed and bool(widths)  # The bias of such a module is a vector.

@@ -101,6 +101,12 @@ class CodeFormat:
         return 1 + self.has_minima
 
     @property
+    def small_float(self) -> np.dtype[Any]:
+        """Return the dtype of codes that are floats."""
+        assert self.mantissa_bits is not None, "codes that are integers have no such dtype"
+        return SMALL_FLOATS[self.mantissa_bits]
+
+    @property
     def float16_bits(self) -> Float16Bits | None:
         """Return how codes that are floats become float16; None for integers."""
         if self.mantissa_bits is None:
@@ -222,7 +228,7 @@ def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
 def decode(codes: Codes, code_format: CodeFormat, xp: ModuleType = np) -> Any:
     """Return the numbers of codes, float32 [N, K]; `xp` is numpy, or jax.numpy for JAX's arrays."""
     num_rows, depth = codes.codes.shape
-    scales = [_scale_values(each, code_format, xp) for each in codes.scales]
+    scales = [scale_values(each, code_format, xp) for each in codes.scales]
     if code_format.super_group is not None:
         groups_together = code_format.super_group // code_format.group
         super_scales = (each.astype(xp.float32).repeat(groups_together, axis=1) for each in codes.super_scales)
@@ -254,7 +260,7 @@ def are_finite(codes: Codes, code_format: CodeFormat) -> bool:
     return are_scales_finite and not (has_nans and bool(((codes.codes & 0x7F) == 0x7F).any()))
 
 
-def _scale_values(scales: Any, code_format: CodeFormat, xp: ModuleType) -> Any:
+def scale_values(scales: Any, code_format: CodeFormat, xp: ModuleType) -> Any:
     """Return scales or minima in float32. The byte 0 of a power of two gives 0: XLA knows no such small numbers."""
     if code_format.super_group is None and code_format.scale == "power":
         return (scales.astype(xp.uint32) << 23).view(xp.float32)  # The bits of a float32 that has an exponent alone.

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 from .activations import ACTIVATIONS
 from .code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
 from .rotation import Rotation
+from .scaled_matrix import ScaledMatrix, scaled_columns, scaled_product
 
 Bounds = tuple[int, int]
 """Start and stop of a slice."""
-StoredMatrix = Array | CodedMatrix
+StoredMatrix = Array | CodedMatrix | ScaledMatrix
 """A matrix as layer operations store it."""
 RowWriter = Callable[[int, np.ndarray], None]
 """Called with the index of the first row, and with consecutive rows from that one on."""
@@ -85,8 +86,8 @@ class LayerOps:
     """Products, norms and weight storage in plain XLA. Instances compare equal by type: they are static metadata."""
 
     columns_of_codes: ClassVar[int | None] = None
-    """A matrix that stays codes (`CodedMatrix`) may change its format at multiples of so many columns. None if matrices
-    cannot stay codes."""
+    """A matrix that stays codes as a `CodedMatrix` may change its format at multiples of so many columns. None if
+    matrices stay codes as a `ScaledMatrix`, in arrays that XLA converts."""
     stores_tied_table_as_matrix = False
     """Whether an embedding table that also makes the logits is stored as the matrix W [hidden, vocabulary]."""
 
@@ -113,18 +114,18 @@ class LayerOps:
         return list(bounds)[::-1], partial(write_rows, out.T)
 
     def coded_shape(self, num_in: int, parts: CodeParts) -> tuple[int]:
-        """Return the shape of the bytes that store a matrix of codes, if matrices can stay codes."""
+        """Return the shape of the bytes that store a `CodedMatrix`, if there is `columns_of_codes`."""
         raise NotImplementedError
 
     def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
-        """Return rows of Wᵀ, of one format, as the bytes that store them, if matrices can stay codes.
+        """Return rows of Wᵀ, of one format, as the bytes that store them, if there is `columns_of_codes`.
 
         `dtype` is what numbers are decoded to before they are multiplied.
         """
         raise NotImplementedError
 
     def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
-        """Return rows of Wᵀ, quantized from float32, as the array that stores them, if matrices can stay codes.
+        """Return rows of Wᵀ, quantized from float32, as the array that stores them, if there is `columns_of_codes`.
 
         All formats take floats (`CodeFormat.takes_floats`). `dtype` is what numbers are decoded to.
         """
@@ -140,12 +141,16 @@ class LayerOps:
 
     def product(self, x: Float[Array, "R I"], weight: StoredMatrix, num_out: int) -> Float[Array, "R O"]:
         """Return x · W in float32, accumulated in float32, for a stored matrix W of `num_out` columns."""
-        assert isinstance(weight, Array), "matrices stay codes only where `columns_of_codes` says so"
+        if isinstance(weight, ScaledMatrix):
+            return scaled_product(x, weight)
+        assert isinstance(weight, Array), "bytes of codes are read by native code alone"
         return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         """Return the columns `ids` of a stored matrix W [num_in, O] as rows."""
-        assert isinstance(weight, Array), "matrices stay codes only where `columns_of_codes` says so"
+        if isinstance(weight, ScaledMatrix):
+            return scaled_columns(weight, ids)
+        assert isinstance(weight, Array), "bytes of codes are read by native code alone"
         return weight[:, ids].T
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:

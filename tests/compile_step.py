@@ -1,14 +1,17 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
     python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
-        [--pages N]
+        [--pages N] [--quantization int8|fp8|int4 [--decodes-only]]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
 with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; steps with prompts are then smaller, for chips
 there is one number of pages, and for a TPU alone only the forward programs. `xla`: attention in plain XLA. `--config`
 names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds;
-`page_bytes` are then those of a page on a chip for all layers. `--pages`: so many pages per chip.
+`page_bytes` are then those of a page on a chip for all layers. `--pages`: so many pages per chip. `--quantization`:
+matrices are codes, of a model with 7e10 parameters on several devices. `converted` are then the arrays of another dtype
+that are as large as one of them, and `true_bytes` are what a program's arguments should take. `--decodes-only`: of all
+programs only that of a step of decoding rows.
 """
 
 import argparse
@@ -30,6 +33,9 @@ SMALL = {
     **LLAMA_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 9,
     "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA_70B = {
+    **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
 NUM_PAGES = 128, 256
 """Pages per chip: as many as a v6e holds beside the weights, so that one layer's pages do not fit into its VMEM."""
@@ -80,6 +86,45 @@ def collectives(hlo):
     return found
 
 
+def converted(hlo, state):
+    """Return the arrays that have as many elements as a matrix of codes, in another dtype than the codes of such size.
+
+    Instructions inside a fusion work on one element at a time and are left out, and so are arrays of one axis: bytes of
+    a matrix on their way to a TPU's VMEM.
+    """
+    from flax import nnx
+
+    names = {"int8": "s8", "int4": "s4", "float8_e4m3fn": "f8e4m3fn"}
+    stored = {}
+    for _, leaf in nnx.to_flat_state(state):
+        if leaf.dtype.name in names:
+            stored.setdefault(_count(leaf.sharding.shard_shape(leaf.shape)), set()).add(names[leaf.dtype.name])
+    fused, found = set(re.findall(r"calls=%?([\w.-]+)", hlo)), set()
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
+        name = re.match(r"(?:ENTRY )?%?([\w.-]+) \(", block)
+        if name and name[1] not in fused:
+            for dtype, dims in re.findall(r" = (\w+)\[([\d,]*)\]", block):
+                if "," in dims and dtype not in stored.get(_count_text(dims), {dtype}):
+                    found.add(f"{dtype}[{dims}]")
+    return sorted(found)
+
+
+def true_bytes(programs, kind):
+    """Return the bytes of the weights and of the state that a program of this kind takes, on one chip.
+
+    The model has a head of its own, without which the forward programs do, and which is all that a sampler needs.
+    """
+    from flax import nnx
+    from jax import tree
+
+    weights = [(path[0], _bytes(leaf)) for path, leaf in nnx.to_flat_state(programs.weights.state)]
+    head = sum(size for module, size in weights if module == "head")
+    if kind == "sample":
+        return head + _bytes(programs.state.hidden) + _bytes(programs.state.last_tokens)
+    total = sum(size for _, size in weights) + sum(map(_bytes, tree.leaves(programs.state)))
+    return total if kind == "decode" else total - head
+
+
 def misaligned(hlo):
     """Return the slices that GPU kernels read in place and that do not begin where Mosaic's kernels can read them."""
     found = []
@@ -128,6 +173,8 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "computed_again": len(re.findall(r"%[\w.-]*\.remat\S* = ", hlo)),
         "in_vmem": kernel_arrays_in_vmem(hlo),
         "collectives": collectives(hlo),
+        "true_bytes": true_bytes(programs, key[0]),
+        "converted": converted(hlo, programs.weights.state),
     }
 
 
@@ -192,7 +239,11 @@ def _tensor_bytes(line):
 
 def _bytes(leaf):
     """Return the bytes of a sharded array on one chip."""
-    return _count(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return (
+        _count(leaf.sharding.shard_shape(leaf.shape))
+        * (4 if leaf.dtype.name == "int4" else 8 * leaf.dtype.itemsize)
+        // 8
+    )
 
 
 def _count(shape):
@@ -232,6 +283,8 @@ def main() -> None:
     parser.add_argument("backend", choices=["xla"], nargs="?")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--pages", type=int, nargs="+", default=NUM_PAGES)
+    parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
+    parser.add_argument("--decodes-only", action="store_true")
     args = parser.parse_args()
     target, num_devices, dtype = args.target, args.num_devices, args.dtype
     gate = gate_of(target, num_devices)
@@ -239,6 +292,9 @@ def main() -> None:
     import jax
 
     from jpaged.models.opening.reading import config_from_hf
+    from jpaged.models.weights.at_load import formats_at_load
+    from jpaged.models.weights.code_arrays import has_group_scales
+    from jpaged.models.weights.loading import tensor_shapes
     from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
     from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
     from jpaged.sampling.logit_rules import rule_shapes
@@ -249,7 +305,8 @@ def main() -> None:
     from jpaged.startup.sizing.step_memory import estimated_program_bytes
     from jpaged.step.step_sizes import StepSizes
 
-    shape = dict(SMALL if target == "cpu" else LLAMA_8B)
+    large = LLAMA_70B if args.quantization and num_devices > 1 else LLAMA_8B
+    shape = dict(SMALL if target == "cpu" else large)
     if args.config:
         shape = cut(json.loads(args.config.read_text())["config"], args.num_layers)
     elif args.num_layers:
@@ -269,7 +326,9 @@ def main() -> None:
     on_chip = model.spec_on_chip(num_devices)
     found["kept"] = estimated_program_bytes(on_chip, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
-    engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
+    formats = formats_at_load(args.quantization, tensor_shapes(model, mesh)) if args.quantization else ()
+    settings = SampleSettings(max_logprobs=20)
+    engine = AbstractEngine(model, mesh, backend, rules_spec, settings, num_decode_steps=16, formats=formats)
     is_cut = args.num_layers is not None
     if args.config:
         whole = config_from_hf(json.loads(args.config.read_text())["config"], args.config)
@@ -290,7 +349,11 @@ def main() -> None:
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, decode_mode)
-            if is_cut:
+            if args.quantization:
+                # A GPU has no loop of decode steps where groups have scales.
+                has_loop = target != "h100" or not has_group_scales(programs.weights.state)
+                keys = (*keys[: 3 if has_loop else 2], ("sample", 8, sample_mode))[: 1 if args.decodes_only else None]
+            elif is_cut:
                 if args.config and num_devices > 1:
                     keys = keys[2:]  # A step and the drawing of its tokens.
                 elif args.config:  # What is particular to a family's logits is in the samplers.

@@ -172,6 +172,37 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
             assert 0 <= found["aliased"] - found["cache"] < 2**20 + found["hidden"], name
 
 
+CODED = [
+    (("h100", 1), "int4", "--decodes-only"),
+    (("v6e", 1), "int8", "--decodes-only"),
+    *(
+        pytest.param(chip, quantization, None, marks=pytest.mark.slow)
+        for chip in (("h100", 1), ("h100", 8), ("v6e", 1), ("v6e", 8))
+        for quantization in ("int8", "fp8", "int4")
+    ),
+]
+
+
+@pytest.mark.parametrize(("chip", "quantization", "limit"), CODED, ids=str)
+def test_codes_become_numbers_within_the_products_that_read_them(chip, quantization, limit):
+    """A layer of Llama-3 8B, of 70B on 8 devices: nothing as large as a matrix is made of its codes in another dtype.
+
+    Arguments take the bytes of codes and scales, as the plan of memory counts them. Collectives are those of a step of
+    floats.
+    """
+    limits = [limit] if limit else []
+    options = "bfloat16", "1", "--pages", "100", "--quantization", quantization, *limits
+    steps = output_of("compile_step.py", *map(str, chip), *options)
+    for name, (found,) in steps["steps"].items():
+        assert found["converted"] == [], name
+        assert found["large"] == [], name
+        # Beside them a program takes a step's packed numbers.
+        assert 0 <= found["arguments"] - found["true_bytes"] < 2**20, name
+        assert found["own"] <= steps["kept"], name
+    if steps["num_devices"] > 1:
+        check_collectives(steps, 1)
+
+
 @pytest.mark.slow
 def test_a_cache_that_fills_a_gpu_does_not_make_xla_compute_values_again():
     """XLA counts the donated cache twice, and would save memory that is not short."""

@@ -225,9 +225,6 @@ def _quantized(config: EngineConfig, model: DecoderConfig, checkpoint: Checkpoin
         kind = f" by {quantized.method}" if quantized else ""
         fault = f"{got} for {checkpoint.path}, whose weights are quantized{kind}"
         raise refusal("quantization", fault, "auto, which keeps them, or none", error=ConfigError)
-    if config.params is not None and lies_on_several_devices(config.params):
-        fault = f"{got} for params on several devices"
-        raise refusal("quantization", fault, "auto or none, or arrays on one device", error=ConfigError)
     return QuantizedCheckpoint(checkpoint, config.quantization)
 
 

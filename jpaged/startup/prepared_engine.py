@@ -5,6 +5,7 @@ What can fail cheaply fails first: options, shapes and the free memory are check
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
 from ..models.weights.at_load import AT_LOAD, formats_at_load
+from ..models.weights.code_arrays import converted_bytes, has_group_scales
 from ..models.weights.coded import StoredFormats, coded_weights, stored_formats
 from ..models.weights.live_weights import LiveWeights
 from ..models.weights.loading import check_tensors, tensor_shapes
@@ -33,8 +35,10 @@ from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .caches import compilation_cache
 from .open_model import ModelHandle
 from .sizing.host_memory import free_host_bytes, num_host_cores
-from .sizing.sizes import Demand, EngineSizes, FreeMemory, num_decode_steps, size_engine
+from .sizing.sizes import Demand, EngineSizes, FreeMemory, chosen_dtypes, num_decode_steps, size_engine
 from .warmup import warmup_keys
+
+logger = logging.getLogger("jpaged")
 
 CPU_COMPILERS, MAX_COMPILERS = 2, 16
 """Programs that are compiled at the same time on a CPU, and at most elsewhere."""
@@ -96,13 +100,20 @@ def prepare_engine(
         num_decode_steps(config, device.platform),
         () if config.quantization == "none" else formats,
     )
+    dtype, _ = chosen_dtypes(config, on_chip, device.platform)
+    if device.platform == "gpu" and engine.num_decode_steps > 1 and has_group_scales(engine.weights(dtype).state):
+        if config.num_decode_steps == "auto":
+            config, engine = replace(config, num_decode_steps=1), replace(engine, num_decode_steps=1)
+        steps = engine.num_decode_steps
+        reason = "a loop of steps would convert each matrix with scales of groups in front of its product"
+        logger.info("num_decode_steps: %s; on a GPU %s", steps, reason)
     sizes = size_engine(config, on_chip, engine, free, demands)
     # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
     if config.quantization in AT_LOAD and not coded_weights(engine.weights(sizes.step.dtype).state):
         fault = f"{shown(config.quantization)}, for which no matrix can be kept"
-        allowed = "auto, none, or the backend native on one CPU device, with rows of a multiple of 32 values"
+        allowed = "auto, none, or a model of jpaged's families whose rows are a multiple of 32 values"
         raise refusal("quantization", fault, allowed, error=ConfigError)
     if handle.checkpoint is not None:
         check_tensors(engine.weights(sizes.step.dtype), handle.decoder, handle.checkpoint)
@@ -114,11 +125,13 @@ def prepare_engine(
     encode = None if handle.tokenizer is None else handle.tokenizer.encode
     page_scales = engine.page_scales(sizes.step, encode, handle.checkpoint)
     measures = {} if page_scales is None else page_scales.programs(programs.weights)
+    # On a CPU XLA makes a matrix of codes floats before each product: one at a time.
+    floats_bytes = converted_bytes(programs.weights.state) if device.platform == "cpu" else 0
     plan = CompilePlan(
         programs.lower,
         occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked, **measures},
         num_compilers=_num_compilers(device.platform),
-        on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
+        on_compiled=StepMemoryCheck(sizes.memory.program_bytes + floats_bytes),
     )
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     if page_scales is not None and page_scales.scales is None:

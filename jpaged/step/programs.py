@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import coded_weights
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
@@ -60,6 +61,9 @@ tiles of 8 rows to tiles of 16."""
 GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "1000"}
 """Compiler options of programs that hold the cache, for GPUs: a limit of ten times the memory, in percent. XLA counts
 the donated cache twice, as argument and as result, and would compute values again to save memory that is not short."""
+WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": "1"}
+"""Compiler options of programs for GPUs whose matrices are codes with scales of groups: XLA would cut their inputs in
+parts where there are few rows, and then converts whole matrices in front of the product."""
 Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 DecodeState = tuple[DeviceState, LogitRulesState | None]
@@ -150,7 +154,10 @@ class Programs:
         # Programs for a single device are written without a mesh: they need no gather of logits.
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
-        self._compiler_options = compiler_options(mesh)
+        # Those of programs without the cache, and of those with it; None where there are none.
+        self._product_options = product_options(mesh, weights)
+        options_with_cache = (compiler_options(mesh) or {}) | (self._product_options or {})
+        self._compiler_options = options_with_cache or None
         self._replicated = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
@@ -279,7 +286,8 @@ class Programs:
         columns = self._shape((len(SAMPLE_FIELDS), self._buckets.max_samples), jnp.int32)
         words_per_mask = num_mask_words(self._builder.rules_spec.vocab_size)
         masks = self._shape((num_rows, words_per_mask), jnp.int32) if is_masked else None
-        return Program(name, run, (tuple(leaves), state, self.state.hidden, columns, masks))
+        arguments = tuple(leaves), state, self.state.hidden, columns, masks
+        return Program(name, run, arguments, self._product_options)
 
     def _lower_sample(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> jax.stages.Lowered:
         """Lower the sample program of one mode for this many rows."""
@@ -298,7 +306,8 @@ class Programs:
         run.__name__ = f"score_{num_rows}_{'hidden' if kind.is_hidden else f'{kind.num_tops}_{kind.num_asked}'}"
         asked = self._shape((num_rows, kind.num_asked), jnp.int32) if kind.num_asked else None
         columns = self._shape((len(SCORE_FIELDS), num_rows), jnp.int32)
-        return jax.jit(run).lower(tuple(leaves), self.state.hidden, columns, asked)
+        jitted = jax.jit(run, compiler_options=self._product_options)
+        return jitted.lower(tuple(leaves), self.state.hidden, columns, asked)
 
     def _lower_tables(self) -> jax.stages.Lowered:
         """Lower the program that applies a padded batch of page-table changes."""
@@ -358,6 +367,12 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
     """Return XLA's options for a program that takes the cache as a donated argument on these devices; None on most."""
     return GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+
+
+def product_options(mesh: Mesh, weights: Weights) -> dict[str, str] | None:
+    """Return XLA's options for a program that multiplies by these weights on these devices; None on most."""
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    return WHOLE_PRODUCTS if is_gpu and has_group_scales(weights.state) else None
 
 
 def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_finite
+from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes
 from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
+from .code_arrays import HeldCodes, num_bytes, refuse_not_finite
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -102,10 +103,15 @@ def check_codes(leaves: Mapping[Any, Any], recipes: Recipes, checkpoint: Checkpo
     """Raise ModelLoadError if matrices that are kept as codes are stored in other formats by now."""
     formats = dict(stored_formats(checkpoint))
     for path, leaf in leaves.items():
-        metadata = leaf.get_metadata()
-        wanted = metadata.get("code_parts")
-        if wanted is not None and _code_parts(recipes.pieces[path], recipes.shapes, formats, metadata) != wanted:
-            names, tensor = ", ".join(_names_of([leaf])), recipes.pieces[path][0].tensor
+        metadata, pieces = leaf.get_metadata(), recipes.pieces[path]
+        held: HeldCodes | None = metadata.get("held")
+        if held is not None:
+            is_same = tuple(formats.get(piece.tensor) for piece in pieces) == held.formats
+        else:
+            wanted = metadata.get("code_parts")
+            is_same = wanted is None or _code_parts(pieces, recipes.shapes, formats, metadata) == wanted
+        if not is_same:
+            names, tensor = ", ".join(_names_of([leaf])), pieces[0].tensor
             fault = f"tensor {tensor} or one beside it is no longer stored as {names}"
             raise ModelLoadError(f"{checkpoint.path}: {fault}, as this engine keeps it: start a new engine")
 
@@ -126,7 +132,10 @@ def refuse_floats(leaves: Iterable[Any]) -> None:
 def check_given_codes(leaf: Any, given: Mapping[str, Any]) -> None:
     """Raise ModelLoadError if the codes of a weight, an array by its name, stand for a number that is not finite."""
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
-    for name, array in given.items() if "code_parts" in metadata else ():
+    is_bytes = (
+        "code_parts" in metadata and "held" not in metadata
+    )  # Codes and scales that are arrays are checked as such.
+    for name, array in given.items() if is_bytes else ():
         if not metadata["ops"].are_codes_finite(np.asarray(array), metadata["matrix"][0], metadata["code_parts"]):
             raise ModelLoadError(f"params: {name} holds a scale or a code that is not finite; nothing was changed")
 
@@ -144,7 +153,7 @@ def check_sizes(leaf: Any, given: Mapping[str, Any]) -> None:
 def are_mostly_floats(state: nnx.State) -> bool:
     """Return whether more bytes of the weights are floats than codes."""
     leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
-    coded = sum(leaf.size for leaf in leaves if "code_parts" in leaf.get_metadata())
+    coded = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if "code_parts" in leaf.get_metadata())
     return 2 * coded < sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -159,10 +168,12 @@ def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
     leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
     if not (kept_names := _names_of(leaves)):
         return f"stored as {', '.join(stored_names)}, which become floats"
-    total_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    total_bytes = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
     coded_leaves = [leaf for leaf in leaves if "code_parts" in leaf.get_metadata()]
-    coded_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in coded_leaves)
+    coded_bytes = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in coded_leaves)
     as_floats = f"{(total_bytes - coded_bytes) / 1e6:.3g} MB as floats"
+    reasons = dict.fromkeys(filter(None, (leaf.get_metadata().get("becomes_floats") for leaf in leaves)))
+    as_floats = "; ".join([as_floats, *reasons])
     return f"{coded_bytes / 1e6:.3g} MB are kept as codes of {', '.join(kept_names)}, {as_floats}"
 
 
@@ -196,10 +207,7 @@ def read_coded(
         for row in range(start, stop, rows_at_once):
             rows = slice(row, min(row + rows_at_once, stop))
             codes = checkpoint.read_codes(piece.tensor, rows)
-            if not are_finite(codes, code_format):
-                where = f"rows {rows.start} to {rows.stop - 1}"
-                fault = f"tensor {piece.tensor} holds a NaN or an infinity, or a scale that is one, in {where}"
-                raise ModelLoadError(f"{checkpoint.path}: {fault}; fetch it again")
+            refuse_not_finite(checkpoint, piece.tensor, rows, codes, code_format)
             packed = metadata["ops"].packed_codes(codes, code_format, metadata["decoded_dtype"]).reshape(-1)
             out[num_written : num_written + len(packed)] = packed
             num_written += len(packed)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
+from .code_arrays import HeldCodes, quantized_rows
 from .loading import Weights
 
 SEED = 0
@@ -40,7 +41,8 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
     for path, leaf in leaves:
         metadata = leaf.get_metadata()
         # Waiting for each array keeps the temporary memory of only one array alive at a time.
-        made[path] = leaf.replace(jax.block_until_ready(_array(leaf, ".".join(map(str, path)), metadata)))
+        name = ".".join(map(str, (*path[:-1], metadata.get("tensor", path[-1]))))
+        made[path] = leaf.replace(jax.block_until_ready(_array(leaf, name, metadata)))
         if progress is not None:
             progress(len(made), len(leaves))
     return replace(abstract, state=nnx.from_flat_state(made))
@@ -60,8 +62,12 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
         return jax.jit(make, out_shardings=leaf.sharding)()
     # Numbers are drawn in the shape that a checkpoint has, so that they do not depend on how a backend stores a matrix:
     # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table [V, D] as it is.
-    shape = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+    shape = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
+    if "held" in metadata:
+        return _maker_of_codes(
+            shape, leaf.shape, metadata["held"], leaf.sharding, is_scales=metadata.get("is_scales", False)
+        )(key)
     ops = metadata["ops"] if "matrix" in metadata else None
     codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
     return _maker(shape, leaf.dtype, ops, leaf.sharding, codes)(key)
@@ -79,6 +85,24 @@ def _maker(
     return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops, codes=codes), out_shardings=sharding)
 
 
+@lru_cache(maxsize=64)
+def _maker_of_codes(
+    shape: tuple[int, int],
+    stored_shape: tuple[int, ...],
+    held: HeldCodes,
+    sharding: jax.sharding.Sharding,
+    *,
+    is_scales: bool,
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a jitted function from a random key to the codes or the scales of a matrix that is kept as both."""
+
+    def make(key: jax.Array) -> jax.Array:
+        rows = quantized_rows(_random_numbers(key, shape), held, is_scales=is_scales)
+        return held.arrays.stored(rows, stored_shape)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
 def _random(
     key: jax.Array,
     *,
@@ -90,6 +114,17 @@ def _random(
     """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
 
     With `codes`, the formats of its columns and the dtype that these are decoded to, it is stored as codes.
+    """
+    numbers = _random_numbers(key, shape)
+    if codes is not None:
+        assert ops is not None
+        return ops.store_codes(numbers.astype(jnp.bfloat16), *codes)
+    rows = numbers.astype(dtype)
+    return rows if ops is None else ops.store(rows.T)
+
+
+def _random_numbers(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return random numbers of the `shape` [out, in], float32.
 
     A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
     is nearest, in its exponent, to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their
@@ -98,8 +133,4 @@ def _random(
     """
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
-    if codes is not None:
-        assert ops is not None
-        return ops.store_codes((odd * 2.0**exponent).astype(jnp.bfloat16), *codes)
-    rows = (odd * 2.0**exponent).astype(dtype)
-    return rows if ops is None else ops.store(rows.T)
+    return odd * 2.0**exponent

@@ -104,7 +104,7 @@ class KeptWeights:
         self.num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
         """Bytes of all arrays together."""
         shapes = [
-            (path, leaf.shape, str(leaf.dtype), *map(leaf.get_metadata().get, ("code_parts", "decoded_dtype")))
+            (path, leaf.shape, str(leaf.dtype), *map(leaf.get_metadata().get, ("code_parts", "decoded_dtype", "held")))
             for path, leaf in self._leaves
         ]
         versions, states = [version(package) for package in PACKAGES], [file[1:] for file in files]

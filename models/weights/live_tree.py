@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,8 +56,8 @@ class WantedTree:
     twin: Twin | None = None
     dtypes: tuple[str, ...] = DTYPES
     """Names of the dtypes that the arrays may have."""
-    codes: frozenset[str] = frozenset()
-    """Names of arrays that are the bytes of codes, uint8."""
+    codes: Mapping[str, str] = field(default_factory=dict)
+    """Name of each array that is codes → its dtype."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
         *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
     ]
     needed = {name: arrays[name] for name in shapes if name in arrays}
-    dtypes = {name: ("uint8",) if name in wanted.codes else wanted.dtypes for name in needed}
+    dtypes = {name: (wanted.codes[name],) if name in wanted.codes else wanted.dtypes for name in needed}
     misfits = {name: fault for name, leaf in needed.items() if (fault := _misfit(leaf, shapes[name], dtypes[name]))}
     # Each of these names has a fault of its own, so every one gets a clause of its own.
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
@@ -95,7 +95,8 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     mixed_parts = [names for names in parts if len({fitting[name].dtype for name in names if name in fitting}) > 1]
     mixed_names = {name for names in mixed_parts for name in names}
     faults += _listed("of another dtype than other parts of one weight", mixed_names)
-    faults += _listed("holding a NaN or an infinity", set(_not_finite(fitting)))
+    floats = {name: leaf for name, leaf in fitting.items() if wanted.codes.get(name) not in ("uint8", "int8", "int4")}
+    faults += _listed("holding a NaN or an infinity", set(_not_finite(floats)))
     # A twin is compared only if both copies are there and fit. If not, that is a fault already, which is raised below.
     if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in needed:
         if not _are_equal_as_weights(needed[twin.name], needed[twin.kept_name], twin.dtype):

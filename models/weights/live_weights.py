@@ -36,8 +36,8 @@ from .subtree import statistics_elsewhere as elsewhere
 from .weight_recipe import WeightRecipe, make_weight, recipe_of
 
 Key = Hashable
-CODE_DTYPE = "uint8"
-"""The dtype of matrices that are codes."""
+CODE_DTYPES = "uint8", "int8", "int4", "float8_e4m3fn"
+"""The dtypes of matrices that are codes: bytes that native code reads, and arrays that XLA converts."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,11 @@ class LiveWeights:
         """
         lower_by_key: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
-            for origin, dtype, is_in_place in product(origins.values(), (*DTYPES, CODE_DTYPE), (False, True)):
+            for origin, dtype, is_in_place in product(origins.values(), (*DTYPES, *CODE_DTYPES), (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
                 is_own = layout is TreeLayout.OWN
-                if (dtype == CODE_DTYPE) != (is_own and recipe.dtype == CODE_DTYPE):
+                given = recipe.dtype.name if is_own and recipe.dtype.name in CODE_DTYPES else None
+                if dtype != given if given else dtype in CODE_DTYPES:
                     continue  # Codes are given as they are stored, and floats are not.
                 key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
                 tensor_sharding = recipe.sharding if is_own else self._whole
@@ -288,7 +289,8 @@ class LiveWeights:
         embedding, head = model.embedding_and_head(model.naming(names, is_tied=True))
         if head == embedding or head not in names:
             return None
-        dtype = next(leaf.dtype for path, leaf in self._leaves.items() if path[0] == "embed")
+        weight = next(leaf for path, leaf in self._leaves.items() if path[0] == "embed")
+        dtype = weight.get_metadata().get("decoded_dtype", weight.dtype)
         return Twin(head, embedding, dtype)
 
     def _wanted(self, layout: TreeLayout, origins: Origins, unread: frozenset[str], twin: Twin | None) -> WantedTree:
@@ -308,8 +310,12 @@ class LiveWeights:
         # Without a config the model is a caller's own module. Its tree may hold float64, numpy's default and JAX's with
         # x64; the method `make` converts it to float32.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
-        coded = (origin.names for origin in origins.values() if origin.recipe.dtype == CODE_DTYPE)
-        codes = frozenset(name for names in coded for name in names) if is_own else frozenset[str]()
+        codes = {
+            name: origin.recipe.dtype.name
+            for origin in origins.values()
+            for name in origin.names
+            if is_own and origin.recipe.dtype.name in CODE_DTYPES
+        }
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes, codes)
 
     def checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:

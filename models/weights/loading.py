@@ -31,6 +31,7 @@ from ..formats.checkpoint import Checkpoint
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..layers import Axes, WeightMaker
 from ..recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
+from .code_arrays import Target, hold_codes, num_bytes, read_held
 from .coded import StoredFormats, check_codes, read_coded, with_codes
 from .subtree import ambiguity_message, model_prefixes
 
@@ -85,13 +86,13 @@ class Weights:
     def size_bytes(self) -> int:
         """Return the bytes of all weights, with padding and copies of KV heads; an array that lies whole on several
         devices counts once."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+        return sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.state))
 
     @property
     def chip_bytes(self) -> int:
         """Return the bytes of the weights on one device."""
         leaves = jax.tree.leaves(self.state)
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        return sum(num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 @lru_cache(maxsize=4)
@@ -101,23 +102,30 @@ def abstract_weights(
     """Return the shapes, dtypes and shardings of a model's weights on a mesh; nothing is allocated or traced.
 
     `dtype` is the dtype of all weights, and `ops` says how matrices are stored, and which dtype hidden states have.
-    On one device, matrices stay codes where a checkpoint stores them so in one of `formats`, if `ops` take them. The
-    results for the latest 4 sets of arguments are cached, since building a model of many layers takes time.
+    Matrices stay codes where a checkpoint stores them in one of `formats` that `ops` take: as bytes that native code
+    reads, on one device, or as arrays of codes and of scales. The results for the latest 4 sets of arguments are
+    cached, since building a model of many layers takes time.
     """
 
     # The model's constructor calls this for each weight. `fill` is the value of its elements, which a shape has not.
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    model = model_class(config.architecture)
-    keeps_codes = bool(formats) and ops.columns_of_codes is not None and mesh.size == 1
-    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops, keeps_codes)
-    graph, state = nnx.split(model(config, make=make))
-    weights = Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules, config)
-    if not keeps_codes:
+    model_type = model_class(config.architecture)
+    keeps_bytes = bool(formats) and ops.columns_of_codes is not None and mesh.size == 1
+    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops, keeps_bytes)
+    model = model_type(config, make=make)
+    graph, state = nnx.split(model)
+    weights = Weights(graph, state, ops.stream_dtype(dtype), model_type.logits_modules, config)
+    if not formats:
         return weights
     recipes = recipes_for(weights, config, [name for name, _ in formats])
-    return replace(weights, state=with_codes(state, recipes, dict(formats)))
+    if keeps_bytes:
+        return replace(weights, state=with_codes(state, recipes, dict(formats)))
+    if ops.columns_of_codes is None:
+        hold_codes(model, recipes, dict(formats), Target(mesh, np.dtype(dtype).name, config.tie_word_embeddings))
+        graph, state = nnx.split(model)
+    return replace(weights, graph=graph, state=state)
 
 
 def tensor_shapes(config: DecoderConfig, mesh: Mesh) -> Mapping[str, tuple[int, ...]]:
@@ -181,9 +189,15 @@ def load_arrays(
     """
     memory = _WeightMemory()
 
-    def load(path: Path) -> jax.Array:
-        """Return the weight at `path` as an array. JAX calls `read_shard` for the shard of each device."""
+    def load(path: Path) -> list[tuple[Path, jax.Array]]:
+        """Return the weight at `path` as an array, and the scales of one that is codes by their path.
+
+        JAX calls `read_shard` for the shard of each device. Codes and scales are read once for all devices.
+        """
         leaf = leaves[path]
+        if "held" in leaf.get_metadata():
+            paths = path, (*path[:-1], "scales")
+            return list(zip(paths, read_pair(pieces[path], *(leaves[each] for each in paths)), strict=True))
 
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             """Return the slice `index` of the weight, in host memory that JAX can alias."""
@@ -194,14 +208,25 @@ def load_arrays(
             return shard
 
         if leaf.sharding is None:
-            return jnp.asarray(read_shard((slice(None),) * leaf.ndim))
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read_shard)
+            return [(path, jnp.asarray(read_shard((slice(None),) * leaf.ndim)))]
+        return [(path, jax.make_array_from_callback(leaf.shape, leaf.sharding, read_shard))]
 
-    num_tensors = {path: len({piece.tensor for piece in pieces[path]}) for path in leaves}
+    def read_pair(of_matrix: tuple[Piece, ...], codes: Any, scales: Any) -> list[jax.Array]:
+        """Return the arrays of a matrix's codes and of its scales."""
+        codes_host, scales_host = (memory.allocate(leaf.shape, np.dtype(leaf.dtype)) for leaf in (codes, scales))
+        held = codes.get_metadata()["held"]
+        read_held(checkpoint, of_matrix, held, (codes_host, scales_host), CHUNK_BYTES // 4)
+        return [
+            jax.make_array_from_callback(leaf.shape, leaf.sharding, host.__getitem__)
+            for leaf, host in ((codes, codes_host), (scales, scales_host))
+        ]
+
+    first_leaves = {path: leaf for path, leaf in leaves.items() if "is_scales" not in leaf.get_metadata()}
+    num_tensors = {path: len({piece.tensor for piece in pieces[path]}) for path in first_leaves}
     loaded, num_loaded, total = dict[Path, jax.Array](), 0, sum(num_tensors.values())
-    for path, array in _load_all(leaves, load):
-        loaded[path] = array
-        for _ in range(num_tensors[path]):
+    for arrays in _load_all(first_leaves, load):
+        loaded |= arrays
+        for _ in range(num_tensors[arrays[0][0]]):
             num_loaded += 1
             if progress is not None:
                 progress(num_loaded, total)
@@ -213,22 +238,23 @@ def with_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
-def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> Iterator[tuple[Path, jax.Array]]:
-    """Yield the path and the array of each weight: large ones first and one by one, then the others in NUM_READERS
-    threads.
+def _load_all(
+    leaves: Mapping[Path, Any], load: Callable[[Path], list[tuple[Path, jax.Array]]]
+) -> Iterator[list[tuple[Path, jax.Array]]]:
+    """Yield what `load` returns for each path: large weights first and one by one, then others in NUM_READERS threads.
 
-    `load` returns the weight at a path. A weight is large if it has more than 1 / LARGE_SHARE of all bytes: a format
-    that decodes whole tensors then never holds two large ones at once. Within both groups weights come in the order of
-    `leaves`. An error of `load` is raised here when its weight is due.
+    `load` returns the weight at a path, first, and others that are read with it. A weight is large if it has more than
+    1 / LARGE_SHARE of all bytes: a format that decodes whole tensors then never holds two large ones at once. Within
+    both groups weights come in the order of `leaves`. An error of `load` is raised here when its weight is due.
     """
-    num_bytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
-    max_small_bytes = sum(num_bytes.values()) // LARGE_SHARE
+    sizes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
+    max_small_bytes = sum(sizes.values()) // LARGE_SHARE
     for path in leaves:
-        if num_bytes[path] > max_small_bytes:
-            yield path, load(path)
-    small_paths = [path for path in leaves if num_bytes[path] <= max_small_bytes]
+        if sizes[path] > max_small_bytes:
+            yield load(path)
+    small_paths = [path for path in leaves if sizes[path] <= max_small_bytes]
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        yield from zip(small_paths, readers.map(load, small_paths), strict=True)
+        yield from readers.map(load, small_paths)
 
 
 def recipes_for(abstract: Weights, config: DecoderConfig, held: Collection[str]) -> Recipes:

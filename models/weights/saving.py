@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from ...pallas_kernels.layer_ops import LayerOps, StoredMatrix
+from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps, StoredMatrix
 from ..config.decoder import DecoderConfig
 from ..families.table import BY_ARCHITECTURE, model_class
 from ..formats.checkpoint import UnsavedTensor
@@ -141,19 +141,29 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
     """
     recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
     leaves = dict(nnx.to_flat_state(weights.state))
-    parts: defaultdict[str, list[tuple[nnx.Variable[Any], Piece]]] = defaultdict(list)  # Tensor → what is in it.
+    parts: defaultdict[str, list[tuple[_Stored, Piece]]] = defaultdict(list)  # Tensor → what is in it.
     for path, pieces in recipes.pieces.items():
+        if "is_scales" in leaves[path].get_metadata():
+            continue
+        stored = _Stored(leaves[path], leaves.get((*path[:-1], "scales")))
         for piece in pieces:
-            parts[piece.tensor].append((leaves[path], piece))
+            parts[piece.tensor].append((stored, piece))
     tensors = {}
     for name, shape in recipes.shapes.items():
-        first_weight = parts[name][0][0]
+        first_weight = parts[name][0][0].weight
         dtype = np.dtype(first_weight.get_metadata().get("decoded_dtype", first_weight.dtype))
         tensors[name] = UnsavedTensor(shape, dtype, partial(_tensor, shape, dtype, parts[name]))
     return tensors
 
 
-def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[nnx.Variable[Any], Piece]]) -> np.ndarray:
+class _Stored(NamedTuple):
+    """A weight, and the scales of one that is kept as arrays of codes and of scales."""
+
+    weight: nnx.Variable[Any]
+    scales: nnx.Variable[Any] | None
+
+
+def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[_Stored, Piece]]) -> np.ndarray:
     """Return a tensor of a checkpoint in host memory, copied from the weights that hold its values.
 
     `parts` are (weight, piece). A piece was made for loading, where `source` is a block of the tensor and `target` the
@@ -185,12 +195,13 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[nnx.
     return tensor
 
 
-def _rows_of(leaf: nnx.Variable[Any], rows: np.ndarray) -> jax.Array:
+def _rows_of(stored: _Stored, rows: np.ndarray) -> jax.Array:
     """Return the given rows of a weight: of Wᵀ for a matrix W, of a table, or of a vector."""
-    metadata = leaf.get_metadata()
-    if "matrix" not in metadata:
-        return _take(leaf[...], rows, None, 0)
-    return _take(stored_matrix(leaf), rows, metadata["ops"], metadata["matrix"][0])
+    metadata = stored.weight.get_metadata()
+    if "matrix" not in metadata and stored.scales is None:
+        return _take(stored.weight[...], rows, None, 0)
+    num_in, _ = metadata["matrix"] if "matrix" in metadata else metadata["table"][::-1]
+    return _take(stored_matrix(*stored), rows, metadata.get("ops", XLA_OPS), num_in)
 
 
 @partial(jax.jit, static_argnums=(2, 3))

@@ -13,6 +13,7 @@ from jax import lax
 from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
 from ..recipe import Bounds, Piece
+from .code_arrays import HeldCodes, quantized_blocks
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,18 @@ class WeightRecipe:
     ops: LayerOps | None = None
     """How a matrix is stored."""
     codes: tuple[CodeParts, str] | None = None
-    """The formats of a matrix that is stored as codes, and the dtype that these are decoded to."""
+    """The formats of a matrix that is stored as bytes of codes, and the dtype that these are decoded to."""
+    held: HeldCodes | None = None
+    """How a matrix or table is kept as arrays of codes and scales; None for other weights."""
+    is_scales: bool = False
+    """Whether the weight is the scales of such a matrix."""
 
     @property
     def is_copy(self) -> bool:
         """Return whether the weight is one whole tensor, unchanged but for its dtype."""
         whole = tuple((0, size) for size in self.shape)
         pieces = [(piece.source, piece.target, piece.is_transposed) for piece in self.pieces]
-        return self.matrix is None and pieces == [(whole, whole, False)]
+        return self.matrix is None and self.held is None and pieces == [(whole, whole, False)]
 
 
 def recipe_of(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
@@ -50,8 +55,10 @@ def recipe_of(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piec
     `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer.
     """
     metadata = leaf.get_metadata()
-    stored = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
-    if "code_parts" in metadata:
+    stored: dict[str, Any] = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
+    if "held" in metadata:
+        stored |= {"held": metadata["held"], "is_scales": metadata.get("is_scales", False)}
+    elif "code_parts" in metadata:
         stored["codes"] = metadata["code_parts"], metadata["decoded_dtype"]
     return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
 
@@ -66,6 +73,8 @@ def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array
     """
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
+    if recipe.held is not None:
+        return _held_weight(recipe, recipe.held, tensors)
     shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
     dtype = recipe.dtype if recipe.codes is None else tensors[0].dtype
     blocks = []
@@ -81,6 +90,15 @@ def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array
         weight = recipe.ops.store(weight.T)
     # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
     return jnp.copy(weight)
+
+
+def _held_weight(recipe: WeightRecipe, held: HeldCodes, tensors: list[jax.Array]) -> jax.Array:
+    """Return the codes or the scales of a matrix that is kept as both: rows of tensors are quantized from float32."""
+    blocks = quantized_blocks(recipe.pieces, tensors, held, is_scales=recipe.is_scales)
+    rows = _assembled(
+        held.arrays.rows_shape(recipe.shape), [_Block(target, values) for target, values in blocks], recipe.dtype
+    )
+    return held.arrays.stored(rows, recipe.shape)
 
 
 class _Block(NamedTuple):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ..code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, quantize
 from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, StoredMatrix, split_parts
+from ..scaled_matrix import ScaledMatrix
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS
 from .products.chain import check_panels, multiplier_for, product, run_chain, stored_array
@@ -82,7 +83,7 @@ class NativeOps(LayerOps):
         return in_panels(matrix)
 
     def product(self, x: Float[Array, "R I"], weight: StoredMatrix, num_out: int) -> Float[Array, "R O"]:
-        return product(x, weight, num_out)
+        return product(x, _panels(weight), num_out)
 
     def chain(
         self, rows: Float[Array, "R K"], products: Sequence[Product], stream: Float[Array, "R D"] | None = None
@@ -108,7 +109,8 @@ class NativeOps(LayerOps):
         """Return what `LayerOps.chain` returns, and the new stream, by one custom call."""
         stages, weights, depth, last = list[Stage](), list[Array](), rows.shape[1], products[-1]
         for each in products:
-            check_panels(each.weight, depth, each.num_out)
+            panels = _panels(each.weight)
+            check_panels(panels, depth, each.num_out)
             num_results = each.num_out // 2 if each.is_gated else each.num_out
             parts: tuple[int, ...] = ()
             if each is last and not each.adds_to_stream:
@@ -116,7 +118,7 @@ class NativeOps(LayerOps):
                 parts = each.parts if are_panels and each.parts else (num_results,)
             stages.append(
                 Stage(
-                    multiplier_for(rows.shape[0], depth, each.weight),
+                    multiplier_for(rows.shape[0], depth, panels),
                     depth,
                     num_results,
                     parts,
@@ -131,7 +133,7 @@ class NativeOps(LayerOps):
                 )
             )
             biases = [] if each.bias is None else [each.bias.astype(jnp.float32)]
-            weights += [stored_array(each.weight), *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
+            weights += [stored_array(panels), *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
             weights += _head_arrays(each.heads) if stages[-1].heads else []
             depth = num_results
         old_stream = None if stream is None else stream.astype(jnp.float32)
@@ -149,9 +151,8 @@ class NativeOps(LayerOps):
         return results, stream
 
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
-        if isinstance(weight, CodedMatrix):
-            return decoded_columns(weight, ids)
-        return columns_of(weight, ids, num_in)
+        panels = _panels(weight)
+        return decoded_columns(panels, ids) if isinstance(panels, CodedMatrix) else columns_of(panels, ids, num_in)
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
         return rms_norm(_rows(x), weight.astype(jnp.float32), eps).reshape(x.shape).astype(x.dtype)
@@ -167,6 +168,11 @@ class NativeOps(LayerOps):
 
 
 NATIVE_OPS = NativeOps()
+
+
+def _panels(weight: StoredMatrix) -> Array | CodedMatrix:
+    assert not isinstance(weight, ScaledMatrix), "native code reads panels, and no arrays of codes and scales"
+    return weight
 
 
 def _rows(x: Float[Array, "*T D"]) -> Float[Array, "R D"]:

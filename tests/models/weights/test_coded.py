@@ -1,5 +1,6 @@
 """Matrices of a quantized file stay codes: which ones, with which results, and what cannot be done with them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from jpaged.models.weights.kept_weights import KeptWeights, file_states
 from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights, tensor_shapes
 from jpaged.models.weights.saving import save_checkpoint
 from jpaged.pallas_kernels.code_formats import decode, float8_format, quantize
-from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 
@@ -64,10 +64,10 @@ def write_file(directory: Path, *, is_tied: bool = False, kind: Any = kind_of) -
     return convert_to_gguf(directory / "m.gguf", CONFIG | {"tie_word_embeddings": is_tied}, tensors, kind=kind)
 
 
-def loaded(path: Path, dtype: str, *, keeps_codes: bool, ops: LayerOps = NATIVE_OPS) -> Weights:
+def loaded(path: Path, dtype: str, *, keeps_codes: bool) -> Weights:
     config, checkpoint = open_checkpoint(path)
     formats: StoredFormats = stored_formats(checkpoint) if keeps_codes else ()
-    abstract = abstract_weights(config, dtype, device_mesh(jax.devices()[:1]), ops, formats)
+    abstract = abstract_weights(config, dtype, device_mesh(jax.devices()[:1]), NATIVE_OPS, formats)
     check_tensors(abstract, config, checkpoint)
     return load_weights(abstract, config, checkpoint)
 
@@ -102,11 +102,6 @@ def test_logits_have_the_bits_of_those_with_decoded_weights(tmp_path: Path, dtyp
     del wanted["layers.1.attention.o_proj"]
     assert formats_of(coded) == wanted
     assert coded.size_bytes < 0.5 * plain.size_bytes
-
-
-def test_other_layer_operations_decode_all(tmp_path: Path) -> None:
-    path = write_file(tmp_path)
-    assert not formats_of(loaded(path, "float32", keeps_codes=True, ops=XLA_OPS))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -246,23 +241,17 @@ def test_numbers_that_are_too_large_for_a_scale_are_refused_as_they_are_read_and
         engine.update_params(tensors)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("Q4_0", {}, r" for .*m\.gguf, whose weights are quantized, allowed: auto, which keeps them, or none"),
-        (
-            "F32",
-            {"attention_backend": "xla"},
-            ", for which no matrix can be kept, allowed: auto, none, or the backend native",
-        ),
-    ],
-)
-def test_floats_are_not_quantized_where_that_is_not_possible(
-    tmp_path: Path, kind: str, options: dict[str, Any], message: str
-) -> None:
-    path = write_file(tmp_path, kind=GGMLQuantizationType[kind])
-    with pytest.raises(ConfigError, match=f"^quantization: got 'int8'{message}"):
-        Engine(str(path), quantization="int8", **ENGINE | options)
+def test_floats_are_not_quantized_where_that_is_not_possible(tmp_path: Path) -> None:
+    path = write_file(tmp_path, kind=GGMLQuantizationType.Q4_0)
+    allowed = r" for .*m\.gguf, whose weights are quantized, allowed: auto, which keeps them, or none"
+    with pytest.raises(ConfigError, match=f"^quantization: got 'int8'{allowed}"):
+        Engine(str(path), quantization="int8", **ENGINE)
+    allowed = ", for which no matrix can be kept, allowed: auto, none, or a model of jpaged's families"
+    odd = CONFIG | {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1}
+    odd |= {"head_dim": 16, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(ConfigError, match=f"^quantization: got 'int4'{allowed}"):
+        Engine(str(tmp_path), load_format="dummy", quantization="int4", **ENGINE)
 
 
 def test_a_file_that_is_stored_in_another_format_by_now_is_refused_when_weights_are_read_again(tmp_path: Path) -> None:

@@ -1,0 +1,281 @@
+"""Matrices that plain XLA multiplies by codes: which are kept so, in which arrays, and how these are filled.
+
+A matrix is then two weights, beside each other in its module: `weight` has the codes, and `scales` the scales. Both
+have the recipe of the matrix, and are made of the same tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_finite, quantize
+from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
+from ...sharding import sharding_of
+from ..errors import ModelLoadError
+from ..formats.checkpoint import Checkpoint
+from ..recipe import Piece, Recipes
+
+FLOAT8_CAPABILITY = 8, 9
+"""Compute capability of the first GPUs whose code converts float8."""
+
+
+def num_bytes(shape: Iterable[int], dtype: Any) -> int:
+    """Return the bytes that an array takes on a device, where two numbers of 4 bits are a byte."""
+    return math.prod(shape) * (4 if dtype == jnp.int4 else 8 * dtype.itemsize) // 8
+
+
+@dataclass(frozen=True)
+class HeldCodes:
+    """How a matrix is kept as codes."""
+
+    arrays: CodeArrays
+    formats: tuple[CodeFormat, ...]
+    """The format of the tensor of each piece of the matrix's recipe, in order."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What codes are kept for."""
+
+    mesh: Mesh
+    dtype: str
+    """float32 or bfloat16: the dtype of other weights."""
+    is_tied: bool
+    """Whether the embedding table also makes the logits."""
+
+    @property
+    def platform(self) -> str:
+        """Return the kind of the devices."""
+        return str(self.mesh.devices.flat[0].platform)
+
+
+def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFormat | None], target: Target) -> None:
+    """Replace each matrix of a model of abstract shapes that can stay codes by the shapes of its codes and scales.
+
+    The metadata of both then have `held`, how the matrix is kept, and `code_parts` and `decoded_dtype` as matrices of
+    native code have; those of scales have `is_scales` and the name `tensor` of what they are made of, those of a table
+    its shape `table`.
+    """
+    for path, module in nnx.iter_modules(model):
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nnx.Variable) or len(weight.shape) != 2:
+            continue
+        metadata, pieces = weight.get_metadata(), recipes.pieces[*path, "weight"]
+        is_table = "matrix" not in metadata
+        axes = metadata["logical_axes"][::-1] if is_table else metadata["logical_axes"]
+        num_in, num_out = weight.shape[::-1] if is_table else weight.shape
+        share = weight.sharding.shard_shape(weight.shape)[1 if is_table else 0]
+        held = held_codes(pieces, recipes.shapes, formats, share, target, is_table=is_table)
+        if held is not None and (reason := _not_fused(held, target, is_table=is_table)):
+            module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
+            continue
+        if held is None:
+            continue
+        arrays = held.arrays
+        shared = {**metadata, "held": held, "code_parts": _parts(pieces, held.formats), "decoded_dtype": target.dtype}
+        if is_table:
+            shared["table"] = tuple(weight.shape)
+        codes = arrays.codes_shape(num_in, num_out), arrays.dtype, arrays.codes_axes(*axes)
+        scales = arrays.scales_shape(num_in, num_out), arrays.scale_dtype, arrays.scales_axes(*axes)
+        shapes = [
+            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding_of(target.mesh, logical_axes))
+            for shape, dtype, logical_axes in (codes, scales)
+        ]
+        module.weight = nnx.Param(shapes[0], **shared)
+        module.scales = nnx.Param(shapes[1], **shared, tensor="weight", is_scales=True)
+
+
+def converted_bytes(state: Any) -> int:
+    """Return the bytes of the largest matrix of codes on a device once it is float32, as XLA makes it on a CPU."""
+    leaves = (leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
+    held = (leaf for leaf in leaves if "held" in leaf.get_metadata())
+    return max((4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in held), default=0)
+
+
+def has_group_scales(state: Any) -> bool:
+    """Return whether some matrix is kept as codes whose groups of inputs have scales."""
+    variables = (leaf.get_metadata() for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
+    return any("held" in metadata and metadata["held"].arrays.group is not None for metadata in variables)
+
+
+def held_codes(
+    pieces: Sequence[Piece],
+    shapes: Mapping[str, tuple[int, ...]],
+    formats: Mapping[str, CodeFormat | None],
+    share: int,
+    target: Target,
+    *,
+    is_table: bool,
+) -> HeldCodes | None:
+    """Return how a matrix of these pieces is kept as codes; None if it becomes floats.
+
+    `share` is the number of its inputs on a device. A scale of all inputs stays one. Other groups are cut so that each
+    lies on one device, in one piece and in one group of its tensor: 32 inputs that begin at a multiple of 72 share
+    their scales in groups of 8.
+    """
+    found = [formats.get(piece.tensor) for piece in pieces]
+    kept = [code_format for code_format in found if code_format is not None]
+    if len(kept) < len(pieces) or not kept or any(piece.is_transposed for piece in pieces):
+        return None
+    dtypes = {_dtype_of(code_format) for code_format in kept}
+    if dtypes == {"int4", "int8"}:
+        dtypes = {"int8"}
+    if len(dtypes) > 1 or None in dtypes:
+        return None
+    (dtype,) = dtypes
+    groups = [
+        code_format.group
+        for piece, code_format in zip(pieces, kept, strict=True)
+        if code_format.group < shapes[piece.tensor][1]
+    ]
+    if any(shapes[piece.tensor][1] % code_format.group for piece, code_format in zip(pieces, kept, strict=True)):
+        return None
+    group, scale_dtype = None, "float32"
+    if groups:
+        edges = [edge for piece in pieces for edge in (*piece.source[1], *piece.target[1])]
+        group = math.gcd(share, *groups, *edges)
+        scale_dtype = _scale_dtype(kept, target)
+    assert dtype is not None
+    # A GPU's compiler reads codes of 4 bits along the inputs: in a loop it would copy a matrix of another layout.
+    by_rows = is_table or (dtype == "int4" and target.platform == "gpu")
+    return HeldCodes(CodeArrays(dtype, group, scale_dtype, by_rows), tuple(kept))
+
+
+def _not_fused(held: HeldCodes, target: Target, *, is_table: bool) -> str | None:
+    """Return why codes would cost more than floats on these devices, as a clause; None where XLA fuses their product.
+
+    Found by compiling products for each platform: tests/compile_step.py shows what is converted in front of them.
+    """
+    device = target.mesh.devices.flat[0]
+    if target.platform == "tpu" and is_table and target.is_tied and held.arrays.group is not None:
+        return "a TPU's compiler makes a tied table with scales of groups floats before each product"
+    if target.platform == "gpu" and held.arrays.dtype == "float8_e4m3fn":
+        capability = tuple(map(int, str(getattr(device, "compute_capability", "9.0")).split(".")))
+        if capability < FLOAT8_CAPABILITY:
+            return f"a GPU of compute capability {device.compute_capability} has no float8"
+    return None
+
+
+def _dtype_of(code_format: CodeFormat) -> str | None:
+    """Return the dtype of arrays that hold the codes of a format; None if none does."""
+    if code_format.has_minima or code_format.super_group is not None:
+        return None
+    if code_format.mantissa_bits is not None:
+        return "float8_e4m3fn"
+    lowest, highest = -code_format.zero, 2**code_format.bits - 1 - code_format.zero
+    if code_format.has_zeros:
+        lowest, highest = -(2**code_format.bits - 1), 2**code_format.bits - 1
+    if lowest >= -8 and highest <= 7:
+        return "int4"
+    return "int8" if lowest >= -128 and highest <= 127 else None
+
+
+def _scale_dtype(formats: Iterable[CodeFormat], target: Target) -> str:
+    """Return the dtype of the scales of groups: that of the formats where they agree, else float32.
+
+    On a GPU that computes in bfloat16 they are rounded to it, since XLA fuses no other into a product.
+    """
+    if target.platform == "gpu" and target.dtype == "bfloat16":
+        return "bfloat16"
+    kinds = {code_format.scale for code_format in formats}
+    return kinds.pop() if len(kinds) == 1 and kinds <= {"float16", "bfloat16"} else "float32"
+
+
+def _parts(pieces: Sequence[Piece], formats: Sequence[CodeFormat]) -> CodeParts:
+    """Return the formats of the rows of Wᵀ, each with how many follow each other."""
+    parts = list[tuple[CodeFormat, int]]()
+    for piece, code_format in zip(pieces, formats, strict=True):
+        start, stop = piece.target[0]
+        before = parts.pop()[1] if parts and parts[-1][0] == code_format else 0
+        parts.append((code_format, before + stop - start))
+    return tuple(parts)
+
+
+def read_held(
+    checkpoint: Any, pieces: Sequence[Piece], held: HeldCodes, out: tuple[np.ndarray, np.ndarray], max_values: int
+) -> None:
+    """Fill arrays of codes and scales, some rows of Wᵀ at a time: about `max_values` values.
+
+    Rows and columns that no piece covers are zero. Raises ModelLoadError for numbers or scales that are not finite.
+    """
+    code_rows, scale_rows = (held.arrays.rows_of(stored) for stored in out)
+    code_rows[...], scale_rows[...] = 0, 0
+    for piece, code_format in zip(pieces, held.formats, strict=True):
+        start, stop = piece.source[0]
+        shift = piece.target[0][0] - start
+        rows_at_once = max(1, max_values // checkpoint.shape(piece.tensor)[1])
+        for row in range(start, stop, rows_at_once):
+            rows = slice(row, min(row + rows_at_once, stop))
+            codes = checkpoint.read_codes(piece.tensor, rows)
+            refuse_not_finite(checkpoint, piece.tensor, rows, codes, code_format)
+            target = slice(rows.start + shift, rows.stop + shift)
+            columns, groups = (slice(*bounds) for bounds in _target_columns(piece, held.arrays))
+            code_rows[target, columns] = _codes(codes, code_format, piece, held.arrays)
+            scale_rows[target, groups] = _scales(codes, code_format, piece, held.arrays, np)
+
+
+def refuse_not_finite(checkpoint: Checkpoint, tensor: str, rows: slice, codes: Codes, code_format: CodeFormat) -> None:
+    """Raise ModelLoadError, which names the tensor and its rows, if numbers or scales are not finite."""
+    if not are_finite(codes, code_format):
+        where = f"rows {rows.start} to {rows.stop - 1}"
+        fault = f"tensor {tensor} holds a NaN or an infinity, or a scale that is one, in {where}"
+        raise ModelLoadError(f"{checkpoint.path}: {fault}; fetch it again")
+
+
+def quantized_blocks(
+    pieces: Sequence[Piece], tensors: Sequence[jax.Array], held: HeldCodes, *, is_scales: bool
+) -> list[tuple[tuple[tuple[int, int], ...], jax.Array]]:
+    """Return the codes or scales of each piece, with their rows and columns in those of Wᵀ.
+
+    A piece names its tensor, of floats, by an index into `tensors`; whole rows of it are quantized. Where all inputs of
+    a row share a scale, pieces of the same rows give the same one, and it is returned once.
+    """
+    blocks = dict[Any, jax.Array]()
+    for piece, code_format in zip(pieces, held.formats, strict=True):
+        rows = tensors[int(piece.tensor)][slice(*piece.source[0])]
+        codes = quantize(rows.astype(jnp.float32), code_format, jnp)
+        columns, groups = _target_columns(piece, held.arrays)
+        if is_scales:
+            blocks[piece.target[0], groups] = _scales(codes, code_format, piece, held.arrays, jnp)
+        else:
+            blocks[piece.target[0], columns] = _codes(codes, code_format, piece, held.arrays)
+    return list(blocks.items())
+
+
+def quantized_rows(rows: jax.Array, held: HeldCodes, *, is_scales: bool) -> jax.Array:
+    """Return float32 rows of Wᵀ, all of them and with any padding, as codes or scales, as rows too."""
+    _, num_in = rows.shape
+    code_format = replace(held.formats[0], group=held.arrays.group or num_in)
+    codes = quantize(rows, code_format, jnp)
+    if is_scales:
+        return group_scales(codes, code_format, held.arrays, num_in, jnp)
+    return code_numbers(codes, code_format, held.arrays.dtype)
+
+
+def _target_columns(piece: Piece, arrays: CodeArrays) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the bounds of a piece's columns among those of codes [N, K], and of scales [N, groups]."""
+    start, stop = piece.target[1]
+    return (start, stop), (0, 1) if arrays.group is None else (start // arrays.group, stop // arrays.group)
+
+
+def _codes(codes: Codes, code_format: CodeFormat, piece: Piece, arrays: CodeArrays) -> Any:
+    """Return the codes of a piece, given those of its rows."""
+    return code_numbers(codes, code_format, arrays.dtype)[:, slice(*piece.source[1])]
+
+
+def _scales(codes: Codes, code_format: CodeFormat, piece: Piece, arrays: CodeArrays, xp: Any) -> Any:
+    """Return the scales of a piece, given the codes of its rows."""
+    scales = group_scales(codes, code_format, arrays, codes.codes.shape[1], xp)
+    if arrays.group is None:
+        return scales
+    start, stop = piece.source[1]
+    return scales[:, start // arrays.group : stop // arrays.group]
