@@ -6,10 +6,13 @@ This module knows the files, and neither which tensors belong together nor what 
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..errors import ModelLoadError
@@ -17,8 +20,40 @@ from ..fields import Fields, read_json_object
 from .files import INDEX_FILE, SINGLE_FILE
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-AS_BYTES = ("F8_E4M3",)
-"""Dtypes, as headers name them, that the safetensors package does not give numpy: their bytes are read instead."""
+DTYPES = {
+    "F64": "f8", "F32": "f4", "F16": "f2", "BF16": ml_dtypes.bfloat16, "F8_E4M3": "u1", "BOOL": "?",
+    "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1",
+}  # fmt: skip
+"""Dtypes, as headers name them → numpy's, of those that are read; 8-bit floats are read as bytes."""
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """Where a tensor lies in its file, and what the header says about it."""
+
+    file_name: str
+    data: mmap.mmap
+    """The memory map of the file."""
+    offset: int
+    """The tensor's first byte in the file."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """Return the whole tensor as a view of the file."""
+        # Files are little-endian, and so is every platform of JAX.
+        return np.ndarray(self.shape, DTYPES[self.dtype], self.data, self.offset)
+
+    def release(self, rows: slice) -> None:
+        """Let the system take back the memory of rows which have been read; it reads them anew when asked."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start, stop, _ = rows.indices(self.shape[0])
+        begin, end = (self.offset + row * self.values.strides[0] for row in (start, stop))
+        first_page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self.data.madvise(mmap.MADV_DONTNEED, first_page, end - first_page)
 
 
 class TensorFiles:
@@ -35,48 +70,50 @@ class TensorFiles:
         one that has it.
         """
         self.path = directory
-        self._handles: dict[str, Any] = {}
-        """Tensor → the open file that holds it."""
-        self._file_names: dict[str, str] = {}
-        """Tensor → the name of its file."""
-        self._bytes: dict[str, np.ndarray] = {}
-        """Tensor of a dtype in AS_BYTES → its bytes, uint8 of its shape, as a view of a memory map of its file."""
+        self._tensors: dict[str, _StoredTensor] = {}
         # The index maps each tensor to its file. A single file has none, so there is nothing to compare below.
         index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
         for file_name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
             self._add(file_name)
         for name, file_name in (index or {}).items():
-            if self._file_names.get(name) != file_name:
-                found = self._file_names.get(name, "no shard")
+            found = self._tensors[name].file_name if name in self._tensors else "no shard"
+            if found != file_name:
                 fault = f"places tensor {name!r} in {file_name}, it is in {found}"
                 reason = "index and shards belong to different checkpoints"
                 raise ModelLoadError(f"{directory / INDEX_FILE}: {fault}; {reason}: fetch them again")
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors in all files."""
-        return self._handles.keys()
+        return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
-        return tuple(self._handles[name].get_slice(name).get_shape())
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
         """Return the tensor's dtype as headers name it, such as F32 or I32."""
-        return str(self._handles[name].get_slice(name).get_dtype())
+        return self._tensors[name].dtype
 
     def file(self, name: str) -> Path:
         """Return the path of the file that holds a tensor."""
-        return self.path / self._file_names[name]
+        return self.path / self._tensors[name].file_name
 
     def read(self, name: str, *axes: slice) -> np.ndarray:
-        """Return a block of a tensor: the slices, without steps, of its first axes. Those of AS_BYTES give uint8."""
-        source = self._bytes[name] if name in self._bytes else self._handles[name].get_slice(name)
-        values: np.ndarray = source[axes]
+        """Return a copy of a block of a tensor: the slices, without steps, of its first axes. 8-bit floats give uint8.
+
+        The system may take back the pages of the file that lie in memory then, so that only the copy stays. Blocks of
+        columns share these pages: they are given back with the block that has the last column.
+        """
+        tensor = self._tensors[name]
+        values: np.ndarray = tensor.values[axes].copy()
+        has_last_column = len(axes) < 2 or axes[1].indices(tensor.shape[1])[1] == tensor.shape[1]
+        if tensor.shape and has_last_column:
+            tensor.release(axes[0] if axes else slice(None))
         return values
 
     def files(self) -> list[Path]:
         """Return the files that hold tensors, and the index that names them if it is read."""
-        names = sorted(set(self._file_names.values()))
+        names = sorted({tensor.file_name for tensor in self._tensors.values()})
         return [self.path / name for name in (names if SINGLE_FILE in names else [INDEX_FILE, *names])]
 
     def fault(self, name: str, clause: str) -> ModelLoadError:
@@ -86,41 +123,37 @@ class TensorFiles:
     def _add(self, file_name: str) -> None:
         """Open a file of the directory and note its tensors. Raises ModelLoadError if it cannot be read, or if it has a
         tensor that another file has, too."""
-        # safetensors needs the bfloat16 that ml_dtypes registers with numpy.
-        import ml_dtypes  # noqa: F401
         from safetensors import SafetensorError, safe_open
 
         path = self.path / file_name
         try:
-            handle: Any = safe_open(path, "numpy")
+            with safe_open(path, "numpy"):
+                pass  # It has compared the header with the size of the file.
+            tensors = _map_tensors(path)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: {_file_fault(path, error)}") from error
-        names = list(handle.keys())
-        for name in names:
-            if name in self._handles:
-                fault = f"tensor {name!r} is in {self._file_names[name]} too"
+        for name in tensors:
+            if name in self._tensors:
+                fault = f"tensor {name!r} is in {self._tensors[name].file_name} too"
                 raise ModelLoadError(f"{path}: {fault}; wanted each tensor in one shard")
-            self._handles[name], self._file_names[name] = handle, file_name
-        if any(self.dtype(name) in AS_BYTES for name in names):
-            self._bytes |= _map_bytes(path)
+        self._tensors |= tensors
 
 
-def _map_bytes(path: Path) -> dict[str, np.ndarray]:
-    """Return the bytes of all tensors of a safetensors file whose dtypes are in AS_BYTES, by name.
+def _map_tensors(path: Path) -> dict[str, _StoredTensor]:
+    """Return the tensors of a safetensors file by name, with a memory map of the file.
 
-    Each is a uint8 view of a memory map, with the tensor's shape. The safetensors package must have opened the file
-    before: it has checked the offsets in the header, so they are not checked here.
+    The safetensors package must have opened the file before: it has checked the header, so it is not checked here.
     """
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # A file begins with the length of its header in 8 bytes, then the JSON header; offsets count from its end.
-    data = np.memmap(path, np.uint8, "r")
-    header_bytes = int(data[:8].view("<u8")[0])
-    header = json.loads(data[8 : 8 + header_bytes].tobytes())
-    mapped = {}
-    for name, entry in header.items():
-        if name != "__metadata__" and entry["dtype"] in AS_BYTES:
-            start, stop = (8 + header_bytes + offset for offset in entry["data_offsets"])
-            mapped[name] = data[start:stop].reshape(entry["shape"])
-    return mapped
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    return {
+        name: _StoredTensor(path.name, data, start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _read_index(directory: Path) -> dict[str, str]:
