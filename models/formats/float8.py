@@ -23,6 +23,8 @@ WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 """Ends of the names of scales that multiply a matrix, in spite of the first one's name."""
 SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 """Dtypes of scales as headers name them → as formats of codes do."""
+ZERO_POINT = "weight_zero_point"
+"""End of the name of the zero points of a matrix."""
 _SCALE = re.compile(
     r"\.(weight_scale|weight_scale_inv|input_scale_ub|(input|output|activation|q|k|v|kv)_(scale|zero_point|global_scale))$"
 )
@@ -42,9 +44,9 @@ class Float8Matrix(QuantizedMatrix):
         return self.files.read(self.module + "weight", rows, columns)
 
     def scales(self, rows: slice) -> np.ndarray:
-        # The tensor may be a scalar, a vector of one number, or have a row for each block of rows.
+        # The tensor may be a scalar, a vector of one number or of one per row, or have a row for each block of rows.
         stored = self.files.read(self.scale)
-        by_block = stored.reshape(stored.shape if stored.ndim == 2 else (1, 1))
+        by_block = stored if stored.ndim == 2 else stored.reshape(-1, 1)
         return by_block[np.arange(rows.start, rows.stop) // self.block_rows]
 
 
@@ -63,16 +65,27 @@ def float8_matrix(
     files: TensorFiles, name: str, scheme: Float8Scheme, fault: Callable[[str], ModelLoadError]
 ) -> Float8Matrix:
     """Return a matrix in 8-bit floats. Raises the error that `fault` makes of a clause if its scale does not fit."""
-    scale = scale_of(name, files.names()) if name.endswith(".weight") else None
+    module = name.removesuffix("weight")
+    scale = scale_of(name, files.names())
     if scale is None:
         raise fault(f"is stored as {STORED_DTYPE} without a scale")
     rows, columns = shared_block(scheme, files.shape(name), files.shape(scale), fault)
     if (dtype := files.dtype(scale)) not in SCALE_DTYPES:
         raise fault(f"has a scale, {scale!r}, that is stored as {dtype}, wanted {' or '.join(SCALE_DTYPES)}")
+    if (zero_point := module + ZERO_POINT) in files.names() and not is_zero(files, zero_point):
+        raise fault(f"has zero points, {zero_point!r}, that are not 0")
     height, width = files.shape(name)
-    stored_format = replace(float8_format(max(1, min(columns, width))), scale=SCALE_DTYPES[dtype])
-    module = name.removesuffix("weight")
+    group = max(1, min(columns, width))
+    stored_format = replace(float8_format(group), scale=SCALE_DTYPES[dtype])
+    if group < width:
+        stored_format = replace(stored_format, name=f"{stored_format.name}/{group}")
     return Float8Matrix(files, module, (height, width), stored_format, scale=scale, block_rows=max(1, rows))
+
+
+def is_zero(files: TensorFiles, name: str) -> bool:
+    """Return whether all values of a tensor are 0; those of 8-bit floats may be −0, too."""
+    values = files.read(name)
+    return not (values & 127 if files.dtype(name) == STORED_DTYPE else values).any()
 
 
 def shared_block(
@@ -81,25 +94,26 @@ def shared_block(
     """Return how many rows and columns of a matrix share one value of its scale.
 
     `matrix` and `scale` are the shapes of both tensors, and the shape of the scale says which case it is. A matrix
-    (512, 256) has a scale () or (1,) for the whole of it, (512, 1) for each row, or (4, 2) for blocks of (128, 128);
-    the results are (512, 256), (1, 256) and (128, 128). Which of these are allowed depends on the scheme. Raises the
-    error that `fault` makes of a clause, for shapes that do not fit each other or the scheme.
+    (512, 256) has a scale (), (1,) or (1, 1) for the whole of it, (512,) or (512, 1) for each row, or (4, 2) for blocks
+    of (128, 128), where the scheme has these; the results are (512, 256), (1, 256) and (128, 128). Shapes that are
+    equal mean the same. Raises the error that `fault` makes of a clause, for shapes that do not fit each other.
     """
     if len(matrix) != 2:
         raise fault(f"has the shape {matrix} and 8-bit floats, wanted a matrix")
     # Allowed shape of the scale → rows and columns that share a value.
-    blocks: dict[tuple[int, ...], tuple[int, ...]] = {(): matrix, (1,): matrix}
+    height, width = matrix
+    blocks: dict[tuple[int, ...], tuple[int, int]] = {
+        (height,): (1, width),
+        (height, 1): (1, width),
+        (): (height, width),
+        (1,): (height, width),
+        (1, 1): (height, width),
+    }
     if scheme.block is not None:
         # The last block of a row or column may be cut off by the matrix's end, so numbers of blocks are rounded up.
-        by_block: dict[tuple[int, ...], tuple[int, ...]] = {
-            tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block
-        }
-        # Without row scales, as in DeepSeek's checkpoints, every matrix has a scale per block.
-        blocks = blocks | by_block if scheme.has_row_scales else by_block
-    if scheme.has_row_scales:
-        blocks[(matrix[0], 1)] = (1, matrix[1])
+        by_block = tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True))
+        blocks = {by_block: scheme.block} | blocks
     if scale not in blocks:
         shapes = " or ".join(map(str, blocks))
         raise fault(f"has the shape {matrix} and a scale of the shape {scale}, wanted {shapes}")
-    rows, columns = blocks[scale]
-    return rows, columns
+    return blocks[scale]

@@ -6,7 +6,7 @@ Headers are read, and the few values that say how a matrix is stored: its shape,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -14,13 +14,13 @@ import numpy as np
 from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat
 from ..errors import ModelLoadError
 from .checkpoint import WHOLE
-from .float8 import SCALE_DTYPES, STORED_DTYPE, Float8Matrix, float8_matrix, is_scale, scale_of
+from .float8 import SCALE_DTYPES, STORED_DTYPE, ZERO_POINT, Float8Matrix, float8_matrix, is_scale, is_zero, scale_of
 from .packed_matrix import AWQMatrix, ByteMatrix, Float4Matrix, GPTQMatrix, QuantizedMatrix, WordMatrix
 from .quantization import WAY_OUT, PackedScheme, Quantization
 from .tensor_files import TensorFiles
 
-AGAIN = f"fetch it again, or {WAY_OUT}"
-MAIN = {
+FETCH_AGAIN = f"fetch it again, or {WAY_OUT}"
+CODES_TENSOR = {
     "awq": "qweight",
     "gptq": "qweight",
     "gptq_v2": "qweight",
@@ -29,7 +29,7 @@ MAIN = {
     "int-quantized": "weight",
 }
 """Layout → end of the name of the tensor that holds a matrix's codes."""
-PARTS = {
+COMPANION_TENSORS = {
     "qweight": ("qzeros", "scales", "g_idx"),
     "weight_packed": ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     "weight": ("weight_scale", "weight_zero_point", "weight_g_idx"),
@@ -37,6 +37,8 @@ PARTS = {
 """End of that name → ends of the names of the tensors beside it."""
 PACKED_ENDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx")
 """Ends of names that no tensor of a checkpoint without quantization has."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which ModelOpt says how a checkpoint is quantized, where config.json does not."""
 
 
 def refuse_quantized(files: TensorFiles) -> None:
@@ -46,7 +48,10 @@ def refuse_quantized(files: TensorFiles) -> None:
         if is_float8 or name.rpartition(".")[2] in PACKED_ENDS:
             kind = f"8-bit floats ({files.dtype(name)})" if is_float8 else "a part of a packed matrix"
             fault = "config.json has no quantization_config, which says how they are scaled"
-            raise files.fault(name, f"holds {kind}, and {fault}: add it, or {WAY_OUT}")
+            add = "add it"
+            if (files.path / MODELOPT_FILE).is_file():
+                add = f"add it with the quant_method modelopt and the quant_algo that {MODELOPT_FILE} has"
+            raise files.fault(name, f"holds {kind}, and {fault}: {add}, or {WAY_OUT}")
 
 
 def find_matrices(files: TensorFiles, quantization: Quantization) -> tuple[dict[str, QuantizedMatrix], list[str]]:
@@ -63,17 +68,29 @@ def find_matrices(files: TensorFiles, quantization: Quantization) -> tuple[dict[
             continue
         weight = f"{module}.weight" if end != "weight" else name
         if weight != name and weight in files.names():
-            raise files.fault(weight, f"is there twice, as {name!r} too: {AGAIN}")
+            raise files.fault(weight, f"is there twice, as {name!r} too: {FETCH_AGAIN}")
         matrices[weight] = matrix
-        if not isinstance(matrix, Float8Matrix):  # Its only other tensor is a scale.
-            used.update(f"{module}.{part}" for part in PARTS[end])
+        if isinstance(matrix, Float8Matrix):
+            used.add(f"{module}.{ZERO_POINT}")  # Its scale is known by its name.
+        else:
+            used.update(f"{module}.{part}" for part in COMPANION_TENSORS[end])
     others = [name for name in others if name not in used and not is_scale(name)]
-    part_ends = {end for scheme in quantization.packed for end in PARTS[MAIN[scheme.layout]]}
-    for name in others:
-        if name.rpartition(".")[2] in part_ends:
-            mains = " or ".join(dict.fromkeys(MAIN[scheme.layout] for scheme in quantization.packed))
-            raise files.fault(name, f"is a part of a quantized matrix without its {mains}: {AGAIN}")
+    _refuse_parts(files, others, quantization)
     return matrices, others
+
+
+def _refuse_parts(files: TensorFiles, names: list[str], quantization: Quantization) -> None:
+    """Raise ModelLoadError if one of the names, which belong to no matrix, is that of a part of a quantized matrix."""
+    ends = {end for scheme in quantization.packed for end in COMPANION_TENSORS[CODES_TENSOR[scheme.layout]]}
+    for name in names:
+        module, _, end = name.rpartition(".")
+        if end not in ends and not (end == ZERO_POINT and files.dtype(name).startswith("F8_")):
+            continue
+        if end == "scales" and not any(f"{module}.{other}" in files.names() for other in ("qweight", "qzeros")):
+            # AutoAWQ's ScaledActivation divides the outputs of an activation, such as GELU, by these.
+            raise files.fault(name, f"holds scales of an activation, not available in this version: {WAY_OUT}")
+        codes = " or ".join(dict.fromkeys(CODES_TENSOR[scheme.layout] for scheme in quantization.packed)) or "weight"
+        raise files.fault(name, f"is a part of a quantized matrix without its {codes}: {FETCH_AGAIN}")
 
 
 def _matrix(files: TensorFiles, name: str, end: str, quantization: Quantization) -> QuantizedMatrix | None:
@@ -81,11 +98,15 @@ def _matrix(files: TensorFiles, name: str, end: str, quantization: Quantization)
     dtype = files.dtype(name)
 
     def fault(clause: str) -> ModelLoadError:
-        return files.fault(name, f"{clause}: {AGAIN}")
+        return files.fault(name, f"{clause}: {FETCH_AGAIN}")
 
+    if end != "weight" and (end == ZERO_POINT or is_scale(name)):
+        return None
     if dtype == STORED_DTYPE and quantization.float8 is not None:
+        if end != "weight":
+            raise fault(f"is stored as {STORED_DTYPE}, wanted a name that ends with weight")
         return float8_matrix(files, name, quantization.float8, fault)
-    schemes = [scheme for scheme in quantization.packed if MAIN[scheme.layout] == end]
+    schemes = [scheme for scheme in quantization.packed if CODES_TENSOR[scheme.layout] == end]
     if schemes and (end != "weight" or dtype == "I8"):
         return _first_that_fits(files, name, schemes)
     scale = scale_of(name, files.names()) if end == "weight" else None
@@ -97,14 +118,21 @@ def _matrix(files: TensorFiles, name: str, end: str, quantization: Quantization)
 
 
 def _first_that_fits(files: TensorFiles, name: str, schemes: list[PackedScheme]) -> QuantizedMatrix:
-    """Return a matrix by the first scheme that fits its tensors. Raises the error of the first one if none does."""
-    errors = []
+    """Return a matrix by the first scheme that fits its tensors.
+
+    If none fits, raises the ModelLoadError of the scheme that fits most: the bits first, then tensor after tensor.
+    """
+    best_fit, best_error = (False, -1), None
     for scheme in schemes:
+        tensors = _Tensors(files, name, scheme)
         try:
-            return _MAKERS[scheme.layout](_Tensors(files, name, scheme))
+            return _MAKERS[scheme.layout](tensors)
         except ModelLoadError as error:
-            errors.append(error)
-    raise errors[0]
+            fit = ("bits" in tensors.fitting, len(tensors.fitting))
+            if fit > best_fit:
+                best_fit, best_error = fit, error
+    assert best_error is not None, "there is at least one scheme"
+    raise best_error
 
 
 @dataclass(frozen=True)
@@ -115,11 +143,13 @@ class _Tensors:
     main: str
     """The name of the one that holds its codes."""
     scheme: PackedScheme
+    fitting: list[str] = field(default_factory=list)
+    """What fits the scheme so far: ends of the names of tensors, and "bits"."""
 
     @property
     def module(self) -> str:
         """Return what all of their names begin with, with its dot."""
-        return self.main.removesuffix(MAIN[self.scheme.layout])
+        return self.main.removesuffix(CODES_TENSOR[self.scheme.layout])
 
     def main_shape(self, dtype: str) -> tuple[int, int]:
         """Return the shape of the codes' tensor. Raises ModelLoadError unless it is a matrix of `dtype`."""
@@ -143,6 +173,7 @@ class _Tensors:
         if (shape := self.files.shape(name)) not in shapes:
             wanted = " or ".join(map(str, shapes))
             raise self.fault(name, f"has the shape {shape}, wanted {wanted} for {self.files.shape(self.main)} packed")
+        self.fitting.append(end)
         return dtype
 
     def refuse(self, end: str, reason: str) -> None:
@@ -154,7 +185,8 @@ class _Tensors:
         """Return (do not raise) an error about a tensor, which says what the config has."""
         group = "rows" if self.scheme.group is None else f"groups of {self.scheme.group}"
         group = "matrices" if self.scheme.has_matrix_scale else group
-        return self.files.fault(name, f"{clause}; the config has {self.scheme.bits} bits and {group}: {AGAIN}")
+        source = f"{self.scheme.config_key!r} of the config" if self.scheme.config_key else "the config"
+        return self.files.fault(name, f"{clause}; {source} has {self.scheme.bits} bits and {group}: {FETCH_AGAIN}")
 
     def group(self, width: int) -> tuple[int, int]:
         """Return how many columns share a scale, and how many groups a row of `width` columns has."""
@@ -170,7 +202,7 @@ class _Tensors:
             if self.scheme.needs_order:
                 raise self.fault(self.main, f"is quantized without {self.module + end!r}, the order of its columns")
             return None
-        self.check(end, (width,))
+        self.check(end, (width,), dtypes=("I32", "I64"))
         order, (group, num_groups) = self.files.read(self.module + end, WHOLE), self.group(width)
         if np.array_equal(order, np.arange(width) // group) or (order == -1).all():
             return None
@@ -189,7 +221,7 @@ class _Tensors:
         return CodeFormat(name, self.scheme.bits, max(1, group), zero, has_zeros=self.scheme.has_zeros, scale=scale)
 
 
-def _awq(tensors: _Tensors) -> QuantizedMatrix:
+def _awq_matrix(tensors: _Tensors) -> QuantizedMatrix:
     """Return a matrix of AutoAWQ, whose words hold outputs."""
     width, num_words = tensors.main_shape("I32")
     _, num_groups = tensors.group(width)
@@ -200,7 +232,7 @@ def _awq(tensors: _Tensors) -> QuantizedMatrix:
     return AWQMatrix(tensors.files, tensors.module, (num_words * 8, width), stored)
 
 
-def _gptq(tensors: _Tensors, *, has_lower_zeros: bool) -> QuantizedMatrix:
+def _gptq_matrix(tensors: _Tensors, *, has_lower_zeros: bool) -> QuantizedMatrix:
     """Return a matrix of AutoGPTQ, whose words hold inputs."""
     bits = tensors.scheme.bits
     num_words, height = tensors.main_shape("I32")
@@ -208,6 +240,9 @@ def _gptq(tensors: _Tensors, *, has_lower_zeros: bool) -> QuantizedMatrix:
     if height * bits % 32:
         raise tensors.fault(tensors.main, f"has {height} columns, wanted a multiple of {32 // bits}")
     _, num_groups = tensors.group(width)
+    # Words of zeros tell the bits, whatever the groups are.
+    if tensors.has("qzeros") and tensors.files.shape(tensors.module + "qzeros")[-1:] == (height * bits // 32,):
+        tensors.fitting.append("bits")
     scale = tensors.check("scales", (num_groups, height), dtypes=tuple(SCALE_DTYPES))
     tensors.check("qzeros", (num_groups, height * bits // 32))
     order = tensors.order("g_idx", width)
@@ -215,7 +250,7 @@ def _gptq(tensors: _Tensors, *, has_lower_zeros: bool) -> QuantizedMatrix:
     return GPTQMatrix(tensors.files, tensors.module, (height, width), stored, order, has_lower_zeros)
 
 
-def _words(tensors: _Tensors) -> QuantizedMatrix:
+def _pack_quantized_matrix(tensors: _Tensors) -> QuantizedMatrix:
     """Return a matrix of compressed-tensors whose words hold inputs."""
     bits, (num_rows, num_words) = tensors.scheme.bits, tensors.main_shape("I32")
     tensors.check("weight_shape", (2,), dtypes=("I64", "I32"))
@@ -225,23 +260,26 @@ def _words(tensors: _Tensors) -> QuantizedMatrix:
             f"has the shape {(num_rows, num_words)}, and {tensors.module + 'weight_shape'!r} says {(height, width)}"
         )
         raise tensors.fault(tensors.main, stored)
+    tensors.fitting.append("bits")
     num_groups = _check_scale(tensors, height, width)
     if tensors.scheme.has_zeros:
         if tensors.scheme.has_matrix_scale:
-            tensors.check("weight_zero_point", (1,), dtypes=("I8",))
+            tensors.check(ZERO_POINT, (), (1,), dtypes=("I8",))
+        elif tensors.has(ZERO_POINT) and tensors.files.dtype(tensors.module + ZERO_POINT) == "I8":
+            tensors.check(ZERO_POINT, (height, num_groups), dtypes=("I8",))  # A byte each, not packed.
         else:
-            tensors.check("weight_zero_point", (-(-height * bits // 32), num_groups))
-    return _integers(tensors, WordMatrix, (height, width))
+            tensors.check(ZERO_POINT, (-(-height * bits // 32), num_groups))
+    return _checked_integers(tensors, WordMatrix, (height, width))
 
 
-def _bytes(tensors: _Tensors) -> QuantizedMatrix:
+def _int_quantized_matrix(tensors: _Tensors) -> QuantizedMatrix:
     """Return a matrix of compressed-tensors in signed bytes."""
     height, width = tensors.main_shape("I8")
     num_groups = _check_scale(tensors, height, width)
     if tensors.scheme.has_zeros:
-        shapes = [(1,)] if tensors.scheme.has_matrix_scale else [(height, num_groups)]
-        tensors.check("weight_zero_point", *shapes, dtypes=("I8",))
-    return _integers(tensors, ByteMatrix, (height, width))
+        shapes: list[tuple[int, ...]] = [(), (1,)] if tensors.scheme.has_matrix_scale else [(height, num_groups)]
+        tensors.check(ZERO_POINT, *shapes, dtypes=("I8",))
+    return _checked_integers(tensors, ByteMatrix, (height, width))
 
 
 def _check_scale(tensors: _Tensors, height: int, width: int) -> int:
@@ -249,12 +287,17 @@ def _check_scale(tensors: _Tensors, height: int, width: int) -> int:
     _, num_groups = tensors.group(width)
     shapes: list[tuple[int, ...]] = [(), (1,)] if tensors.scheme.has_matrix_scale else [(height, num_groups)]
     tensors.check("weight_scale", *shapes, dtypes=tuple(SCALE_DTYPES))
-    if not tensors.scheme.has_zeros:
-        tensors.refuse("weight_zero_point", "the config says that all zeros are equal (symmetric)")
+    if not tensors.scheme.has_zeros and tensors.has(ZERO_POINT):
+        # Signed bytes are zero points as they are; integers of 32 bits hold several, to which the middle code is added.
+        name = tensors.module + ZERO_POINT
+        if tensors.files.dtype(name) != "I8" or not is_zero(tensors.files, name):
+            tensors.refuse(ZERO_POINT, "the config says that all zeros are equal (symmetric)")
     return num_groups
 
 
-def _integers(tensors: _Tensors, matrix: Callable[..., QuantizedMatrix], shape: tuple[int, int]) -> QuantizedMatrix:
+def _checked_integers(
+    tensors: _Tensors, matrix: Callable[..., QuantizedMatrix], shape: tuple[int, int]
+) -> QuantizedMatrix:
     """Return a matrix of compressed-tensors whose tensors have been checked, but for its order."""
     scale = SCALE_DTYPES[tensors.files.dtype(tensors.module + "weight_scale")]
     name = f"int{tensors.scheme.bits}" + " with zeros" * tensors.scheme.has_zeros
@@ -262,25 +305,25 @@ def _integers(tensors: _Tensors, matrix: Callable[..., QuantizedMatrix], shape: 
     return matrix(tensors.files, tensors.module, shape, stored, tensors.order("weight_g_idx", shape[1]))
 
 
-def _floats(tensors: _Tensors) -> QuantizedMatrix:
+def _mxfp4_matrix(tensors: _Tensors) -> QuantizedMatrix:
     """Return a matrix of compressed-tensors in floats of 4 bits."""
     height, num_bytes = tensors.main_shape("U8")
     stored = CODE_FORMATS["MXFP4"]
     if 2 * num_bytes % stored.group:
         raise tensors.fault(tensors.main, f"has {2 * num_bytes} numbers in a row, wanted a multiple of {stored.group}")
     tensors.check("weight_scale", (height, 2 * num_bytes // stored.group), dtypes=("U8",))
-    for end in ("weight_zero_point", "weight_g_idx"):
+    for end in (ZERO_POINT, "weight_g_idx"):
         tensors.refuse(end, "floats of 4 bits have none")
     return Float4Matrix(tensors.files, tensors.module, (height, 2 * num_bytes), stored)
 
 
 _MAKERS: dict[str, Callable[[_Tensors], QuantizedMatrix]] = {
-    "awq": _awq,
-    "gptq": partial(_gptq, has_lower_zeros=True),
-    "gptq_v2": partial(_gptq, has_lower_zeros=False),
-    "pack-quantized": _words,
-    "int-quantized": _bytes,
-    "mxfp4-pack-quantized": _floats,
+    "awq": _awq_matrix,
+    "gptq": partial(_gptq_matrix, has_lower_zeros=True),
+    "gptq_v2": partial(_gptq_matrix, has_lower_zeros=False),
+    "pack-quantized": _pack_quantized_matrix,
+    "int-quantized": _int_quantized_matrix,
+    "mxfp4-pack-quantized": _mxfp4_matrix,
 }
 """Layout → what makes a matrix of its tensors, and checks them."""
-assert _MAKERS.keys() == MAIN.keys()
+assert _MAKERS.keys() == CODES_TENSOR.keys()

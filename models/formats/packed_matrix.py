@@ -99,7 +99,7 @@ class AWQMatrix(QuantizedMatrix):
 
     def _outputs(self, name: str, lines: slice, rows: slice) -> np.ndarray:
         """Return codes [lines, rows] of a tensor whose lines are words of the matrix's rows."""
-        words, part = _words(rows, 8)
+        words, part = _word_range(rows, 8)
         nibbles = unpack(self.files.read(self.module + name, lines, words), 4)
         order = np.arange(nibbles.shape[1]).reshape(-1, 8)[:, self.ORDER].reshape(-1)
         return nibbles[:, order[part]]
@@ -116,7 +116,7 @@ class GPTQMatrix(QuantizedMatrix):
     """
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
-        words, part = _words(columns, 32 // self.stored_format.bits)
+        words, part = _word_range(columns, 32 // self.stored_format.bits)
         stored = self.files.read(self.module + "qweight", words, rows)
         return unpack(stored.T, self.stored_format.bits)[:, part]
 
@@ -125,7 +125,7 @@ class GPTQMatrix(QuantizedMatrix):
 
     def zeros(self, rows: slice) -> np.ndarray:
         bits = self.stored_format.bits
-        words, part = _words(rows, 32 // bits)
+        words, part = _word_range(rows, 32 // bits)
         stored = self.files.read(self.module + "qzeros", WHOLE, words).view(np.uint32)
         if self.has_lower_zeros:
             stored = stored + np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
@@ -150,7 +150,7 @@ class WordMatrix(CompressedMatrix):
     """The layout pack-quantized: words [N, K × bits ÷ 32] of neighbouring inputs, whose zeros are words of outputs."""
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
-        words, part = _words(columns, 32 // self.stored_format.bits)
+        words, part = _word_range(columns, 32 // self.stored_format.bits)
         stored = self.files.read(self.module + "weight_packed", rows, words)
         return unpack(stored, self.stored_format.bits)[:, part]
 
@@ -158,9 +158,9 @@ class WordMatrix(CompressedMatrix):
         name, bits = self.module + "weight_zero_point", self.stored_format.bits
         if not self.stored_format.has_zeros:
             return None
-        if len(self.files.shape(name)) == 1:  # A signed byte for the whole matrix.
+        if self.files.dtype(name) == "I8":  # Signed bytes, which are not packed.
             return self._of_rows("weight_zero_point", rows).view(np.uint8) + np.uint8(2 ** (bits - 1))
-        words, part = _words(rows, 32 // bits)
+        words, part = _word_range(rows, 32 // bits)
         return unpack(self.files.read(name, words, WHOLE).T, bits)[:, part].T
 
 
@@ -178,7 +178,7 @@ class Float4Matrix(CompressedMatrix):
     """The layout mxfp4-pack-quantized: bytes [N, K ÷ 2] of two neighbouring inputs, and powers of two as scales."""
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
-        pairs, part = _words(columns, 2)
+        pairs, part = _word_range(columns, 2)
         return unpack(self.files.read(self.module + "weight_packed", rows, pairs), 4)[:, part]
 
 
@@ -191,7 +191,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(words), 2 * stored.shape[1])
 
 
-def _words(numbers: slice, per_word: int) -> tuple[slice, slice]:
+def _word_range(numbers: slice, per_word: int) -> tuple[slice, slice]:
     """Return which words hold a range of numbers, and where the range is among the numbers of these words.
 
     Example: the numbers 6 to 9, with 8 in a word, are in the words 0 and 1, and there from 6 to 9 too; the numbers 17

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,19 +10,20 @@ from typing import Any, NamedTuple
 from ..fields import Fields
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
-METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq")
+METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "auto-round", "intel/auto-round")
 WAY_OUT = "take the unquantized checkpoint or a .gguf file"
 MAX_GROUP = 1 << 20
 
 
 @dataclass(frozen=True)
 class Float8Scheme:
-    """Matrices in float8_e4m3fn, each with scales that multiply it: one for the matrix, or one per row or block."""
+    """Matrices in float8_e4m3fn, each with scales that multiply it: one for the matrix, or one per row or block.
+
+    The shape of its scale tells which of these a matrix has.
+    """
 
     block: tuple[int, int] | None = None
-    """Rows and columns of a block that shares a scale, where there are scales per block."""
-    has_row_scales: bool = False
-    """Whether a matrix may have a scale per row; beside scales per block, it may also have one for all of it."""
+    """Rows and columns of a block that shares a scale; None if there are no scales per block."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class PackedScheme:
     """Whether all of a matrix shares a scale."""
     needs_order: bool = False
     """Whether each matrix must say which group each column belongs to, since they are not in the order of groups."""
+    config_key: str = ""
+    """The key in the config of the rule that says this, where there may be several; for messages."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,16 @@ class Quantization:
     """Its `quant_method`, for messages."""
     float8: Float8Scheme | None = None
     packed: tuple[PackedScheme, ...] = ()
-    """A matrix is stored by one of these, which its tensors show."""
+    """Each matrix is stored by one of these, which its tensors show."""
     has_activation_scheme: bool = False
-    """Whether it says how to quantize activations, which stay floats here."""
+    """Whether the config says how to quantize activations, which stay floats here."""
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
     """Return how the matrices of a checkpoint are quantized; None for a config without quantization.
 
-    `fields` are those of config.json. Their object `quantization_config` names the method, whose own keys say the rest;
-    "modelopt" has one scale per matrix, and "fbgemm_fp8" one per row. Raises ModelLoadError, which names the method and
-    what to do, for everything that is not read.
+    `fields` are those of config.json. Their object `quantization_config` names the method, whose own keys say the rest.
+    Raises ModelLoadError, which names the key and what to do, for everything that is not supported.
     """
     present = [key for key in CONFIG_KEYS if fields.has(key)]
     if not present:
@@ -76,11 +79,11 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return _read_awq(quantization, method)
     if method == "gptq":
         return _read_gptq(quantization, method)
+    if method in ("auto-round", "intel/auto-round"):
+        return _read_auto_round(quantization, method)
     if method == "modelopt":
         _check_only(quantization, "quant_algo", ("FP8",), method, is_required=True)
-        return Quantization(method, Float8Scheme(), has_activation_scheme=True)
-    # fbgemm_fp8 always has a scale per row.
-    return Quantization(method, Float8Scheme(has_row_scales=True), has_activation_scheme=True)
+    return Quantization(method, Float8Scheme(), has_activation_scheme=True)
 
 
 def _read_fp8(fields: Fields, method: str) -> Quantization:
@@ -108,19 +111,65 @@ def _read_gptq(fields: Fields, method: str) -> Quantization:
     _check_only(fields, key, layouts, method)
     _check_only(fields, "is_marlin_format", (False,), method)
     _check_only(fields, "pack_dtype", ("int32",), method)
-    _check_only(fields, "dynamic", ({},), method)
-    layout = fields.choice(key, layouts, "gptq")
+    scheme = PackedScheme(
+        fields.choice(key, layouts, "gptq"),
+        fields.integer("bits"),
+        _read_group(fields, "group_size"),
+        has_zeros=True,
+        needs_order=fields.boolean("desc_act", False),
+    )
+    return Quantization(method, packed=(scheme, *_read_overrides(fields, "dynamic", scheme, (4, 8), method)))
+
+
+def _read_auto_round(fields: Fields, method: str) -> Quantization:
+    """Return the scheme of Intel's AutoRound, which packs matrices as AutoGPTQ or AutoAWQ does."""
+    layouts = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+    _check_only(fields, "packing_format", tuple(layouts), method, is_required=True)
+    _check_only(fields, "data_type", ("int",), method)
+    layout = layouts[fields.choice("packing_format", layouts)]
+    allowed_bits = (4,) if layout == "awq" else (4, 8)
+    _check_only(fields, "bits", allowed_bits, method, is_required=True)
     scheme = PackedScheme(layout, fields.integer("bits"), _read_group(fields, "group_size"), has_zeros=True)
-    return Quantization(method, packed=(replace(scheme, needs_order=fields.boolean("desc_act", False)),))
+    packed = (scheme, *_read_overrides(fields, "extra_config", scheme, allowed_bits, method))
+    return Quantization(method, packed=packed, has_activation_scheme=fields.integer("act_bits", 16) < 16)
+
+
+def _read_overrides(
+    fields: Fields, key: str, scheme: PackedScheme, allowed_bits: tuple[int, ...], method: str
+) -> list[PackedScheme]:
+    """Return the other schemes that an object with rules for modules adds: module, or its pattern → other values.
+
+    Which module a rule is for is not read: a matrix's own tensors show which scheme it has. So rules for modules that
+    are not quantized, which begin with "-:" in GPTQModel and have 16 bits or more in AutoRound, change nothing.
+    """
+    rules, found = fields.mapping(key), list[PackedScheme]()
+    for name in rules.data:
+        rule = None if name.startswith("-:") else rules.mapping(name)
+        if rule is None or rule.data.get("bits") in (16, 32):
+            continue
+        _check_only(rule, "bits", allowed_bits, method)
+        _check_only(rule, "data_type", ("int",), method)
+        _check_only(rule, "pack_dtype", ("int32",), method)
+        other = replace(
+            scheme,
+            bits=rule.integer("bits", scheme.bits),
+            group=_read_group(rule, "group_size") if rule.has("group_size") else scheme.group,
+            needs_order=rule.boolean("desc_act", scheme.needs_order),
+            config_key=name,
+        )
+        if all(replace(other, config_key=each.config_key) != each for each in (scheme, *found)):
+            found.append(other)
+    return found
 
 
 def _read_group(fields: Fields, key: str) -> int | None:
-    """Return how many numbers of a row share a scale: None for −1, which stands for all of them."""
-    if not fields.has(key):
-        raise fields.wrong(key, f"how many numbers share a scale: {WAY_OUT}")
-    group = fields.integer(key, min=-1, max=MAX_GROUP)
-    if group == 0:
-        raise fields.wrong(key, f"−1 or a number from 1: {WAY_OUT}")
+    """Return how many numbers of a row share a scale: None for −1, which stands for all of them.
+
+    The key is required. Raises ModelLoadError for anything but −1 and an integer from 1 to MAX_GROUP.
+    """
+    group = fields.data[key] if fields.has(key) else None
+    if type(group) is not int or group == 0 or not -1 <= group <= MAX_GROUP:
+        raise fields.wrong(key, f"−1 or an integer from 1 to {MAX_GROUP} (numbers that share a scale): {WAY_OUT}")
     return None if group == -1 else group
 
 
@@ -144,6 +193,8 @@ COMPRESSED: dict[str, dict[str, _Numbers]] = {
 """Format of compressed-tensors → types of the numbers that it may store, and which of these are read."""
 MIXED = "mixed-precision"
 """The format of a checkpoint of compressed-tensors whose groups have formats of their own."""
+DENSE = "dense"
+"""The format of a checkpoint of compressed-tensors whose weights are floats: only keys and values are quantized."""
 MX_GROUP = 32
 """Numbers that share a power of two, in matrices of floats of 4 bits."""
 
@@ -153,13 +204,14 @@ def _read_compressed(quantization: Fields, method: str) -> Quantization:
 
     Each group of `config_groups` describes some matrices, and which ones is not read: a matrix's own tensors show which
     of the schemes it has. Groups of 8-bit floats may differ in whether a matrix has one scale or one per row; all
-    blocks must be equal. Raises ModelLoadError for anything but the formats in COMPRESSED.
+    blocks must be equal. There may be no groups if only keys and values are quantized, and weights are floats. Raises
+    ModelLoadError for anything but the formats in COMPRESSED.
     """
-    _check_only(quantization, "format", (*COMPRESSED, MIXED), method)
-    _check_only(quantization.mapping("sparsity_config"), "format", ("dense",), method)
+    _check_only(quantization, "format", (*COMPRESSED, MIXED, DENSE), method)
+    _check_only(quantization.mapping("sparsity_config"), "format", (DENSE,), method)
     _check_only(quantization, "transform_config", ({},), method)
     groups = quantization.mapping("config_groups")
-    if not groups.data:
+    if not groups.data and not quantization.mapping("kv_cache_scheme").data:
         raise quantization.wrong("config_groups", f"at least one group of {method}: {WAY_OUT}")
     found, is_mixed = Quantization(method), quantization.data.get("format") == MIXED
     for name in groups.data:
@@ -171,12 +223,12 @@ def _read_compressed(quantization: Fields, method: str) -> Quantization:
             continue  # The group quantizes activations only, which are not quantized here.
         of_group = group if is_mixed or group.has("format") else quantization
         _check_only(of_group, "format", tuple(COMPRESSED), method, is_required=is_mixed)
-        found = _with_group(found, weights, of_group.choice("format", COMPRESSED, "naive-quantized"))
+        found = _with_group(found, weights, of_group.choice("format", COMPRESSED, "naive-quantized"), name)
     return found
 
 
-def _with_group(found: Quantization, weights: Fields, format_name: str) -> Quantization:
-    """Return what was found, with the matrices that one group of compressed-tensors describes by `weights`."""
+def _with_group(found: Quantization, weights: Fields, format_name: str, group_name: str) -> Quantization:
+    """Return what was found, with the matrices that a group of compressed-tensors describes by `weights`."""
     allowed, method = COMPRESSED[format_name], f"{found.method} in {format_name}"
     _check_only(weights, "type", tuple(allowed), method, is_required=True)
     kind = weights.choice("type", allowed)
@@ -188,13 +240,13 @@ def _with_group(found: Quantization, weights: Fields, format_name: str) -> Quant
         _check_only(weights, "symmetric", (True,), method)
     if format_name == "mxfp4-pack-quantized":
         _check_only(weights, "group_size", (MX_GROUP,), method, is_required=True)
-        return replace(found, packed=(*found.packed, PackedScheme(format_name, 4, MX_GROUP)))
+        return replace(found, packed=(*found.packed, PackedScheme(format_name, 4, MX_GROUP, config_key=group_name)))
     if kind == "float":
         block = _read_block(weights, "block_structure") if strategy == "block" else None
         known = found.float8.block if found.float8 else None
         if block is not None and known not in (None, block):
             raise weights.wrong("block_structure", f"{list(known or ())}, as in another group: {WAY_OUT}")
-        return replace(found, float8=Float8Scheme(block or known, has_row_scales=True))
+        return replace(found, float8=Float8Scheme(block or known))
     scheme = PackedScheme(
         "pack-quantized" if format_name == "pack-quantized" else "int-quantized",
         weights.integer("num_bits"),
@@ -202,24 +254,35 @@ def _with_group(found: Quantization, weights: Fields, format_name: str) -> Quant
         has_zeros=not is_symmetric,
         has_matrix_scale=strategy == "tensor",
         needs_order=weights.data.get("actorder") in ("group", "dynamic"),
+        config_key=group_name,
     )
     return replace(found, packed=(*found.packed, scheme))
 
 
 def _read_block(fields: Fields, key: str) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, from the list under `key`; ModelLoadError for other lists."""
-    block = fields.items(key, int)
-    if len(block) != 2 or min(block) < 1:
-        raise fields.wrong(key, "two integers from 1: rows and columns")
-    return block[0], block[1]
+    """Return the rows and columns that share a scale, from a list such as [128, 128] or a string such as "128x128".
+
+    Raises ModelLoadError for other values.
+    """
+    value = fields.data[key] if fields.has(key) else None
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
+        value = [int(size) for size in value.split("x")]
+    if not isinstance(value, list) or [type(size) for size in value] != [int, int] or min(value) < 1:
+        raise fields.wrong(key, f"two integers from 1, rows and columns: {WAY_OUT}")
+    return value[0], value[1]
 
 
 def _check_only(fields: Fields, key: str, allowed: Collection[Any], method: str, *, is_required: bool = False) -> None:
     """Raise ModelLoadError if the value of `key` is not in `allowed`, or if it `is_required` and absent.
 
-    `method` is the quantization method, for the error.
+    The type counts too: 4.0 is not 4. `method` is the quantization method, for the error.
     """
     # Without `is_required` an absent key is right, since its default is a value that is supported.
-    if (fields.has(key) and fields.data[key] not in allowed) or (is_required and not fields.has(key)):
-        wanted = f"{' or '.join(map(str, allowed))}, since nothing else of {method} is read"
+    is_right = not is_required
+    if fields.has(key):
+        value = fields.data[key]
+        is_right = any(type(value) is type(each) and value == each for each in allowed)
+    if not is_right:
+        these = "these are" if len(allowed) > 1 else "this is"
+        wanted = f"{' or '.join(map(str, allowed))} (only {these} supported for {method})"
         raise fields.wrong(key, f"{wanted}: {WAY_OUT}")

@@ -56,6 +56,15 @@ SCHEMES = {
             "group_1": compressed("block", block_structure=[*BLOCK])["config_groups"]["group_0"],
         }}, "weight_scale", lambda shape: (1,),
     ),
+    "compressed, one per block, as a string": (
+        compressed("block", block_structure="48x40"), "weight_scale", block_scales,
+    ),
+    "one per matrix, as a matrix": ({"quant_method": "fp8"}, "weight_scale", lambda shape: (1, 1)),
+    "one per matrix beside blocks": (
+        {"quant_method": "fp8", "weight_block_size": [*BLOCK]}, "weight_scale", lambda shape: (1,),
+    ),
+    "one per row": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight_scale", row_scales),
+    "one per row, as a vector": ({"quant_method": "fbgemm_fp8"}, "weight_scale", lambda shape: shape[:1]),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
         "weight_scale", lambda shape: (),
@@ -83,7 +92,9 @@ def quantized(directory, scheme="one per matrix", change=lambda tensors: None, *
         spread = scale
         if shape_of is block_scales:
             spread = np.kron(scale, np.ones(BLOCK, np.float32))[: values.shape[0], : values.shape[1]]
-        wanted[name] = stored[name].astype(np.float32) * spread
+        wanted[name] = stored[name].astype(np.float32) * (
+            spread[:, None] if scale.shape == values.shape[:1] else spread
+        )
     change(stored)
     save_file(stored, directory / "model.safetensors")
     content = json.loads((LLAMA / "config.json").read_text())
@@ -133,11 +144,12 @@ VECTOR = {
 BAD_FILES = {
     "no scale": ("one per matrix", gone(SCALE), f"{DOWN_PROJ}' is stored as F8_E4M3 without a scale"),
     "a scale of another shape": (
-        "one per block", replaced(SCALE + "_inv", np.ones((1, 1), np.float32)),
-        f"{DOWN_PROJ}' has the shape (64, 80) and a scale of the shape (1, 1), wanted (2, 2)",
+        "one per block", replaced(SCALE + "_inv", np.ones((1, 2), np.float32)),
+        f"{DOWN_PROJ}' has the shape (64, 80) and a scale of the shape (1, 2), wanted (2, 2) or (64,) or (64, 1) or ()",
     ),
-    "a scale per row without a scheme of rows": (
-        "one per matrix", replaced(SCALE, np.ones((64, 1), np.float32)), "of the shape (64, 1), wanted () or (1,)",
+    "a scale per block without a scheme of blocks": (
+        "one per matrix", replaced(SCALE, np.ones((2, 2), np.float32)),
+        "of the shape (2, 2), wanted (64,) or (64, 1) or () or (1,) or (1, 1)",
     ),
     "a scale of numbers that are not quantized": (
         "one per matrix", replaced(DOWN_PROJ, np.ones((64, 80), np.float32)),
@@ -185,10 +197,13 @@ OTHER_METHODS = {
     ),
     "4 bits": (
         compressed("channel", num_bits=4),
-        "num_bits is 4, wanted 8, since nothing else of compressed-tensors in float",
+        "num_bits is 4, wanted 8 (only this is supported for compressed-tensors in float",
     ),
-    "integers": (compressed("channel", type="int"), "type is 'int', wanted float, since nothing else of compressed-"),
-    "groups": (compressed("group"), "strategy is 'group', wanted tensor or channel or block, since nothing"),
+    "integers": (
+        compressed("channel", type="int"),
+        "type is 'int', wanted float (only this is supported for compressed-",
+    ),
+    "groups": (compressed("group"), "strategy is 'group', wanted tensor or channel or block (only these"),
     "blocks of two sizes": (
         compressed("block")
         | {"config_groups": {str(size): {"weights": BLOCKS | {"block_structure": [size, 8]}} for size in (8, 16)}},
@@ -196,20 +211,32 @@ OTHER_METHODS = {
     ),
     "rotated": (
         compressed("channel") | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
-        "transform_config is {'config_groups': {'u': {'type': 'hadamard'}}}, wanted {}, since nothing else",
+        "transform_config is {'config_groups': {'u': {'type': 'hadamard'}}}, wanted {} (only this is supported for",
     ),
     "4 bits of modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "quant_algo is 'NVFP4', wanted FP8, since nothing else of modelopt is read",
+        "quant_algo is 'NVFP4', wanted FP8 (only this is supported for modelopt)",
     ),
     "zero points": (compressed("channel", symmetric=False), "symmetric is False, wanted True"),
     "floats that are packed": (
         compressed("channel") | {"format": "pack-quantized"},
-        "type is 'float', wanted int, since nothing else of compressed-tensors in pack-quantized is read",
+        "type is 'float', wanted int (only this is supported for compressed-tensors in pack-quantized)",
     ),
     "an unknown format": (
         compressed("channel") | {"format": "nvfp4-pack-quantized"},
         "format is 'nvfp4-pack-quantized', wanted float-quantized or int-quantized or naive-",
+    ),
+    "weights in a dense checkpoint": (
+        compressed("channel") | {"format": "dense"},
+        "format is 'dense', wanted float-quantized or",
+    ),
+    "no groups": (
+        {"quant_method": "compressed-tensors", "format": "dense"},
+        "config_groups is missing, wanted at least one",
+    ),
+    "a block of words": (
+        compressed("block", block_structure="48 by 40"),
+        "block_structure is '48 by 40', wanted two integers from 1, rows and columns",
     ),
     "no format of a group": (
         compressed("channel") | {"format": "mixed-precision"},

@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[..., Tensors], str]] = {
         compressed_config("int-quantized", num_bits=8, strategy="channel", symmetric=False), as_int8, "int8 with zeros",
     ),
     "fp8": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, GROUP]}, as_float8, "fp8",
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, GROUP]}, as_float8, "fp8/32",
     ),
 }  # fmt: skip
 
