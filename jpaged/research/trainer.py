@@ -108,9 +108,10 @@ class Trainer:
             checked = self.live.check(params, held)
             self.loop.drain(in_flight)
             self.runner.store.update(self.live, checked, self.loop.plan.get, copy=copy)
-            if in_flight != "keep":  # Kept pages are read by the scales that they were written with.
+            self.versions.advance(number)
+            # Kept pages are read by the scales that they were written with; an engine that sleeps has none.
+            if in_flight != "keep" or not self.runner.has_state:
                 self.runner.measure_page_scales()
-        self.versions.advance(number)
         self.thread.serve()  # An engine that slept without weights may go on.
 
     def sleep(self, level: int, mode: str) -> None:

@@ -169,7 +169,7 @@ class AbstractEngine:
         if checkpoint is not None:
             heads = layout.num_kv_heads, layout.head_size
             stored = read_page_scales(checkpoint, spec.layers, *heads, layout.dtype.name)
-        tokens = measured_tokens(encode, spec.vocab_size, sizes.max_model_len)
+        tokens = measured_tokens(encode, spec.vocab_size, spec.max_context_len)
         return PageScales(layout, spec.layers, tokens, stored)
 
     def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> jnp.dtype[Any]:

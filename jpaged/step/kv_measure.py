@@ -25,7 +25,10 @@ from .compile_plan import Key, Lower
 from .step import merged_model
 
 MEASURE_KEY = ("measure_kv",)
-PART_TOKENS, NUM_PARTS = 128, 4
+PART_TOKENS = 128
+FIRST_POSITIONS = 0, 1024, 4096, 16384
+"""Where parts of the text begin."""
+NUM_PARTS = len(FIRST_POSITIONS)
 """Tokens of a part of the text, unless the context is shorter, and parts."""
 TEXT = """The river had been rising since Tuesday, and by the time Ana Petrova reached the bridge there was water on \
 both sides of the road. "We should have left at 6:30," said her brother; he had said it twice before. In 1953, 1974 \
@@ -57,21 +60,23 @@ test of the new one before the end of the month. Let me know if you would like a
 
 
 def measured_tokens(
-    encode: Callable[[str], Sequence[int]] | None, vocab_size: int, max_model_len: int
+    encode: Callable[[str], Sequence[int]] | None, vocab_size: int, max_context_len: int
 ) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
     """Return the token ids and the positions of the text's parts, T = NUM_PARTS × PART_TOKENS of them, int32.
 
     `encode` makes ids of a text; without it, or if the text has no token that the model knows, ids are drawn at random.
-    A text of too few tokens is repeated. Each part begins with the text's first token, as every prompt does; parts
-    begin at positions from 0 up to the last that has room for a part.
+    A text of too few tokens is repeated. Each part begins with the text's first token, as every prompt does. Parts
+    begin at FIRST_POSITIONS, or as far as the model's own `max_context_len` reaches, which does not depend on how many
+    tokens an engine serves.
     """
-    part_len = min(PART_TOKENS, max_model_len)
+    part_len = min(PART_TOKENS, max_context_len)
     ids = [] if encode is None else [token_id for token_id in encode(TEXT) if token_id < vocab_size]
     if not ids:
         ids = np.random.default_rng(0).integers(0, vocab_size, NUM_PARTS * part_len).tolist()
     first, others = ids[0], np.resize(ids[1:] or ids, NUM_PARTS * (part_len - 1)).reshape(NUM_PARTS, part_len - 1)
     parts = np.concatenate([np.full((NUM_PARTS, 1), first), others], axis=1)
-    begins = np.linspace(0, max_model_len - part_len, NUM_PARTS).astype(int)
+    # No part begins where the one before ends: it would continue it.
+    begins = np.minimum(FIRST_POSITIONS, max(0, max_context_len - part_len - 1))
     positions = begins[:, None] + np.arange(part_len)[None]
     return parts.reshape(-1).astype(np.int32), positions.reshape(-1).astype(np.int32)
 

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..checks import one_line
 from ..kv_cache.page_store import MoveKind, PageMove
-from ..models.errors import ModelLoadError
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
@@ -199,15 +199,15 @@ class Runner:
     def measure_page_scales(self) -> None:
         """Measure the scales of pages of one byte a number with the present weights; do nothing for other pages.
 
-        Pages that are written must not be read again. If a key or a value is not finite, a warning says so and the
-        scales stay. This waits for the device, and must not be called while a step is in flight.
+        Pages that are written must not be read again. If that fails, or if a key or a value is not finite, a warning
+        says so and the scales stay. This waits for the device, and must not be called while a step is in flight.
         """
         if self._page_scales is None:
             return
         try:
             self._measure(self._page_scales)
-        except ModelLoadError as error:
-            logger.warning("the scales of pages stay: %s", error)
+        except Exception as error:  # The weights are new already, and serve with the scales from before.
+            logger.warning("the scales of pages stay: %s", one_line(error, 500))
         if self.has_state:
             self._place_scales()
 

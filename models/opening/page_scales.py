@@ -67,8 +67,8 @@ def read_page_scales(
 ) -> KVScales | None:
     """Return the scales that a checkpoint's files have, as numpy arrays; None if they have none for any layer.
 
-    `num_kv_heads` are those in pages, which may be copies of the model's. A tensor holds one scale for all KV heads, or
-    one for each; if there are copies, the largest serves all. `dtype` is that of the pages. Raises ModelLoadError,
+    `num_kv_heads` are those in pages, which may be copies of the model's, each beside the others of its head. A tensor
+    holds one scale for all KV heads, or one for each. `dtype` is that of the pages. Raises ModelLoadError,
     which names the tensor, for values that are not finite or not positive, for another number of values, and if a layer
     with keys of its own lacks one of its two scales.
     """
@@ -84,12 +84,15 @@ def read_page_scales(
         if values.size not in (1, layers[layer].num_kv_heads, num_kv_heads):
             wanted = f"1, or {layers[layer].num_kv_heads}, one for each KV head"
             raise ModelLoadError(f"{path}: tensor {name} has {values.size} values, wanted {wanted}; {WAY_OUT}")
-        if not (np.isfinite(values) & (values > 0)).all():
-            got = values[~(np.isfinite(values) & (values > 0))][0]
-            fault = f"tensor {name} has the value {got}, a scale of pages is a positive, finite number"
-            raise ModelLoadError(f"{path}: {fault}; correct it, or {WAY_OUT}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            is_scale = (values >= np.finfo(np.float32).tiny) & np.isfinite(values * np.float32(STORED_MAX))
+        if not is_scale.all():
+            fault = f"tensor {name} has the value {values[~is_scale][0]}, wanted scales of pages, positive and such"
+            raise ModelLoadError(f"{path}: {fault} that {STORED_MAX:g} times them is finite; correct it, or {WAY_OUT}")
         for index in (0, 1) if tensor == "kv" else ("kv".index(tensor),):
-            scales[index, layer] = values if values.size == num_kv_heads else np.max(values)
+            copied = np.repeat(values, num_kv_heads // values.size)
+            # Heads that are padding have any scale.
+            scales[index, layer] = np.pad(copied, (0, num_kv_heads - copied.size), constant_values=values.max())
             names[index, layer] = name
     if not names:
         return None

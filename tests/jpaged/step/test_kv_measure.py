@@ -19,7 +19,7 @@ from jpaged.step.kv_measure import NUM_PARTS, PART_TOKENS, TEXT, measured_tokens
 from ..tiny_model import SIZES, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
-BIASED = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+BIASED = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 256}
 BIASED_CHANNELS = (3, 16 + 5)
 """One channel of each KV head of 16."""
 BIAS = 50.0
@@ -150,8 +150,13 @@ def test_a_checkpoint_with_scales_gets_those(biased: Path, tmp_path: Path, dtype
 
 K_SCALE = "model.layers.1.self_attn.k_scale"
 FAULTS: dict[str, tuple[Any, str]] = {
-    "zero": (np.float32(0), rf"tensor {K_SCALE} has the value 0.0, .* positive, finite number; correct it, or set kv_"),
+    "zero": (
+        np.float32(0),
+        rf"tensor {K_SCALE} has the value 0.0, .* positive and such .* is finite; correct it, or set kv_",
+    ),
     "negative": (np.float32([1, -2]), rf"tensor {K_SCALE} has the value -2.0"),
+    "too large": (np.float32(2e38), rf"tensor {K_SCALE} has the value 2e"),
+    "too small": (np.float32(1e-44), rf"tensor {K_SCALE} has the value 1e-44"),
     "NaN": (np.float32(np.nan), rf"tensor {K_SCALE} has the value nan"),
     "a number of heads": (np.ones(3, np.float32), rf"tensor {K_SCALE} has 3 values, wanted 1, or 2"),
     "missing": (None, r"no scale of the keys of layer 1; complete it, or set kv_cache_dtype to auto"),
@@ -179,9 +184,11 @@ def test_the_text_begins_all_over_the_context() -> None:
     parts, begins = ids.reshape(NUM_PARTS, PART_TOKENS), positions.reshape(NUM_PARTS, PART_TOKENS)[:, 0]
     assert bytes(parts[0].tolist()) == TEXT.encode()[:PART_TOKENS]
     assert (parts[:, 0] == TEXT.encode()[0]).all()
-    assert (begins[0], positions.max()) == (0, 4095)
+    assert begins.tolist() == [0, 1024, 3967, 3967]
     assert ids.max() < 256
     assert ids.dtype == positions.dtype == np.int32
     ids, positions = measured_tokens(None, 50, 16)
     assert (len(ids), positions.max(), ids.max() < 50) == (NUM_PARTS * 16, 15, True)
+    _, short = measured_tokens(None, 50, 2 * PART_TOKENS)
+    assert short[PART_TOKENS] != PART_TOKENS, "no part continues the one before"
     assert jax.numpy.asarray(ids).shape == positions.shape
