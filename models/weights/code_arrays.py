@@ -24,6 +24,8 @@ from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
 
+FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"
+"""The dtype of codes of 4 bits: compiled programs of older versions of JAX refuse arrays of int4."""
 FLOAT8_CAPABILITY = 8, 9
 """Compute capability of the first GPUs whose code converts float8."""
 
@@ -175,7 +177,7 @@ def _dtype_of(code_format: CodeFormat) -> str | None:
     if code_format.has_zeros:
         lowest, highest = -(2**code_format.bits - 1), 2**code_format.bits - 1
     if lowest >= -8 and highest <= 7:
-        return "int4"
+        return FOUR_BITS
     return "int8" if lowest >= -128 and highest <= 127 else None
 
 
