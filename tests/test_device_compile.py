@@ -188,7 +188,7 @@ def test_codes_become_numbers_within_the_products_that_read_them(chip, quantizat
     """A layer of Llama-3 8B, of 70B on 8 devices: nothing as large as a matrix is made of its codes in another dtype.
 
     Arguments take the bytes of codes and scales, as the plan of memory counts them. Collectives are those of a step of
-    floats.
+    floats, and one for the scales of the embeddings.
     """
     limits = [limit] if limit else []
     options = "bfloat16", "1", "--pages", "100", "--quantization", quantization, *limits
@@ -199,6 +199,11 @@ def test_codes_become_numbers_within_the_products_that_read_them(chip, quantizat
         # Beside them a program takes a step's packed numbers.
         assert 0 <= found["arguments"] - found["true_bytes"] < 2**20, name
         assert found["own"] <= steps["kept"], name
+        if steps["num_devices"] > 1 and not name.startswith("sample"):
+            sums = found["collectives"]["all-reduce"]
+            streams = [each for each in sums if 32 * each[0] > max(sums)[0]]  # 32 values of a row share a scale.
+            assert len(sums) - len(streams) <= 1
+            found["collectives"]["all-reduce"] = streams
     if steps["num_devices"] > 1:
         check_collectives(steps, 1)
 
