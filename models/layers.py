@@ -102,7 +102,11 @@ def stored_matrix(weight: nnx.Variable[Any], scales: nnx.Variable[Any] | None = 
 def _product(x: Float[Array, "T I"], module: Linear | Embedding) -> Float[Array, "T O"]:
     """Return x · W, plus the bias of a linear module that has one, in float32."""
     weight, bias = module.weight, module.bias if isinstance(module, Linear) else None
-    out = weight.ops.product(x, stored_matrix(weight, module.scales), weight.matrix[1])
+    matrix = stored_matrix(weight, module.scales)
+    out = weight.ops.product(x, matrix, weight.matrix[1])
+    if isinstance(matrix, ScaledMatrix):
+        # XLA would shape the product's operands as a sampler shapes logits, and make floats of all codes for that.
+        out = jax.lax.optimization_barrier(out)
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
 
 
