@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +21,58 @@ from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales, kv_scale
 from .config.spec import AttentionLayer
 from .errors import ModelLoadError
 
-MARGINS = {"int8": 1.25, "float8_e4m3fn": 4.0}
+MARGINS = {"int8": 1.75, "float8_e4m3fn": 4.0}
 """Dtype of pages → by how much more than the text's largest numbers a page can hold. Numbers beyond are clipped. A
-larger range costs int8 precision, and float8_e4m3fn none."""
+larger range costs int8 precision, and float8_e4m3fn none. Other texts of some thousand tokens reach 1.5 × as far in a
+tenth of the channels, and clipping costs more than the precision."""
 LEAST_FACTOR = 2.0**-8
-"""Smallest factor of a channel of keys, beside 1 for the largest channel of the head."""
+"""Smallest factor of a channel, beside 1 for the largest channel of the head."""
 WAY_OUT = "set kv_cache_dtype to auto"
+
+
+class ChannelRanges(NamedTuple):
+    """Smallest and largest number, mean and first number of each channel of the keys, or of the values.
+
+    Layers that read another layer's pages have (∞, −∞, 0, 0).
+    """
+
+    least: Float[Array, "L K H"]
+    most: Float[Array, "L K H"]
+    mean: Float[Array, "L K H"]
+    first: Float[Array, "L K H"]
+    """That of the first text's first token. Most models attend to it with a large part of all weights, so that an error
+    of this token is one of all outputs, which no other error makes up for."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> ChannelRanges:
+        """Return the ranges of no tokens."""
+        return cls(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
+
+    def seen(self, layer: int | Int[Array, ""], x: Float[Array, "T K H"], *, is_shiftable: bool) -> ChannelRanges:
+        """Return the ranges with those of a layer's tokens, around 0 unless `is_shiftable`.
+
+        Layers that share tokens may differ in whether these can be shifted: the range around 0 covers both.
+        """
+        x = x.astype(jnp.float32)
+        found = jnp.stack([jnp.min(x, axis=0), jnp.max(x, axis=0), jnp.mean(x, axis=0), x[0]])
+        largest = jnp.max(jnp.abs(found[:2]), axis=0)
+        symmetric = jnp.stack([-largest, largest, jnp.zeros_like(largest), jnp.zeros_like(largest)])
+        before = jnp.stack([array[layer] for array in self])
+        found = jnp.where(jnp.all(before == symmetric), symmetric, found) if is_shiftable else symmetric
+        return ChannelRanges(*(array.at[layer].set(row) for array, row in zip(self, found, strict=True)))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RangeRecorder:
-    """A cache of one step without pages, whose tokens are one or more texts; it keeps the largest absolute numbers."""
+    """A cache of one step without pages, whose tokens are one or more texts; it keeps what `ChannelRanges` says.
 
-    keys: Float[Array, "2 L K H"]
-    """Smallest and largest number of each layer, KV head and channel; (∞, −∞) for layers that read another layer's. In
-    layers with sinks or a soft cap the range is made symmetric: their keys must not be shifted."""
-    values: Float[Array, "L K"]
-    """Largest |v| of each layer and KV head."""
+    The first text begins at position 0."""
+
+    keys: ChannelRanges
+    """Made symmetric in layers with sinks or a soft cap, whose keys must not be shifted."""
+    values: ChannelRanges
+    """Made symmetric in layers with sinks, whose values must not be shifted."""
     layers: tuple[AttentionLayer, ...] = field(metadata={"static": True})
     kept: dict[int, tuple[Array, Array]] = field(default_factory=dict)
     """Keys and values of layers that later layers read, by the layer's number."""
@@ -45,9 +80,8 @@ class RangeRecorder:
     @classmethod
     def new(cls, layers: tuple[AttentionLayer, ...], num_kv_heads: int, head_size: int) -> RangeRecorder:
         """Return a recorder that has seen nothing, for K KV heads of all devices together and head size H."""
-        by_head = len(layers), num_kv_heads
-        empty = jnp.stack([jnp.full((*by_head, head_size), bound) for bound in (jnp.inf, -jnp.inf)])
-        return cls(empty, jnp.zeros(by_head), layers)
+        empty = ChannelRanges.empty((len(layers), num_kv_heads, head_size))
+        return cls(empty, empty, layers)
 
     def attend(
         self,
@@ -72,27 +106,14 @@ class RangeRecorder:
             shared = self.layers[layer].pages_of
             owner = layer if shared is None else shared
             k, v = self.kept[owner]
-        recorder = self._with_ranges(owner, k, v, is_shiftable=soft_cap is None and sinks is None)
+        has_sinks = sinks is not None
+        keys = self.keys.seen(owner, k, is_shiftable=soft_cap is None and not has_sinks)
+        values, kept = self.values.seen(owner, v, is_shiftable=not has_sinks), self.kept
+        if any(other.pages_of == owner for other in self.layers if other.pages_of is not None):
+            kept = {**kept, int(owner): (k, v)}
         visible_TS = _visible(step.positions, window)
         out = _dense_attention(q, k, v, visible_TS, scale=scale, soft_cap=soft_cap, sinks=sinks)
-        return out.astype(q.dtype), recorder
-
-    def _with_ranges(self, layer: int | Int[Array, ""], k: Array, v: Array, *, is_shiftable: bool) -> RangeRecorder:
-        """Return the recorder with a layer's ranges, and with its keys and values themselves if others read them."""
-        k = k.astype(jnp.float32)
-        key_range = jnp.stack([jnp.min(k, axis=0), jnp.max(k, axis=0)])
-        if not is_shiftable:
-            largest = jnp.max(jnp.abs(key_range), axis=0)
-            key_range = jnp.stack([-largest, largest])
-        # Layers that share keys may differ in whether they can be shifted: the wider range covers both.
-        least, most = self.keys[:, layer]
-        key_range = jnp.stack([jnp.minimum(least, key_range[0]), jnp.maximum(most, key_range[1])])
-        value_range = jnp.max(jnp.abs(v.astype(jnp.float32)), axis=(0, 2))
-        kept = self.kept
-        if any(other.pages_of == layer for other in self.layers if other.pages_of is not None):
-            kept = {**kept, int(layer): (k, v)}
-        keys, values = self.keys.at[:, layer].set(key_range), self.values.at[layer].set(value_range)
-        return replace(self, keys=keys, values=values, kept=kept)
+        return out.astype(q.dtype), replace(self, keys=keys, values=values, kept=kept)
 
 
 def _visible(positions: Int[Array, " T"], window: int | None) -> Bool[Array, "T T"]:
@@ -135,37 +156,49 @@ def _dense_attention(
 
 
 def scales_of(
-    keys: Float[np.ndarray, "2 L K H"],
-    values: Float[np.ndarray, "L K"],
-    layers: Sequence[AttentionLayer],
-    dtype: DTypeLike,
+    keys: ChannelRanges, values: ChannelRanges, layers: Sequence[AttentionLayer], dtype: DTypeLike
 ) -> KVScales:
     """Return the scales of pages of `dtype` for keys and values of these ranges, as numpy arrays.
 
-    `keys` are the smallest and the largest number of each channel. Their middle is the channel's offset, and half of
-    their distance its range. A channel's factor is the power of two that takes its range to more than half of its
-    head's largest range, and no further than that: with ranges of 6.0, 5.0 and 0.7 the factors are 1, 1 and ⅛. A head
-    whose numbers are all 0 gets the range 1. A layer that reads another one's pages gets the scales of that one. Raises
-    ModelLoadError, which names layer and tensor, if a range is not finite.
+    A channel's offset is the middle of its range in int8, and its mean in float8_e4m3fn, whose error is a part of each
+    number; then it is changed by no more than a rounding, so that a page holds the first token exactly. A channel's
+    factor is the power of two that takes its range around the offset to more than half of its head's largest one, and
+    no further than that: with ranges of 6.0, 5.0 and 0.7 the factors are 1, 1 and ⅛. A head whose numbers are all the
+    same gets the range 1. A layer that reads another one's pages gets the scales of that one. Raises ModelLoadError,
+    which names layer and tensor, if a range is not finite.
     """
     owners = [index if layer.pages_of is None else layer.pages_of for index, layer in enumerate(layers)]
-    keys, values = np.asarray(keys, np.float32)[:, owners], np.asarray(values, np.float32)[owners]
+    k, *key_channels = _tensor_scales("keys", keys, owners, np.dtype(dtype))
+    v, *value_channels = _tensor_scales("values", values, owners, np.dtype(dtype))
+    return kv_scales(k, v, key_channels, value_channels)
+
+
+def _tensor_scales(
+    name: str, ranges: ChannelRanges, owners: Sequence[int], dtype: np.dtype[Any]
+) -> tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L K H"], Float[np.ndarray, "L K H"]]:
+    """Return scales, factors and offsets of the keys or of the values; see `scales_of`.
+
+    `owners` are the layers whose pages each layer reads.
+    """
+    least, most, mean, first = (np.asarray(array, np.float32)[owners] for array in ranges)
     with np.errstate(over="ignore", invalid="ignore"):
-        offsets, keys = (keys[1] + keys[0]) / 2, (keys[1] - keys[0]) / 2
-    for name, ranges in (("keys", keys), ("values", values)):
-        if (faults := np.argwhere(~np.isfinite(ranges))).size:
-            got = ranges[tuple(faults[0])]
-            fault = f"the {name} of layer {faults[0][0]} reach {got} in the text that sets the scales of their pages"
-            raise ModelLoadError(f"model: {fault}, wanted finite numbers; correct the weights, or {WAY_OUT}")
-    most = keys.max(axis=-1)
-    key_ranges, value_ranges = (np.where(ranges > 0, ranges, np.float32(1)) for ranges in (most, values))
+        offsets = most / 2 + least / 2 if dtype == np.int8 else mean
+        half_ranges = np.maximum(most - offsets, offsets - least)
+        largest = np.fmax(np.fmax(-least, most), half_ranges)  # Of ∞ and NaN, which is ∞ − ∞, it takes ∞.
+    if (faults := np.argwhere(~np.isfinite(largest))).size:
+        got = largest[tuple(faults[0])]
+        fault = f"the {name} of layer {faults[0][0]} reach {got} in the text that sets the scales of their pages"
+        raise ModelLoadError(f"model: {fault}, wanted finite numbers; correct the weights, or {WAY_OUT}")
+    head_ranges = np.max(half_ranges, axis=-1)
+    head_ranges = np.where(head_ranges > 0, head_ranges, np.float32(1))
     with np.errstate(divide="ignore"):
-        exponents = np.ceil(np.log2(keys / key_ranges[..., None]))
+        exponents = np.ceil(np.log2(half_ranges / head_ranges[..., None]))
     factors = np.maximum(np.exp2(exponents), LEAST_FACTOR).astype(np.float32)
-    to_scale = np.float32(MARGINS[np.dtype(dtype).name] / largest_number(dtype))
-    return kv_scales(_positive(key_ranges * to_scale), _positive(value_ranges * to_scale), factors, offsets)
-
-
-def _positive(scales: Float[np.ndarray, "L K"]) -> Float[np.ndarray, "L K"]:
-    """Return scales that are no smaller than the smallest normal float32, so that numbers can be divided by them."""
-    return np.maximum(scales, np.finfo(np.float32).tiny)
+    # No smaller than the smallest normal number, since keys and values are divided by it.
+    scales = np.maximum(
+        head_ranges * np.float32(MARGINS[dtype.name] / largest_number(dtype)), np.finfo(np.float32).tiny
+    )
+    steps = factors * scales[..., None]
+    stored = (first - offsets) / steps
+    stored = np.rint(stored) if dtype == np.int8 else stored.astype(dtype).astype(np.float32)
+    return scales, factors, first - stored * steps

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs, unpaged_inputs
-from ..models.kv_ranges import RangeRecorder, scales_of
+from ..models.kv_ranges import ChannelRanges, RangeRecorder, scales_of
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales
@@ -90,7 +90,7 @@ def lower_measure(weights: Weights, layout: KVLayout, layers: tuple[AttentionLay
     """
     leaves, tree = jax.tree.flatten(weights.state)
 
-    def run(leaves: tuple[Array, ...], token_ids: Array, positions: Array) -> tuple[Array, Array]:
+    def run(leaves: tuple[Array, ...], token_ids: Array, positions: Array) -> tuple[ChannelRanges, ChannelRanges]:
         inputs: ModelInputs = unpaged_inputs(token_ids, positions)
         recorder = RangeRecorder.new(layers, layout.num_kv_heads, layout.head_size)
         model: Any = merged_model(weights.graph, jax.tree.unflatten(tree, leaves))
@@ -129,7 +129,7 @@ class PageScales:
         `program` is the executable of MEASURE_KEY. Raises ModelLoadError, and keeps the scales from before, if a key or
         a value is not finite.
         """
-        keys, values = map(np.asarray, program(leaves, *self._tokens))
+        keys, values = program(leaves, *self._tokens)
         self.scales = scales_of(keys, values, self._layers, self._layout.dtype)
 
     def placed(self, like: KVScales) -> KVScales:

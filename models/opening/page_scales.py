@@ -106,7 +106,8 @@ def read_page_scales(
                 raise ModelLoadError(f"{checkpoint.path}: {fault}; complete it, or {WAY_OUT}")
     scales *= STORED_MAX / largest_number(dtype)
     by_channel = len(layers), num_kv_heads, head_size
-    return kv_scales(scales[0], scales[1], np.ones(by_channel, np.float32), np.zeros(by_channel, np.float32))
+    unchanged = np.ones(by_channel, np.float32), np.zeros(by_channel, np.float32)
+    return kv_scales(scales[0], scales[1], unchanged, unchanged)
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:

@@ -6,8 +6,9 @@ head, in an array, so that other scales do not need another program.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,23 @@ from jaxtyping import Array, Float, Int
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 
 
+class ChannelScales(NamedTuple):
+    """A factor and an offset for each channel of the keys, or of the values, of all L layers."""
+
+    factors: Float[Array, "L K H"]
+    """Powers of two, so that they are divided and multiplied by without rounding."""
+    offsets: Float[Array, "L K H"]
+
+    def removed(self, layer: int | Int[Array, ""], x: Float[Array, "T K H"]) -> Float[Array, "T K H"]:
+        """Return (x − offsets) ÷ factors of one layer, float32."""
+        return (x.astype(jnp.float32) - self.offsets[layer][None]) / self.factors[layer][None]
+
+
+def _by_query_head(channels: Float[Array, "K H"], x: Float[Array, "T N H"]) -> Float[Array, "1 N H"]:
+    """Return the numbers of each KV head's channels for each of the query heads of `x`."""
+    return jnp.repeat(channels, x.shape[1] // channels.shape[0], axis=0)[None]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVScales:
@@ -24,35 +42,45 @@ class KVScales:
 
     k: Float[Array, "L K"]
     v: Float[Array, "L K"]
-    channels: Float[Array, "L K H"] | None = None
-    """Powers of two, a factor for each channel of a layer's keys: a key is divided by them before its page's scale, and
-    the queries are multiplied by them, both without rounding. None stands for ones.
+    key_channels: ChannelScales | None = None
+    """The softmax does not see an offset of the keys: it changes all scores of a query by the same number. Offsets are
+    zeros in layers with sinks or a soft cap, which see it.
 
     Models with a bias of keys, such as Qwen2, have a few channels far larger than the others, which would get all of a
     byte's range."""
-    offsets: Float[Array, "L K H"] | None = None
-    """What is subtracted from each channel of a layer's keys, before the factors. All scores of a query change by the
-    same number, which the softmax does not see. Zeros, as None, in layers with sinks or a soft cap, which see it."""
+    value_channels: ChannelScales | None = None
+    """An output has the offset of the values, since the weights of the softmax add up to 1. Offsets are zeros in layers
+    with sinks, where they add up to less."""
 
     def of_layer(self, layer: int | Int[Array, ""]) -> LayerScales:
         """Return the scales of the keys and of the values of one layer, [K] each."""
         return self.k[layer], self.v[layer]
 
-    def with_channels(
-        self, layer: int | Int[Array, ""], q: Float[Array, "T N H"], k: Float[Array, "T K H"] | None
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"] | None]:
-        """Return queries and keys of a layer as pages of one byte have them: by factors and offsets of channels.
+    def to_pages(
+        self,
+        layer: int | Int[Array, ""],
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]:
+        """Return queries, keys and values of a layer without the factors and offsets of their channels.
 
-        Queries are multiplied by the factors of their KV head, and keys are divided by them after the subtraction.
-        Query head n of N belongs to KV head n // (N ÷ K).
+        Pages of one byte hold such keys and values: less the offsets, and divided by the factors. Queries are
+        multiplied by the factors of their KV head's keys: query head n of N belongs to KV head n // (N ÷ K).
         """
-        if self.offsets is not None and k is not None:
-            k = k.astype(jnp.float32) - self.offsets[layer][None]
-        if self.channels is None:
-            return q, k
-        factors = self.channels[layer]
-        q = q * jnp.repeat(factors, q.shape[1] // factors.shape[0], axis=0).astype(q.dtype)[None]
-        return q, None if k is None else k / factors.astype(k.dtype)[None]
+        if self.key_channels is not None:
+            q = q * _by_query_head(self.key_channels.factors[layer], q).astype(q.dtype)
+            k = None if k is None else self.key_channels.removed(layer, k)
+        if self.value_channels is not None and v is not None:
+            v = self.value_channels.removed(layer, v)
+        return q, k, v
+
+    def from_pages(self, layer: int | Int[Array, ""], out: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Return a layer's outputs, means of values as pages have them, with factors and offsets of the values."""
+        if self.value_channels is None:
+            return out
+        factors, offsets = (_by_query_head(x[layer], out) for x in self.value_channels)
+        return (out.astype(jnp.float32) * factors + offsets).astype(out.dtype)
 
 
 LayerScales = tuple[Float[Array, " K"], Float[Array, " K"]]
@@ -87,13 +115,16 @@ def scale_shapes(num_layers: int, num_kv_heads: int, head_size: int, sharding: A
     """Return the abstract scales of a cache, float32: those of keys and values [L, K], and of channels [L, K, H]."""
     by_head = num_layers, num_kv_heads
     k, v = (jax.ShapeDtypeStruct(by_head, jnp.float32, sharding=sharding) for _ in range(2))
-    of_channels = (jax.ShapeDtypeStruct((*by_head, head_size), jnp.float32, sharding=sharding) for _ in range(2))
-    return kv_scales(k, v, *of_channels)
+    factors, offsets = (jax.ShapeDtypeStruct((*by_head, head_size), jnp.float32, sharding=sharding) for _ in range(2))
+    return kv_scales(k, v, (factors, offsets), (factors, offsets))
 
 
-def kv_scales(k: Any, v: Any, channels: Any, offsets: Any) -> KVScales:
-    """Return scales that are numpy arrays or abstract shapes, which become arrays of JAX later."""
-    return KVScales(k, v, channels, offsets)
+def kv_scales(k: Any, v: Any, key_channels: Iterable[Any], value_channels: Iterable[Any]) -> KVScales:
+    """Return scales that are numpy arrays or abstract shapes, which become arrays of JAX later.
+
+    Channels are given as (factors, offsets).
+    """
+    return KVScales(k, v, ChannelScales(*key_channels), ChannelScales(*value_channels))
 
 
 def scaled_by_head(x: Float[Array, "T K *G H"], scales: Float[Array, " K"]) -> Float[Array, "T K *G H"]:

@@ -80,7 +80,7 @@ class PagedCache:
             return self._attend_on_devices(layer, q, k, v, step, sinks, options)
         table_group, first_page = self._place(layer)
         if self.scales is not None:
-            q, k = self.scales.with_channels(layer, q, k)
+            q, k, v = self.scales.to_pages(layer, q, k, v)
         inputs = LayerInputs(
             q=q,
             k=k,
@@ -94,6 +94,8 @@ class PagedCache:
             options=options,
         )
         out, pages = _attend_layer(self.backend, self.layout, self.pages, inputs)
+        if self.scales is not None:
+            out = self.scales.from_pages(layer, out)
         return out, dataclasses.replace(self, pages=pages)
 
     def _place(self, layer: int | Int[Array, ""]) -> tuple[int, Int[Array, ""]]:
@@ -229,12 +231,13 @@ class PagedCache:
                         "layer and KV head of the cache"
                     )
             by_channel = (*wanted, self.layout.head_size)
-            for name, array in (("factors", self.scales.channels), ("offsets", self.scales.offsets)):
-                if array is not None and array.shape != by_channel:
-                    raise ValueError(
-                        f"attend: got {name} of channels {list(array.shape)}, wanted {list(by_channel)}: one for each "
-                        "layer, KV head and channel of the cache"
-                    )
+            for name, channels in (("keys", self.scales.key_channels), ("values", self.scales.value_channels)):
+                for field_name, array in (channels._asdict() if channels else {}).items():
+                    if array.shape != by_channel:
+                        raise ValueError(
+                            f"attend: got {field_name} of {name} {list(array.shape)}, wanted {list(by_channel)}: one "
+                            "for each layer, KV head and channel of the cache"
+                        )
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -359,5 +359,6 @@ def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
     pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
     scales: KVScales | None = None
     if is_quantized(layout.dtype):
-        scales = KVScales(*(jnp.full((2, layout.num_kv_heads), scale) for scale in check_scales(layout.dtype)))
+        k_scale, v_scale = (jnp.full((2, layout.num_kv_heads), scale) for scale in check_scales(layout.dtype))
+        scales = KVScales(k_scale, v_scale)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)

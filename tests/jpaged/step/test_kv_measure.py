@@ -46,7 +46,11 @@ def scales(engine: Engine) -> dict[str, np.ndarray]:
     """Return the scales that steps read, on the device."""
     found = engine.runner.state.cache.scales
     assert found is not None
-    return {name: np.array(getattr(found, name)) for name in ("k", "v", "channels", "offsets")}
+    assert found.key_channels is not None
+    assert found.value_channels is not None
+    arrays = {"k": found.k, "v": found.v, **found.key_channels._asdict()}
+    of_values = {f"value_{name}": array for name, array in found.value_channels._asdict().items()}
+    return {name: np.array(array) for name, array in {**arrays, **of_values}.items()}
 
 
 def logprobs(engine: Engine) -> np.ndarray:
@@ -61,13 +65,13 @@ def start_anew(engine: Engine) -> None:
 
 def test_biased_keys_get_factors_and_give_what_float32_gives(engine: Engine, biased: Path) -> None:
     found = scales(engine)
-    assert all((found[name] > 0).all() for name in ("k", "v", "channels"))
+    assert all((found[name] > 0).all() for name in ("k", "v", "factors", "value_factors"))
     assert all(np.isfinite(array).all() for array in found.values())
     # Rotation spreads a channel over its pair, 8 channels away. The first head's turns within the context and keeps its
     # range; the second one's hardly turns, so that most of it is an offset.
     others = np.delete(np.arange(16), [3, 3 + 8])
-    assert (found["channels"][:, 0, 3] == 1).all()
-    assert (found["channels"][:, 0, others] <= 0.25).all()
+    assert (found["factors"][:, 0, 3] == 1).all()
+    assert (found["factors"][:, 0, others] <= 0.25).all()
     assert (found["offsets"][:, 1, 5] > 0.8 * BIAS).all()
     assert (found["k"][:, 1] < 0.5 * found["k"][:, 0]).all()
     with Engine(str(biased), **SIZES) as plain:
@@ -77,7 +81,9 @@ def test_biased_keys_get_factors_and_give_what_float32_gives(engine: Engine, bia
     assert page_scales is not None
     before = page_scales.scales
     assert before is not None
-    page_scales.scales = replace(before, channels=np.ones_like(before.channels))  # The factors are what helps.
+    channels = before.key_channels  # Their factors are what helps.
+    assert channels is not None
+    page_scales.scales = replace(before, key_channels=channels._replace(factors=np.ones_like(channels.factors)))
     start_anew(engine)
     without = logprobs(engine)
     page_scales.scales = before
@@ -143,8 +149,10 @@ def test_a_checkpoint_with_scales_gets_those(biased: Path, tmp_path: Path, dtype
         found = scales(engine)
     np.testing.assert_allclose(found["k"] * most / 448, [[0.1, 0.1], [0.5, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(found["v"] * most / 448, [[0.1, 0.1], [1.1, 1.1]], rtol=1e-6)
-    assert (found["channels"] == 1).all()
-    assert (found["offsets"] == 0).all()
+    assert (found["factors"] == 1).all()
+    assert (found["value_factors"] == 1).all()
+    assert not found["offsets"].any()
+    assert not found["value_offsets"].any()
     Engine(model, **SIZES).shutdown()  # Without such pages the scales are left alone.
 
 

@@ -16,6 +16,7 @@ from jpaged.pallas_kernels.native.llvm import F32, I8, I64, Code
 from jpaged.pallas_kernels.native.registry import register
 from jpaged.pallas_kernels.native.xla_call import Call, Work, handler
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import ChannelScales
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.native.byte_pages import READ_FACTORS, as_bytes, as_float32
@@ -119,10 +120,11 @@ def test_numbers_become_the_nearest_bytes_and_are_clipped(dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("dtype", BYTES)
-def test_factors_of_channels_move_from_keys_to_queries_without_rounding(dtype: str, kind: str) -> None:
-    """Keys whose channels are larger by powers of two, with the factors, give the bits of keys without.
+def test_factors_of_channels_move_to_queries_and_outputs_without_rounding(dtype: str, kind: str) -> None:
+    """Keys and values whose channels are larger by powers of two, with the factors, give the bits of those without.
 
-    An offset is subtracted first: here it gives back the same keys, and scores that differ by a number a query.
+    An offset is subtracted first: here it gives back the same keys and values, scores that differ by a number a query,
+    and outputs that differ by the offset of the values.
     """
     world = world_of(kind, dtype)
     rng, shape = np.random.default_rng(0), world.shape
@@ -133,19 +135,25 @@ def test_factors_of_channels_move_from_keys_to_queries_without_rounding(dtype: s
     )
     factors = np.exp2(rng.integers(-6, 7, (1, shape.num_kv_heads, 64))).astype(np.float32)
     of_queries = np.repeat(factors, shape.num_heads // shape.num_kv_heads, axis=1)
-    attend = jax.jit(lambda cache, q, k: cache.attend(0, q, k, v, step, scale=0.125))
-    plain, plain_cache = attend(world.cache, q, k)
-    assert world.cache.scales is not None
-    with_factors = replace(world.cache, scales=replace(world.cache.scales, channels=jnp.asarray(factors)))
-    out, cache = attend(with_factors, q / of_queries, k * factors)
-    assert np.array_equal(out[:3], plain[:3])
+    attend = jax.jit(lambda cache, q, k, v: cache.attend(0, q, k, v, step, scale=0.125))
+
+    def cache_with(offsets: np.ndarray) -> Any:
+        """Return the cache with these offsets of keys and values before their factors."""
+        channels = ChannelScales(jnp.asarray(factors), jnp.asarray(offsets * factors))
+        assert world.cache.scales is not None
+        return replace(world.cache, scales=replace(world.cache.scales, key_channels=channels, value_channels=channels))
+
+    plain, plain_cache = attend(world.cache, q, k, v)
+    out, cache = attend(cache_with(np.zeros_like(factors)), q / of_queries, k * factors, v * factors)
+    assert np.array_equal(out[:3], plain[:3] * of_queries)
     assert all(np.array_equal(*pair) for pair in zip(cache.pages, plain_cache.pages, strict=True))
     offsets = rng.integers(-4, 5, factors.shape).astype(np.float32)
-    k = np.round(k * 64) / 64  # So that nothing is rounded when an offset is added.
-    plain, _ = attend(world.cache, q, k)
-    shifted = replace(with_factors, scales=replace(with_factors.scales, offsets=jnp.asarray(offsets * factors)))
-    out, _ = attend(shifted, q / of_queries, (k + offsets) * factors)
-    assert np.array_equal(out[:3], plain[:3])
+    k, v = (np.round(x * 64) / 64 for x in (k, v))  # So that nothing is rounded when an offset is added.
+    plain, _ = attend(world.cache, q, k, v)
+    shifted = ((x + offsets) * factors for x in (k, v))
+    out, _ = attend(cache_with(offsets), q / of_queries, *shifted)
+    of_outputs = np.repeat(offsets, shape.num_heads // shape.num_kv_heads, axis=1)
+    np.testing.assert_allclose(out[:3] / of_queries, plain[:3] + of_outputs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
@@ -161,7 +169,8 @@ def test_a_page_takes_a_quarter_of_the_bytes(dtype: str, backend: Backend) -> No
 def test_scales_of_another_shape_are_refused() -> None:
     world = world_of("native", "int8")
     assert world.cache.scales is not None
-    world.cache = replace(world.cache, scales=replace(world.cache.scales, channels=jnp.ones((1, 2, 32))))
+    wrong = ChannelScales(jnp.ones((1, 2, 64)), jnp.ones((1, 2, 32)))
+    world.cache = replace(world.cache, scales=replace(world.cache.scales, value_channels=wrong))
     world.add_row()
-    with pytest.raises(ValueError, match=r"factors of channels \[1, 2, 32\], wanted \[1, 2, 64\]"):
+    with pytest.raises(ValueError, match=r"offsets of values \[1, 2, 32\], wanted \[1, 2, 64\]"):
         world.step({0: 1})
