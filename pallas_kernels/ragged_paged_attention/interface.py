@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..layer_ops import XLA_OPS, LayerOps
-from .kv_scales import LayerScales
+from .kv_scales import LayerScales, kv_cache_dtype
 
 Pages = tuple[Array, ...]
 """The arrays of a cache, of the shapes that its `KVLayout` lists: pages of all layers."""
@@ -356,6 +356,10 @@ class Backend(ABC):
         Return None if this backend cannot do so.
         """
         return None
+
+    def refuse_kv_dtype(self, dtype: np.dtype, way_out: str) -> None:
+        """Raise ValueError unless this backend takes pages of `dtype`; the text has the values of the option."""
+        self.refuse_unlisted("kv_cache_dtype", kv_cache_dtype(dtype), [*map(kv_cache_dtype, self.kv_dtypes)], way_out)
 
     def refuse_unlisted(self, name: str, got: object, allowed: Sequence[object], way_out: str) -> None:
         """Raise ValueError unless `got`, the value of option `name`, is allowed; `way_out` says what to do instead.

@@ -91,6 +91,12 @@ def is_quantized(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype).name in QUANTIZED_DTYPES
 
 
+def kv_cache_dtype(dtype: DTypeLike) -> str:
+    """Return the value of the option kv_cache_dtype for pages of this dtype: fp8 for float8_e4m3fn, else its name."""
+    name = jnp.dtype(dtype).name
+    return "fp8" if name == "float8_e4m3fn" else name
+
+
 def largest_number(dtype: DTypeLike) -> float:
     """Return the largest number that a page of this dtype holds: 127 in int8, 448 in float8_e4m3fn."""
     return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, Pages, Tuned
-from ..kv_scales import quantize
+from ..kv_scales import kv_cache_dtype, quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
 from .attention import ragged_attention, repeat_sinks
@@ -142,12 +142,12 @@ class GpuBackend(GpuPlanner, Backend):
         """
         # `kv_cache_dtype` is auto by default, which means the model's dtype.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
-        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)
+        self.refuse_kv_dtype(shape.dtype, dtype_way_out)
         self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
         if shape.dtype.itemsize == 1 and shape.head_size not in ONE_BYTE_HEAD_SIZES:
             raise ValueError(
-                f"kv_cache_dtype: got {shape.dtype.name} with head size {shape.head_size}, the pallas-gpu backend "
-                f"takes it with {', '.join(map(str, ONE_BYTE_HEAD_SIZES))} only; leave kv_cache_dtype out"
+                f"kv_cache_dtype: got {kv_cache_dtype(shape.dtype)} with head size {shape.head_size}, the pallas-gpu "
+                f"backend takes it with {', '.join(map(str, ONE_BYTE_HEAD_SIZES))} only; leave kv_cache_dtype out"
             )
         is_80_before_hopper = shape.head_size == 80 and self.capability < HOPPER
         page_sizes = AMPERE_PAGE_SIZES_OF_80 if is_80_before_hopper else PAGE_SIZES

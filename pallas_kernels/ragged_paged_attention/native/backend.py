@@ -113,7 +113,7 @@ class NativeBackend(TiledBackend):
 
     def layout(self, shape: KVShape) -> NativeLayout:
         """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""
-        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
+        self.refuse_kv_dtype(shape.dtype, "use kv_cache_dtype=auto")
         return NativeLayout.of(shape)
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:

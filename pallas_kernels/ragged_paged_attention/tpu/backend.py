@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..interface import AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
-from ..kv_scales import QUANTIZED_DTYPES, quantize
+from ..kv_scales import QUANTIZED_DTYPES, kv_cache_dtype, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL
 from .kernel_call import CallOptions
@@ -80,7 +80,7 @@ def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
     if needed_bytes > vmem_bytes:
         raise ValueError(
             f"block_size: got {layout.page_size}; with {layout.num_kv_heads} KV heads of {layout.head_size} in "
-            f"{layout.dtype.name} the pallas-tpu backend would need {needed_bytes >> 20} MiB of a core's "
+            f"{kv_cache_dtype(layout.dtype)} the pallas-tpu backend would need {needed_bytes >> 20} MiB of a core's "
             f"{vmem_bytes >> 20} MiB of VMEM; "
             + ("set block_size to 128, or use" if layout.page_size > LANES else "use")
             + " --attention-backend xla"
@@ -173,13 +173,13 @@ class TpuBackend(Backend):
         page_size = shape.page_size
         if shape.num_kv_heads < 1:
             raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, allowed: an integer ≥ 1")
-        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
+        self.refuse_kv_dtype(shape.dtype, "use kv_cache_dtype=auto")
         self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
         min_page_size = max(MIN_PAGE_SIZE, write_slots_of(self.chip, shape.dtype))
         if page_size < min_page_size or page_size & (page_size - 1):
             raise ValueError(
                 f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {min_page_size} on in "
-                f"pages of {shape.dtype.name}; leave it out or use --attention-backend xla"
+                f"pages of {kv_cache_dtype(shape.dtype)}; leave it out or use --attention-backend xla"
             )
         layout = TpuLayout.of(shape)
         refuse_large_pages(self.chip, layout)

@@ -146,7 +146,7 @@ class XlaBackend(TiledBackend):
 
     def layout(self, shape: KVShape) -> XlaLayout:
         """Return the layout of a cache of these sizes; ValueError names a dtype that is not taken."""
-        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
+        self.refuse_kv_dtype(shape.dtype, "use kv_cache_dtype=auto")
         return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name in STORED_AS_BITS)
 
     def attend(self, pages: Pages, layout: KVLayout, inputs: LayerInputs) -> tuple[Float[Array, "T N H"], Pages]:

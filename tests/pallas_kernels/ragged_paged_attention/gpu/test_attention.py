@@ -391,13 +391,14 @@ def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any)
     [
         (
             {"dtype": "float32"},
-            r"kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, .*; use --dtype bfloat16",
+            r"kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, int8, fp8; use --dtype bfloat16",
         ),
         ({"head_size": 72}, "head_size: got 72, the pallas-gpu backend takes 64, 80, 96, 128, 192, 256"),
         (
             {"head_size": 96, "dtype": "int8"},
             "kv_cache_dtype: got int8 with head size 96, .* with 64, 128, 256 only; leave kv_cache_dtype out",
         ),
+        ({"head_size": 96, "dtype": "float8_e4m3fn"}, "kv_cache_dtype: got fp8 with head size 96"),
         ({"page_size": 128}, "block_size: got 128, the pallas-gpu backend takes 16, 32, 64"),
     ],
 )
