@@ -25,8 +25,8 @@ MARGINS = {"int8": 1.75, "float8_e4m3fn": 4.0}
 """Dtype of pages → by how much more than the text's largest numbers a page can hold. Numbers beyond are clipped. A
 larger range costs int8 precision, and float8_e4m3fn none. Other texts of some thousand tokens reach 1.5 × as far in a
 tenth of the channels, and clipping costs more than the precision."""
-LEAST_FACTOR = 2.0**-8
-"""Smallest factor of a channel, beside 1 for the largest channel of the head."""
+LEAST_FACTOR = 2.0**-4
+"""Smallest factor of a channel, beside 1 for the largest channel of the head: one that rests in the text may move."""
 WAY_OUT = "set kv_cache_dtype to auto"
 
 
