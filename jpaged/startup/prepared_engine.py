@@ -124,7 +124,7 @@ def prepare_engine(
     live = LiveWeights(programs.weights, engine.mesh)
     encode = None if handle.tokenizer is None else handle.tokenizer.encode
     page_scales = engine.page_scales(sizes.step, encode, handle.checkpoint)
-    measures = {} if page_scales is None else page_scales.programs(programs.weights)
+    measures = {} if page_scales is None else page_scales.programs(programs.weights, programs.lower_program)
     # On a CPU XLA makes a matrix of codes floats before each product: one at a time.
     floats_bytes = converted_bytes(programs.weights.state) if device.platform == "cpu" else 0
     plan = CompilePlan(

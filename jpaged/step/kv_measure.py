@@ -22,6 +22,7 @@ from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales
 from .compile_plan import Key, Lower
+from .kept_programs import Program
 from .step import merged_model
 
 MEASURE_KEY = ("measure_kv",)
@@ -81,24 +82,23 @@ def measured_tokens(
     return parts.reshape(-1).astype(np.int32), positions.reshape(-1).astype(np.int32)
 
 
-def lower_measure(weights: Weights, layout: KVLayout, layers: tuple[AttentionLayer, ...], num_tokens: int) -> Lower:
-    """Return a function that lowers the program (weights, ids, positions) → ranges of keys and of values.
+def measure_program(weights: Weights, layout: KVLayout, layers: tuple[AttentionLayer, ...], num_tokens: int) -> Program:
+    """Return the program (weights, (), ids, positions) → ((), ranges), which has no state.
 
-    They are those of `RangeRecorder`.
-
-    The weights are a flat tuple of arrays, those of the abstract `weights`; ids and positions are int32 [num_tokens].
+    The ranges are the four arrays of `ChannelRanges`, of keys and of values: float32 [2, 4, L, K, H]. The weights are a
+    flat tuple of arrays, those of the abstract `weights`; ids and positions are int32 [num_tokens].
     """
     leaves, tree = jax.tree.flatten(weights.state)
 
-    def run(leaves: tuple[Array, ...], token_ids: Array, positions: Array) -> tuple[ChannelRanges, ChannelRanges]:
+    def run(leaves: tuple[Array, ...], state: tuple[()], token_ids: Array, positions: Array) -> tuple[tuple[()], Array]:
         inputs: ModelInputs = unpaged_inputs(token_ids, positions)
         recorder = RangeRecorder.new(layers, layout.num_kv_heads, layout.head_size)
         model: Any = merged_model(weights.graph, jax.tree.unflatten(tree, leaves))
         _, recorder = model(inputs, recorder)
-        return recorder.keys, recorder.values
+        return state, jnp.stack([jnp.stack(recorder.keys), jnp.stack(recorder.values)])
 
     tokens = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    return lambda: jax.jit(run).lower(tuple(leaves), tokens, tokens)
+    return Program("measure_kv", run, (tuple(leaves), (), tokens, tokens))
 
 
 class PageScales:
@@ -119,9 +119,10 @@ class PageScales:
         self.scales = stored
         """Scales as numpy arrays; None until they are measured."""
 
-    def programs(self, weights: Weights) -> dict[Key, Lower]:
-        """Return the program that measures, for abstract weights."""
-        return {MEASURE_KEY: lower_measure(weights, self._layout, self._layers, len(self._tokens[0]))}
+    def programs(self, weights: Weights, lower: Callable[[Program], jax.stages.Lowered]) -> dict[Key, Lower]:
+        """Return the program that measures, for abstract weights; `lower` may take a kept one."""
+        program = measure_program(weights, self._layout, self._layers, len(self._tokens[0]))
+        return {MEASURE_KEY: partial(lower, program)}
 
     def measure(self, leaves: tuple[Array, ...], program: Callable[..., Any]) -> None:
         """Run the model with these weights over the text, and keep the scales that follow from the ranges.
@@ -129,7 +130,8 @@ class PageScales:
         `program` is the executable of MEASURE_KEY. Raises ModelLoadError, and keeps the scales from before, if a key or
         a value is not finite.
         """
-        keys, values = program(leaves, *self._tokens)
+        _, ranges = program(leaves, (), *self._tokens)
+        keys, values = (ChannelRanges(*of_tensor) for of_tensor in np.asarray(ranges))
         self.scales = scales_of(keys, values, self._layers, self._layout.dtype)
 
     def placed(self, like: KVScales) -> KVScales:

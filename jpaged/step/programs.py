@@ -202,7 +202,7 @@ class Programs:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
-    def _lower(self, program: Program) -> jax.stages.Lowered:
+    def lower_program(self, program: Program) -> jax.stages.Lowered:
         """Lower a program of a step: the kept one, if programs are kept, else by a trace."""
         return program.lower() if self._kept is None else self._kept.lower(program)
 
@@ -219,7 +219,7 @@ class Programs:
 
         name = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
         arguments = tuple(leaves), self.state, self._shape((layout.size,), jnp.int32)
-        return self._lower(Program(name, run, arguments, self._compiler_options))
+        return self.lower_program(Program(name, run, arguments, self._compiler_options))
 
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         """Yield (name, function, abstract arguments) of one sample program, and of one decode program if there is any.
@@ -256,7 +256,7 @@ class Programs:
 
     def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
         """Lower the decode program of one mode for steps of one layout."""
-        return self._lower(self._decode_program(layout, mode))
+        return self.lower_program(self._decode_program(layout, mode))
 
     def _rules_of(self, mode: SampleMode) -> LogitRulesState | None:
         """Return the shapes of the logit rules for a program of that mode; None if it reads none."""
@@ -291,7 +291,7 @@ class Programs:
 
     def _lower_sample(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> jax.stages.Lowered:
         """Lower the sample program of one mode for this many rows."""
-        return self._lower(self._sample_program(num_rows, mode, is_masked=is_masked))
+        return self.lower_program(self._sample_program(num_rows, mode, is_masked=is_masked))
 
     def _lower_score(self, num_rows: int, kind: ScoreKind) -> jax.stages.Lowered:
         """Lower the program that scores this many given tokens: (logit weights, hidden, columns, asked) → scores.

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.startup import prepared_engine
-from jpaged.step import kept_programs, programs
+from jpaged.step import kept_programs, kv_measure, programs
 
 from ...models.weights.test_coded import kind_of, write_file
 from ...quick_compile import environment
@@ -47,6 +47,7 @@ def nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Monkey
     with monkeypatch.context() as patch:
         for name in ("forward", "sample_rows", "decode"):
             patch.setattr(programs, name, fail)
+        patch.setattr(kv_measure, "merged_model", fail)
         yield patch
 
 
@@ -72,6 +73,14 @@ def test_a_later_start_traces_nothing_and_computes_the_same(
     assert len(first) == len(KINDS) * len(PROMPTS)
     request.getfixturevalue("nothing_is_traced")
     assert results(start(tiny), KINDS) == first
+
+
+def test_the_program_that_measures_scales_of_pages_is_kept(
+    tiny: str, directory: Path, request: pytest.FixtureRequest
+) -> None:
+    first = results(start(tiny, kv_cache_dtype="int8"))
+    request.getfixturevalue("nothing_is_traced")
+    assert results(start(tiny, kv_cache_dtype="int8")) == first
 
 
 def test_an_engine_of_other_sizes_traces_its_own(tiny: str, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
