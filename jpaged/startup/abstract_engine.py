@@ -169,6 +169,10 @@ class AbstractEngine:
         if checkpoint is not None:
             heads = layout.num_kv_heads, layout.head_size
             stored = read_page_scales(checkpoint, spec.layers, *heads, layout.dtype.name)
+        source = "of the checkpoint" if stored is not None else "measured on the built-in text"
+        if stored is None and encode is None:
+            source = "measured on random token ids, since there is no tokenizer"
+        logger.info("pages of %s: their scales are %s", sizes.kv_cache_dtype, source)
         tokens = measured_tokens(encode, spec.vocab_size, spec.max_context_len)
         return PageScales(layout, spec.layers, tokens, stored)
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from ..checks import one_line
+from ..errors import ConfigError
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs, unpaged_inputs
 from ..models.kv_ranges import ChannelRanges, RangeRecorder, scales_of
@@ -120,9 +122,20 @@ class PageScales:
         """Scales as numpy arrays; None until they are measured."""
 
     def programs(self, weights: Weights, lower: Callable[[Program], jax.stages.Lowered]) -> dict[Key, Lower]:
-        """Return the program that measures, for abstract weights; `lower` may take a kept one."""
+        """Return the program that measures, for abstract weights; `lower` may take a kept one.
+
+        It raises ConfigError for a caller's own model that does not run without pages.
+        """
         program = measure_program(weights, self._layout, self._layers, len(self._tokens[0]))
-        return {MEASURE_KEY: partial(lower, program)}
+
+        def lowered() -> jax.stages.Lowered:
+            try:
+                return lower(program)
+            except Exception as error:  # A caller's model may raise anything.
+                fault = f"the model does not run over the text that sets scales of pages: {type(error).__name__}"
+                raise ConfigError(f"kv_cache_dtype: {fault}: {one_line(error)}; set it to auto") from error
+
+        return {MEASURE_KEY: lowered}
 
     def measure(self, leaves: tuple[Array, ...], program: Callable[..., Any]) -> None:
         """Run the model with these weights over the text, and keep the scales that follow from the ranges.
