@@ -91,8 +91,8 @@ def read_page_scales(
             raise ModelLoadError(f"{path}: {fault} that {STORED_MAX:g} times them is finite; correct it, or {WAY_OUT}")
         for index in (0, 1) if tensor == "kv" else ("kv".index(tensor),):
             copied = np.repeat(values, num_kv_heads // values.size)
-            # Heads that are padding have any scale.
-            scales[index, layer] = np.pad(copied, (0, num_kv_heads - copied.size), constant_values=values.max())
+            scales[index, layer] = np.max(values)  # Heads that are padding have any scale.
+            scales[index, layer, : copied.size] = copied
             names[index, layer] = name
     if not names:
         return None
