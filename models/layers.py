@@ -180,6 +180,7 @@ class Embedding(nnx.Module):
         make: WeightMaker,
         axis: str | None = "vocab",
         runs: tuple[Run, ...] | None = None,
+        stays_floats: bool = False,
     ) -> None:
         """Make the weight. `axis` is the logical axis of the vocabulary; None keeps the table whole on every device.
 
@@ -187,7 +188,7 @@ class Embedding(nnx.Module):
         a table as the matrix of that product, the weight is W [hidden_size, vocab_size], and so it is wherever
         `make.keeps_codes`; else it is a table [vocab_size, hidden_size]. `runs`, (first stored row, first row of the
         model, number of rows), say which of the `vocab_size` rows the model has; the others are zero padding. None
-        means that nothing is padded.
+        means that nothing is padded. `stays_floats` says that the table is never quantized.
         """
         axes, self.scales = (axis, "embed"), nnx.data(None)
         self.is_matrix = make.keeps_codes or (is_tied and make.ops.stores_tied_table_as_matrix)
@@ -195,7 +196,7 @@ class Embedding(nnx.Module):
             self.weight = make.matrix(hidden_size, vocab_size, axes, rows=((None, runs),))
         else:
             table = make.new((vocab_size, hidden_size), axes, None)
-            self.weight = nnx.Param(table, logical_axes=axes, rows=((None, runs),))
+            self.weight = nnx.Param(table, logical_axes=axes, rows=((None, runs),), stays_floats=stays_floats)
         self.stream_dtype = make.ops.stream_dtype(make.dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
 from ..models.weights.at_load import AT_LOAD, formats_at_load
 from ..models.weights.code_arrays import converted_bytes, has_group_scales
-from ..models.weights.coded import StoredFormats, coded_weights, stored_formats
+from ..models.weights.coded import StoredFormats, coded_weights, reasons_for_floats, stored_formats
 from ..models.weights.live_weights import LiveWeights
 from ..models.weights.loading import check_tensors, tensor_shapes
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
@@ -112,7 +112,8 @@ def prepare_engine(
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
     if config.quantization in AT_LOAD and not coded_weights(engine.weights(sizes.step.dtype).state):
-        fault = f"{shown(config.quantization)}, for which no matrix can be kept"
+        reasons = reasons_for_floats(engine.weights(sizes.step.dtype).state)
+        fault = ": ".join([f"{shown(config.quantization)}, for which no matrix can be kept", *reasons])
         allowed = "auto, none, or a model of jpaged's families whose rows are a multiple of 32 values"
         raise refusal("quantization", fault, allowed, error=ConfigError)
     if handle.checkpoint is not None:

@@ -62,8 +62,9 @@ class GPT2(Decoder):
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         super().__init__(config, make=make)
-        make = replace(make, keeps_codes=False)  # A table of positions is small, and is quantized nowhere.
-        self.positions = Embedding(config.max_context_len, config.hidden_size, is_tied=False, make=make, axis=None)
+        make = replace(make, keeps_codes=False)  # A table of positions is small.
+        size = config.max_context_len, config.hidden_size
+        self.positions = Embedding(*size, is_tied=False, make=make, axis=None, stays_floats=True)
 
     def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
         """Return the residual stream before the first layer: vectors of tokens plus vectors of positions."""

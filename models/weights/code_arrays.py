@@ -72,6 +72,8 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
         if not isinstance(weight, nnx.Variable) or len(weight.shape) != 2:
             continue
         metadata, pieces = weight.get_metadata(), recipes.pieces[*path, "weight"]
+        if metadata.get("stays_floats"):
+            continue
         is_table = "matrix" not in metadata
         axes = metadata["logical_axes"][::-1] if is_table else metadata["logical_axes"]
         num_in, num_out = weight.shape[::-1] if is_table else weight.shape

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -121,7 +122,7 @@ def refuse_floats(leaves: Iterable[Any]) -> None:
 
     These are the formats whose scales are sought by many tries, as the programs that write such files do it.
     """
-    formats = [code_format for code_format in _formats_of(leaves) if not code_format.takes_floats]
+    formats = [code_format for code_format in formats_of(leaves) if not code_format.takes_floats]
     if formats:
         names = ", ".join(dict.fromkeys(code_format.name for code_format in formats))
         fault = f"got arrays of floats for weights that are kept as codes of {names}"
@@ -132,29 +133,44 @@ def refuse_floats(leaves: Iterable[Any]) -> None:
 def check_given_codes(leaf: Any, given: Mapping[str, Any]) -> None:
     """Raise ModelLoadError if the codes of a weight, an array by its name, stand for a number that is not finite."""
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
-    is_bytes = (
-        "code_parts" in metadata and "held" not in metadata
-    )  # Codes and scales that are arrays are checked as such.
+    # Arrays of codes and of scales have been checked as other arrays are.
+    is_bytes = "code_parts" in metadata and "held" not in metadata
     for name, array in given.items() if is_bytes else ():
         if not metadata["ops"].are_codes_finite(np.asarray(array), metadata["matrix"][0], metadata["code_parts"]):
             raise ModelLoadError(f"params: {name} holds a scale or a code that is not finite; nothing was changed")
 
 
-def check_sizes(leaf: Any, given: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError if a number of the tensors that become codes is too large for their scales."""
-    for code_format in _formats_of([leaf]):
-        for name, array in given.items() if code_format.largest_number < FLOAT32_MAX else ():
-            if (largest := float(abs(array).max())) > code_format.largest_number:
-                fault = f"{name} holds {largest:.3g}, wanted at most {code_format.largest_number:.3g}"
-                reason = f"the largest number that {code_format.name} has a scale for"
-                raise ModelLoadError(f"params: {fault}, {reason}; nothing was changed: choose int8 or fp8")
+def check_sizes(arrays: Mapping[str, Any], formats: Mapping[str, CodeFormat]) -> None:
+    """Raise ModelLoadError if a number of a tensor that becomes codes is too large for a scale of its format."""
+    for name, code_format in formats.items():
+        if code_format.largest_number >= FLOAT32_MAX:
+            continue
+        array = arrays[name]
+        largest = float(max(array.max(), -array.min()) if isinstance(array, np.ndarray) else _largest(array))
+        if largest > code_format.largest_number:
+            fault = f"{name} holds {largest:.3g}, wanted at most {code_format.largest_number:.3g}"
+            reason = f"the largest number that {code_format.name} has a scale for"
+            raise ModelLoadError(f"params: {fault}, {reason}; nothing was changed: choose int8 or fp8")
+
+
+@jax.jit
+def _largest(array: jax.Array) -> jax.Array:
+    """Return the largest magnitude, without an array of magnitudes."""
+    return jnp.maximum(jnp.max(array), -jnp.min(array)).astype(jnp.float32)
 
 
 def are_mostly_floats(state: nnx.State) -> bool:
     """Return whether more bytes of the weights are floats than codes."""
     leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
-    coded = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if "code_parts" in leaf.get_metadata())
-    return 2 * coded < sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    coded = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves if "code_parts" in leaf.get_metadata())
+    return 2 * coded < sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def reasons_for_floats(state: nnx.State) -> list[str]:
+    """Return why matrices that could stay codes become floats on these devices, each reason once."""
+    variables = (leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
+    reasons = (variable.get_metadata().get("becomes_floats") for variable in variables)
+    return list(dict.fromkeys(filter(None, reasons)))
 
 
 def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
@@ -167,17 +183,16 @@ def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
         return None
     leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
     if not (kept_names := _names_of(leaves)):
-        return f"stored as {', '.join(stored_names)}, which become floats"
+        return "; ".join([f"stored as {', '.join(stored_names)}, which become floats", *reasons_for_floats(state)])
     total_bytes = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
     coded_leaves = [leaf for leaf in leaves if "code_parts" in leaf.get_metadata()]
     coded_bytes = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in coded_leaves)
     as_floats = f"{(total_bytes - coded_bytes) / 1e6:.3g} MB as floats"
-    reasons = dict.fromkeys(filter(None, (leaf.get_metadata().get("becomes_floats") for leaf in leaves)))
-    as_floats = "; ".join([as_floats, *reasons])
+    as_floats = "; ".join([as_floats, *reasons_for_floats(state)])
     return f"{coded_bytes / 1e6:.3g} MB are kept as codes of {', '.join(kept_names)}, {as_floats}"
 
 
-def _formats_of(leaves: Iterable[Any]) -> list[CodeFormat]:
+def formats_of(leaves: Iterable[Any]) -> list[CodeFormat]:
     """Return the formats of codes among some weights."""
     # A caller's own module may hold plain arrays, which have no metadata.
     variables = (leaf for leaf in leaves if isinstance(leaf, nnx.Variable))
@@ -186,7 +201,7 @@ def _formats_of(leaves: Iterable[Any]) -> list[CodeFormat]:
 
 
 def _names_of(leaves: Iterable[Any]) -> list[str]:
-    return list(dict.fromkeys(code_format.name for code_format in _formats_of(leaves)))
+    return list(dict.fromkeys(code_format.name for code_format in formats_of(leaves)))
 
 
 def read_coded(

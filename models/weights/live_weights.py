@@ -22,13 +22,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from ...pallas_kernels.code_formats import CodeFormat
 from ...sharding import replicated, reshard
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Path, Piece
-from .coded import check_given_codes, check_sizes, refuse_floats
+from .coded import check_given_codes, check_sizes, formats_of, refuse_floats
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, recipes_for, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
@@ -109,12 +110,14 @@ class LiveWeights:
         if wanted.layout is not TreeLayout.OWN:
             refuse_floats(self._leaves.values())
         checked = check_tree(arrays, wanted, [origin.names for origin in origins.values()])
+        largest = dict[str, CodeFormat]()
         for path, origin in origins.items():
-            given = {name: checked.arrays[name] for name in origin.names}
             if wanted.layout is TreeLayout.OWN:
-                check_given_codes(self._leaves[path], given)
-            else:
-                check_sizes(self._leaves[path], given)
+                check_given_codes(self._leaves[path], {name: checked.arrays[name] for name in origin.names})
+            for code_format in formats_of([self._leaves[path]]):
+                largest |= {name: code_format for name in origin.names}
+        if wanted.layout is not TreeLayout.OWN:
+            check_sizes(checked.arrays, largest)
         return checked, origins
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:

@@ -143,9 +143,10 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
     leaves = dict(nnx.to_flat_state(weights.state))
     parts: defaultdict[str, list[tuple[_Stored, Piece]]] = defaultdict(list)  # Tensor → what is in it.
     for path, pieces in recipes.pieces.items():
-        if "is_scales" in leaves[path].get_metadata():
+        metadata = leaves[path].get_metadata()
+        if "is_scales" in metadata:
             continue
-        stored = _Stored(leaves[path], leaves.get((*path[:-1], "scales")))
+        stored = _Stored(leaves[path], leaves[*path[:-1], "scales"] if "held" in metadata else None)
         for piece in pieces:
             parts[piece.tensor].append((stored, piece))
     tensors = {}

@@ -21,6 +21,7 @@ from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.dense import dense_logits
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.recipe import Piece
 from jpaged.models.weights.at_load import QuantizedCheckpoint, format_at_load, formats_at_load
 from jpaged.models.weights.code_arrays import FOUR_BITS, Target, held_codes, num_bytes, read_held
@@ -69,9 +70,10 @@ def logits_of(weights: Weights) -> np.ndarray:
         return np.asarray(run(weights.state))[..., :70]
 
 
-def model(directory: Path, *, is_tied: bool) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+def model(directory: Path, *, is_tied: bool, has_biases: bool = False) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
     """Return a model of floats: 128 inputs of most matrices, and 96 of one that 8 devices share in parts of 12."""
-    config, checkpoint = open_checkpoint(write_file(directory, kind=GGMLQuantizationType.F32, is_tied=is_tied))
+    path = write_file(directory, kind=GGMLQuantizationType.F32, is_tied=is_tied, has_biases=has_biases)
+    config, checkpoint = open_checkpoint(path)
     return config, {name: checkpoint.read(name, slice(None)) for name in checkpoint.names()}
 
 
@@ -164,7 +166,7 @@ def test_arrays_of_a_trainer_become_the_codes_that_loading_makes(tmp_path: Path,
 
 
 def test_a_saved_checkpoint_holds_the_decoded_values_in_the_dtype_of_the_run(tmp_path: Path) -> None:
-    config, tensors = model(tmp_path, is_tied=True)
+    config, tensors = model(tmp_path, is_tied=True, has_biases=True)
     for quantization in ("fp8", "int4"):
         weights = weights_of(config, QuantizedCheckpoint(TreeCheckpoint(tensors), quantization), dtype="bfloat16")
         save_checkpoint(weights, tmp_path / quantization, format="safetensors")
@@ -172,6 +174,17 @@ def test_a_saved_checkpoint_holds_the_decoded_values_in_the_dtype_of_the_run(tmp
         assert saved.keys() == tensors.keys()
         for name, values in numbers_of(tensors, quantization).items():
             np.testing.assert_array_equal(saved[name], values.astype(jnp.bfloat16), err_msg=name)
+
+
+def test_a_table_of_positions_stays_floats() -> None:
+    raw = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 96, "n_embd": 64, "n_layer": 1,
+        "n_head": 2, "n_positions": 64, "torch_dtype": "float32",
+    }  # fmt: skip
+    config, mesh = config_from_hf(raw, Path("config.json")), device_mesh(jax.devices()[:1])
+    formats = formats_at_load("int8", tensor_shapes(config, mesh))
+    state = dict(nnx.to_flat_state(abstract_weights(config, "float32", mesh, XLA_OPS, formats).state))
+    assert (state["positions", "weight"].dtype, state["embed", "weight"].dtype) == (jnp.float32, jnp.int8)
 
 
 def test_random_weights_are_quantized_and_take_as_many_bytes_as_said(tmp_path: Path) -> None:

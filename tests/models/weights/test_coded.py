@@ -50,8 +50,8 @@ def kind_of(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind]
 
 
-def write_file(directory: Path, *, is_tied: bool = False, kind: Any = kind_of) -> Path:
-    """Write a small model whose matrices are stored in several types, or all in one `kind`."""
+def write_file(directory: Path, *, is_tied: bool = False, kind: Any = kind_of, has_biases: bool = False) -> Path:
+    """Write a small model whose matrices are stored in several types, or all in one `kind`; with biases a Qwen2."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (70, 128), "model.norm.weight": (128,)}
     if not is_tied:
@@ -60,8 +60,14 @@ def write_file(directory: Path, *, is_tied: bool = False, kind: Any = kind_of) -
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in SHAPES.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{layer}.{name}.weight"] = (128,)
+        if has_biases:
+            of_qkv = (f"model.layers.{layer}.self_attn.{name}_proj" for name in "qkv")
+            shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in of_qkv}
     tensors = {name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
-    return convert_to_gguf(directory / "m.gguf", CONFIG | {"tie_word_embeddings": is_tied}, tensors, kind=kind)
+    config = CONFIG | {"tie_word_embeddings": is_tied}
+    if has_biases:
+        config["architectures"] = ["Qwen2ForCausalLM"]
+    return convert_to_gguf(directory / "m.gguf", config, tensors, kind=kind)
 
 
 def loaded(path: Path, dtype: str, *, keeps_codes: bool) -> Weights:
