@@ -46,12 +46,39 @@ class Checkpoint(Protocol):
         """Return the paths that tensors are read from: files, and folders whose files are all read."""
 
 
-class Subtree:
+class CheckpointView:
+    """The tensors of another checkpoint, unchanged; subclasses change what they say of them."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.path, self._checkpoint = checkpoint.path, checkpoint
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors, as in `Checkpoint`."""
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the tensor's dtype, as in `Checkpoint`."""
+        return self._checkpoint.dtype(name)
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return a block of the tensor, as in `Checkpoint`."""
+        return self._checkpoint.read(name, rows, columns)
+
+    def files(self) -> list[Path]:
+        """Return the files of the whole checkpoint."""
+        return self._checkpoint.files()
+
+
+class Subtree(CheckpointView):
     """The tensors of a checkpoint whose names begin with `prefix`, under their names without it."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str):
-        self.path = checkpoint.path
-        self._checkpoint, self._prefix = checkpoint, prefix
+        super().__init__(checkpoint)
+        self._prefix = prefix
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors of the subtree."""
@@ -59,20 +86,13 @@ class Subtree:
         return [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
-        return self._checkpoint.shape(self._prefix + name)
+        return super().shape(self._prefix + name)
 
     def dtype(self, name: str) -> str:
-        """Return the tensor's dtype, as in `Checkpoint`."""
-        return self._checkpoint.dtype(self._prefix + name)
+        return super().dtype(self._prefix + name)
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return a block of the tensor, as in `Checkpoint`."""
-        return self._checkpoint.read(self._prefix + name, rows, columns)
-
-    def files(self) -> list[Path]:
-        """Return the files of the whole checkpoint."""
-        return self._checkpoint.files()
+        return super().read(self._prefix + name, rows, columns)
 
 
 @dataclass(frozen=True)

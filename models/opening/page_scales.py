@@ -19,7 +19,7 @@ import numpy as np
 from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, kv_scales, largest_number
 from ..config.spec import AttentionLayer
 from ..errors import ModelLoadError
-from ..formats.checkpoint import WHOLE, Checkpoint
+from ..formats.checkpoint import Checkpoint, CheckpointView
 from ..kv_ranges import WAY_OUT
 
 _NAME = re.compile(
@@ -35,31 +35,12 @@ def is_page_scale(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-class WithoutPageScales:
+class WithoutPageScales(CheckpointView):
     """The tensors of a checkpoint but the scales of keys and values, which are no weights."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        self.path, self._checkpoint = checkpoint.path, checkpoint
 
     def names(self) -> Collection[str]:
         """Return the names of all other tensors."""
-        return [name for name in self._checkpoint.names() if not is_page_scale(name)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
-        return self._checkpoint.shape(name)
-
-    def dtype(self, name: str) -> str:
-        """Return the tensor's dtype, as in `Checkpoint`."""
-        return self._checkpoint.dtype(name)
-
-    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return a block of the tensor, as in `Checkpoint`."""
-        return self._checkpoint.read(name, rows, columns)
-
-    def files(self) -> list[Path]:
-        """Return the files of the whole checkpoint."""
-        return self._checkpoint.files()
+        return [name for name in super().names() if not is_page_scale(name)]
 
 
 def read_page_scales(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-
-import numpy as np
+from collections.abc import Callable, Mapping
 
 from ...pallas_kernels.code_formats import (
     CODE_FORMATS,
@@ -17,7 +14,7 @@ from ...pallas_kernels.code_formats import (
     quantize,
 )
 from ..errors import ModelLoadError
-from ..formats.checkpoint import WHOLE, Checkpoint
+from ..formats.checkpoint import Checkpoint, CheckpointView
 from ..recipe import read_finite
 from .coded import StoredFormats
 
@@ -42,33 +39,16 @@ def formats_at_load(quantization: str, shapes: Mapping[str, tuple[int, ...]]) ->
     return tuple((name, format_at_load(quantization, shape)) for name, shape in shapes.items())
 
 
-class QuantizedCheckpoint:
-    """A checkpoint of floats whose matrices are quantized as they are read; norms and biases stay floats."""
+class QuantizedCheckpoint(CheckpointView):
+    """A checkpoint of floats whose matrices are quantized as they are read; norms and biases stay floats.
+
+    `read` gives the floats, and `read_codes` the codes.
+    """
 
     def __init__(self, checkpoint: Checkpoint, quantization: str) -> None:
         """Quantize to one of AT_LOAD."""
-        self.path = checkpoint.path
-        self._checkpoint, self._quantization = checkpoint, quantization
-
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
-        return self._checkpoint.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
-        return self._checkpoint.shape(name)
-
-    def dtype(self, name: str) -> str:
-        """Return the tensor's dtype before it is quantized, as in `Checkpoint`."""
-        return self._checkpoint.dtype(name)
-
-    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
-        """Return a block of the tensor that is not quantized."""
-        return self._checkpoint.read(name, rows, columns)
-
-    def files(self) -> list[Path]:
-        """Return the files of the checkpoint."""
-        return self._checkpoint.files()
+        super().__init__(checkpoint)
+        self._quantization = quantization
 
     def code_format(self, name: str) -> CodeFormat | None:
         """Return the format of a matrix whose rows are whole groups; None for other tensors."""

@@ -77,8 +77,8 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
         is_table = "matrix" not in metadata
         axes = metadata["logical_axes"][::-1] if is_table else metadata["logical_axes"]
         num_in, num_out = weight.shape[::-1] if is_table else weight.shape
-        share = weight.sharding.shard_shape(weight.shape)[1 if is_table else 0]
-        held = held_codes(pieces, recipes.shapes, formats, share, target, is_table=is_table)
+        inputs_per_device = weight.sharding.shard_shape(weight.shape)[1 if is_table else 0]
+        held = held_codes(pieces, recipes.shapes, formats, inputs_per_device, target, is_table=is_table)
         if held is not None and (reason := _not_fused(held, target, is_table=is_table)):
             module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
             continue
@@ -115,15 +115,15 @@ def held_codes(
     pieces: Sequence[Piece],
     shapes: Mapping[str, tuple[int, ...]],
     formats: Mapping[str, CodeFormat | None],
-    share: int,
+    inputs_per_device: int,
     target: Target,
     *,
     is_table: bool,
 ) -> HeldCodes | None:
     """Return how a matrix of these pieces is kept as codes; None if it becomes floats.
 
-    `share` is the number of its inputs on a device. A scale of all inputs stays one. Other groups are cut so that each
-    lies on one device, in one piece and in one group of its tensor: 32 inputs that begin at a multiple of 72 share
+    A scale of all inputs stays one. Other groups are cut so that each lies on one device, which has
+    `inputs_per_device`, in one piece and in one group of its tensor: 32 inputs that begin at a multiple of 72 share
     their scales in groups of 8.
     """
     found = [formats.get(piece.tensor) for piece in pieces]
@@ -146,7 +146,7 @@ def held_codes(
     group, scale_dtype = None, "float32"
     if groups:
         edges = [edge for piece in pieces for edge in (*piece.source[1], *piece.target[1])]
-        group = math.gcd(share, *groups, *edges)
+        group = math.gcd(inputs_per_device, *groups, *edges)
         scale_dtype = _scale_dtype(kept, target)
     assert dtype is not None
     # A GPU's compiler reads codes of 4 bits along the inputs: in a loop it would copy a matrix of another layout.
