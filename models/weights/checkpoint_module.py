@@ -181,7 +181,7 @@ def _decoder(origin: ModuleOrigin, tensors: Mapping[str, Array]) -> Decoder:
     plan = _plan(origin)
     leaves = dict(nnx.to_flat_state(plan.live.abstract.state))
     made = {
-        path: leaves[path].replace(make_weight(weight.recipe, [tensors[name] for name in weight.names]))
+        path: leaves[path].replace(make_weight(weight.recipe, [tensors[name] for name in weight.names])[0])
         for path, weight in plan.origins.items()
     }
     decoder: Decoder = nnx.merge(plan.live.abstract.graph, nnx.from_flat_state(made))

@@ -235,34 +235,33 @@ def refuse_not_finite(checkpoint: Checkpoint, tensor: str, rows: slice, codes: C
         raise ModelLoadError(f"{checkpoint.path}: {fault}; fetch it again")
 
 
-def quantized_blocks(
-    pieces: Sequence[Piece], tensors: Sequence[jax.Array], held: HeldCodes, *, is_scales: bool
-) -> list[tuple[tuple[tuple[int, int], ...], jax.Array]]:
-    """Return the codes or scales of each piece, with their rows and columns in those of Wᵀ.
+Blocks = Mapping[tuple[tuple[int, int], ...], jax.Array]
+"""Parts of an array by their bounds: (start, stop) of each axis."""
+
+
+def quantized_blocks(pieces: Sequence[Piece], tensors: Sequence[jax.Array], held: HeldCodes) -> tuple[Blocks, Blocks]:
+    """Return the codes and the scales of all pieces, by their rows and columns among those of Wᵀ.
 
     A piece names its tensor, of floats, by an index into `tensors`; whole rows of it are quantized. Where all inputs of
     a row share a scale, pieces of the same rows give the same one, and it is returned once.
     """
-    blocks = dict[Any, jax.Array]()
+    codes_blocks, scales_blocks = dict[Any, jax.Array](), dict[Any, jax.Array]()
     for piece, code_format in zip(pieces, held.formats, strict=True):
         rows = tensors[int(piece.tensor)][slice(*piece.source[0])]
         codes = quantize(rows.astype(jnp.float32), code_format, jnp)
         columns, groups = _target_columns(piece, held.arrays)
-        if is_scales:
-            blocks[piece.target[0], groups] = _scales(codes, code_format, piece, held.arrays, jnp)
-        else:
-            blocks[piece.target[0], columns] = _codes(codes, code_format, piece, held.arrays)
-    return list(blocks.items())
+        codes_blocks[piece.target[0], columns] = _codes(codes, code_format, piece, held.arrays)
+        scales_blocks[piece.target[0], groups] = _scales(codes, code_format, piece, held.arrays, jnp)
+    return codes_blocks, scales_blocks
 
 
-def quantized_rows(rows: jax.Array, held: HeldCodes, *, is_scales: bool) -> jax.Array:
-    """Return float32 rows of Wᵀ, all of them and with any padding, as codes or scales, as rows too."""
+def quantized_rows(rows: jax.Array, held: HeldCodes) -> tuple[jax.Array, jax.Array]:
+    """Return float32 rows of Wᵀ, all of them and with any padding, as rows of codes and rows of scales."""
     _, num_in = rows.shape
     code_format = replace(held.formats[0], group=held.arrays.group or num_in)
     codes = quantize(rows, code_format, jnp)
-    if is_scales:
-        return group_scales(codes, code_format, held.arrays, num_in, jnp)
-    return code_numbers(codes, code_format, held.arrays.dtype)
+    scales = group_scales(codes, code_format, held.arrays, num_in, jnp)
+    return code_numbers(codes, code_format, held.arrays.dtype), scales
 
 
 def _target_columns(piece: Piece, arrays: CodeArrays) -> tuple[tuple[int, int], tuple[int, int]]:

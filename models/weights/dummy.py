@@ -97,8 +97,8 @@ def _maker_of_codes(
     """Return a jitted function from a random key to the codes or the scales of a matrix that is kept as both."""
 
     def make(key: jax.Array) -> jax.Array:
-        rows = quantized_rows(_random_numbers(key, shape), held, is_scales=is_scales)
-        return held.arrays.stored(rows, stored_shape)
+        codes, scales = quantized_rows(_random_numbers(key, shape), held)
+        return held.arrays.stored(scales if is_scales else codes, stored_shape)
 
     return jax.jit(make, out_shardings=sharding)
 

@@ -153,7 +153,7 @@ class LiveWeights:
     def make(
         self,
         checked: CheckedWeights,
-        program: Callable[[Key], Callable[..., jax.Array]],
+        program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]],
         *,
         take: Callable[[Path], jax.Array | None],
         copy: bool,
@@ -170,11 +170,13 @@ class LiveWeights:
         is_own = tree.layout is TreeLayout.OWN
         for path, origin in origins.items():
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
-            old = take(path)
+            paths = (path,) if recipe.scales is None else (path, _scales_path(path))
+            old_arrays = [old for old in map(take, paths) if old is not None]
+            is_in_place = len(old_arrays) == len(paths)
             sources = [_narrowed(tree.arrays[name]) for name in origin.names]
             first = sources[0]  # All tensors of one weight have the same dtype; `check` has seen to that.
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
-                if old is not None:
+                for old in old_arrays:
                     old.delete()  # No program takes the old array's memory, so it is freed here.
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
@@ -183,13 +185,20 @@ class LiveWeights:
             # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
             # arrays have the shape of their weight, and so its sharding.
             tensors = [reshard(source, leaf.sharding if is_own else self._whole) for source in sources]
-            key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
-            # A program takes the old weight first, if it reuses its memory, and the layer last, if tensors are stacked.
-            old_argument = [] if old is None else [old]
+            key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=is_in_place)
+            # A program takes old arrays first, if it reuses their memory, and the layer last, if tensors are stacked.
+            if not is_in_place:
+                for old in old_arrays:
+                    old.delete()
+                old_arrays = []
             layer_argument = [] if layer is None else [np.int32(layer)]
-            yield NewWeight(path, program(key)(*old_argument, tensors, *layer_argument), is_borrowed=False)
+            made = program(key)(*old_arrays, tensors, *layer_argument)
+            for new_path, array in zip(paths, made, strict=True):
+                yield NewWeight(new_path, array, is_borrowed=False)
 
-    def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
+    def weights(
+        self, checked: CheckedWeights, program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]]
+    ) -> Weights:
         """Return all weights, made of a checked tree whose arrays are copied, so that the tree stays usable."""
         made = {new.path: new.array for new in self.make(checked, program, take=lambda path: None, copy=True)}
         state = {path: with_value(leaf, made[path]) for path, leaf in self._leaves.items()}
@@ -241,27 +250,27 @@ class LiveWeights:
     ) -> jax.stages.Lowered:
         """Return the lowered program, not compiled yet, that makes a weight of tensors with this dtype and sharding.
 
-        The program takes the list of the tensors in `recipe`. If `num_stacked` is not None, the tensors are arrays [L,
-        …] of that many layers, and the program also takes the layer's index, as the last argument. With `is_in_place`
-        it also takes the old weight, as the first argument, and returns the new one in its memory. So with both the
-        arguments are (old weight, tensors, layer).
+        The program takes the list of the tensors in `recipe`, and returns the tuple of the weight's arrays. If
+        `num_stacked` is not None, the tensors are arrays [L, …] of that many layers, and the program also takes the
+        layer's index, as the last argument. With `is_in_place` it also takes the old arrays, as the first arguments,
+        and returns the new ones in their memory. So with both the arguments are (old arrays …, tensors, layer).
         """
         stack_shape = () if num_stacked is None else (num_stacked,)
         shapes = [
             jax.ShapeDtypeStruct((*stack_shape, *shape), dtype, sharding=tensor_sharding) for shape in recipe.tensors
         ]
         layer = [] if num_stacked is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
+        shardings, num_arrays = tuple(array.sharding for array in recipe.arrays), len(recipe.arrays)
         if not is_in_place:
-            return jax.jit(partial(make_weight, recipe), out_shardings=recipe.sharding).lower(shapes, *layer)
-        old = jax.ShapeDtypeStruct(recipe.shape, recipe.dtype, sharding=recipe.sharding)
-        # The old weight is never read. It is an argument so that its memory can be donated to the result.
+            return jax.jit(partial(make_weight, recipe), out_shardings=shardings).lower(shapes, *layer)
+        # The old arrays are never read. They are arguments so that their memory can be donated to the results.
         run = jax.jit(
-            lambda _, *tensors_and_layer: make_weight(recipe, *tensors_and_layer),
-            out_shardings=recipe.sharding,
-            donate_argnums=0,
+            lambda *arguments: make_weight(recipe, *arguments[num_arrays:]),
+            out_shardings=shardings,
+            donate_argnums=tuple(range(num_arrays)),
             keep_unused=True,
         )
-        return run.lower(old, shapes, *layer)
+        return run.lower(*recipe.arrays, shapes, *layer)
 
     def _is_in_place(self, array: Any) -> bool:
         """Return whether an array already lies whole on each device of the mesh, as programs expect."""
@@ -326,7 +335,7 @@ class LiveWeights:
 
         In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
         name without the layer's number is an array [L, …] of all layers, of which the weight takes its layer. Both have
-        the same recipe. Families have alternative names for some tensors: the names that are in `held` are used.
+        the same recipe. Scales that are made with their codes have no origin of their own. Families have alternative names for some tensors: the names that are in `held` are used.
         """
         config = self.abstract.config
         if config is None:
@@ -334,15 +343,22 @@ class LiveWeights:
         recipes = recipes_for(self.abstract, config, held)
         tensors, stacked = dict[Path, _Origin](), dict[Path, _Origin]()
         for path, pieces in recipes.pieces.items():
+            if "is_scales" in self._leaves[path].get_metadata():
+                continue  # They are made with the codes, of the same tensors.
             names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
             # Recipes name tensors by index and not by name, so that the layers of a model have equal recipes.
             numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
             shapes = tuple(recipes.shapes[name] for name in names)
-            recipe = recipe_of(self._leaves[path], shapes, numbered)
+            recipe = recipe_of(self._leaves[path], self._leaves.get(_scales_path(path)), shapes, numbered)
             layer = recipes.stacked[names[0]].layer  # All tensors of a weight belong to its layer.
             tensors[path] = _Origin(recipe, names)
             stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
+
+
+def _scales_path(path: Path) -> Path:
+    """Return where the scales of the codes at `path` are."""
+    return (*path[:-1], "scales")
 
 
 def _own_origin(path: Path, leaf: Any) -> _Origin:

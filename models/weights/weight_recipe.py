@@ -13,7 +13,7 @@ from jax import lax
 from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
 from ..recipe import Bounds, Piece
-from .code_arrays import HeldCodes, quantized_blocks
+from .code_arrays import Blocks, HeldCodes, quantized_blocks
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,15 @@ class WeightRecipe:
     """The formats of a matrix that is stored as bytes of codes, and the dtype that these are decoded to."""
     held: HeldCodes | None = None
     """How a matrix or table is kept as arrays of codes and scales; None for other weights."""
-    is_scales: bool = False
-    """Whether the weight is the scales of such a matrix."""
+    scales: jax.ShapeDtypeStruct | None = None
+    """Shape, dtype and sharding of the scales of such a matrix; `shape`, `dtype` and `sharding` are those of its codes.
+    """
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes, dtypes and shardings of the arrays that `make_weight` returns."""
+        first = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+        return (first,) if self.scales is None else (first, self.scales)
 
     @property
     def is_copy(self) -> bool:
@@ -49,22 +56,25 @@ class WeightRecipe:
         return self.matrix is None and self.held is None and pieces == [(whole, whole, False)]
 
 
-def recipe_of(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
+def recipe_of(leaf: Any, scales: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
     """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes.
 
-    `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer.
+    `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer. `scales` has
+    those of the scales that are made with it; it is None for a weight without any.
     """
     metadata = leaf.get_metadata()
     stored: dict[str, Any] = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
     if "held" in metadata:
-        stored |= {"held": metadata["held"], "is_scales": metadata.get("is_scales", False)}
+        stored |= {"held": metadata["held"], "scales": scales.get_value()}
     elif "code_parts" in metadata:
         stored["codes"] = metadata["code_parts"], metadata["decoded_dtype"]
     return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
 
 
-def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
-    """Return the weight that `tensors` make by `recipe`, in its dtype and as it is stored.
+def make_weight(
+    recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Return the arrays of the weight that `tensors` make by `recipe`, as they are stored: one, or codes and scales.
 
     A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
     `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
@@ -85,20 +95,22 @@ def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array
     weight = _assembled(shape, blocks, dtype)
     if recipe.codes is not None:
         assert recipe.ops is not None
-        return recipe.ops.store_codes(weight, *recipe.codes)
+        return (recipe.ops.store_codes(weight, *recipe.codes),)
     if recipe.ops is not None:
         weight = recipe.ops.store(weight.T)
     # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
-    return jnp.copy(weight)
+    return (jnp.copy(weight),)
 
 
-def _held_weight(recipe: WeightRecipe, held: HeldCodes, tensors: list[jax.Array]) -> jax.Array:
-    """Return the codes or the scales of a matrix that is kept as both: rows of tensors are quantized from float32."""
-    blocks = quantized_blocks(recipe.pieces, tensors, held, is_scales=recipe.is_scales)
-    rows = _assembled(
-        held.arrays.rows_shape(recipe.shape), [_Block(target, values) for target, values in blocks], recipe.dtype
-    )
-    return held.arrays.stored(rows, recipe.shape)
+def _held_weight(recipe: WeightRecipe, held: HeldCodes, tensors: list[jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the codes and the scales of a matrix that is kept as both: rows of tensors are quantized from float32."""
+
+    def stored(blocks: Blocks, array: jax.ShapeDtypeStruct) -> jax.Array:
+        parts = [_Block(target, values) for target, values in blocks.items()]
+        rows = _assembled(held.arrays.rows_shape(array.shape), parts, array.dtype)
+        return held.arrays.stored(rows, array.shape)
+
+    return tuple(map(stored, quantized_blocks(recipe.pieces, tensors, held), recipe.arrays))
 
 
 class _Block(NamedTuple):

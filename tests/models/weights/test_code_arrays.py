@@ -155,8 +155,11 @@ def test_arrays_of_a_trainer_become_the_codes_that_loading_makes(tmp_path: Path,
     live = LiveWeights(abstract_weights(config, "float32", mesh, XLA_OPS, formats), mesh)
     programs = live.programs()
     own = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(loaded.state)}
-    for tree in (tensors, own):
-        made = live.weights(live.check(tree), lambda key: programs[key]().compile())
+    num_modules = len({name.rpartition(".")[0] for name in own})
+    for tree, num_calls in ((tensors, num_modules), (own, len(own))):
+        keys = list[Any]()
+        made = live.weights(live.check(tree), lambda key, keys=keys: keys.append(key) or programs[key]().compile())
+        assert len(keys) == num_calls, "codes and scales of a matrix are made together"
         for (path, wanted), found in zip(nnx.to_flat_state(loaded.state), jax.tree.leaves(made.state), strict=True):
             np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted[...]), err_msg=str(path))
     name = "layers.0.mlp.down_proj.weight"
