@@ -16,7 +16,7 @@ from ...pallas_kernels.code_formats import (
 from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint, CheckpointView
 from ..recipe import read_finite
-from .coded import StoredFormats
+from .coded import FLOAT32_MAX, StoredFormats
 
 AT_LOAD: Mapping[str, Callable[[int], CodeFormat]] = {
     "int8": int8_format,
@@ -42,7 +42,7 @@ def formats_at_load(quantization: str, shapes: Mapping[str, tuple[int, ...]]) ->
 class QuantizedCheckpoint(CheckpointView):
     """A checkpoint of floats whose matrices are quantized as they are read; norms and biases stay floats.
 
-    `read` gives the floats, and `read_codes` the codes.
+    `read` gives the floats, `read_codes` and `read_quantized` the codes.
     """
 
     def __init__(self, checkpoint: Checkpoint, quantization: str) -> None:
@@ -55,11 +55,16 @@ class QuantizedCheckpoint(CheckpointView):
         return format_at_load(self._quantization, self._checkpoint.shape(name))
 
     def read_codes(self, name: str, rows: slice) -> Codes:
-        """Return rows of a matrix, quantized. Raises ModelLoadError for a NaN, an infinity, or too large a number."""
+        """Return rows of a matrix, quantized to its `code_format`; see `read_quantized` for errors."""
         code_format = self.code_format(name)
         assert code_format is not None
+        return self.read_quantized(name, rows, code_format)
+
+    def read_quantized(self, name: str, rows: slice, code_format: CodeFormat) -> Codes:
+        """Return rows of a matrix, quantized. Raises ModelLoadError for a NaN, an infinity, or too large a number."""
         codes = quantize(read_finite(self._checkpoint, name, rows), code_format)
-        if not are_finite(codes, code_format):
+        # Codes of finite numbers are finite, unless a scale is too large.
+        if code_format.largest_number < FLOAT32_MAX and not are_finite(codes, code_format):
             limit = f"±{code_format.largest_number:.3g}, the largest that {self._quantization} has a scale for"
             raise ModelLoadError(f"{self.path}: tensor {name} holds a number beyond {limit}: choose int8 or fp8")
         return codes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_fin
 from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
 from ...sharding import sharding_of
 from ..errors import ModelLoadError
-from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
 
 FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"
@@ -41,7 +40,7 @@ class HeldCodes:
 
     arrays: CodeArrays
     formats: tuple[CodeFormat, ...]
-    """The format of the tensor of each piece of the matrix's recipe, in order."""
+    """The format of the tensor of each piece of the matrix's recipe, in order, as `with_held_scales` returns it."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,17 @@ def held_codes(
     assert dtype is not None
     # A GPU's compiler reads codes of 4 bits along the inputs: in a loop it would copy a matrix of another layout.
     by_rows = is_table or (dtype == "int4" and target.platform == "gpu")
-    return HeldCodes(CodeArrays(dtype, group, scale_dtype, by_rows), tuple(kept))
+    arrays = CodeArrays(dtype, group, scale_dtype, by_rows)
+    return HeldCodes(arrays, tuple(with_held_scales(code_format, arrays) for code_format in kept))
+
+
+def with_held_scales(code_format: CodeFormat, arrays: CodeArrays) -> CodeFormat:
+    """Return the format of a tensor, with scales of bfloat16 if `arrays` hold them so and floats are quantized to it.
+
+    Codes of floats are then the nearest ones for the scales that are held.
+    """
+    is_rounded = arrays.scale_dtype == "bfloat16" and code_format.takes_floats
+    return replace(code_format, scale="bfloat16") if is_rounded else code_format
 
 
 def _not_fused(held: HeldCodes, target: Target, *, is_table: bool) -> str | None:
@@ -219,20 +228,34 @@ def read_held(
         rows_at_once = max(1, max_values // checkpoint.shape(piece.tensor)[1])
         for row in range(start, stop, rows_at_once):
             rows = slice(row, min(row + rows_at_once, stop))
-            codes = checkpoint.read_codes(piece.tensor, rows)
-            refuse_not_finite(checkpoint, piece.tensor, rows, codes, code_format)
+            codes = read_finite_codes(checkpoint, piece.tensor, rows, code_format)
             target = slice(rows.start + shift, rows.stop + shift)
             columns, groups = (slice(*bounds) for bounds in _target_columns(piece, held.arrays))
             code_rows[target, columns] = _codes(codes, code_format, piece, held.arrays)
             scale_rows[target, groups] = _scales(codes, code_format, piece, held.arrays, np)
 
 
-def refuse_not_finite(checkpoint: Checkpoint, tensor: str, rows: slice, codes: Codes, code_format: CodeFormat) -> None:
-    """Raise ModelLoadError, which names the tensor and its rows, if numbers or scales are not finite."""
+@runtime_checkable
+class QuantizingCheckpoint(Protocol):
+    """A checkpoint of floats that are quantized as they are read."""
+
+    def read_quantized(self, name: str, rows: slice, code_format: CodeFormat) -> Codes:
+        """Return rows of a matrix, quantized; raise ModelLoadError for numbers that the format cannot hold."""
+
+
+def read_finite_codes(checkpoint: Any, tensor: str, rows: slice, code_format: CodeFormat) -> Codes:
+    """Return rows of a tensor as codes: as a checkpoint stores them, or quantized to `code_format`.
+
+    Raises ModelLoadError, which names the tensor and its rows, if numbers or scales are not finite.
+    """
+    if isinstance(checkpoint, QuantizingCheckpoint):
+        return checkpoint.read_quantized(tensor, rows, code_format)
+    codes: Codes = checkpoint.read_codes(tensor, rows)
     if not are_finite(codes, code_format):
         where = f"rows {rows.start} to {rows.stop - 1}"
         fault = f"tensor {tensor} holds a NaN or an infinity, or a scale that is one, in {where}"
         raise ModelLoadError(f"{checkpoint.path}: {fault}; fetch it again")
+    return codes
 
 
 Blocks = Mapping[tuple[tuple[int, int], ...], jax.Array]

@@ -15,7 +15,7 @@ from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
-from .code_arrays import HeldCodes, num_bytes, refuse_not_finite
+from .code_arrays import HeldCodes, num_bytes, read_finite_codes, with_held_scales
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -107,7 +107,8 @@ def check_codes(leaves: Mapping[Any, Any], recipes: Recipes, checkpoint: Checkpo
         metadata, pieces = leaf.get_metadata(), recipes.pieces[path]
         held: HeldCodes | None = metadata.get("held")
         if held is not None:
-            is_same = tuple(formats.get(piece.tensor) for piece in pieces) == held.formats
+            found = (formats.get(piece.tensor) for piece in pieces)
+            is_same = held.formats == tuple(each and with_held_scales(each, held.arrays) for each in found)
         else:
             wanted = metadata.get("code_parts")
             is_same = wanted is None or _code_parts(pieces, recipes.shapes, formats, metadata) == wanted
@@ -221,8 +222,7 @@ def read_coded(
         assert code_format is not None
         for row in range(start, stop, rows_at_once):
             rows = slice(row, min(row + rows_at_once, stop))
-            codes = checkpoint.read_codes(piece.tensor, rows)
-            refuse_not_finite(checkpoint, piece.tensor, rows, codes, code_format)
+            codes = read_finite_codes(checkpoint, piece.tensor, rows, code_format)
             packed = metadata["ops"].packed_codes(codes, code_format, metadata["decoded_dtype"]).reshape(-1)
             out[num_written : num_written + len(packed)] = packed
             num_written += len(packed)

@@ -335,7 +335,8 @@ class LiveWeights:
 
         In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
         name without the layer's number is an array [L, …] of all layers, of which the weight takes its layer. Both have
-        the same recipe. Scales that are made with their codes have no origin of their own. Families have alternative names for some tensors: the names that are in `held` are used.
+        the same recipe. Scales that are made with their codes have no origin of their own. Families have alternative
+        names for some tensors: the names that are in `held` are used.
         """
         config = self.abstract.config
         if config is None:
