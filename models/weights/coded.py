@@ -189,8 +189,23 @@ def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
     coded_leaves = [leaf for leaf in leaves if "code_parts" in leaf.get_metadata()]
     coded_bytes = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in coded_leaves)
     as_floats = f"{(total_bytes - coded_bytes) / 1e6:.3g} MB as floats"
-    as_floats = "; ".join([as_floats, *reasons_for_floats(state)])
+    as_floats = "; ".join([as_floats, *_widened(leaves), *reasons_for_floats(state)])
     return f"{coded_bytes / 1e6:.3g} MB are kept as codes of {', '.join(kept_names)}, {as_floats}"
+
+
+def _widened(leaves: Iterable[Any]) -> list[str]:
+    """Return a clause for each dtype in whose arrays codes take more bits than they are stored in."""
+    names = dict[tuple[str, int], dict[str, None]]()
+    for leaf in leaves:
+        held: HeldCodes | None = leaf.get_metadata().get("held")
+        for code_format in () if held is None else held.formats:
+            dtype = held.arrays.dtype
+            if num_bytes((2,), jnp.dtype(dtype)) * 4 > code_format.bits:
+                names.setdefault((dtype, code_format.bits), {})[code_format.name] = None
+    return [
+        f"codes of {', '.join(each)} are held as {dtype}, 8 bits each and not {bits}"
+        for (dtype, bits), each in names.items()
+    ]
 
 
 def formats_of(leaves: Iterable[Any]) -> list[CodeFormat]:

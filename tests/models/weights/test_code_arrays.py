@@ -23,6 +23,7 @@ from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.recipe import Piece
+from jpaged.models.weights import code_arrays
 from jpaged.models.weights.at_load import QuantizedCheckpoint, format_at_load, formats_at_load
 from jpaged.models.weights.code_arrays import FOUR_BITS, Target, held_codes, num_bytes, read_held
 from jpaged.models.weights.coded import codes_note, stored_formats
@@ -381,3 +382,22 @@ def test_the_log_names_what_is_kept_and_what_becomes_floats(tmp_path: Path) -> N
     assert note is not None
     assert "kept as codes of Q8_0, Q4_0, Q5_0," in note
     assert "as floats" in note
+    assert "codes of Q5_0 are held as int8, 8 bits each and not 5" in note
+
+
+@pytest.mark.parametrize(("name", "kind"), [("awq", "AWQ-4/32"), ("int4", "int4/32")])
+def test_the_log_says_that_codes_of_4_bits_are_held_in_8(
+    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with zeros always are, others before JAX 0.11."""
+    config, checkpoint = open_checkpoint(write_model(tmp_path, name))
+    clauses = []
+    for dtype in ("int4", "int8"):
+        monkeypatch.setattr(code_arrays, "FOUR_BITS", dtype)
+        abstract_weights.cache_clear()
+        formats = stored_formats(checkpoint)
+        abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]), XLA_OPS, formats)
+        clauses.append((codes_note(abstract.state, formats) or "").split("; ")[1:])
+    abstract_weights.cache_clear()
+    held = f"codes of {kind} are held as int8, 8 bits each and not 4"
+    assert clauses == [[held] if name == "awq" else [], [held]]
