@@ -25,6 +25,7 @@ from ..models.inputs import CALL_WANTED, ModelInputs
 from ..models.opening.page_scales import read_page_scales
 from ..models.own_model import OwnModel
 from ..models.traces import computes_outputs, constant_output, draws_random_numbers, num_attention_calls
+from ..models.weights.code_arrays import converted_bytes
 from ..models.weights.coded import StoredFormats
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
@@ -37,18 +38,19 @@ from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS, sharding_of
 from ..step.compile_plan import Key
 from ..step.jax_settings import trace_settings
-from ..step.kv_measure import PageScales, measured_tokens
+from ..step.kv_measure import MEASURE_KEY, NUM_PARTS, PART_TOKENS, PageScales, measured_tokens
 from ..step.programs import ProgramOptions, Programs, cache_arrays
 from ..step.step import merged_model, trial
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention.choice import attention_shape, block_size_of
 from .sizing.layer_groups import LayerGroups, group_layers
+from .sizing.step_memory import measured_bytes
 
 logger = logging.getLogger("jpaged")
 
-STEP_PROGRAMS = ("forward", "forward_decodes", "sample", "decode")
-"""First parts of the keys of programs that compute a step."""
+STEP_PROGRAMS = ("forward", "forward_decodes", "sample", "decode", *MEASURE_KEY)
+"""First parts of the keys of programs that compute a step, or measure the scales of pages."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ class AbstractEngine:
     def weights_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights on a chip."""
         return self.weights(dtype).chip_bytes
+
+    def converted_bytes(self, dtype: str) -> int:
+        """Return the bytes of the largest matrix of codes on a chip that a program makes floats, one at a time.
+
+        XLA does so on a CPU, before each product.
+        """
+        return converted_bytes(self.weights(dtype).state) if self.platform == "cpu" else 0
+
+    def measure_bytes(self, dtype: str, kv_dtype: str) -> int:
+        """Return the bytes that measuring the scales of pages takes beside weights; 0 for pages without scales."""
+        if not is_quantized(jnp.dtype(kv_dtype)):
+            return 0
+        itemsize = 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
+        return measured_bytes(self.model.spec_on_chip(self.num_chips), itemsize, NUM_PARTS * PART_TOKENS)
 
     def builder(self, sizes: StepSizes) -> StepInputBuilder:
         """Return the builder of step inputs for an engine of these sizes and the buckets of its platform.
@@ -292,8 +308,8 @@ class StepMemoryCheck:
     def __call__(self, key: Key, compiled: jax.stages.Compiled) -> None:
         """Warn if this program takes more memory than is kept for a step, since running it may exhaust the device.
 
-        Only the first such program is reported, because all have the same remedy. Programs that compute no step are not
-        compared: their keys are no tuples, or do not begin with one of STEP_PROGRAMS. A compile plan calls this for
+        Only the first such program is reported, because all have the same remedy. Other programs are not compared:
+        their keys are no tuples, or do not begin with one of STEP_PROGRAMS. A compile plan calls this for
         each executable that it has compiled.
         """
         if not isinstance(key, tuple) or key[0] not in STEP_PROGRAMS or self.has_warned:

@@ -17,7 +17,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
 from ..models.weights.at_load import AT_LOAD, formats_at_load
-from ..models.weights.code_arrays import converted_bytes, has_group_scales
+from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import StoredFormats, coded_weights, reasons_for_floats, stored_formats
 from ..models.weights.live_weights import LiveWeights
 from ..models.weights.loading import check_tensors, tensor_shapes
@@ -126,13 +126,11 @@ def prepare_engine(
     encode = None if handle.tokenizer is None else handle.tokenizer.encode
     page_scales = engine.page_scales(sizes.step, encode, handle.checkpoint)
     measures = {} if page_scales is None else page_scales.programs(programs.weights, programs.lower_program)
-    # On a CPU XLA makes a matrix of codes floats before each product: one at a time.
-    floats_bytes = converted_bytes(programs.weights.state) if device.platform == "cpu" else 0
     plan = CompilePlan(
         programs.lower,
         occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked, **measures},
         num_compilers=_num_compilers(device.platform),
-        on_compiled=StepMemoryCheck(sizes.memory.program_bytes + floats_bytes),
+        on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     if page_scales is not None and page_scales.scales is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ...checks import refusal
 from ...config.engine_config import MAX_STEP_TOKENS, EngineConfig
@@ -20,6 +19,7 @@ from ...models.config.spec import ModelSpec
 from ...scheduling.buckets import deterministic_tokens
 from ...step.step_sizes import StepSizes
 from .layer_groups import group_layers
+from .memory_costs import MemoryCosts
 from .step_memory import estimated_program_bytes, state_bytes
 
 GIB = 1 << 30
@@ -89,23 +89,6 @@ class EngineSizes:
     memory: MemoryPlan
     notes: tuple[str, ...] = ()
     """One line for each default that was lowered, with the reason; shown as warnings."""
-
-
-class MemoryCosts(Protocol):
-    """The memory that an engine's parts would take, known before anything is allocated."""
-
-    def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
-        """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
-
-    def page_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Return the bytes of one page on a chip, in all layers of the largest page-table group together."""
-
-    def weights_bytes(self, dtype: str) -> int:
-        """Return the bytes of the weights on a chip."""
-
-    @property
-    def num_chips(self) -> int:
-        """Return the number of devices that the model is spread over."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +280,9 @@ def _pool(
     # A CPU computes in float32 whatever the weights are.
     itemsize = 4 if free.is_cpu or sizes.dtype == "float32" else 2
     step_limits = itemsize, sizes.max_num_batched_tokens, sizes.max_num_seqs
-    program_bytes = estimated_program_bytes(model, *step_limits)
+    measure_bytes = costs.measure_bytes(sizes.dtype, sizes.kv_cache_dtype)
+    program_bytes = max(estimated_program_bytes(model, *step_limits), measure_bytes)
+    program_bytes += costs.converted_bytes(sizes.dtype)
     step_bytes = program_bytes + state_bytes(model, *step_limits)
     # The shortest sequence has one page in each page-table group. "- 1" stands for the null page, here and below.
     min_pages, max_pages = arithmetic.num_groups, MAX_SLOTS // sizes.block_size - 1

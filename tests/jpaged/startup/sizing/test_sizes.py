@@ -30,6 +30,8 @@ def sized(
     model=None,
     block_size_of=None,
     num_chips=1,
+    converted=0,
+    measured=0,
     **options,
 ):
     """Return the sizes of an engine; `context` is the model's, `weights` are a chip's bytes of float32."""
@@ -41,6 +43,8 @@ def sized(
             block_size=block_size_of or (lambda asked, dtype, num_seqs, max_len: asked or 64),
             page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),
             weights_bytes=lambda dtype: weights // (1 if dtype == "float32" else 2),
+            converted_bytes=lambda dtype: converted,
+            measure_bytes=lambda dtype, kv_dtype: 0 if kv_dtype == dtype else measured,
             num_chips=num_chips,
         ),
         FreeMemory(platform, free_bytes, free_bytes if host_free_bytes is None else host_free_bytes),
@@ -71,6 +75,13 @@ def test_the_defaults_of_an_accelerator():
     assert sized("gpu", free_bytes=80 * GIB, model={"torch_dtype": "float16"}).step.dtype == "bfloat16"
     assert sized("gpu", free_bytes=80 * GIB, model={"torch_dtype": "float32"}).step.dtype == "float32"
     assert sized("cpu", model={"torch_dtype": "bfloat16"}, dtype="bfloat16").step.dtype == "bfloat16"
+
+
+def test_a_step_has_room_for_a_matrix_that_becomes_floats_and_for_measuring_scales_of_pages():
+    plain, pages = sized().memory, {"kv_cache_dtype": "int8"}
+    assert sized(converted=7).memory.step_bytes == plain.step_bytes + 7
+    assert sized(measured=10 * GIB, free_bytes=32 * GIB, **pages).memory.program_bytes == 10 * GIB
+    assert sized(measured=1, **pages).memory.program_bytes == plain.program_bytes
 
 
 def with_room(room=None, **options):
