@@ -86,7 +86,8 @@ class GGUFFile:
         chunk_rows = max(1, DEQUANTIZE_CHUNK_LEN // row_len)
         for start in range(0, len(stored), chunk_rows):
             chunk = stored[start : start + chunk_rows]
-            values[start : start + chunk_rows] = dequantize(chunk.reshape(1, -1), kind).reshape(-1, row_len)
+            with np.errstate(invalid="ignore", over="ignore"):  # The loader refuses values that are not finite.
+                values[start : start + chunk_rows] = dequantize(chunk.reshape(1, -1), kind).reshape(-1, row_len)
         return values
 
     def stored_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
@@ -285,9 +286,9 @@ def _make_tensor(path: Path, data: mmap.mmap, name: str, shape: tuple[int, ...],
         quantization = GGMLQuantizationType(kind)
         block_size, block_bytes = GGML_QUANT_SIZES[quantization]
     except (ValueError, KeyError) as error:
-        raise ModelLoadError(f"{path}: tensor {name!r} is stored in type {kind}, which is unknown") from error
+        fault = f"tensor {name!r} is stored in type {kind}, which the gguf package does not know"
+        raise ModelLoadError(f"{path}: {fault}: take a file of another quantization, or fetch it again") from error
     if shape[-1] % block_size:
-        raise ModelLoadError(
-            f"{path}: rows of {name!r} have {shape[-1]} values, {quantization.name} needs a multiple of {block_size}"
-        )
+        fault = f"rows of {name!r} have {shape[-1]} values, {quantization.name} needs a multiple of {block_size}"
+        raise ModelLoadError(f"{path}: {fault}: fetch it again")
     return GGUFTensor(name, shape, quantization.name, offset, shape[-1] // block_size * block_bytes, data)

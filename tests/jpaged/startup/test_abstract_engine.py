@@ -36,7 +36,8 @@ def test_pages_are_as_large_as_a_chips_own_heads_and_must_fit_into_its_vmem():
 
 def test_a_matrix_of_codes_that_becomes_floats_on_a_cpu_fits_the_plan():
     """XLA makes a matrix floats before each product. The scales of pages are measured by dense attention."""
-    shape = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 16384}
+    shape = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 16384}
+    shape["num_attention_heads"] = 8
     config = config_from_hf({**LLAMA2_7B, **shape}, Path("config.json"))
     mesh, rules = device_mesh(jax.devices()[:1]), LogitRulesSpec(config.vocab_size)
     formats = formats_at_load("int8", tensor_shapes(config, mesh))
