@@ -1,7 +1,7 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
     python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
-        [--pages N] [--quantization int8|fp8|int4 [--decodes-only]]
+        [--pages N] [--quantization FORMAT [--tied] [--decodes-only]]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
@@ -9,9 +9,10 @@ with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; steps 
 there is one number of pages, and for a TPU alone only the forward programs. `xla`: attention in plain XLA. `--config`
 names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds;
 `page_bytes` are then those of a page on a chip for all layers. `--pages`: so many pages per chip. `--quantization`:
-matrices are codes, of a model with 7e10 parameters on several devices. `converted` are then the arrays of another dtype
-that are as large as one of them, and `true_bytes` are what a program's arguments should take. `--decodes-only`: of all
-programs only that of a step of decoding rows.
+matrices are codes, as int8, fp8 and int4 make them of floats, or as files of Q8_0, AWQ and fp8 blocks hold them, of a
+model with 7e10 parameters on several devices. `converted` are then the arrays of another dtype that are as large as one
+of them, and `true_bytes` are what a program's arguments should take. `--tied`: the embedding table makes the logits.
+`--decodes-only`: of all programs only that of a step of decoding rows.
 """
 
 import argparse
@@ -41,6 +42,8 @@ NUM_PAGES = 128, 256
 """Pages per chip: as many as a v6e holds beside the weights, so that one layer's pages do not fit into its VMEM."""
 MIN_TOKENS = 4
 """Tokens of the step whose products are counted; activations are then small beside the weights."""
+STORED = "Q8_0", "AWQ", "fp8_blocks"
+"""Formats of quantized files whose groups of inputs share a scale."""
 VOCAB_TILE = 512
 """A TPU pads the vocabulary to a multiple of this many entries before it searches it."""
 VMEM_KIB = 128 << 10
@@ -112,17 +115,18 @@ def converted(hlo, state):
 def true_bytes(programs, kind):
     """Return the bytes of the weights and of the state that a program of this kind takes, on one chip.
 
-    The model has a head of its own, without which the forward programs do, and which is all that a sampler needs.
+    A sampler needs the head alone, which may be the embedding. The forward programs do without a head of its own.
     """
     from flax import nnx
     from jax import tree
 
     weights = [(path[0], _bytes(leaf)) for path, leaf in nnx.to_flat_state(programs.weights.state)]
-    head = sum(size for module, size in weights if module == "head")
+    is_tied = programs.weights.config.tie_word_embeddings
+    head = sum(size for module, size in weights if module == ("embed" if is_tied else "head"))
     if kind == "sample":
         return head + _bytes(programs.state.hidden) + _bytes(programs.state.last_tokens)
     total = sum(size for _, size in weights) + sum(map(_bytes, tree.leaves(programs.state)))
-    return total if kind == "decode" else total - head
+    return total if kind == "decode" or is_tied else total - head
 
 
 def misaligned(hlo):
@@ -257,6 +261,22 @@ def _count_text(dims):
     return _count(int(size) for size in dims.split(",") if size)
 
 
+def formats_of(quantization, shapes):
+    """Return the formats of tensors with these shapes: as floats are quantized, or as a quantized file stores them."""
+    from jpaged.models.weights.at_load import formats_at_load
+    from jpaged.pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, float8_format
+
+    if quantization not in STORED:
+        return formats_at_load(quantization, shapes)
+    stored = {"Q8_0": CODE_FORMATS["Q8_0"], "AWQ": CodeFormat("AWQ", 4, 128, has_zeros=True)}
+    code_format = stored.get(quantization, float8_format(128))
+    # Other files than GGUF have embedding and head as floats.
+    is_coded = {
+        name: len(shape) == 2 and (quantization == "Q8_0" or "layers" in name) for name, shape in shapes.items()
+    }
+    return tuple((name, code_format if is_coded[name] else None) for name in shapes)
+
+
 def cut(config, num_layers):
     """Return a public model's config with so many layers: one kind after the other, where it has several."""
     from jpaged.models.opening.reading import config_from_hf
@@ -283,7 +303,8 @@ def main() -> None:
     parser.add_argument("backend", choices=["xla"], nargs="?")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--pages", type=int, nargs="+", default=NUM_PAGES)
-    parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
+    parser.add_argument("--quantization", choices=["int8", "fp8", "int4", *STORED])
+    parser.add_argument("--tied", action="store_true")
     parser.add_argument("--decodes-only", action="store_true")
     args = parser.parse_args()
     target, num_devices, dtype = args.target, args.num_devices, args.dtype
@@ -292,7 +313,6 @@ def main() -> None:
     import jax
 
     from jpaged.models.opening.reading import config_from_hf
-    from jpaged.models.weights.at_load import formats_at_load
     from jpaged.models.weights.code_arrays import has_group_scales
     from jpaged.models.weights.loading import tensor_shapes
     from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
@@ -307,6 +327,7 @@ def main() -> None:
 
     large = LLAMA_70B if args.quantization and num_devices > 1 else LLAMA_8B
     shape = dict(SMALL if target == "cpu" else large)
+    shape |= {"tie_word_embeddings": True} if args.tied else {}
     if args.config:
         shape = cut(json.loads(args.config.read_text())["config"], args.num_layers)
     elif args.num_layers:
@@ -326,7 +347,7 @@ def main() -> None:
     on_chip = model.spec_on_chip(num_devices)
     found["kept"] = estimated_program_bytes(on_chip, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
-    formats = formats_at_load(args.quantization, tensor_shapes(model, mesh)) if args.quantization else ()
+    formats = formats_of(args.quantization, tensor_shapes(model, mesh)) if args.quantization else ()
     settings = SampleSettings(max_logprobs=20)
     engine = AbstractEngine(model, mesh, backend, rules_spec, settings, num_decode_steps=16, formats=formats)
     is_cut = args.num_layers is not None

@@ -180,18 +180,22 @@ CODED = [
         for chip in (("h100", 1), ("h100", 8), ("v6e", 1), ("v6e", 8))
         for quantization in ("int8", "fp8", "int4")
     ),
+    pytest.param(("h100", 1), "Q8_0", "--tied", marks=pytest.mark.slow),
+    pytest.param(("v6e", 1), "AWQ", None, marks=pytest.mark.slow),
+    pytest.param(("h100", 1), "fp8_blocks", None, marks=pytest.mark.slow),
+    pytest.param(("v6e", 1), "int8", "--tied", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("chip", "quantization", "limit"), CODED, ids=str)
-def test_codes_become_numbers_within_the_products_that_read_them(chip, quantization, limit):
+@pytest.mark.parametrize(("chip", "quantization", "option"), CODED, ids=str)
+def test_codes_become_numbers_within_the_products_that_read_them(chip, quantization, option):
     """A layer of Llama-3 8B, of 70B on 8 devices: nothing as large as a matrix is made of its codes in another dtype.
 
     Arguments take the bytes of codes and scales, as the plan of memory counts them. Collectives are those of a step of
     floats, and one for the scales of the embeddings.
     """
-    limits = [limit] if limit else []
-    options = "bfloat16", "1", "--pages", "100", "--quantization", quantization, *limits
+    more = [option] if option else []
+    options = "bfloat16", "1", "--pages", "100", "--quantization", quantization, *more
     steps = output_of("compile_step.py", *map(str, chip), *options)
     for name, (found,) in steps["steps"].items():
         assert found["converted"] == [], name
