@@ -198,8 +198,10 @@ def _widened(leaves: Iterable[Any]) -> list[str]:
     names = dict[tuple[str, int], dict[str, None]]()
     for leaf in leaves:
         held: HeldCodes | None = leaf.get_metadata().get("held")
-        for code_format in () if held is None else held.formats:
-            dtype = held.arrays.dtype
+        if held is None:
+            continue
+        dtype = held.arrays.dtype
+        for code_format in held.formats:
             if num_bytes((2,), jnp.dtype(dtype)) * 4 > code_format.bits:
                 names.setdefault((dtype, code_format.bits), {})[code_format.name] = None
     return [
