@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, UInt8
 
-RUN = 32
+RUN_LEN = 32
 """Numbers along a row that are decoded together: rows have a multiple of it, and groups divide it or are multiples."""
 SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -57,7 +57,7 @@ class CodeFormat:
     bits: int
     """Bits of a code: 4, 5, 6 or 8."""
     group: int
-    """Numbers along a row that share a scale: a part of RUN, or a multiple of it, such as all of a row."""
+    """Numbers along a row that share a scale: a part of RUN_LEN, or a multiple of it, such as all of a row."""
     zero: int = 0
     """The code of 0, where there are neither minima nor zeros."""
     has_minima: bool = False
@@ -81,12 +81,12 @@ class CodeFormat:
     @property
     def block(self) -> int:
         """Return the numbers of the smallest part of a row that is stored on its own."""
-        return self.super_group or max(self.group, RUN)
+        return self.super_group or max(self.group, RUN_LEN)
 
     @property
-    def run(self) -> int:
+    def run_len(self) -> int:
         """Return how many numbers in a row are decoded with one scale at once."""
-        return min(self.group, RUN)
+        return min(self.group, RUN_LEN)
 
     @property
     def scale_dtype(self) -> np.dtype[Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...pallas_kernels.code_formats import RUN, CodeFormat, Codes, decode
+from ...pallas_kernels.code_formats import RUN_LEN, CodeFormat, Codes, decode
 from .checkpoint import WHOLE, block_of
 from .tensor_files import TensorFiles
 
@@ -51,8 +51,8 @@ class QuantizedMatrix(ABC):
     def code_format(self) -> CodeFormat | None:
         """Return the format that rows can be kept in; None if they can only be made floats."""
         group, (_, width) = self.stored_format.group, self.shape
-        fits_run = group in GROUPS_OF_RUN or group % RUN == 0
-        is_whole = width % RUN == 0 and width % group == 0
+        fits_run = group in GROUPS_OF_RUN or group % RUN_LEN == 0
+        is_whole = width % RUN_LEN == 0 and width % group == 0
         return self.stored_format if fits_run and is_whole and self.order is None else None
 
     def read_codes(self, rows: slice) -> Codes:

@@ -86,20 +86,20 @@ class LiveWeights:
         recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
-    def check(self, tree: Any, held: Mapping[str, Any] = MappingProxyType({})) -> CheckedWeights:
+    def check(self, tree: Any, present: Mapping[str, Any] = MappingProxyType({})) -> CheckedWeights:
         """Return the checked arrays of `tree` that become the weights, and the origin of each weight among them.
 
         `tree` is a nested or flat mapping of names to arrays, or a whole training state that holds one. There are three
         layouts: a checkpoint's names with one array per layer, such names with one array [L, …] for all layers, and the
         engine's own paths. The tree is checked against the layout that has the most names in common with it. An origin
         has the weight's recipe and the names of its arrays. Running statistics of a caller's own module may be in a
-        subtree of their own; those that the tree lacks stay as in `held`, the present weights by their names. Raises
+        subtree of their own; those that the tree lacks stay as in `present`, the weights so far by their names. Raises
         ModelLoadError, which lists every fault.
         """
         leaves = named_leaves(tree)
         arrays = self._own_part(leaves)
         if missing := self._statistics - arrays.keys():
-            arrays |= {name: held[name] for name in missing if name in held} | elsewhere(missing, leaves)
+            arrays |= {name: present[name] for name in missing if name in present} | elsewhere(missing, leaves)
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
         # the tree fits no layout.
         origins_of = {**self.checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
@@ -330,18 +330,18 @@ class LiveWeights:
         }
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes, codes)
 
-    def checkpoint_origins(self, held: Collection[str]) -> dict[TreeLayout, Origins]:
+    def checkpoint_origins(self, names_in_tree: Collection[str]) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees under checkpoint names, for TENSORS and STACKED; {} without a config.
 
         In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
         name without the layer's number is an array [L, …] of all layers, of which the weight takes its layer. Both have
         the same recipe. Scales that are made with their codes have no origin of their own. Families have alternative
-        names for some tensors: the names that are in `held` are used.
+        names for some tensors: those in `names_in_tree` are used.
         """
         config = self.abstract.config
         if config is None:
             return {}
-        recipes = recipes_for(self.abstract, config, held)
+        recipes = recipes_for(self.abstract, config, names_in_tree)
         tensors, stacked = dict[Path, _Origin](), dict[Path, _Origin]()
         for path, pieces in recipes.pieces.items():
             if "is_scales" in self._leaves[path].get_metadata():

@@ -257,10 +257,10 @@ def _load_all(
         yield from readers.map(load, small_paths)
 
 
-def recipes_for(abstract: Weights, config: DecoderConfig, held: Collection[str]) -> Recipes:
-    """Return how the weights are made of the tensors of a checkpoint; `held` are the names of the tensors in it."""
+def recipes_for(abstract: Weights, config: DecoderConfig, stored_names: Collection[str]) -> Recipes:
+    """Return how the weights are made of the tensors of a checkpoint, which has `stored_names`."""
     model = model_class(config.architecture)
-    stored_name = model.naming(held, is_tied=config.may_store_one_matrix)
+    stored_name = model.naming(stored_names, is_tied=config.may_store_one_matrix)
     return make_recipes(abstract.state, model.sources(config), stored_name)
 
 

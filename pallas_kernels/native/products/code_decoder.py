@@ -91,7 +91,7 @@ class Decoder:
         block 1. With blocks and groups of 128, it is the second quarter of the only group of block 2.
         """
         code, build, format_ = self.code, self.code.build, self.format
-        steps_per_block, runs_per_step = format_.block // DEPTH, DEPTH // format_.run
+        steps_per_block, runs_per_step = format_.block // DEPTH, DEPTH // format_.run_len
         step_bytes = -(-self.layout.num_bytes // steps_per_block)
         value_bytes = 2 if self.vectors.in_pairs else 4
 
@@ -106,9 +106,9 @@ class Decoder:
             super_scales = self._super_scales(block)
             for run_in_step in range(runs_per_step):
                 run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(run_in_step))
-                run_bytes = format_.run * PANEL * value_bytes
+                run_bytes = format_.run_len * PANEL * value_bytes
                 run_numbers = build.gep(step_numbers, [I64(run_in_step * run_bytes)])
-                self._store_run(run_numbers, self.run(block, run, super_scales))
+                self._store_run(run_numbers, self._prepare_run(block, run, super_scales))
 
         code.loop(steps.begin, steps.end, decode_step)
 
@@ -121,7 +121,7 @@ class Decoder:
                 chunk = self.code.build.add(index, I64(offset))
                 self._store(begin, self.code.build.mul(chunk, I64(PANEL)), numbers_of(chunk, offset))
 
-        self.code.loop(0, self.format.run, store_chunks, step=CHUNKS_TOGETHER)
+        self.code.loop(0, self.format.run_len, store_chunks, step=CHUNKS_TOGETHER)
 
     def words(self, panel: ir.Value, run: ir.Value, ahead: ir.Value) -> Callable[[ir.Value], list[ir.Value]]:
         """Emit what the numbers of run `run` of a panel share; return what emits the vectors of one of its words.
@@ -130,13 +130,13 @@ class Decoder:
         the panel `ahead` are prefetched as the run has.
         """
         code, build, format_ = self.code, self.code.build, self.format
-        runs_per_block = format_.block // format_.run
+        runs_per_block = format_.block // format_.run_len
         run_bytes = -(-self.layout.num_bytes // runs_per_block)
         block_offset = build.mul(build.udiv(run, I64(runs_per_block)), I64(self.layout.num_bytes))
         run_in_block = build.urem(run, I64(runs_per_block))
         block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
         code.prefetch(block_ahead, build.mul(run_in_block, I64(run_bytes)), I8, run_bytes)
-        numbers_of = self.run(block, run_in_block, self._super_scales(block))
+        numbers_of = self._prepare_run(block, run_in_block, self._super_scales(block))
 
         def words_of(word: ir.Value) -> list[ir.Value]:
             if not self.vectors.in_pairs:
@@ -160,7 +160,7 @@ class Decoder:
         function = declare(code.build.module, name, both, *(each.type for each in numbers))
         return code.build.call(function, numbers[::-1])  # The second operand fills the lower half.
 
-    def run(
+    def _prepare_run(
         self, block: ir.Value, run: ir.Value, super_scales: list[list[ir.Value]] | None
     ) -> Callable[[ir.Value, int], list[ir.Value]]:
         """Emit what the numbers of run `run` of a block share; return what emits the numbers of one of its chunks.
@@ -169,7 +169,7 @@ class Decoder:
         returns two vectors of float32. Scales, and what is added or taken away, stay in registers for all 32 columns.
         """
         code, build, format_ = self.code, self.code.build, self.format
-        group = build.udiv(run, I64(format_.group // format_.run))
+        group = build.udiv(run, I64(format_.group // format_.run_len))
         scales = self._scales(block, group, super_scales)
         factors, zeros, added = scales[0], list[ir.Value](), list[ir.Value]()
         if format_.has_minima:
@@ -185,7 +185,7 @@ class Decoder:
             factors = [build.fmul(each, constant(each.type, format_.float16_bits.factor)) for each in factors]
         if self.vectors.in_pairs:  # A chunk of 32 codes has two of each of 16 columns.
             factors, zeros, added = (self._doubled(each) for each in (factors, zeros, added))
-        first_chunk = build.mul(run, I64(format_.run))
+        first_chunk = build.mul(run, I64(format_.run_len))
 
         def numbers_of(chunk: ir.Value, half_of_pair: int) -> list[ir.Value]:
             first_vector = 2 * half_of_pair if self.vectors.in_pairs else 0

@@ -153,7 +153,7 @@ class CodedMultiplier:
         def multiply(code_format: CodeFormat) -> None:
             assert panel.ahead is not None
             decoder = Decoder(code, block_layout(code_format), self.vectors)
-            source = WordSource(code_format.run, partial(decoder.words, panel.begin, ahead=panel.ahead))
+            source = WordSource(code_format.run_len, partial(decoder.words, panel.begin, ahead=panel.ahead))
             self.decoded.multiply(code, rows, panel._replace(words=source), batch, block, sums)
 
         self._by_format(code, panel, multiply)
