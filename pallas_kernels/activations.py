@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Gate = Callable[[Float[Array, "T F"], Float[Array, "T F"]], Float[Array, "T F"]]
 Activation = Callable[[Float[Array, "T F"]], Float[Array, "T F"]]
+
+
+SWIGLU_LIMIT = 7.0
+"""Bound of what `clamped_swiglu` takes."""
 
 
 def _gelu(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
@@ -47,3 +52,16 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "sigmoid": jax.nn.sigmoid,
 }
 """Name in config.json → activation."""
+
+
+def _clamped_swiglu(gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """Return gate × σ(1.702 gate) × (up + 1), with gate at most 7 and up from −7 to 7, as GPT-OSS computes it.
+
+    Source: OpenAI 2025, arXiv:2508.10925.
+    """
+    gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return _quick_gelu(gate) * (up + 1)
+
+
+GATES: Mapping[str, Gate] = {"clamped_swiglu": _clamped_swiglu}
+"""Name → function of gates and what they gate, of those that are no activation(gate) × other."""

@@ -8,19 +8,22 @@ that go with it (`Backend.layer_ops`); models call them without knowing how a ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, GATES
 from .code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
+from .grouped import Routing, expert_of_rows, grouped_product, sorted_choices, weighted_sum
 from .rotation import Rotation
 from .scaled_matrix import ScaledMatrix, scaled_columns, scaled_product
 
@@ -70,7 +73,8 @@ class Product:
     activation: str | None = None
     """Name of the activation of the results; of the gates alone if `is_gated`."""
     is_gated: bool = False
-    """The two `parts` are gates and what they gate: the results are activation(gate) × other."""
+    """The two `parts` are gates and what they gate: the results are activation(gate) × other, or those of one of
+    `activations.GATES`."""
     heads: Heads | None = None
     """What becomes of heads in the results, which are not added to the stream."""
     adds_to_stream: bool = False
@@ -79,6 +83,22 @@ class Product:
     """The norm of results that are added to the stream."""
     scale: float = 1.0
     """Factor of results that are added to the stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertProducts:
+    """The MLPs of E experts as two products, whose weights and biases hold all experts; `num_out` is that of one."""
+
+    gate_up: Product
+    """Reads the rows, through its norm if there is one. Weight [E, D, 2 F], bias [E, 2 F]."""
+    down: Product
+    """The weighted sum of its results is added to the stream. Weight [E, F, D], bias [E, D]."""
+    num_experts: int
+    """E, with experts that pad it to a multiple of the devices, which are never chosen."""
+    mesh_axis: str | None = None
+    """The axis of the mesh over which weights are spread; None on one device."""
+    is_spread_by_expert: bool = False
+    """Whether each device has whole experts; else it has its share of F of each."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +166,14 @@ class LayerOps:
         assert isinstance(weight, Array), "bytes of codes are read by native code alone"
         return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
+    def expert_columns(self, num_out: int) -> int:
+        """Return how many columns the matrices of experts with `num_out` columns are padded to."""
+        return num_out
+
+    def experts_shape(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
+        """Return the shape of the array that stores the matrices W [num_in, num_out] of experts."""
+        return num_experts, num_in, num_out
+
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         """Return the columns `ids` of a stored matrix W [num_in, O] as rows."""
         if isinstance(weight, ScaledMatrix):
@@ -198,13 +226,7 @@ class LayerOps:
             out = self.product(normed, each.weight, each.num_out)
             if each.bias is not None:
                 out = out + each.bias.astype(jnp.float32)[None, :]
-            results = split_parts(out.astype(rows.dtype), each.parts, each.num_shards)
-            if each.activation is not None:
-                num_activated = 1 if each.is_gated else len(results)
-                results[:num_activated] = map(ACTIVATIONS[each.activation], results[:num_activated])
-            if each.is_gated:
-                gate, gated = results
-                results = [gate * gated]
+            results = _activated(split_parts(out.astype(rows.dtype), each.parts, each.num_shards), each)
             if each.heads is not None:
                 results = self.finish_heads(results, each.heads)
             if each.adds_to_stream:
@@ -214,6 +236,30 @@ class LayerOps:
                 stream = stream + scaled(normed, each.scale)
                 results = [stream]
         return results
+
+    def add_experts(
+        self,
+        rows: Float[Array, "T D"],
+        routing: Routing,
+        experts: ExpertProducts,
+        stream: Float[Array, "T D"],
+    ) -> Float[Array, "T D"]:
+        """Return the stream plus the weighted sum of what each row's experts make of it.
+
+        On a mesh each device computes its own experts, or its share of each, and the sums are added up once.
+        """
+        gate_up, down = experts.gate_up, experts.down
+        normed = rows if gate_up.norm is None else self.norm(rows, gate_up.norm)
+        if experts.mesh_axis is None:
+            total = _sum_of_experts(normed, routing, experts)
+        else:
+            total = _sum_over_devices(normed, routing, experts, experts.mesh_axis)
+        if down.bias is not None:
+            total = total + _sum_of_biases(down.bias, routing)
+        added = total.astype(stream.dtype)
+        if down.norm_behind is not None:
+            added = self.norm(added, down.norm_behind)
+        return stream + scaled(added, down.scale)
 
     def finish_heads(self, parts: Sequence[Float[Array, "R P"]], heads: Heads) -> list[Float[Array, "R P"]]:
         """Return the parts of a product, with each head of the first ones normed and rotated."""
@@ -247,6 +293,77 @@ def split_parts(out: Float[Array, "R O"], parts: Sequence[int], num_shards: int)
     # Blocks [R, devices, columns of a device] are cut at `ends`, and the devices' shares of a part are joined.
     blocks = out.reshape(out.shape[0], num_shards, -1)
     return [part.reshape(out.shape[0], -1) for part in jnp.split(blocks, ends, axis=-1)]
+
+
+def _activated(results: list[Float[Array, "R P"]], product: Product) -> list[Float[Array, "R P"]]:
+    """Return the parts of a product after its activation and its gate."""
+    if product.activation in GATES:
+        gate, gated = results
+        return [GATES[product.activation](gate, gated)]
+    if product.activation is not None:
+        num_activated = 1 if product.is_gated else len(results)
+        results[:num_activated] = map(ACTIVATIONS[product.activation], results[:num_activated])
+    if product.is_gated:
+        gate, gated = results
+        return [gate * gated]
+    return results
+
+
+def _sum_of_experts(rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts) -> Float[Array, "T D"]:
+    """Return the weighted sum of what each row's experts make of it, in float32, without the bias of `down`."""
+    gate_up, down = experts.gate_up, experts.down
+    choices = sorted_choices(routing.experts, experts.num_experts)
+    assert not isinstance(gate_up.weight, CodedMatrix) and not isinstance(down.weight, CodedMatrix)
+    out = grouped_product(rows[choices.rows], gate_up.weight, choices.sizes)
+    if gate_up.bias is not None:
+        out = out + gate_up.bias.astype(jnp.float32)[expert_of_rows(choices.sizes, out.shape[0])]
+    (inner,) = _activated(split_parts(out.astype(rows.dtype), gate_up.parts, gate_up.num_shards), gate_up)
+    return weighted_sum(grouped_product(inner, down.weight, choices.sizes), choices, routing)
+
+
+def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array, "T D"]:
+    """Return the weighted sum of the biases of each row's experts, in float32."""
+    is_there = routing.experts < biases.shape[0]
+    weights = jnp.where(is_there, routing.weights, 0)
+    return jnp.einsum("tk,tkd->td", weights, biases.astype(jnp.float32)[jnp.minimum(routing.experts, len(biases) - 1)])
+
+
+def _sum_over_devices(
+    rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts, axis: str
+) -> Float[Array, "T D"]:
+    """Return what `_sum_of_experts` returns, where the devices along a mesh's axis have shares of the weights."""
+    num_devices = jax.sharding.get_abstract_mesh().shape[axis]
+    num_here = experts.num_experts // num_devices if experts.is_spread_by_expert else experts.num_experts
+    here = replace(experts, num_experts=num_here)
+    if not experts.is_spread_by_expert:
+        parts = tuple(size // num_devices for size in experts.gate_up.parts)
+        here = replace(here, gate_up=replace(experts.gate_up, parts=parts, num_shards=1))
+    arrays = experts.gate_up.weight, experts.gate_up.bias, experts.down.weight
+
+    def sum_here(rows: Array, routing: Routing, gate_up: Any, bias: Array | None, down: Any) -> Array:
+        local = replace(
+            here,
+            gate_up=replace(here.gate_up, weight=gate_up, bias=bias, norm=None),
+            down=replace(here.down, weight=down, bias=None, norm_behind=None),
+        )
+        if experts.is_spread_by_expert:
+            numbers = routing.experts - lax.axis_index(axis) * num_here
+            is_here = (numbers >= 0) & (numbers < num_here)
+            routing = replace(routing, experts=jnp.where(is_here, numbers, num_here))
+        return lax.psum(_sum_of_experts(rows, routing, local), axis)
+
+    def spec_of(array: Array, spread_axis: int) -> PartitionSpec:
+        return PartitionSpec(*(axis if index == spread_axis else None for index in range(array.ndim)))
+
+    # The last axis of a weight [E, D, 2 F] and of its bias is F's; of a weight [E, F, D] it is the second one.
+    gate_up_spec, bias_spec, down_spec = (
+        jax.tree.map(lambda array, of=of: spec_of(array, 0 if experts.is_spread_by_expert else of(array)), tree)
+        for tree, of in zip(arrays, (lambda a: a.ndim - 1, lambda a: a.ndim - 1, lambda a: 1), strict=True)
+    )
+    whole = PartitionSpec()
+    specs = whole, whole, gate_up_spec, bias_spec, down_spec
+    summed = jax.shard_map(sum_here, in_specs=specs, out_specs=whole, check_vma=False)
+    return summed(rows, routing, *arrays)
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:

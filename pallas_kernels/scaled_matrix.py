@@ -8,7 +8,7 @@ for the groups lets compilers fuse that into the product, which a reshape betwee
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,6 +106,10 @@ class ScaledMatrix:
     by_rows: bool
     dtype: str
     """float32 or bfloat16: the dtype of decoded columns."""
+
+    def of_expert(self, expert: Int[Array, ""]) -> ScaledMatrix:
+        """Return the matrix of one of E experts, which the first axis of both arrays counts."""
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert])
 
 
 def scaled_product(x: Float[Array, "R K"], matrix: ScaledMatrix) -> Float[Array, "R N"]:

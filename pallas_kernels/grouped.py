@@ -1,0 +1,142 @@
+"""Products of rows that choose their matrix: each of T rows is multiplied by k of E matrices, its experts.
+
+Rows are sorted by expert first, so that work and memory traffic follow the T × k choices, and never E: no row is
+multiplied by a matrix that it has not chosen, and no matrix is read that no row has chosen. Source: Shazeer et al. 2017,
+arXiv:1701.06538.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .scaled_matrix import ScaledMatrix, scaled_product
+
+MIN_TILE, MAX_TILE = 8, 256
+"""Rows of one expert that are multiplied together, where a product goes over tiles of rows."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["experts", "weights"], meta_fields=[])
+@dataclass(frozen=True)
+class Routing:
+    """The experts that each of T rows has chosen: k for each row, in the order in which their results are added."""
+
+    experts: Int[Array, "T k"]
+    """int32, from 0 on. E, the number of all experts, stands for none, whose result is not added."""
+    weights: Float[Array, "T k"]
+    """Factors of the results, float32."""
+
+
+class SortedChoices(NamedTuple):
+    """The C = T × k choices of T rows, sorted by expert; those of one expert are in the order of the rows.
+
+    Choices of no expert lie behind all others.
+    """
+
+    rows: Int[Array, " C"]
+    """The row of each choice."""
+    places: Int[Array, "T k"]
+    """Where each choice lies among the sorted ones."""
+    sizes: Int[Array, " E"]
+    """Choices of each expert."""
+
+
+def sorted_choices(experts: Int[Array, "T k"], num_experts: int) -> SortedChoices:
+    """Return the choices of rows sorted by expert; `num_experts` stands for none."""
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
+    sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    return SortedChoices(order // experts.shape[1], places.reshape(experts.shape), sizes)
+
+
+def expert_of_rows(sizes: Int[Array, " E"], num_rows: int) -> Int[Array, " C"]:
+    """Return the expert of each of `num_rows` sorted rows, `sizes` for each expert; that of rows behind is the last."""
+    ends = jnp.cumsum(sizes)
+    found = jnp.searchsorted(ends, jnp.arange(num_rows, dtype=ends.dtype), side="right")
+    return jnp.minimum(found, sizes.shape[0] - 1).astype(jnp.int32)
+
+
+def grouped_product(
+    rows: Float[Array, "C K"], weight: Float[Array, "E K N"] | ScaledMatrix, sizes: Int[Array, " E"]
+) -> Float[Array, "C N"]:
+    """Return the product of each row with its expert's matrix, in float32, accumulated in float32.
+
+    The first `sizes[0]` rows belong to expert 0, the next `sizes[1]` to expert 1, and so on. The results of rows behind
+    the last expert's may be anything, and are not read by callers.
+    """
+    if isinstance(weight, ScaledMatrix):
+        return _product_by_tiles(rows, weight, sizes)
+    return lax.platform_dependent(rows, weight, sizes, tpu=_ragged_dot, default=_product_by_tiles)
+
+
+def _ragged_dot(
+    rows: Float[Array, "C K"], weight: Float[Array, "E K N"], sizes: Int[Array, " E"]
+) -> Float[Array, "C N"]:
+    return lax.ragged_dot(rows, weight, sizes, preferred_element_type=jnp.float32)
+
+
+def tile_rows(num_rows: int, num_experts: int) -> int:
+    """Return the rows of a tile: a power of two near the rows of an expert, if all experts have equally many."""
+    rows_of_expert = -(-num_rows // num_experts)
+    return min(MAX_TILE, max(MIN_TILE, 1 << (rows_of_expert - 1).bit_length()))
+
+
+def _product_by_tiles(
+    rows: Float[Array, "C K"], weight: Float[Array, "E K N"] | ScaledMatrix, sizes: Int[Array, " E"]
+) -> Float[Array, "C N"]:
+    """Return what `grouped_product` returns, by a loop over tiles of rows, each with a slice of one expert's matrix.
+
+    The number of tiles is static, the most that C rows can need: a GPU's host would have to read another one in each
+    iteration. A tile may reach into the rows of the next expert, whose tiles come later and write over its results.
+    Tiles that are not needed multiply zeros, by the matrix of the last one that was.
+    """
+    (num_rows, _), num_experts = rows.shape, sizes.shape[0]
+    tile = tile_rows(num_rows, num_experts)
+    num_tiles = min(num_rows, -(-num_rows // tile) + num_experts - 1)
+    tile_ends = jnp.cumsum(-(-sizes // tile))
+    first_rows, first_tiles = jnp.cumsum(sizes) - sizes, jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
+    numbers = jnp.arange(num_tiles, dtype=tile_ends.dtype)
+    is_needed = numbers < tile_ends[-1]
+    needed = jnp.minimum(numbers, jnp.maximum(tile_ends[-1] - 1, 0))
+    experts = jnp.minimum(jnp.searchsorted(tile_ends, needed, side="right"), num_experts - 1)
+    starts = jnp.where(is_needed, first_rows[experts] + (numbers - first_tiles[experts]) * tile, num_rows)
+    padded = jnp.pad(rows, ((0, tile), (0, 0)))
+
+    def multiply_tile(index: Int[Array, ""], out: Float[Array, "M N"]) -> Float[Array, "M N"]:
+        start = starts[index]
+        results = _product_of_expert(lax.dynamic_slice_in_dim(padded, start, tile), weight, experts[index])
+        return lax.dynamic_update_slice_in_dim(out, results, start, 0)
+
+    num_out = jax.eval_shape(_product_of_expert, rows, weight, experts[0]).shape[1]
+    out = lax.fori_loop(0, num_tiles, multiply_tile, jnp.zeros((num_rows + tile, num_out), jnp.float32))
+    return out[:num_rows]
+
+
+def _product_of_expert(
+    rows: Float[Array, "C K"], weight: Float[Array, "E K N"] | ScaledMatrix, expert: Int[Array, ""]
+) -> Float[Array, "C N"]:
+    """Return rows · W of one expert, in float32."""
+    if isinstance(weight, ScaledMatrix):
+        return scaled_product(rows, weight.of_expert(expert))
+    matrix = lax.dynamic_index_in_dim(weight, expert, keepdims=False)
+    return jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
+
+
+def weighted_sum(results: Float[Array, "C N"], choices: SortedChoices, routing: Routing) -> Float[Array, "T N"]:
+    """Return the sum of each row's results times their weights, in the order of its choices.
+
+    `results` are those of the sorted choices; those of no expert are left out.
+    """
+    is_there = routing.experts < choices.sizes.shape[0]
+    total = jnp.zeros((routing.experts.shape[0], results.shape[1]), jnp.float32)
+    for choice in range(routing.experts.shape[1]):
+        weighted = results[choices.places[:, choice]] * routing.weights[:, choice, None]
+        total = total + jnp.where(is_there[:, choice, None], weighted, 0)
+    return total
