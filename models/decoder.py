@@ -21,6 +21,7 @@ from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from ..pallas_kernels.rotation import Rotation
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
+from .experts import SparseMLP
 from .fields import Fields
 from .inputs import ModelInputs
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
@@ -160,13 +161,16 @@ class DecoderLayer(nnx.Module):
         """Make the layer's norms, attention and MLP.
 
         Each norm becomes an attribute under the name that `norms_in_front` or `norms_behind` gives it; `tensor_names`
-        of a family finds its tensor by that name. `index` is the layer's number from 0; it is unused here, for
-        subclasses whose layers differ.
+        of a family finds its tensor by that name. `index` is the layer's number from 0: it
+        says whether the layer has experts, and subclasses may have layers that differ in more.
         """
         for name in (*self.norms_in_front.values(), *self.norms_behind.values()):
             setattr(self, name, self.new_norm(config, make))
         self.attention = Attention(config, norm=self.norm, make=make)
-        self.mlp = self.mlp_class(config, make=make)
+        if config.is_sparse(index):
+            self.mlp: Any = SparseMLP(config, mlp_class=self.mlp_class, make=make)
+        else:
+            self.mlp = self.mlp_class(config, make=make)
         self.residual_multiplier = config.residual_multiplier
 
     @classmethod
@@ -190,14 +194,15 @@ class DecoderLayer(nnx.Module):
         """Return the residual stream after the layer: attention's output and the MLP's are added to `x_TD`.
 
         `out_TNH`, [T, N heads, head size], is what `cache.attend` returned for the T tokens of the step. Each output is
-        normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` are unused here, for
-        subclasses that read more of a step.
+        normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` say which tokens
+        are padding, which goes to no expert.
         """
-        products = [
-            self.attention.o_proj.as_product(**self._adds("attention")),
-            *self.mlp.as_products(self._norm(self.norms_in_front, "mlp"), **self._adds("mlp")),
-        ]
-        return self.chain(out_TNH.reshape(x_TD.shape[0], -1), products, x_TD)
+        rows, norm = out_TNH.reshape(x_TD.shape[0], -1), self._norm(self.norms_in_front, "mlp")
+        o_proj = self.attention.o_proj.as_product(**self._adds("attention"))
+        if isinstance(self.mlp, SparseMLP):
+            stream = self.chain(rows, [o_proj], x_TD)
+            return self.mlp.add_to(stream, norm, inputs.num_tokens, **self._adds("mlp"))
+        return self.chain(rows, [o_proj, *self.mlp.as_products(norm, **self._adds("mlp"))], x_TD)
 
     def chain(
         self, rows: Float[Array, "T I"], products: Sequence[Product], stream: Float[Array, "T D"] | None = None

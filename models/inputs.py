@@ -31,6 +31,12 @@ class ModelInputs:
     attention: AttentionMetadata
     """What `cache.attend` takes as its `step`; `attention.positions` are the positions of the tokens."""
 
+    @property
+    def num_tokens(self) -> Int[Array, ""] | int:
+        """Return the number of tokens that are no padding, which come first; all tokens where rows are not known."""
+        query_starts = self.attention.query_starts
+        return query_starts[-1] if query_starts.shape[0] else self.token_ids.shape[0]
+
 
 CALL_WANTED = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"
 """How a model is called, for errors about modules that expect the arguments of an earlier version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -42,6 +42,26 @@ class WeightMaker:
         """Return a matrix W [in, out], stored as `ops` wants it; a checkpoint stores Wᵀ."""
         weight = self.new(self.ops.matrix_shape(num_in, num_out, self.dtype), axes, None)
         return nnx.Param(weight, logical_axes=axes, matrix=(num_in, num_out), ops=self.ops, **metadata)
+
+    def experts(self, num_experts: int, num_in: int, num_out: int, axes: Axes, **metadata: Any) -> nnx.Param[Any]:
+        """Return the matrices W [in, out] of experts, stored as `ops` wants them; `axes` are those of [E, in, out].
+
+        They count as one matrix [in, E × columns], of which the outputs of an expert are the first of its columns.
+        """
+        weight = self.new(self.ops.experts_shape(num_experts, num_in, num_out, self.dtype), axes, None)
+        matrix = num_in, num_experts * self.ops.expert_columns(num_out)
+        return nnx.Param(weight, logical_axes=axes, matrix=matrix, ops=self.ops, num_experts=num_experts, **metadata)
+
+    def in_float32(self) -> WeightMaker:
+        """Return a maker of float32 weights, whatever the dtype of the others."""
+
+        def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> Any:
+            weight = self.new(shape, axes, fill)
+            if isinstance(weight, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight.sharding)
+            return weight.astype(jnp.float32)
+
+        return replace(self, new=new, dtype="float32")
 
 
 class Linear(nnx.Module):

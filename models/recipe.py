@@ -102,29 +102,36 @@ def make_recipes(
         tensor_widths = [_true_size(column_runs)] if widths else []
         # Parts of a fused weight lie one after the other within each device's shard of the weight.
         parts, num_shards = metadata.get("parts", ((None, num_rows),)), metadata.get("num_shards", 1)
-        part_start, weight_pieces = 0, []
-        for part, part_rows in parts:
-            row_runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, part_rows),)
-            module = path[:-1] if part is None else (*path[:-2], part)
-            source, numbers = _source(sources, module)
-            tensor = stored_name(f"{source.name.format(**numbers)}.{tensor_part}")
-            # A tree that holds all layers in one array has no layer number in the array's name.
-            stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{tensor_part}")
-            stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
-            blocks = source.blocks or ((0, _true_size(row_runs)),)  # Without blocks the part is a whole tensor.
-            is_transposed = source.is_transposed and bool(widths)  # The bias of such a module is a vector.
-            # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
-            min_rows = max(stop for _, stop in blocks)
-            known_rows = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
-            shape = (max(known_rows, min_rows), *tensor_widths)
-            shapes[tensor] = shape[::-1] if is_transposed else shape
-            shards = _ShardRows(part_start, part_rows // num_shards, num_rows // num_shards)
-            weight_pieces += [
-                Piece(tensor, (rows.tensor, *columns.tensor), (rows.weight, *columns.weight), is_transposed)
-                for rows in _cut(blocks, row_runs, shards)
-                for columns in _column_ranges(column_runs, is_vector=not widths)
-            ]
-            part_start += shards.part_rows
+        weight_pieces = list[Piece]()
+        # The experts of a sparse MLP lie one after the other, each as a weight of its own.
+        stored_experts = metadata.get("num_experts", 1)
+        rows_of_expert = num_rows // stored_experts
+        for expert in range(metadata["true_experts"]) if "num_experts" in metadata else (None,):
+            part_start, first_row = 0, (expert or 0) * rows_of_expert
+            for part, part_rows in parts:
+                row_runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, part_rows),)
+                module = path[:-1] if part is None else (*path[:-2], part)
+                if expert is not None:
+                    module = (*module[:-1], expert, module[-1])
+                source, numbers = _source(sources, module)
+                tensor = stored_name(f"{source.name.format(**numbers)}.{tensor_part}")
+                # A tree that holds all layers in one array has no layer number in the array's name.
+                stacked_name = stored_name(f"{source.name.replace('{i}.', '').format(**numbers)}.{tensor_part}")
+                stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
+                blocks = source.blocks or ((0, _true_size(row_runs)),)  # Without blocks the part is a whole tensor.
+                is_transposed = source.is_transposed and bool(widths)  # The bias of such a module is a vector.
+                # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
+                min_rows = max(stop for _, stop in blocks)
+                known_rows = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
+                shape = (max(known_rows, min_rows), *tensor_widths)
+                shapes[tensor] = shape[::-1] if is_transposed else shape
+                shards = _ShardRows(first_row + part_start, part_rows // num_shards, rows_of_expert // num_shards)
+                weight_pieces += [
+                    Piece(tensor, (rows.tensor, *columns.tensor), (rows.weight, *columns.weight), is_transposed)
+                    for rows in _cut(blocks, row_runs, shards)
+                    for columns in _column_ranges(column_runs, is_vector=not widths)
+                ]
+                part_start += shards.part_rows
         pieces[path] = tuple(weight_pieces)
     return Recipes(pieces, shapes, stacked)
 

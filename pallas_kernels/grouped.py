@@ -1,8 +1,8 @@
 """Products of rows that choose their matrix: each of T rows is multiplied by k of E matrices, its experts.
 
 Rows are sorted by expert first, so that work and memory traffic follow the T × k choices, and never E: no row is
-multiplied by a matrix that it has not chosen, and no matrix is read that no row has chosen. Source: Shazeer et al. 2017,
-arXiv:1701.06538.
+multiplied by a matrix that it has not chosen, and no matrix is read that no row has chosen.
+Source: Shazeer et al. 2017, arXiv:1701.06538.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def _product_by_tiles(
     tile = tile_rows(num_rows, num_experts)
     num_tiles = min(num_rows, -(-num_rows // tile) + num_experts - 1)
     tile_ends = jnp.cumsum(-(-sizes // tile))
-    first_rows, first_tiles = jnp.cumsum(sizes) - sizes, jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
+    first_rows, first_tiles = (
+        jnp.cumsum(sizes) - sizes,
+        jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]]),
+    )
     numbers = jnp.arange(num_tiles, dtype=tile_ends.dtype)
     is_needed = numbers < tile_ends[-1]
     needed = jnp.minimum(numbers, jnp.maximum(tile_ends[-1] - 1, 0))

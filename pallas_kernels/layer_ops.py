@@ -170,6 +170,15 @@ class LayerOps:
         """Return how many columns the matrices of experts with `num_out` columns are padded to."""
         return num_out
 
+    def expert_share(self, num_experts: int, width: int, num_devices: int, *, is_by_expert: bool) -> tuple[int, int]:
+        """Return how many experts are stored, and their inner width, both with what pads them.
+
+        Experts, or else their inner width, are padded to a multiple of the devices.
+        """
+        if is_by_expert:
+            return -(-num_experts // num_devices) * num_devices, width
+        return num_experts, -(-width // num_devices) * num_devices
+
     def experts_shape(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
         """Return the shape of the array that stores the matrices W [num_in, num_out] of experts."""
         return num_experts, num_in, num_out
@@ -313,7 +322,8 @@ def _sum_of_experts(rows: Float[Array, "T D"], routing: Routing, experts: Expert
     """Return the weighted sum of what each row's experts make of it, in float32, without the bias of `down`."""
     gate_up, down = experts.gate_up, experts.down
     choices = sorted_choices(routing.experts, experts.num_experts)
-    assert not isinstance(gate_up.weight, CodedMatrix) and not isinstance(down.weight, CodedMatrix)
+    assert not isinstance(gate_up.weight, CodedMatrix), "bytes of codes are read by native code alone"
+    assert not isinstance(down.weight, CodedMatrix), "bytes of codes are read by native code alone"
     out = grouped_product(rows[choices.rows], gate_up.weight, choices.sizes)
     if gate_up.bias is not None:
         out = out + gate_up.bias.astype(jnp.float32)[expert_of_rows(choices.sizes, out.shape[0])]

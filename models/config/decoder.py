@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from .experts import ExpertsConfig
 from .rope import RopeConfig
 from .shares import Shares
 from .spec import AttentionLayer, ModelSpec
@@ -41,6 +42,10 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
+    """The experts of sparse MLPs; None for a model without them."""
+    spreads_experts: bool = False
+    """Whether each device of a mesh has whole experts; else it has its share of every one."""
     qk_norm: str | None = None
     """How queries and keys are normed: "head" norms each head by itself, "all" norms all heads together; None for no
     norm."""
@@ -69,6 +74,14 @@ class DecoderConfig:
     def shares(self, num_shards: int) -> Shares:
         """Return how heads, MLP and vocabulary are spread over `num_shards` devices, and padded for that."""
         return Shares(num_shards, self.num_heads, self.num_kv_heads, self.intermediate_size, self.vocab_size)
+
+    def with_inner_width(self, width: int) -> Self:
+        """Return the config with another inner width of MLPs."""
+        return replace(self, intermediate_size=width)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts in place of one MLP."""
+        return self.experts is not None and self.experts.sparse_layers[layer]
 
     @property
     def num_layers(self) -> int:

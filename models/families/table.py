@@ -33,6 +33,7 @@ class Family:
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", "llama.Llama", gguf="llama"),
     Family("MistralForCausalLM", "mistral", "mistral.Mistral"),
+    Family("MixtralForCausalLM", "mixtral", "mixtral.Mixtral"),
     Family("Qwen2ForCausalLM", "qwen2", "qwen2.Qwen2", gguf="qwen2"),
     Family("Qwen3ForCausalLM", "qwen3", "qwen3.Qwen3", gguf="qwen3"),
     Family("Phi3ForCausalLM", "phi3", "phi3.Phi3"),

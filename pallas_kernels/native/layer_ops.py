@@ -55,6 +55,16 @@ class NativeOps(LayerOps):
         num_in, num_out = matrix
         return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
 
+    def expert_columns(self, num_out: int) -> int:
+        return -(-num_out // PANEL) * PANEL
+
+    def experts_shape(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
+        return self.matrix_shape(num_in, num_experts * self.expert_columns(num_out), dtype)
+
+    def expert_share(self, num_experts: int, width: int, num_devices: int, *, is_by_expert: bool) -> tuple[int, int]:
+        """Return both, with an inner width of whole panels."""
+        return num_experts, self.expert_columns(width)
+
     def coded_shape(self, num_in: int, parts: CodeParts) -> tuple[int]:
         return (stored_bytes(num_in, parts),)
 

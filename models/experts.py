@@ -1,0 +1,186 @@
+"""Sparse MLPs: a router chooses experts for each row, whose outputs are added up.
+
+Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..pallas_kernels.grouped import Routing
+from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm
+from ..sharding import TENSOR_AXIS
+from .config.decoder import DecoderConfig
+from .config.experts import ExpertsConfig
+from .config.shares import Run
+from .layers import Linear, WeightMaker, stored_matrix
+
+
+def route(
+    logits: Float[Array, "T E"],
+    config: ExpertsConfig,
+    *,
+    correction_bias: Float[Array, " E"] | None = None,
+) -> Routing:
+    """Return the experts that each row chooses, by its router's logits in float32; of equal scores the lower number.
+
+    The best come first. `correction_bias` is added to the scores by which experts are chosen.
+    """
+    scores = jax.nn.softmax(logits, axis=-1) if config.scoring == "softmax" else jax.nn.sigmoid(logits)
+    wanted = scores if correction_bias is None else scores + correction_bias[None]
+    if config.num_chosen_groups < config.num_groups:
+        by_group = wanted.reshape(len(wanted), config.num_groups, -1)
+        group_scores = jnp.sum(jax.lax.top_k(by_group, config.scores_of_group)[0], axis=-1)
+        _, groups = jax.lax.top_k(group_scores, config.num_chosen_groups)
+        is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups), axis=1)
+        wanted = jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(wanted.shape)
+    _, experts = jax.lax.top_k(wanted, config.num_chosen)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.renormalizes:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(experts.astype(jnp.int32), weights * config.scale)
+
+
+class Router(Linear):
+    """The product whose results are a row's scores of all experts. Its weights are float32, whatever others are."""
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int, *, make: WeightMaker) -> None:
+        make = make.in_float32()
+        axes: Any = ("embed", None)
+        super().__init__(hidden_size, config.num_experts, axes=axes, bias=config.router_bias, make=make)
+        bias = make.vector(config.num_experts, None, fill=0.0, tensor="e_score_correction_bias")
+        self.correction_bias = bias if config.has_correction_bias else nnx.data(None)
+        self.config = config
+
+    def __call__(self, rows: Float[Array, "T D"]) -> Routing:
+        """Return the experts of each row."""
+        bias = None if self.correction_bias is None else self.correction_bias[...]
+        return route(self.product(rows.astype(jnp.float32)), self.config, correction_bias=bias)
+
+
+class ExpertLinear(nnx.Module):
+    """One projection, or two that read the same rows, of each of E experts: weights W [E, in, out], biases [E, out]."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_in: int,
+        parts: tuple[tuple[str | None, int], ...],
+        *,
+        axes: tuple[str | None, str | None, str | None],
+        bias: bool,
+        make: WeightMaker,
+        runs: tuple[Run, ...],
+        in_runs: tuple[Run, ...],
+        num_shards: int,
+        true_experts: int,
+    ) -> None:
+        """Make the weight and, with `bias`, the biases. `num_experts` includes experts that the model has not.
+
+        `parts` are as in `FusedLinear`, or (None, outputs) for a single one. `runs` are those of the outputs of each
+        part and `in_runs` those of the inputs. `axes` are the logical axes of experts, inputs and outputs; `num_shards`
+        is the number of devices that the last axis is spread over.
+        """
+        self.sizes, self.num_shards = tuple(size for _, size in parts), num_shards
+        self.num_out = sum(self.sizes)
+        metadata: dict[str, Any] = {
+            "num_shards": num_shards, "rows": tuple((name, runs) for name, _ in parts), "true_experts": true_experts,
+        }  # fmt: skip
+        if parts[0][0] is not None:
+            metadata["parts"] = parts
+        self.weight = make.experts(num_experts, num_in, self.num_out, axes, columns=in_runs, **metadata)
+        self.scales: Any = nnx.data(None)
+        self.bias = make.expert_biases(num_experts, self.num_out, axes, **metadata) if bias else nnx.data(None)
+
+    def as_product(self, **ends: Any) -> Product:
+        """Return the projections as a product of all experts; `ends` are fields of `Product`."""
+        parts = self.sizes if len(self.sizes) > 1 else ()
+        bias = None if self.bias is None else self.bias[...]
+        weight = stored_matrix(self.weight, self.scales)
+        return Product(weight=weight, num_out=self.num_out, bias=bias, parts=parts, num_shards=self.num_shards, **ends)
+
+
+class Experts(nnx.Module):
+    """The MLPs of E experts: down(act(gate(x)) × up(x)) for each."""
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        """Make both projections of all experts.
+
+        By default every expert is cut along its inner width, over the `make.num_shards` devices, and padded to a
+        multiple of them; with `config.spreads_experts` each device has whole experts, and their number is padded.
+        """
+        experts = config.experts
+        assert experts is not None, "a sparse MLP has experts"
+        hidden, is_by_expert = config.hidden_size, config.spreads_experts
+        shares = make.ops.expert_share(experts.num_experts, experts.width, make.num_shards, is_by_expert=is_by_expert)
+        self.num_experts, inner = shares
+        run, whole = ((0, 0, experts.width),), ((0, 0, hidden),)
+        num_shards = 1 if is_by_expert else make.num_shards
+        expert_axis, inner_axis = ("expert", None) if is_by_expert else (None, "mlp")
+        options: dict[str, Any] = {
+            "bias": experts.expert_bias, "make": make, "true_experts": experts.num_experts,
+        }  # fmt: skip
+        self.gate_up_proj = ExpertLinear(
+            self.num_experts, hidden, (("gate_proj", inner), ("up_proj", inner)),
+            axes=(expert_axis, "embed", inner_axis), runs=run, in_runs=whole, num_shards=num_shards, **options,
+        )  # fmt: skip
+        self.down_proj = ExpertLinear(
+            self.num_experts, inner, ((None, hidden),),
+            axes=(expert_axis, inner_axis, "embed"), runs=whole, in_runs=run, num_shards=1, **options,
+        )  # fmt: skip
+        self.activation = experts.activation or config.activation
+        self.mesh_axis, self.is_by_expert = TENSOR_AXIS if make.num_shards > 1 else None, is_by_expert
+
+    def as_products(self, norm: RowNorm | None, **ends: Any) -> ExpertProducts:
+        """Return the products of all experts. `norm` norms what they read, and `ends` are fields of the last one."""
+        return ExpertProducts(
+            gate_up=self.gate_up_proj.as_product(norm=norm, activation=self.activation, is_gated=True),
+            down=self.down_proj.as_product(**ends),
+            num_experts=self.num_experts,
+            mesh_axis=self.mesh_axis,
+            is_spread_by_expert=self.is_by_expert,
+        )
+
+
+class SparseMLP(nnx.Module):
+    """Experts with their router and, in some families, an MLP that all rows take."""
+
+    def __init__(self, config: DecoderConfig, *, mlp_class: Any, make: WeightMaker) -> None:
+        """Make router, experts and the shared MLP, which is an `mlp_class`."""
+        experts = config.experts
+        assert experts is not None, "a sparse MLP has experts"
+        self.router = Router(experts, config.hidden_size, make=make)
+        self.experts = Experts(config, make=make)
+        self.shared, self.shared_gate = nnx.data(None), nnx.data(None)
+        if experts.shared_width:
+            self.shared = mlp_class(config.with_inner_width(experts.shared_width), make=make)
+        if experts.has_shared_gate:
+            axes: Any = ("embed", None)
+            self.shared_gate = Linear(config.hidden_size, 1, axes=axes, bias=False, make=make)
+
+    def add_to(
+        self, stream: Float[Array, "T D"], norm: RowNorm, num_tokens: Int[Array, ""] | int, **ends: Any
+    ) -> Float[Array, "T D"]:
+        """Return the stream plus what experts and the shared MLP make of its normed rows.
+
+        Rows from `num_tokens` on are padding, which goes to no expert. `ends` say how outputs are added: see `Product`.
+        """
+        ops = self.router.weight.ops
+        normed = ops.norm(stream, norm)
+        routing = self.router(normed)
+        is_token = jnp.arange(stream.shape[0]) < num_tokens
+        chosen = jnp.where(is_token[:, None], routing.experts, self.experts.num_experts)
+        routing = Routing(chosen, routing.weights)
+        added = ops.add_experts(stream, routing, self.experts.as_products(norm, **ends), stream)
+        if self.shared is None:
+            return added
+        if self.shared_gate is None:
+            return ops.chain(stream, self.shared.as_products(norm, **ends), added)[0]
+        (shared,) = ops.chain(stream, self.shared.as_products(norm))
+        gate = jax.nn.sigmoid(self.shared_gate.product(normed))
+        return added + (gate * shared.astype(jnp.float32)).astype(stream.dtype)
