@@ -108,6 +108,8 @@ class LayerOps:
     columns_of_codes: ClassVar[int | None] = None
     """A matrix that stays codes as a `CodedMatrix` may change its format at multiples of so many columns. None if
     matrices stay codes as a `ScaledMatrix`, in arrays that XLA converts."""
+    stores_experts_apart: ClassVar[bool] = True
+    """Whether the matrices of experts are stored as an array [E, in, out]; else as one matrix [in, E × columns]."""
     stores_tied_table_as_matrix = False
     """Whether an embedding table that also makes the logits is stored as the matrix W [hidden, vocabulary]."""
 

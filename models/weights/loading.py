@@ -310,6 +310,20 @@ def _read_weight(
     if "code_parts" in metadata:
         read_coded(checkpoint, pieces, out, metadata, CHUNK_BYTES // 4)
         return
+    if "num_experts" in metadata and metadata["ops"].stores_experts_apart:
+        columns = metadata["matrix"][1] // metadata["num_experts"]
+        for expert, of_expert in enumerate(out, start=bounds[0][0]):
+            # The rows of Wᵀ [experts × out, in] that are those of one expert.
+            begin, end = (expert * columns + column for column in bounds[2])
+            _read_matrix(checkpoint, pieces, [bounds[1], (begin, end)], of_expert, metadata)
+        return
+    _read_matrix(checkpoint, pieces, bounds, out, metadata)
+
+
+def _read_matrix(
+    checkpoint: Checkpoint, pieces: tuple[Piece, ...], bounds: list[Bounds], out: np.ndarray, metadata: dict[str, Any]
+) -> None:
+    """Fill `out` as `_read_weight` does, for a weight that is no array of experts' matrices."""
     write = partial(write_rows, out)
     if "matrix" in metadata:
         bounds, write = metadata["ops"].matrix_rows(out, bounds, metadata["matrix"])

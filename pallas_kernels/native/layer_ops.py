@@ -33,6 +33,7 @@ class NativeOps(LayerOps):
     """Products and norms whose bits, for one row, do not depend on the other rows. See `LayerOps` for the methods."""
 
     columns_of_codes: ClassVar[int | None] = PANEL
+    stores_experts_apart: ClassVar[bool] = False
     stores_tied_table_as_matrix = True
 
     def stream_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
