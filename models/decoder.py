@@ -293,7 +293,11 @@ class Decoder(nnx.Module):
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
         """Return, for each module of `tensor_names`, where a checkpoint keeps its weight and its bias."""
-        return {module: Source(name) for module, name in cls.tensor_names.items()}
+        # Some checkpoints have one tensor [E, out, in] for all experts, whose name has no expert's number.
+        return {
+            module: Source(name, others=(Source(name.replace(".{e}", "")),) if ".{e}" in name else ())
+            for module, name in cls.tensor_names.items()
+        }
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         """Make the embedding, the layers, the last norm and, unless it is tied to the embedding, the head.

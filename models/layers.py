@@ -49,8 +49,15 @@ class WeightMaker:
         They count as one matrix [in, E × columns], of which the outputs of an expert are the first of its columns.
         """
         weight = self.new(self.ops.experts_shape(num_experts, num_in, num_out, self.dtype), axes, None)
-        matrix = num_in, num_experts * self.ops.expert_columns(num_out)
-        return nnx.Param(weight, logical_axes=axes, matrix=matrix, ops=self.ops, num_experts=num_experts, **metadata)
+        columns = self.ops.expert_columns(num_out)
+        metadata |= {"matrix": (num_in, num_experts * columns), "num_experts": num_experts, "rows_of_expert": columns}
+        return nnx.Param(weight, logical_axes=axes, ops=self.ops, **metadata)
+
+    def expert_biases(self, num_experts: int, num_out: int, axes: Axes, **metadata: Any) -> nnx.Param[Any]:
+        """Return the biases [E, out] of experts, zeros until they are loaded; `axes` are those of [E, in, out]."""
+        axes = axes[0], axes[2]
+        metadata |= {"num_experts": num_experts, "rows_of_expert": num_out}
+        return nnx.Param(self.new((num_experts, num_out), axes, 0.0), logical_axes=axes, fill=0.0, **metadata)
 
     def in_float32(self) -> WeightMaker:
         """Return a maker of float32 weights, whatever the dtype of the others."""

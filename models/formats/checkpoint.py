@@ -38,6 +38,7 @@ class Checkpoint(Protocol):
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis and `columns` of the second (both without a step) of a vector or a matrix.
 
+        A tensor [E, R, C] counts as a matrix [E × R, C], and `rows` are some of one of its E matrices, or whole ones.
         `columns` are ignored for a vector. The dtype is the stored one, or float32 for numbers that are stored
         quantized. The array may be a read-only view of the file.
         """
@@ -142,5 +143,25 @@ def bounds_of(part: slice, size: int) -> tuple[int, int]:
 
 
 def block_of(shape: tuple[int, ...], rows: slice, columns: slice) -> tuple[slice, ...]:
-    """Return the index of a block of a tensor, one slice per axis, with its start and stop; a vector has rows only."""
-    return tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), shape, strict=False))
+    """Return the index of a block of a tensor, one slice per axis, with its start and stop; a vector has rows only.
+
+    A tensor [E, R, C] counts as a matrix [E × R, C]. A block of it has rows of one of the E matrices, or all rows of
+    several: `as_matrix` makes two axes of what the index gives. Raises ValueError for other rows.
+    """
+    if len(shape) != 3:
+        return tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), shape, strict=False))
+    num_matrices, height, width = shape
+    start, stop = bounds_of(rows, num_matrices * height)
+    first, first_row = divmod(start, max(1, height))
+    last = -(-stop // max(1, height))  # Behind the last matrix.
+    of_matrix = slice(first_row, first_row + stop - start)
+    if last - first > 1:
+        if first_row or stop % height:
+            raise ValueError(f"{rows}: wanted rows of one matrix of {height} rows, or whole matrices")
+        of_matrix = slice(0, height)
+    return slice(first, max(first, last)), of_matrix, slice(*bounds_of(columns, width))
+
+
+def as_matrix(block: np.ndarray) -> np.ndarray:
+    """Return a block of a tensor [E, R, C] as rows [rows, C], and any other as it is."""
+    return block.reshape(-1, block.shape[-1]) if block.ndim == 3 else block

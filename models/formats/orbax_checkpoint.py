@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ModelLoadError
 from ..fields import Fields, read_json_object
-from .checkpoint import DTYPES, WHOLE, UnsavedTensor, block_of
+from .checkpoint import DTYPES, WHOLE, UnsavedTensor, as_matrix, block_of
 from .files import TREE_FILE, UNFINISHED_ORBAX
 
 STEP_FILE = "_CHECKPOINT_METADATA"
@@ -111,19 +111,19 @@ class OrbaxCheckpoint:
         """
         self.dtype(name)  # Raises for an unsupported dtype.
         shape = self.shape(name)
-        axes = block_of(shape, rows, columns)  # Slices of the first two axes at most; a scalar has none.
+        axes = block_of(shape, rows, columns)  # A scalar has none.
         if any(axis.start == axis.stop for axis in axes):
             block_shape = *(axis.stop - axis.start for axis in axes), *shape[len(axes) :]
-            return np.empty(block_shape, self._arrays[name].dtype)
+            return as_matrix(np.empty(block_shape, self._arrays[name].dtype))
         try:
-            by_columns = len(axes) > 1 and axes[1].stop - axes[1].start < shape[1]
+            by_columns = len(axes) > 1 and axes[-1].stop - axes[-1].start < shape[-1]
             values: np.ndarray = self._store(name, by_columns=by_columns)[axes].read().result()
         except STORE_ERRORS as error:
             raise self._fault(name, error) from error
         # The block holds the last value if it ends where the tensor ends, on each axis that is cut.
         if all(axis.stop == size for axis, size in zip(axes, shape, strict=False)):
             self._thread.store = self._thread.key = None
-        return values
+        return as_matrix(values)
 
     def files(self) -> list[Path]:
         """Return the files of metadata, and the folders that the arrays are in."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...pallas_kernels.code_formats import CodeFormat, Codes
-from .checkpoint import WHOLE, block_of
+from .checkpoint import WHOLE, as_matrix, block_of
 from .packed import find_matrices, refuse_quantized
 from .packed_matrix import QuantizedMatrix
 from .quantization import WAY_OUT, Quantization
@@ -72,7 +72,7 @@ class SafetensorsCheckpoint:
         if name in self._matrices:
             return self._matrices[name].read(rows, columns)
         self.dtype(name)  # Raises for an unsupported dtype.
-        return self._files.read(name, *block_of(self._files.shape(name), rows, columns))
+        return as_matrix(self._files.read(name, *block_of(self._files.shape(name), rows, columns)))
 
     def code_format(self, name: str) -> CodeFormat | None:
         """Return the format of a quantized matrix whose codes can be kept; None for other tensors."""

@@ -106,7 +106,8 @@ class TensorFiles:
         """
         tensor = self._tensors[name]
         values: np.ndarray = tensor.values[axes].copy()
-        has_last_column = len(axes) < 2 or axes[1].indices(tensor.shape[1])[1] == tensor.shape[1]
+        width = tensor.shape[len(axes) - 1] if axes else 0
+        has_last_column = len(axes) < 2 or axes[-1].indices(width)[1] == width
         if tensor.shape and has_last_column:
             tensor.release(axes[0] if axes else slice(None))
         return values

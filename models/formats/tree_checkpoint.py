@@ -14,7 +14,7 @@ from flax import nnx
 
 from ...sharding import with_automatic_axes
 from ..errors import ModelLoadError
-from .checkpoint import DTYPES, WHOLE, block_of
+from .checkpoint import DTYPES, WHOLE, as_matrix, block_of
 
 MAX_DEPTH = 64
 PARAMS = Path("params")
@@ -55,8 +55,8 @@ class TreeCheckpoint:
         if isinstance(array, jax.Array) and not is_on_host(array):
             # Starts are arguments of a compiled program and not constants, so that blocks of one size share it.
             starts = tuple(np.int32(axis.start) for axis in axes)
-            return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
-        return np.asarray(array)[axes]
+            return as_matrix(np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes))))
+        return as_matrix(np.asarray(array)[axes])
 
     def _array(self, name: str) -> np.ndarray | jax.Array:
         """Return the leaf `name` of the tree, which must be an array.

@@ -30,7 +30,7 @@ from ..families.table import model_class
 from ..formats.checkpoint import Checkpoint
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..layers import Axes, WeightMaker
-from ..recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
+from ..recipe import Bounds, OrderedPieces, Path, Piece, Recipes, make_recipes, read_rows
 from .code_arrays import Target, hold_codes, num_bytes, read_held
 from .coded import StoredFormats, check_codes, read_coded, with_codes
 from .subtree import ambiguity_message, model_prefixes
@@ -261,7 +261,7 @@ def recipes_for(abstract: Weights, config: DecoderConfig, stored_names: Collecti
     """Return how the weights are made of the tensors of a checkpoint, which has `stored_names`."""
     model = model_class(config.architecture)
     stored_name = model.naming(stored_names, is_tied=config.may_store_one_matrix)
-    return make_recipes(abstract.state, model.sources(config), stored_name)
+    return make_recipes(abstract.state, model.sources(config), stored_name, stored_names)
 
 
 def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
@@ -310,20 +310,21 @@ def _read_weight(
     if "code_parts" in metadata:
         read_coded(checkpoint, pieces, out, metadata, CHUNK_BYTES // 4)
         return
-    if "num_experts" in metadata and metadata["ops"].stores_experts_apart:
-        columns = metadata["matrix"][1] // metadata["num_experts"]
+    ordered = OrderedPieces(pieces)
+    if "num_experts" in metadata and ("matrix" not in metadata or metadata["ops"].stores_experts_apart):
+        *inputs, (start, stop) = bounds[1:]
         for expert, of_expert in enumerate(out, start=bounds[0][0]):
-            # The rows of Wᵀ [experts × out, in] that are those of one expert.
-            begin, end = (expert * columns + column for column in bounds[2])
-            _read_matrix(checkpoint, pieces, [bounds[1], (begin, end)], of_expert, metadata)
+            # The rows of Wᵀ [experts × out, in], or the values of biases [experts × out], that are those of one expert.
+            first_row = expert * metadata["rows_of_expert"]
+            _read_matrix(checkpoint, ordered, [*inputs, (first_row + start, first_row + stop)], of_expert, metadata)
         return
-    _read_matrix(checkpoint, pieces, bounds, out, metadata)
+    _read_matrix(checkpoint, ordered, bounds, out, metadata)
 
 
 def _read_matrix(
-    checkpoint: Checkpoint, pieces: tuple[Piece, ...], bounds: list[Bounds], out: np.ndarray, metadata: dict[str, Any]
+    checkpoint: Checkpoint, pieces: OrderedPieces, bounds: list[Bounds], out: np.ndarray, metadata: dict[str, Any]
 ) -> None:
-    """Fill `out` as `_read_weight` does, for a weight that is no array of experts' matrices."""
+    """Fill `out` as `_read_weight` does, for a weight that is no array of experts' matrices or biases."""
     write = partial(write_rows, out)
     if "matrix" in metadata:
         bounds, write = metadata["ops"].matrix_rows(out, bounds, metadata["matrix"])

@@ -175,11 +175,9 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[_Sto
     """
     tensor = np.zeros(shape, dtype)
     for weight, piece in parts:
-        tensor_by_rows = tensor.T if piece.is_transposed else tensor  # Writing to this view writes to `tensor`.
-        (tensor_start, _), *tensor_columns = piece.source
+        block = piece.block_of(tensor)  # Writing to this view writes to `tensor`.
         (weight_start, weight_stop), *weight_columns = piece.target
-        tensor_slices = [slice(*columns) for columns in tensor_columns]  # Empty for a vector, which has rows only.
-        weight_slices = [slice(*columns) for columns in weight_columns]
+        weight_slices = [slice(*columns) for columns in weight_columns]  # Empty for a vector, which has rows only.
         # Rows are read from the device whole, in chunks of about CHUNK_BYTES but at least one row, and the piece's
         # columns are cut out of them here. Sizes are counted as float32, 4 bytes, and up to the piece's last column.
         row_bytes = 4 * (weight_columns[0][1] if weight_columns else 1)
@@ -190,19 +188,26 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[_Sto
             chunk_start = min(chunk_start, weight_stop - num_rows)
             rows = np.arange(chunk_start, chunk_start + num_rows, dtype=np.int32)
             values = np.asarray(_rows_of(weight, rows))
-            tensor_row = tensor_start + chunk_start - weight_start
-            tensor_rows = slice(tensor_row, tensor_row + num_rows)
-            tensor_by_rows[(tensor_rows, *tensor_slices)] = values[(slice(None), *weight_slices)]
+            first_row = chunk_start - weight_start
+            block[first_row : first_row + num_rows] = values[(slice(None), *weight_slices)]
     return tensor
 
 
 def _rows_of(stored: _Stored, rows: np.ndarray) -> jax.Array:
     """Return the given rows of a weight: of Wᵀ for a matrix W, of a table, or of a vector."""
     metadata = stored.weight.get_metadata()
+    if "num_experts" in metadata and ("matrix" not in metadata or metadata["ops"].stores_experts_apart):
+        return _take_of_experts(stored.weight[...], *np.divmod(rows, metadata["rows_of_expert"]))
     if "matrix" not in metadata and stored.scales is None:
         return _take(stored.weight[...], rows, None, 0)
     num_in, _ = metadata["matrix"] if "matrix" in metadata else metadata["table"][::-1]
     return _take(stored_matrix(*stored), rows, metadata.get("ops", XLA_OPS), num_in)
+
+
+@jax.jit
+def _take_of_experts(weight: jax.Array, experts: jax.Array, columns: jax.Array) -> jax.Array:
+    """Return columns of experts' matrices [E, in, out] as rows, or values of their biases [E, out]."""
+    return weight[experts, :, columns] if weight.ndim == 3 else weight[experts, columns]
 
 
 @partial(jax.jit, static_argnums=(2, 3))

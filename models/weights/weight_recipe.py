@@ -52,8 +52,7 @@ class WeightRecipe:
     def is_copy(self) -> bool:
         """Return whether the weight is one whole tensor, unchanged but for its dtype."""
         whole = tuple((0, size) for size in self.shape)
-        pieces = [(piece.source, piece.target, piece.is_transposed) for piece in self.pieces]
-        return self.matrix is None and self.held is None and pieces == [(whole, whole, False)]
+        return self.matrix is None and self.held is None and self.pieces == (Piece("0", whole, whole),)
 
 
 def recipe_of(leaf: Any, scales: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
@@ -89,9 +88,7 @@ def make_weight(
     dtype = recipe.dtype if recipe.codes is None else tensors[0].dtype
     blocks = []
     for piece in recipe.pieces:
-        tensor = tensors[int(piece.tensor)]
-        values = (tensor.T if piece.is_transposed else tensor)[tuple(slice(*bounds) for bounds in piece.source)]
-        blocks.append(_Block(piece.target, values.astype(dtype)))
+        blocks.append(_Block(piece.target, piece.block_of(tensors[int(piece.tensor)]).astype(dtype)))
     weight = _assembled(shape, blocks, dtype)
     if recipe.codes is not None:
         assert recipe.ops is not None
