@@ -5,6 +5,7 @@ Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.039
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -161,7 +162,8 @@ class SparseMLP(nnx.Module):
             self.shared = mlp_class(config.with_inner_width(experts.shared_width), make=make)
         if experts.has_shared_gate:
             axes: Any = ("embed", None)
-            self.shared_gate = Linear(config.hidden_size, 1, axes=axes, bias=False, make=make)
+            float_maker = replace(make, stays_floats=True)  # One column, of little weight and much effect.
+            self.shared_gate = Linear(config.hidden_size, 1, axes=axes, bias=False, make=float_maker)
 
     def add_to(
         self, stream: Float[Array, "T D"], norm: RowNorm, num_tokens: Int[Array, ""] | int, **ends: Any

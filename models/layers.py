@@ -33,6 +33,8 @@ class WeightMaker:
     ops: LayerOps = XLA_OPS
     keeps_codes: bool = False
     """Whether matrices may stay the codes of a quantized checkpoint, an embedding table among them."""
+    stays_floats: bool = False
+    """Whether no matrix is quantized or stays codes."""
 
     def vector(self, size: int, axis: str | None, *, fill: float, **metadata: Any) -> nnx.Param[Any]:
         """Return a weight [size] whose elements are `fill` until it is loaded."""
@@ -41,7 +43,8 @@ class WeightMaker:
     def matrix(self, num_in: int, num_out: int, axes: Axes, **metadata: Any) -> nnx.Param[Any]:
         """Return a matrix W [in, out], stored as `ops` wants it; a checkpoint stores Wᵀ."""
         weight = self.new(self.ops.matrix_shape(num_in, num_out, self.dtype), axes, None)
-        return nnx.Param(weight, logical_axes=axes, matrix=(num_in, num_out), ops=self.ops, **metadata)
+        metadata |= {"matrix": (num_in, num_out), "ops": self.ops, "stays_floats": self.stays_floats}
+        return nnx.Param(weight, logical_axes=axes, **metadata)
 
     def experts(self, num_experts: int, num_in: int, num_out: int, axes: Axes, **metadata: Any) -> nnx.Param[Any]:
         """Return the matrices W [in, out] of experts, stored as `ops` wants them; `axes` are those of [E, in, out].
@@ -60,7 +63,7 @@ class WeightMaker:
         return nnx.Param(self.new((num_experts, num_out), axes, 0.0), logical_axes=axes, fill=0.0, **metadata)
 
     def in_float32(self) -> WeightMaker:
-        """Return a maker of float32 weights, whatever the dtype of the others."""
+        """Return a maker of float32 weights, whatever the dtype of the others, and codes or not."""
 
         def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> Any:
             weight = self.new(shape, axes, fill)
@@ -68,7 +71,7 @@ class WeightMaker:
                 return jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight.sharding)
             return weight.astype(jnp.float32)
 
-        return replace(self, new=new, dtype="float32")
+        return replace(self, new=new, dtype="float32", stays_floats=True)
 
 
 class Linear(nnx.Module):

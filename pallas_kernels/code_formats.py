@@ -185,6 +185,11 @@ class Codes:
         """Return super-scales, scales, and zeros if there are any: all that groups have, in the order of panels."""
         return [*self.super_scales, *self.scales, *([] if self.zeros is None else [self.zeros])]
 
+    def every(self, step: int) -> Codes:
+        """Return the rows 0, `step`, 2 × `step`, …"""
+        scales, super_scales = ([each[::step] for each in arrays] for arrays in (self.scales, self.super_scales))
+        return Codes(self.codes[::step], scales, super_scales, None if self.zeros is None else self.zeros[::step])
+
 
 def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
     """Return float rows [N, K] as codes of a format that `takes_floats`; `xp` is numpy, or jax.numpy for JAX's arrays.

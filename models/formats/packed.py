@@ -15,7 +15,17 @@ from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat
 from ..errors import ModelLoadError
 from .checkpoint import WHOLE
 from .float8 import SCALE_DTYPES, STORED_DTYPE, ZERO_POINT, Float8Matrix, float8_matrix, is_scale, is_zero, scale_of
-from .packed_matrix import AWQMatrix, ByteMatrix, Float4Matrix, GPTQMatrix, QuantizedMatrix, WordMatrix
+from .packed_matrix import (
+    BLOCK_SCALES,
+    BLOCKS,
+    AWQMatrix,
+    ByteMatrix,
+    ExpertBlocks,
+    Float4Matrix,
+    GPTQMatrix,
+    QuantizedMatrix,
+    WordMatrix,
+)
 from .quantization import WAY_OUT, PackedScheme, Quantization
 from .tensor_files import TensorFiles
 
@@ -63,6 +73,10 @@ def find_matrices(files: TensorFiles, quantization: Quantization) -> tuple[dict[
     matrices, used, others = dict[str, QuantizedMatrix](), set[str](), list[str]()
     for name in files.names():
         module, _, end = name.rpartition(".")
+        if quantization.has_expert_blocks and name.endswith(BLOCKS):
+            matrices[name] = _expert_blocks(files, name)
+            used.add(name.removesuffix(BLOCKS) + BLOCK_SCALES)
+            continue
         if (matrix := _matrix(files, name, end, quantization)) is None:
             others.append(name)
             continue
@@ -77,6 +91,21 @@ def find_matrices(files: TensorFiles, quantization: Quantization) -> tuple[dict[
     others = [name for name in others if name not in used and not is_scale(name)]
     _refuse_parts(files, others, quantization)
     return matrices, others
+
+
+def _expert_blocks(files: TensorFiles, name: str) -> ExpertBlocks:
+    """Return the matrices of all experts in floats of 4 bits. Their name is that of their bytes: the transposed one
+    without its end is that of unquantized checkpoints, which have W. Raises ModelLoadError if tensors do not fit."""
+    module, shape, stored = name.removesuffix(BLOCKS), files.shape(name), CODE_FORMATS["MXFP4"]
+    if len(shape) != 4 or 2 * shape[3] != stored.group or files.dtype(name) != "U8":
+        got = f"has the shape {shape} and is stored as {files.dtype(name)}"
+        raise files.fault(name, f"{got}, wanted (experts, rows, groups, {stored.group // 2}) of U8: {FETCH_AGAIN}")
+    scales = module + BLOCK_SCALES
+    if scales not in files.names() or files.shape(scales) != shape[:3] or files.dtype(scales) != "U8":
+        raise files.fault(name, f"is quantized without {scales!r} of the shape {shape[:3]}, of U8: {FETCH_AGAIN}")
+    num_experts, num_rows, num_groups, _ = shape
+    joined = num_experts * num_rows, num_groups * stored.group
+    return ExpertBlocks(files, module, joined, stored, num_experts=num_experts)
 
 
 def _refuse_parts(files: TensorFiles, names: list[str], quantization: Quantization) -> None:

@@ -18,6 +18,8 @@ from ...pallas_kernels.code_formats import RUN_LEN, CodeFormat, Codes, decode
 from .checkpoint import WHOLE, block_of
 from .tensor_files import TensorFiles
 
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
+"""Ends of the names of the tensors of GPT-OSS's experts that are floats of 4 bits."""
 GROUPS_OF_RUN = (8, 16)
 """Numbers of groups within a run whose codes are kept; other groups must be runs or several of them."""
 
@@ -46,6 +48,11 @@ class QuantizedMatrix(ABC):
     def zeros(self, rows: slice) -> np.ndarray | None:
         """Return the code of 0 of each group of rows, uint8 [rows, groups]; None if it is the format's."""
         return None
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor that the matrix is."""
+        return self.shape
 
     @property
     def code_format(self) -> CodeFormat | None:
@@ -180,6 +187,33 @@ class Float4Matrix(CompressedMatrix):
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         pairs, part = _word_range(columns, 2)
         return unpack(self.files.read(self.module + "weight_packed", rows, pairs), 4)[:, part]
+
+
+@dataclass(frozen=True)
+class ExpertBlocks(QuantizedMatrix):
+    """The matrices Wᵀ of E experts as one [E × R, C], in GPT-OSS's layout.
+
+    They are bytes [E, R, C ÷ 32, 16] of two neighbouring inputs each, and powers of two [E, R, C ÷ 32].
+    """
+
+    num_experts: int = 1
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        num_rows, width = self.shape
+        return self.num_experts, num_rows // self.num_experts, width
+
+    def codes(self, rows: slice, columns: slice) -> np.ndarray:
+        blocks = self._of_rows(BLOCKS, rows)
+        return unpack(blocks.reshape(len(blocks), -1), 4)[:, columns]
+
+    def scales(self, rows: slice) -> np.ndarray:
+        return self._of_rows(BLOCK_SCALES, rows)
+
+    def _of_rows(self, end: str, rows: slice) -> np.ndarray:
+        """Return rows of a tensor [E, R, …], which are those of one expert or of several whole ones."""
+        stored = self.files.read(self.module + end, *block_of(self.tensor_shape, rows, WHOLE)[:2])
+        return stored.reshape(-1, *stored.shape[2:])
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from ..fields import Fields
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
-METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "auto-round", "intel/auto-round")
+METHODS = (
+    "fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "auto-round", "intel/auto-round", "mxfp4",
+)  # fmt: skip
 WAY_OUT = "take the unquantized checkpoint or a .gguf file"
 MAX_GROUP = 1 << 20
 
@@ -56,6 +58,8 @@ class Quantization:
     """Each matrix is stored by one of these, which its tensors show."""
     has_activation_scheme: bool = False
     """Whether the config says how to quantize activations, which stay floats here."""
+    has_expert_blocks: bool = False
+    """Whether tensors of all experts are blocks of floats of 4 bits, as in GPT-OSS."""
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
@@ -81,6 +85,8 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return _read_gptq(quantization, method)
     if method in ("auto-round", "intel/auto-round"):
         return _read_auto_round(quantization, method)
+    if method == "mxfp4":
+        return Quantization(method, has_expert_blocks=True)
     if method == "modelopt":
         _check_only(quantization, "quant_algo", ("FP8",), method, is_required=True)
     return Quantization(method, Float8Scheme(), has_activation_scheme=True)

@@ -49,7 +49,7 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
-        return self._matrices[name].shape if name in self._matrices else self._files.shape(name)
+        return self._matrices[name].tensor_shape if name in self._matrices else self._files.shape(name)
 
     def dtype(self, name: str) -> str:
         """Return float32, bfloat16 or float16, the dtype that `read` gives; for a quantized matrix, float32.

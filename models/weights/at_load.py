@@ -27,11 +27,14 @@ AT_LOAD: Mapping[str, Callable[[int], CodeFormat]] = {
 
 
 def format_at_load(quantization: str, shape: tuple[int, ...]) -> CodeFormat | None:
-    """Return the format that a tensor of this shape gets; None for one that is no matrix of whole groups."""
-    if len(shape) != 2:
+    """Return the format that a tensor of this shape gets; None for one that is no matrix of whole groups.
+
+    The matrices of a tensor [E, out, in] get one format.
+    """
+    if len(shape) not in (2, 3):
         return None
-    code_format = AT_LOAD[quantization](shape[1])
-    return code_format if shape[1] % code_format.block == 0 and shape[1] > 0 else None
+    code_format = AT_LOAD[quantization](shape[-1])
+    return code_format if shape[-1] % code_format.block == 0 and shape[-1] > 0 else None
 
 
 def formats_at_load(quantization: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredFormats:

@@ -21,7 +21,7 @@ from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_fin
 from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
 from ...sharding import sharding_of
 from ..errors import ModelLoadError
-from ..recipe import Piece, Recipes
+from ..recipe import Bounds, Piece, Recipes, of_expert
 
 FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"
 """The dtype of codes of 4 bits: compiled programs of older versions of JAX refuse arrays of int4."""
@@ -223,13 +223,11 @@ def read_held(
     code_rows, scale_rows = (held.arrays.rows_of(stored) for stored in out)
     code_rows[...], scale_rows[...] = 0, 0
     for piece, code_format in zip(pieces, held.formats, strict=True):
-        start, stop = piece.source[0]
-        shift = piece.target[0][0] - start
-        rows_at_once = max(1, max_values // checkpoint.shape(piece.tensor)[1])
+        start, stop = piece.target[0]
+        rows_at_once = max(1, max_values // checkpoint.shape(piece.tensor)[-1])
         for row in range(start, stop, rows_at_once):
-            rows = slice(row, min(row + rows_at_once, stop))
-            codes = read_finite_codes(checkpoint, piece.tensor, rows, code_format)
-            target = slice(rows.start + shift, rows.stop + shift)
+            target = slice(row, min(row + rows_at_once, stop))
+            codes = read_piece_codes(checkpoint, piece, (target.start, target.stop), code_format)
             columns, groups = (slice(*bounds) for bounds in _target_columns(piece, held.arrays))
             code_rows[target, columns] = _codes(codes, code_format, piece, held.arrays)
             scale_rows[target, groups] = _scales(codes, code_format, piece, held.arrays, np)
@@ -243,17 +241,28 @@ class QuantizingCheckpoint(Protocol):
         """Return rows of a matrix, quantized; raise ModelLoadError for numbers that the format cannot hold."""
 
 
-def read_finite_codes(checkpoint: Any, tensor: str, rows: slice, code_format: CodeFormat) -> Codes:
-    """Return rows of a tensor as codes: as a checkpoint stores them, or quantized to `code_format`.
+def read_piece_codes(checkpoint: Any, piece: Piece, bounds: Bounds, code_format: CodeFormat) -> Codes:
+    """Return the codes of some rows of a weight, which a piece has: whole rows of its tensor, where they lie in it.
 
-    Raises ModelLoadError, which names the tensor and its rows, if numbers or scales are not finite.
+    Codes are as a checkpoint stores them, or quantized to `code_format`. `bounds` are (start, stop) among the weight's
+    rows. Raises ModelLoadError, which names the tensor and its rows, if numbers or scales are not finite.
     """
-    if isinstance(checkpoint, QuantizingCheckpoint):
-        return checkpoint.read_quantized(tensor, rows, code_format)
-    codes: Codes = checkpoint.read_codes(tensor, rows)
+    rows = piece.rows(*bounds)
+    if piece.expert is not None:
+        rows = of_expert(rows, piece.expert, checkpoint.shape(piece.tensor))
+    is_quantizing, whole_rows = isinstance(checkpoint, QuantizingCheckpoint), slice(rows.start, rows.stop)
+    codes: Codes
+    if is_quantizing:
+        codes = checkpoint.read_quantized(piece.tensor, whole_rows, code_format)
+    else:
+        codes = checkpoint.read_codes(piece.tensor, whole_rows)
+    if piece.step > 1:
+        codes = codes.every(piece.step)
+    if is_quantizing:  # It has refused what is not finite.
+        return codes
     if not are_finite(codes, code_format):
         where = f"rows {rows.start} to {rows.stop - 1}"
-        fault = f"tensor {tensor} holds a NaN or an infinity, or a scale that is one, in {where}"
+        fault = f"tensor {piece.tensor} holds a NaN or an infinity, or a scale that is one, in {where}"
         raise ModelLoadError(f"{checkpoint.path}: {fault}; fetch it again")
     return codes
 

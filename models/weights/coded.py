@@ -15,7 +15,7 @@ from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
-from .code_arrays import HeldCodes, num_bytes, read_finite_codes, with_held_scales
+from .code_arrays import HeldCodes, num_bytes, read_piece_codes, with_held_scales
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -31,6 +31,8 @@ class CodedCheckpoint(Checkpoint, Protocol):
         """Return rows of a tensor that is stored as codes."""
 
 
+EXPERTS_AS_FLOATS = "codes of experts are kept where each has a multiple of 32 inputs and outputs, stored by rows"
+"""Why the codes of some experts become floats, as a clause for the log."""
 StoredFormats = tuple[tuple[str, CodeFormat | None], ...]
 """Each tensor of a checkpoint, with the format of its codes."""
 
@@ -50,8 +52,10 @@ def with_codes(state: Any, recipes: Recipes, formats: Mapping[str, CodeFormat | 
     """
     coded = {}
     for path, leaf in nnx.to_flat_state(state):
-        metadata = leaf.get_metadata()
-        parts = _code_parts(recipes.pieces[path], recipes.shapes, formats, metadata)
+        metadata, pieces = leaf.get_metadata(), recipes.pieces[path]
+        parts = _code_parts(pieces, recipes.shapes, formats, metadata)
+        if parts is None and "num_experts" in metadata and all(formats.get(piece.tensor) for piece in pieces):
+            leaf = leaf.replace(leaf.get_value(), becomes_floats=EXPERTS_AS_FLOATS)
         if parts is not None:
             num_in, _ = metadata["matrix"]
             shape = metadata["ops"].coded_shape(num_in, parts)
@@ -72,7 +76,7 @@ def _code_parts(
     It is if its pieces are whole rows of tensors that are stored as codes, one behind the other without gaps, and all
     but the last one are as many rows as layer operations store together.
     """
-    if "matrix" not in metadata:
+    if "matrix" not in metadata or metadata.get("stays_floats"):
         return None
     columns_of_codes = metadata["ops"].columns_of_codes
     num_in, num_out = metadata["matrix"]
@@ -83,7 +87,7 @@ def _code_parts(
         has_whole_rows = columns == [whole] and list(piece.source[1:]) == [whole] and not piece.is_transposed
         if code_format is None or not has_whole_rows or start != next_row or start % columns_of_codes:
             return None
-        if shapes[piece.tensor][1] != num_in or num_in % code_format.block:
+        if shapes[piece.tensor][-1] != num_in or num_in % code_format.block:
             return None
         if parts and parts[-1][0] == code_format:
             parts[-1] = code_format, parts[-1][1] + stop - start
@@ -234,12 +238,11 @@ def read_coded(
     columns_of_codes, num_written = metadata["ops"].columns_of_codes, 0
     rows_at_once = max(1, max_values // (num_in * columns_of_codes)) * columns_of_codes
     for piece in pieces:
-        start, stop = piece.source[0]
+        start, stop = piece.target[0]
         code_format = checkpoint.code_format(piece.tensor)
         assert code_format is not None
         for row in range(start, stop, rows_at_once):
-            rows = slice(row, min(row + rows_at_once, stop))
-            codes = read_finite_codes(checkpoint, piece.tensor, rows, code_format)
+            codes = read_piece_codes(checkpoint, piece, (row, min(row + rows_at_once, stop)), code_format)
             packed = metadata["ops"].packed_codes(codes, code_format, metadata["decoded_dtype"]).reshape(-1)
             out[num_written : num_written + len(packed)] = packed
             num_written += len(packed)
