@@ -50,6 +50,7 @@ class CheckedCache:
         *,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "T N H"], CheckedCache]:
         """Check the call against the spec and attend; return the output and the cache for the next layer.
@@ -58,12 +59,13 @@ class CheckedCache:
         traced and not compared; `num_attention_calls` counts such calls. `options` are the other options of
         `PagedCache.attend`, which are passed on unchecked. A layer that reads the keys and values of an earlier layer
         passes None for both; as `layer` it may give its own number or the earlier layer's. Raises ValueError for a call
-        that differs from the spec: another layer than the next one, or another window, soft cap or shape.
+        that differs from the spec: another layer than the next one, another window, soft cap or shape, or sinks in a
+        layer that has none by its spec, or no sinks in one that has some.
         """
-        options |= {"window": window, "soft_cap": soft_cap}
+        options |= {"window": window, "soft_cap": soft_cap, "sinks": sinks}
         if isinstance(layer, jax.core.Tracer):
             self._check_scan()
-            self._check_options(0, window, soft_cap)
+            self._check_options(0, window, soft_cap, sinks)
             self._check_heads(0, q, k, v, step)
             out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
             return out, replace(self, cache=cache, num_scanned=self.num_scanned + np.int32(1))
@@ -74,7 +76,7 @@ class CheckedCache:
             layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
         self._check_layer(layer)
         assert isinstance(layer, int)
-        self._check_options(layer, window, soft_cap)
+        self._check_options(layer, window, soft_cap, sinks)
         self._check_heads(layer, q, k, v, step)
         out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
         return out, replace(self, cache=cache, num_attended=self.num_attended + 1)
@@ -110,11 +112,11 @@ class CheckedCache:
         way_out = "give each layer its own number, and the cache that the last `attend` returned"
         raise ValueError(f"attend: {fault}, wanted {wanted}: each layer once, in the order of the spec; {way_out}")
 
-    def _check_options(self, layer: int, window: Any, soft_cap: Any) -> None:
-        """Raise ValueError unless window and soft cap are constants, and equal those of the layer's spec.
+    def _check_options(self, layer: int, window: Any, soft_cap: Any, sinks: Any) -> None:
+        """Raise ValueError unless window and soft cap are those of the layer's spec, and sinks are there if it says so.
 
-        None stands for full attention and for no soft cap. A traced value is refused, since it cannot be compared while
-        JAX traces.
+        None stands for full attention, for no soft cap and for no sinks. A traced window or soft cap is refused, since
+        it cannot be compared while JAX traces. The values of sinks are weights, and are not looked at.
         """
         spec = self.layers[layer]
         for name, got, wanted, number_type in (
@@ -126,6 +128,10 @@ class CheckedCache:
             if got != wanted:
                 way_out = f"pass {name}={wanted}, or correct the spec"
                 raise ValueError(f"attend: got {name} {got} in layer {layer}, its spec wants {wanted}: {way_out}")
+        if (sinks is not None) is not spec.has_sinks:
+            got, way_out = ("no sinks", "pass them") if sinks is None else ("sinks", "pass none")
+            wanted = f"its spec has has_sinks={spec.has_sinks}"
+            raise ValueError(f"attend: got {got} in layer {layer}, {wanted}: {way_out}, or correct the spec")
 
     def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
         """Raise ValueError unless queries, keys and values have the shapes that the layer's spec says.

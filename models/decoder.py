@@ -41,7 +41,7 @@ class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
     def __init__(self, config: DecoderConfig, *, norm: Callable[..., nnx.Module], make: WeightMaker) -> None:
-        """Make the projections and, if `config.qk_norm` is set, the norms of queries and keys, of the class `norm`.
+        """Make the projections and, as the config says, norms of queries and keys of the class `norm`, and sinks.
 
         Sizes are totals over the `make.num_shards` devices, in rows: heads × head size. They include heads of zeros
         that pad the number of heads, and the copies of KV heads that lie on several devices. For example, 9 query heads
@@ -63,7 +63,11 @@ class Attention(nnx.Module):
         self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), **options)
         self.head_size, self.norms_all_heads = head, config.qk_norm == "all"
         # nnx makes an attribute that is a bare None static, and a module could not be assigned to it below.
-        self.q_norm, self.k_norm = nnx.data(None), nnx.data(None)
+        self.q_norm, self.k_norm, self.sinks = nnx.data(None), nnx.data(None), nnx.data(None)
+        if config.has_sinks:
+            # Padded heads have a sink of 0: their outputs are finite, and the output projection has zeros for them.
+            runs = {"rows": ((None, shares.query_runs(1)),)}
+            self.sinks = make.vector(shares.stored_heads, "heads", fill=0.0, **runs)
         if config.qk_norm is not None:
             if self.norms_all_heads:
                 # Padded heads are zero and do not count in the mean of squares. Each KV head of the model is stored
@@ -92,6 +96,13 @@ class Attention(nnx.Module):
         norms = tuple(None if each is None else each.as_row_norm() for each in (self.q_norm, self.k_norm))
         heads = Heads(self.head_size, rotation, norms)
         return QKV(*map(self._by_head, self.qkv_proj(x_TD, norm, heads)))
+
+    def sink_logits(self) -> Float[Array, " N"] | None:
+        """Return the sink of each stored query head in float32, as `cache.attend` takes them; None without sinks.
+
+        Source: Xiao et al. 2023, arXiv:2309.17453; OpenAI 2025, arXiv:2508.10925.
+        """
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
     def _by_head(self, x: Float[Array, "T NH"]) -> Float[Array, "T N H"]:
         """Return queries, keys or values `x` [T, heads × head size] as [T, heads, head size]."""
@@ -234,8 +245,8 @@ class Decoder(nnx.Module):
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Keys of the transformers class that change nothing that is computed here, such as dropout."""
     tensor_names: ClassVar[Mapping[str, str]] = {}
-    """Module, or part of a fused one, → what checkpoints call it; {i} stands for the layer, {e} for an expert, and
-    `.weight` and `.bias` follow on both sides."""
+    """Module, or part of a fused one, → what checkpoints call it; {i} stands for the layer, {e} for an expert. The name
+    of a variable follows on both sides: `.weight` and `.bias`, and `.sinks` for attention with sinks."""
     base: ClassVar[str] = "model."
     """Beginning of the names of all tensors but the head's."""
     other_bases: ClassVar[tuple[str, ...]] = ()
@@ -292,7 +303,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
-        """Return, for each module of `tensor_names`, where a checkpoint keeps its weight and its bias."""
+        """Return, for each module of `tensor_names`, where a checkpoint keeps its weight, its bias or its sinks."""
         # Some checkpoints have one tensor [E, out, in] for all experts, whose name has no expert's number.
         return {
             module: Source(name, others=(Source(name.replace(".{e}", "")),) if ".{e}" in name else ())
@@ -335,7 +346,8 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[self.ropes[index]], inputs)
             options = {"scale": self.scales[index], "window": self.windows[index], "soft_cap": self.soft_cap}
-            out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, inputs.attention, **options)
+            sinks = layer.attention.sink_logits()
+            out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, inputs.attention, sinks=sinks, **options)
             x_TD = layer.after(x_TD, out_TNH, inputs)
         return self.norm(x_TD), cache
 

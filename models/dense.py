@@ -42,11 +42,12 @@ class DenseAttention:
 
         `q` [T, N, H] has N query heads of size H, and `k` and `v` have K heads, each shared by G = N ÷ K query heads.
         Scores are multiplied by `scale`, and limited to ±`soft_cap` by tanh unless that is None. A token attends to the
-        latest `window` tokens, its own included; None for all. `layer` and `step` are not used. Scores and weights are
-        computed in float32. Raises ValueError for sinks, and for a layer without keys and values of its own.
+        latest `window` tokens, its own included; None for all. `sinks` are logits that join the softmax of each query
+        head and carry no value. `layer` and `step` are not used. Scores and weights are computed in float32. Raises
+        ValueError for a layer without keys and values of its own.
         """
-        if k is None or v is None or sinks is not None:
-            raise ValueError("attend: got sinks, or no keys and values, wanted those of the layer's own alone")
+        if k is None or v is None:
+            raise ValueError("attend: got no keys and values, wanted those of the layer's own")
         # T = B × S: the tokens lie sequence by sequence, and S is the number of tokens of each of the B sequences.
         q_BSKGH = q.reshape(self.num_sequences, -1, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
         k_BSKH, v_BSKH = (x.reshape(self.num_sequences, -1, *x.shape[1:]) for x in (k, v))
@@ -58,8 +59,12 @@ class DenseAttention:
         is_seen = (distance >= 0) & (distance < (len(positions) if window is None else window))
         is_seen = is_seen[None] if self.mask is None else is_seen[None] & self.mask  # [1 or B, queries, keys]
         # All scores of a token that sees nothing, such as padding before a sequence, are equal and finite: its output
-        # is the mean of all values, and no NaN.
-        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+        # is the mean of all values, or 0 with sinks, and no NaN.
+        scores = jnp.where(is_seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        if sinks is not None:  # They are the scores of a last key, whose value is 0.
+            sinks_1KG11 = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks_1KG11, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : len(positions)]
         out = jnp.einsum("bkgqs,bskh->bqkgh", weights, v_BSKH.astype(jnp.float32))
         return out.reshape(q.shape).astype(q.dtype), self
 

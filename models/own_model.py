@@ -193,7 +193,7 @@ def _names_of_axes(leaf: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
-    """Return what is wrong with the window, soft cap or `pages_of` of the layer at `index`; None if nothing is.
+    """Return what is wrong with the layer at `index` but for its heads; None if nothing is.
 
     The result is a clause for an error, such as "layers[2].window is 0, wanted an integer ≥ 1, …". A window counts
     positions, and None stands for full attention. `pages_of` is the index of the layer whose keys and values this layer
@@ -205,6 +205,8 @@ def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
         return f"{name}.window is {window!r}, wanted an integer ≥ 1, or None for full attention"
     if soft_cap is not None and not (isinstance(soft_cap, int | float) and 0 < soft_cap < math.inf):
         return f"{name}.soft_cap is {soft_cap!r}, wanted a number above 0, or None"
+    if not isinstance(layer.has_sinks, bool):
+        return f"{name}.has_sinks is {layer.has_sinks!r}, wanted True or False"
     if owner is None:
         return None
     if not isinstance(owner, int) or not 0 <= owner < index or layers[owner].pages_of is not None:
@@ -216,9 +218,9 @@ def _spec_fault(spec: ModelSpec) -> str | None:
     """Return the first thing that is wrong with a caller's spec, as a clause for an error; None if nothing is.
 
     A spec is a dataclass whose fields may hold any value, so types are checked before they are used: the sizes first,
-    heads and head sizes of all layers among them, then each layer's window, soft cap and `pages_of`, then that query
-    heads are a multiple of KV heads, then the dtype and the token ids. An object in `layers` that is no AttentionLayer
-    lacks the sizes, so it is reported first. Example: "hidden_size is 0, wanted an integer ≥ 1".
+    heads and head sizes of all layers among them, then each layer's window, soft cap, `has_sinks` and `pages_of`, then
+    that query heads are a multiple of KV heads, then the dtype and the token ids. An object in `layers` that is no
+    AttentionLayer lacks the sizes, so it is reported first. Example: "hidden_size is 0, wanted an integer ≥ 1".
     """
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_context_len")}
     for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):

@@ -54,6 +54,8 @@ class DecoderConfig:
     divides_scale_by_layer: bool = False
     """Whether each layer divides the factor of its scores by the layer's number, which counts from 1."""
     attention_soft_cap: float | None = None
+    has_sinks: bool = False
+    """Whether each layer has a learned sink for each query head: a logit in the denominator of the softmax."""
     logits_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -148,15 +150,16 @@ class DecoderConfig:
     def spec(self) -> ModelSpec:
         """Return the sizes, token ids and attention layers that an engine reads, for the whole model on all devices.
 
-        Heads and sizes are those of the checkpoint, without padding. All layers have the same heads and soft cap, and
-        each writes its own keys and values; only their windows may differ. `activation_width`, in values per token, is
-        an estimate.
+        Heads and sizes are those of the checkpoint, without padding. All layers have the same heads and soft cap, all
+        or none have sinks, and each writes its own keys and values; only their windows may differ. `activation_width`,
+        in values per token, is an estimate.
         """
         heads: dict[str, Any] = {
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
             "soft_cap": self.attention_soft_cap,
+            "has_sinks": self.has_sinks,
         }
         return ModelSpec(
             vocab_size=self.vocab_size,

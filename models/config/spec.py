@@ -18,6 +18,8 @@ class AttentionLayer:
     `attend` has to say the same, as it has for what stands below."""
     soft_cap: float | None = None
     """Bound of the scores, by a hyperbolic tangent; None for none."""
+    has_sinks: bool = False
+    """Whether each query head has a sink, a logit in the denominator of the softmax."""
     pages_of: int | None = None
     """Index of the earlier layer whose keys and values it reads; None for a layer that writes its own."""
 

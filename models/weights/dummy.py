@@ -32,9 +32,9 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
     """Return `abstract` with random arrays in its dtypes and shardings, made one after the other on their devices.
 
     The values of a matrix W [in, out] have the mean 0 and a standard deviation of about 1 ÷ √in. Weights with a "fill"
-    in their metadata are constant: gains of norms have the value that changes nothing, and biases are 0. A weight's
-    values depend on its path in the model and on its shape in a checkpoint, and not on how its backend stores it.
-    `progress(done, total)`, if given, is called after each array with the numbers of arrays.
+    in their metadata are constant: gains of norms have the value that changes nothing; biases and sinks are 0. A
+    weight's values depend on its path in the model and on its shape in a checkpoint, and not on how its backend stores
+    it. `progress(done, total)`, if given, is called after each array with the numbers of arrays.
     """
     leaves = nnx.to_flat_state(abstract.state)
     made: dict[tuple[Any, ...], Any] = {}

@@ -213,6 +213,8 @@ class AttentionShape:
     kv_dtype: str = "bfloat16"
     has_soft_cap: bool = False
     """Whether scores are bounded in some layer."""
+    has_sinks: bool = False
+    """Whether a logit joins the softmax of each query head in some layer."""
 
     def kv_shape(self, page_size: int, *, num_layers: int = 1, num_pages: int = 1) -> KVShape:
         """Return the sizes of a cache for such a model."""

@@ -88,13 +88,17 @@ def tiny_layout(backend: Backend, *, num_pages: int, page_size: int) -> KVLayout
 
 
 def reference_logits(
-    token_ids: Sequence[int], seed: int | Sequence[int] = 0, windows: Sequence[int | None] = (None, None)
+    token_ids: Sequence[int],
+    seed: int | Sequence[int] = 0,
+    windows: Sequence[int | None] = (None, None),
+    sinks: Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:
     """Return the logits [T, V] of the model over these tokens, in float64 and without any code of jpaged.
 
     `seed` is that of the weights, or one for each token: then each position is computed by its own weights, from the
     keys and values of earlier positions as theirs have computed them. `windows` has the latest positions that a query
-    sees, its own included, for each layer; None for all.
+    sees, its own included, for each layer; None for all. `sinks` has the sink of each query head for each layer, which
+    adds its exponential to the denominator of the softmax; None for none.
     """
     num_heads, num_kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_tokens, size = len(token_ids), CONFIG["hidden_size"] // num_heads
@@ -130,8 +134,10 @@ def reference_logits(
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(size)
         is_passed = np.tri(num_tokens, k=-(windows[layer] or num_tokens), dtype=bool)
         scores = np.where(np.tri(num_tokens, dtype=bool) & ~is_passed, scores, -np.inf)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        shares /= shares.sum(axis=-1, keepdims=True)
+        largest = scores.max(axis=-1, keepdims=True)
+        shares = np.exp(scores - largest)
+        of_sinks = 0.0 if sinks is None else np.exp(sinks[layer].astype(np.float64)[:, None, None] - largest)
+        shares /= shares.sum(axis=-1, keepdims=True) + of_sinks
         x = x + product(np.einsum("hqk,khd->qhd", shares, v).reshape(num_tokens, -1), f"{attention}o_proj.weight")
         y = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
         gate = product(y, f"{mlp}gate_proj.weight")

@@ -1,13 +1,15 @@
 """Rotary embedding: frequencies, rotation and factors. tests/models/families/test_goldens.py compares each scaling."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.config.rope import RopeConfig
+from jpaged.models.config.rope import ORIGINAL, RopeConfig, context_len, read_rope, rope_fields
+from jpaged.models.fields import Fields
 from jpaged.models.rope import attention_factor, inverse_frequencies, rotation_at
 
 HEAD = 64
@@ -47,6 +49,21 @@ def test_frequency_factors_replace_the_formula_of_llama3() -> None:
     factors = tuple(float(i + 1) for i in range(HEAD // 2))
     scaled = inverse_frequencies(RopeConfig(kind="llama3", freq_factors=factors), HEAD)
     assert scaled == pytest.approx(PLAIN / np.array(factors), rel=1e-6)
+
+
+def test_yarn_of_gpt_oss_blends_between_indices_that_are_no_integers() -> None:
+    """Without `truncate` the ramp begins where a frequency makes 32 rotations in 4,096 tokens, and ends at 1."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    data = {"rope_scaling": yarn, "rope_theta": 150_000, "max_position_embeddings": 131_072}
+    fields = Fields(data, Path("config.json"))
+    rope = read_rope(fields, rope_fields(fields), head_size=HEAD)
+    plain = 150_000.0 ** (-np.arange(HEAD // 2) / 32)
+    low, high = (32 * math.log(4096 / (2 * math.pi * rotations)) / math.log(150_000) for rotations in (32, 1))
+    assert (low, high) == pytest.approx((8.093, 17.398), abs=1e-3)
+    shares = np.clip((np.arange(HEAD // 2) - low) / (high - low), 0, 1)
+    assert inverse_frequencies(rope, HEAD) == pytest.approx(plain / 32 * shares + plain * (1 - shares), rel=1e-6)
+    assert attention_factor(rope) == pytest.approx(1.3465736)
+    assert context_len(rope, 131_072) == 131_072
 
 
 FACTORS = {

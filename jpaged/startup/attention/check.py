@@ -57,6 +57,9 @@ EACH_START = "the check of %s is made at each start: %s"
 CHECK_TOKENS, CHECK_ROWS = 64, 8
 CHECK_SOFT_CAP = 2.0
 """For models that have one: it bounds scores of the size of 1, where a larger one would change nothing."""
+CHECK_SINKS = 2.0, 6.0
+"""Smallest and largest sink, for models that have them: these are e² to e⁶ beside the sum of exponentials of scores,
+which is 2 for the shortest row and some 1,600 for one of 1,000 tokens."""
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
 CODED_INPUTS = 512
@@ -181,7 +184,8 @@ def check_key(
     """
     windows = sorted({window or 0 for window in model.windows})  # 0 stands for full attention.
     heads = attention_shape(model, kv_dtype)
-    shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows, heads.has_soft_cap]
+    shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows]
+    shape += [heads.has_soft_cap, heads.has_sinks]
     versions = [device.client.platform_version, jax.__version__, version("jaxlib"), source_digest()]
     return [repr(backend), *shape, dtype, kv_dtype, block_size, backend.hardware(device), *versions]
 
@@ -197,8 +201,9 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
     The backend runs the steps of `check_steps`, prefills and decodes, with random queries [T, N, H], keys and values
     [T, K, H] of `dtype`: T tokens, N query heads, K KV heads of size H. The difference of an output [T, N, H] is taken
     per token and head. The backend's cache has two layers, of which the second is used. Each window of `shape` is
-    compared. All steps have the same shapes, so two programs are compiled per window: one for steps with prompts, one
-    for steps that only decode. The result is infinity if an output is not finite.
+    compared, with a soft cap and with sinks if some layer has them. All steps have the same shapes, so two programs are
+    compiled per window: one for steps with prompts, one for steps that only decode. The result is infinity if an output
+    is not finite.
     """
     largest_error, head_size = 0.0, shape.head_size
     soft_cap = CHECK_SOFT_CAP if shape.has_soft_cap else None
@@ -206,6 +211,7 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
         options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
         attend = jax.jit(functools.partial(PagedCache.attend, **options), static_argnums=1)
         rng = np.random.default_rng(0)  # The same numbers at each start.
+        sinks = rng.uniform(*CHECK_SINKS, shape.num_heads).astype(np.float32) if shape.has_sinks else None
         # A layout of one page, to ask how long the longest row has to be; the cache gets as many pages as rows need.
         layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
         context_len = backend.check_context_len(shape.num_heads, layout, dtype)
@@ -229,11 +235,11 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
                 decodes_only=bool((query_lens[rows] == 1).all()),
             )
             with jax.default_device(device):
-                out, cache = attend(cache, 1, *map(jnp.asarray, inputs), step)
+                out, cache = attend(cache, 1, *map(jnp.asarray, inputs), step, sinks=sinks)
             # Tokens of row after row. The step is padded to `num_tokens`; outputs of padding are not compared.
             ends = np.cumsum(query_lens[rows])
             expected = [
-                kept_rows[row].attend(*(each[end - query_lens[row] : end] for each in inputs), **options)
+                kept_rows[row].attend(*(each[end - query_lens[row] : end] for each in inputs), sinks=sinks, **options)
                 for row, end in zip(rows, ends, strict=True)
             ]
             out = np.asarray(out[: ends[-1]], np.float32)

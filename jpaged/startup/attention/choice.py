@@ -47,7 +47,7 @@ class AttentionChoice:
 
 
 def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
-    """Return what a backend has to know of a model: its heads, windows, KV data type, and whether it caps scores.
+    """Return what a backend has to know of a model: heads, windows, KV data type, and if it has soft caps and sinks.
 
     Raises ConfigError if layers differ in their number or size of heads, since they share pages.
     """
@@ -57,7 +57,8 @@ def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
         wanted = "the same heads in all layers, since they share pages"
         raise ConfigError(f"model: its attention layers have {shapes}, wanted: {wanted}; give another model")
     has_soft_cap = any(layer.soft_cap is not None for layer in model.layers)
-    return AttentionShape(*heads.pop(), model.windows, kv_dtype, has_soft_cap)
+    has_sinks = any(layer.has_sinks for layer in model.layers)
+    return AttentionShape(*heads.pop(), model.windows, kv_dtype, has_soft_cap, has_sinks)
 
 
 def choose_attention(

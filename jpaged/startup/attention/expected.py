@@ -33,12 +33,14 @@ class KeptRow:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: Float[np.ndarray, " N"] | None,
     ) -> Float[np.ndarray, "T N H"]:
         """Keep k and v of the row's next T tokens, let these attend to all tokens so far, and return the outputs.
 
         k and v are rounded to the dtype of the pages, in one byte by the scales of `check_scales`. Query head n of N
         reads KV head n // (N ÷ K). A token attends to itself and those before it, with a `window` to that many in all.
-        A score s becomes `soft_cap` × tanh(s ÷ `soft_cap`) if there is a cap.
+        A score s becomes `soft_cap` × tanh(s ÷ `soft_cap`) if there is a cap. `sinks` are logits that add their
+        exponential to the denominator of each head's softmax; None for none.
         """
         for kept, new, page_scale in zip(self._kept, (k, v), check_scales(self._kv_dtype), strict=True):
             kept.append(_stored(new.astype(np.float32), self._kv_dtype, page_scale))
@@ -54,8 +56,11 @@ class KeptRow:
             if soft_cap is not None:
                 scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
             scores = np.where(is_visible, scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[:, head] = product(weights, values[:, kv_head]) / weights.sum(axis=-1, keepdims=True)
+            sink = np.float32(-np.inf) if sinks is None else sinks[head]
+            largest = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+            weights = np.exp(scores - largest)
+            total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - largest)
+            out[:, head] = product(weights, values[:, kv_head]) / total
         return out
 
 

@@ -78,6 +78,7 @@ def both_logprobs(module):
 
 
 WINDOWED, CAPPED = replace(LAYER, window=8), replace(LAYER, soft_cap=2.0)
+WITH_SINKS = replace(LAYER, has_sinks=True)
 SHARING = replace(LAYER, pages_of=0)
 MISFITS: dict[str, tuple[str, dict[str, Any]]] = {
     "no window": ("attend: got window None in layer 1, its spec wants 8: pass window=8", {"layers": (LAYER, WINDOWED)}),
@@ -90,6 +91,11 @@ MISFITS: dict[str, tuple[str, dict[str, Any]]] = {
         {"calls": ((0, {}), (1, {"window": 9}))},
     ),
     "no soft cap": ("attend: got soft_cap None in layer 0, its spec wants 2.0", {"layers": (CAPPED, CAPPED)}),
+    "no sinks": ("attend: got no sinks in layer 0, its spec has has_sinks=True: pass", {"layers": (WITH_SINKS,) * 2}),
+    "sinks of its own": (
+        "attend: got sinks in layer 1, its spec has has_sinks=False: pass none",
+        {"calls": ((0, {}), (1, {"sinks": (0.5, -1.0)}))},
+    ),
     "layer 0 twice": ("attend: got layer 0 a second time, wanted layer 1: each layer once", {"calls": ((0, {}),) * 2}),
     "one call too many": ("attend: got layer 1 a second time, wanted no more", {"calls": ((0, {}), (1, {}), (1, {}))}),
     "one call too few": ("new keys and values of 2 layers, wanted those of the spec's 3", {"layers": (LAYER,) * 3}),
@@ -265,6 +271,7 @@ SPEC_FAULTS = {
     r"layers\[0\]\.window is 0, wanted an integer": {"window": 0},
     r"layers\[0\]\.window is 2\.5, wanted an integer": {"window": 2.5},
     r"layers\[0\]\.soft_cap is -1\.0, wanted a number above 0": {"soft_cap": -1.0},
+    r"layers\[0\]\.has_sinks is 1, wanted True or False": {"has_sinks": 1},
     r"layers\[0\]\.pages_of is 0, wanted the index of an earlier layer": {"pages_of": 0},
     r"layers\[0\]\.pages_of is 7, wanted the index of an earlier layer": {"pages_of": 7},
 }
@@ -295,11 +302,13 @@ class InNnx(Small):
 class InJax(Small):
     """Transforms of JAX inside, a head in float16, hidden states in two dtypes, and an array of numpy, so float64.
 
-    One layer has a window, the other a soft cap.
+    One layer has a window, the other a soft cap and sinks.
     """
 
     def __init__(self):
-        super().__init__(layers=(WINDOWED, CAPPED), calls=((0, {"window": np.int64(8)}), (1, {"soft_cap": 2})))
+        calls = (0, {"window": np.int64(8)}), (1, {"soft_cap": 2})
+        super().__init__(layers=(WINDOWED, replace(CAPPED, has_sinks=True)), calls=calls)
+        self.sinks = nnx.Param(jnp.array([0.5, 3.0]))
         self.scales = nnx.Variable(np.linspace(0.5, 1.5, 23)[None])
 
     def __call__(self, inputs, cache):
@@ -308,6 +317,7 @@ class InJax(Small):
 
     def block(self, block, x, inputs, cache, layer, options):
         x, _ = jax.lax.scan(lambda x, weight: (x + weight * block.out.kernel[:1], None), x, jnp.ones((3, 1, 1)))
+        options = options | {"sinks": self.sinks[...]} if layer else options
         run = jax.jit if layer else jax.checkpoint
         return run(lambda block, x, inputs, cache: block(x, inputs, cache, layer, **options))(block, x, inputs, cache)
 

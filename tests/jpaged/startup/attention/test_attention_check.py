@@ -123,6 +123,20 @@ class Uncapped(XlaBackend):
         return super().attend(pages, layout, dataclasses.replace(inputs, options=options))
 
 
+class WithoutSinks(XlaBackend):
+    """A backend that ignores sinks."""
+
+    def attend(self, pages, layout, inputs):
+        return super().attend(pages, layout, dataclasses.replace(inputs, sinks=None))
+
+
+class SinksOfOtherHeads(XlaBackend):
+    """A backend that takes the sink of the neighbour."""
+
+    def attend(self, pages, layout, inputs):
+        return super().attend(pages, layout, dataclasses.replace(inputs, sinks=jnp.roll(inputs.sinks, 1)))
+
+
 class ReadsFirstLayer(XlaBackend):
     """A backend that writes the layer it is told to, and reads the first one."""
 
@@ -136,6 +150,14 @@ def test_the_check_caps_scores_if_the_model_does():
     capped = dataclasses.replace(SHAPE, has_soft_cap=True)
     assert kernel_error(XlaBackend(), capped, "float32", 16, CPU) < 1e-5
     assert kernel_error(Uncapped(), capped, "float32", 16, CPU) > MAX_ERROR
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_check_has_sinks_if_the_model_does(kv_dtype):
+    with_sinks = dataclasses.replace(SHAPE, has_sinks=True, kv_dtype=kv_dtype)
+    assert kernel_error(XlaBackend(), with_sinks, "float32", 16, CPU) < 1e-5
+    for wrong in (WithoutSinks, SinksOfOtherHeads):
+        assert kernel_error(wrong(), with_sinks, "float32", 16, CPU) > MAX_ERROR
 
 
 @pytest.mark.slow
@@ -206,6 +228,8 @@ def test_another_driver_source_or_window_is_compared_anew(tmp_path):
     assert key(model_with(windows=(None, 512))) != key()
     capped = tuple(dataclasses.replace(layer, soft_cap=30.0) for layer in MODEL.layers)
     assert key(dataclasses.replace(MODEL, layers=capped)) != key()
+    with_sinks = tuple(dataclasses.replace(layer, has_sinks=True) for layer in MODEL.layers)
+    assert key(dataclasses.replace(MODEL, layers=with_sinks)) != key()
     native = NativeBackend()
     assert check_key(native, MODEL, "bfloat16", "bfloat16", 64, CPU)[-5].startswith(processor()), "not only cpu"
     (tmp_path / "gpu.py").write_text("a kernel")
