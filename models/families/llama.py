@@ -9,7 +9,7 @@ from typing import Any
 
 from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
-from ..config.hf import num_layers_of, read_sizes
+from ..config.hf import num_layers_of, read_head_size, read_sizes
 from ..config.rope import RopeConfig, context_len, read_rope, rope_fields
 from ..decoder import Decoder
 from ..fields import Fields
@@ -28,6 +28,15 @@ TENSOR_NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
+ATTENTION_NAMES = {module: name for module, name in TENSOR_NAMES.items() if ".mlp." not in module}
+"""The same without the MLP, for families that have experts in its place."""
+EXPERT_NAMES = {
+    "layers.{i}.mlp.router": "model.layers.{i}.mlp.gate",
+    "layers.{i}.mlp.experts.{e}.gate_proj": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "layers.{i}.mlp.experts.{e}.up_proj": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "layers.{i}.mlp.experts.{e}.down_proj": "model.layers.{i}.mlp.experts.{e}.down_proj",
+}
+"""Names of experts in most families that have them."""
 
 
 def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: Any) -> DecoderConfig:
@@ -49,6 +58,12 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **overrides: A
         "max_context_len": context_len(rope, fields.integer("max_position_embeddings")),
     }
     return DecoderConfig(**{**common, **overrides})
+
+
+def rope_of(fields: Fields, *, theta: float) -> RopeConfig:
+    """Read the rotary embedding of all layers, of whole heads, for a family with another default than Llama's theta."""
+    head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+    return read_rope(fields, rope_fields(fields, theta=theta), head_size=head_size)
 
 
 def read_biases(fields: Fields, *, has_mlp_key: bool = False) -> dict[str, Any]:

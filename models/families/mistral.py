@@ -1,12 +1,16 @@
-"""Mistral: Llama with a sliding window on every layer. Source: Jiang et al. 2023, arXiv:2310.06825."""
+"""Mistral: Llama with a sliding window on every layer; Mixtral: Mistral whose MLPs are experts, two of eight for a token.
+
+Sources: Jiang et al. 2023, arXiv:2310.06825; Mixtral: Jiang et al. 2024, arXiv:2401.04088.
+"""
 
 from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
+from ..config.experts import EXPERT_TRAINING_KEYS, read_experts
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types
 from ..decoder import Decoder
 from ..fields import Fields
-from .llama import TENSOR_NAMES, read_llama
+from .llama import ATTENTION_NAMES, TENSOR_NAMES, read_llama, rope_of
 from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 
 
@@ -34,3 +38,34 @@ class Mistral(Decoder):
         if read_layer_types(fields, layer_types) != layer_types:
             raise fields.wrong("layer_types", "the same type for all layers of Mistral, as sliding_window says")
         return read_llama(fields, windows=(window,) * len(layer_types))
+
+
+class Mixtral(Decoder):
+    """Mixtral."""
+
+    config_defaults = {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2,
+        "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    without_effect = EXPERT_TRAINING_KEYS | {"router_jitter_noise"}
+    tensor_names = ATTENTION_NAMES | {
+        "layers.{i}.mlp.router": "model.layers.{i}.block_sparse_moe.gate",
+        "layers.{i}.mlp.experts.{e}.gate_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
+        "layers.{i}.mlp.experts.{e}.up_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w3",
+        "layers.{i}.mlp.experts.{e}.down_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w2",
+    }
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read Mixtral's config: Llama's keys, one window for all layers or none, and experts on all layers."""
+        num_layers = num_layers_of(fields)
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        experts = read_experts(
+            fields,
+            keys=("num_local_experts", "num_experts"),
+            default=8,
+            sparse_layers=(True,) * num_layers,
+            width=fields.integer("intermediate_size"),
+        )
+        rope = rope_of(fields, theta=1_000_000.0)
+        return read_llama(fields, rope=rope, windows=(window,) * num_layers, experts=experts)

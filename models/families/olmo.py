@@ -1,17 +1,19 @@
-"""OLMo 2 and 3: norms behind attention and MLP, not in front, and of all queries and of all keys.
+"""OLMo 2 and 3: norms behind attention and MLP, not in front, and of all queries and of all keys; OLMoE: experts.
 
-Sources: OLMo team 2024, arXiv:2501.00656; OLMo 3: OLMo team 2025, arXiv:2512.13961.
+Sources: OLMo team 2024, arXiv:2501.00656; OLMo 3: OLMo team 2025, arXiv:2512.13961; OLMoE: Muennighoff et al. 2024,
+arXiv:2409.02060.
 """
 
 from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
+from ..config.experts import EXPERT_TRAINING_KEYS, read_experts
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_ropes_by_type
 from ..decoder import Decoder, DecoderLayer
 from ..fields import Fields
 from ..layers import RMSNormFloat32
-from .llama import TENSOR_NAMES, read_biases, read_llama
+from .llama import ATTENTION_NAMES, EXPERT_NAMES, TENSOR_NAMES, read_biases, read_llama
 from .qwen3 import QK_NORM_NAMES
 
 
@@ -66,3 +68,27 @@ class Olmo3(Olmo2):
             **read_biases(fields),
             qk_norm="all",
         )
+
+
+class Olmoe(Decoder):
+    """OLMoE: norms in front, as in Llama, norms of all queries and of all keys, and experts on all layers."""
+
+    config_defaults = {
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 50279, "num_experts_per_tok": 8,
+        "intermediate_size": 2048,
+    }  # fmt: skip
+    fixed_options = {"clip_qkv": None}
+    without_effect = EXPERT_TRAINING_KEYS
+    tensor_names = {**ATTENTION_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES}
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        experts = read_experts(
+            fields,
+            keys=("num_experts", "num_local_experts"),
+            default=64,
+            sparse_layers=(True,) * num_layers_of(fields),
+            width=fields.integer("intermediate_size"),
+            renormalizes=fields.boolean("norm_topk_prob", False),
+        )
+        return read_llama(fields, **read_biases(fields), qk_norm="all", experts=experts)
