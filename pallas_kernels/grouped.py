@@ -1,8 +1,8 @@
 """Products of rows that choose their matrix: each of T rows is multiplied by k of E matrices, its experts.
 
 Rows are sorted by expert first, so that work and memory traffic follow the T × k choices, and never E: no row is
-multiplied by a matrix that it has not chosen, and no matrix is read that no row has chosen.
-Source: Shazeer et al. 2017, arXiv:1701.06538.
+multiplied by a matrix that it has not chosen, and no matrix is read that no row has chosen. Source: Shazeer et al.
+2017, arXiv:1701.06538.
 """
 
 from __future__ import annotations

@@ -168,6 +168,13 @@ class LayerOps:
         assert isinstance(weight, Array), "bytes of codes are read by native code alone"
         return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
+    def grouped_product(
+        self, rows: Float[Array, "C K"], weight: StoredMatrix, sizes: Int[Array, " E"], num_out: int
+    ) -> Float[Array, "C N"]:
+        """Return the product of each row with its expert's matrix, of `num_out` columns; see `grouped_product`."""
+        assert not isinstance(weight, CodedMatrix), "bytes of codes are read by native code alone"
+        return grouped_product(rows, weight, sizes)
+
     def expert_columns(self, num_out: int) -> int:
         """Return how many columns the matrices of experts with `num_out` columns are padded to."""
         return num_out
@@ -262,9 +269,9 @@ class LayerOps:
         gate_up, down = experts.gate_up, experts.down
         normed = rows if gate_up.norm is None else self.norm(rows, gate_up.norm)
         if experts.mesh_axis is None:
-            total = _sum_of_experts(normed, routing, experts)
+            total = _sum_of_experts(self, normed, routing, experts)
         else:
-            total = _sum_over_devices(normed, routing, experts, experts.mesh_axis)
+            total = _sum_over_devices(self, normed, routing, experts, experts.mesh_axis)
         if down.bias is not None:
             total = total + _sum_of_biases(down.bias, routing)
         added = total.astype(stream.dtype)
@@ -320,17 +327,18 @@ def _activated(results: list[Float[Array, "R P"]], product: Product) -> list[Flo
     return results
 
 
-def _sum_of_experts(rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts) -> Float[Array, "T D"]:
+def _sum_of_experts(
+    ops: LayerOps, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts
+) -> Float[Array, "T D"]:
     """Return the weighted sum of what each row's experts make of it, in float32, without the bias of `down`."""
     gate_up, down = experts.gate_up, experts.down
     choices = sorted_choices(routing.experts, experts.num_experts)
-    assert not isinstance(gate_up.weight, CodedMatrix), "bytes of codes are read by native code alone"
-    assert not isinstance(down.weight, CodedMatrix), "bytes of codes are read by native code alone"
-    out = grouped_product(rows[choices.rows], gate_up.weight, choices.sizes)
+    out = ops.grouped_product(rows[choices.rows], gate_up.weight, choices.sizes, gate_up.num_out)
     if gate_up.bias is not None:
         out = out + gate_up.bias.astype(jnp.float32)[expert_of_rows(choices.sizes, out.shape[0])]
     (inner,) = _activated(split_parts(out.astype(rows.dtype), gate_up.parts, gate_up.num_shards), gate_up)
-    return weighted_sum(grouped_product(inner, down.weight, choices.sizes), choices, routing)
+    results = ops.grouped_product(inner, down.weight, choices.sizes, down.num_out)
+    return weighted_sum(results, choices, routing)
 
 
 def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array, "T D"]:
@@ -341,7 +349,7 @@ def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array
 
 
 def _sum_over_devices(
-    rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts, axis: str
+    ops: LayerOps, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts, axis: str
 ) -> Float[Array, "T D"]:
     """Return what `_sum_of_experts` returns, where the devices along a mesh's axis have shares of the weights."""
     num_devices = jax.sharding.get_abstract_mesh().shape[axis]
@@ -362,7 +370,7 @@ def _sum_over_devices(
             numbers = routing.experts - lax.axis_index(axis) * num_here
             is_here = (numbers >= 0) & (numbers < num_here)
             routing = replace(routing, experts=jnp.where(is_here, numbers, num_here))
-        return lax.psum(_sum_of_experts(rows, routing, local), axis)
+        return lax.psum(_sum_of_experts(ops, rows, routing, local), axis)
 
     def spec_of(array: Array, spread_axis: int) -> PartitionSpec:
         return PartitionSpec(*(axis if index == spread_axis else None for index in range(array.ndim)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,11 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ..activations import GATES
 from ..code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, quantize
-from ..layer_ops import Bounds, Heads, LayerOps, Product, RowNorm, RowWriter, StoredMatrix, split_parts
+from ..grouped import Routing, expert_of_rows
+from ..layer_ops import Bounds, ExpertProducts, Heads, LayerOps, Product, RowNorm, RowWriter, StoredMatrix, split_parts
 from ..scaled_matrix import ScaledMatrix
 from .norms import NormKind, layer_norm, rms_norm
-from .products.activations import NATIVE_ACTIVATIONS
+from .products.activations import NATIVE_ACTIVATIONS, NATIVE_GATES
 from .products.chain import check_panels, multiplier_for, product, run_chain, stored_array
 from .products.code_panels import are_panels_finite, decoded_columns, pack_codes, stored_bytes
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
@@ -120,33 +122,10 @@ class NativeOps(LayerOps):
         """Return what `LayerOps.chain` returns, and the new stream, by one custom call."""
         stages, weights, depth, last = list[Stage](), list[Array](), rows.shape[1], products[-1]
         for each in products:
-            panels = _panels(each.weight)
-            check_panels(panels, depth, each.num_out)
-            num_results = each.num_out // 2 if each.is_gated else each.num_out
-            parts: tuple[int, ...] = ()
-            if each is last and not each.adds_to_stream:
-                are_panels = not each.is_gated and all(size % PANEL == 0 for size in each.parts)
-                parts = each.parts if are_panels and each.parts else (num_results,)
-            stages.append(
-                Stage(
-                    multiplier_for(rows.shape[0], depth, panels),
-                    depth,
-                    num_results,
-                    parts,
-                    norm=_norm_kind(each.norm),
-                    has_bias=each.bias is not None,
-                    activation=each.activation,
-                    is_gated=each.is_gated,
-                    heads=_head_shape(each.heads, each.parts) if parts == each.parts else None,
-                    norm_behind=_norm_kind(each.norm_behind),
-                    adds=each.adds_to_stream,
-                    scale=each.scale,
-                )
-            )
-            biases = [] if each.bias is None else [each.bias.astype(jnp.float32)]
-            weights += [stored_array(panels), *biases, *_norm_vectors(each.norm), *_norm_vectors(each.norm_behind)]
-            weights += _head_arrays(each.heads) if stages[-1].heads else []
-            depth = num_results
+            stage, arrays = _stage(each, depth, rows.shape[0], has_outputs=each is last and not each.adds_to_stream)
+            stages.append(stage)
+            weights += arrays
+            depth = stage.num_results
         old_stream = None if stream is None else stream.astype(jnp.float32)
         outputs = run_chain(stages, rows.astype(jnp.float32), old_stream, weights)
         if stream is not None and any(each.adds_to_stream for each in products):
@@ -160,6 +139,49 @@ class NativeOps(LayerOps):
         if last.heads is not None and stages[-1].heads is None:
             results = self.finish_heads(results, last.heads)
         return results, stream
+
+    def grouped_product(
+        self, rows: Float[Array, "C K"], weight: StoredMatrix, sizes: Int[Array, " E"], num_out: int
+    ) -> Float[Array, "C N"]:
+        (num_rows, depth), num_experts = rows.shape, sizes.shape[0]
+        is_there = jnp.arange(num_rows) < jnp.sum(sizes)
+        experts = jnp.where(is_there, expert_of_rows(sizes, num_rows), num_experts)[:, None]
+        choices = Routing(experts, jnp.ones(experts.shape, jnp.float32))
+        product = Product(weight=weight, num_out=num_out)
+        stage, arrays = _stage(product, depth, None, has_outputs=True, num_experts=num_experts)
+        return run_chain([stage], rows.astype(jnp.float32), None, arrays, choices)[0]
+
+    def expert_columns(self, num_out: int) -> int:
+        return -(-num_out // PANEL) * PANEL
+
+    def experts_shape(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
+        """See `LayerOps.experts_shape`. The matrices lie side by side as one, each padded to whole panels by zeros."""
+        return self.matrix_shape(num_in, num_experts * self.expert_columns(num_out), dtype)
+
+    def add_experts(
+        self,
+        rows: Float[Array, "T D"],
+        routing: Routing,
+        experts: ExpertProducts,
+        stream: Float[Array, "T D"],
+    ) -> Float[Array, "T D"]:
+        """See `LayerOps.add_experts`. All of it is one custom call, which also sorts the choices.
+
+        If native code does not take the activation or the gates, they are computed by XLA, between two products.
+        """
+        assert experts.mesh_axis is None, "native code is for one device"
+        gate_up, down = experts.gate_up, experts.down
+        num_inner = gate_up.num_out // 2 if gate_up.is_gated else gate_up.num_out
+        if not _is_native(gate_up) or num_inner % PANEL:
+            return super().add_experts(rows, routing, experts, stream)
+        first_stage, first_arrays = _stage(gate_up, rows.shape[1], None, num_experts=experts.num_experts)
+        second_stage, second_arrays = _stage(
+            replace(down, adds_to_stream=True), num_inner, None, num_experts=experts.num_experts
+        )
+        weights = [*first_arrays, *second_arrays]
+        stages = [first_stage, second_stage]
+        outputs = run_chain(stages, rows.astype(jnp.float32), stream.astype(jnp.float32), weights, routing)
+        return outputs[0].astype(stream.dtype)
 
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         panels = _panels(weight)
@@ -186,6 +208,41 @@ def _panels(weight: StoredMatrix) -> Array | CodedMatrix:
     return weight
 
 
+def _stage(
+    product: Product, depth: int, num_rows: int | None, *, has_outputs: bool = False, num_experts: int = 0
+) -> tuple[Stage, list[Array]]:
+    """Return the stage of a product of rows of `depth` values, and the arrays that it reads.
+
+    `has_outputs` says whether its results are outputs of the chain; `num_rows` is None with experts.
+    """
+    panels = _panels(product.weight)
+    num_results = product.num_out // 2 if product.is_gated else product.num_out
+    num_columns = num_experts * NATIVE_OPS.expert_columns(product.num_out) if num_experts else product.num_out
+    check_panels(panels, depth, num_columns)
+    parts: tuple[int, ...] = ()
+    if has_outputs:
+        are_panels = not product.is_gated and all(size % PANEL == 0 for size in product.parts)
+        parts = product.parts if are_panels and product.parts else (num_results,)
+    stage = Stage(
+        multiplier_for(num_rows, depth, panels),
+        depth,
+        num_results,
+        parts,
+        norm=_norm_kind(product.norm),
+        has_bias=product.bias is not None,
+        activation=product.activation,
+        is_gated=product.is_gated,
+        heads=_head_shape(product.heads, product.parts) if parts == product.parts else None,
+        norm_behind=_norm_kind(product.norm_behind),
+        adds=product.adds_to_stream,
+        scale=product.scale,
+        num_experts=num_experts,
+    )
+    biases = [] if product.bias is None else [product.bias.astype(jnp.float32)]
+    arrays = [stored_array(panels), *biases, *_norm_vectors(product.norm), *_norm_vectors(product.norm_behind)]
+    return stage, arrays + (_head_arrays(product.heads) if stage.heads else [])
+
+
 def _rows(x: Float[Array, "*T D"]) -> Float[Array, "R D"]:
     """Return x in float32 with its leading axes joined into one."""
     return x.reshape(-1, x.shape[-1]).astype(jnp.float32)
@@ -210,7 +267,8 @@ def _groups(products: Sequence[Product]) -> list[list[Product]]:
 def _is_native(product: Product) -> bool:
     """Return whether native code takes the product: its activation, and gates that are whole panels."""
     num_gates_is_whole = not product.is_gated or product.num_out % (2 * PANEL) == 0
-    return num_gates_is_whole and (product.activation is None or product.activation in NATIVE_ACTIVATIONS)
+    known = NATIVE_GATES if product.activation in GATES else NATIVE_ACTIVATIONS
+    return num_gates_is_whole and (product.activation is None or product.activation in known)
 
 
 def _are_joined(before: Product, product: Product) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from llvmlite import ir
 
-from ...activations import ACTIVATIONS
+from ...activations import ACTIVATIONS, SWIGLU_LIMIT
 from ..llvm import Code, constant
 
 
@@ -55,3 +55,14 @@ NATIVE_ACTIVATIONS: Mapping[str, Callable[[Code, ir.Value], ir.Value]] = {
     if function is ACTIVATIONS[known_name]
 }
 """Name in config.json → code. XLA computes the activations that are not named here."""
+
+
+def _clamped_swiglu(code: Code, gate: ir.Value, up: ir.Value) -> ir.Value:
+    """Return gate × σ(1.702 gate) × (up + 1), with gate at most 7 and up from −7 to 7. A NaN stays."""
+    limit = constant(gate.type, SWIGLU_LIMIT)
+    up = code.maximum(constant(up.type, -SWIGLU_LIMIT), code.minimum(limit, up))
+    return code.build.fmul(_quick_gelu(code, code.minimum(limit, gate)), code.build.fadd(up, constant(up.type, 1.0)))
+
+
+NATIVE_GATES: Mapping[str, Callable[[Code, ir.Value, ir.Value], ir.Value]] = {"clamped_swiglu": _clamped_swiglu}
+"""Name → code, see `activations.GATES`."""

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from llvmlite import ir
 
 from ...code_formats import CodedMatrix
+from ...grouped import Routing
 from ..amx import has_amx_unit
 from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for
 from ..norms import emit_row_norm
@@ -26,13 +27,14 @@ from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .code_decoder import Vectors
 from .code_panels import stored_bytes
-from .coded import CodedMultiplier
+from .coded import CodedMultiplier, joined_parts
+from .groups import GroupShape, GroupTables, emit_groups, group_shape
 from .heads import finish_heads
-from .multiplier import Batch, Batches, Multiplier, Panel, StepTask
+from .multiplier import Batch, Multiplier, Panel, StepTask
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
-from .results import add_normed_rows, finish_batch
-from .stages import Stage, StageCode, chain_data, units_of_rows
+from .results import add_normed_rows, add_weighted_rows, finish_batch
+from .stages import Block, Stage, StageCode, chain_data
 from .tiles import TileMultiplier
 from .vectors import VectorMultiplier, max_rows_together
 
@@ -41,34 +43,54 @@ MAX_SERIAL_WEIGHTS = 1 << 16
 
 
 def run_chain(
-    stages: Sequence[Stage], rows: Float[Array, "R K"], stream: Float[Array, "R D"] | None, weights: Sequence[Array]
+    stages: Sequence[Stage],
+    rows: Float[Array, "R K"],
+    stream: Float[Array, "R D"] | None,
+    weights: Sequence[Array],
+    choices: Routing | None = None,
 ) -> list[Array]:
     """Return the outputs of a chain of products: the new stream if a stage adds to it, and the last stage's parts.
 
     `weights` are, for each stage, its panels, its bias if it has one, the vectors of its norms, and the arrays of its
-    heads. Native code checks no arguments, so this raises ValueError for an array of another shape or dtype. R is at
-    least 1.
+    heads. `choices` are those of the rows, if the stages have experts, all of them equally many. Outputs then have a
+    row for each choice, [R × k, part], in the order of the rows; a row of no expert holds anything. Native code checks
+    no arguments, so this raises ValueError for an array of another shape or dtype. R is at least 1.
     """
-    num_rows = rows.shape[0]
+    num_rows = num_packed_rows = num_output_rows = rows.shape[0]
     adds, last = any(stage.adds for stage in stages), stages[-1]
-    _check_arrays(stages, rows, stream if adds else None, weights)
-    streams = [jax.ShapeDtypeStruct(stream.shape, jnp.float32)] if adds and stream is not None else []
-    outputs = [jax.ShapeDtypeStruct((num_rows, size), jnp.float32) for size in last.parts]
-    scratch = []
-    for stage in stages:
-        scratch.append(jax.ShapeDtypeStruct(*stage.multiplier.packed_shape(num_rows)))
-        if stage.norm_behind is not None:
-            scratch.append(jax.ShapeDtypeStruct((num_rows, stage.num_results), jnp.float32))
+    chosen, tables = list[Array](), list[tuple[tuple[int, ...], Any]]()
+    if choices is not None:
+        num_output_rows = num_rows * choices.experts.shape[1]
+        groups = _group_shape(stages)
+        num_packed_rows = groups.max_packed_rows(num_output_rows)
+        tables = [(shape, jnp.int32) for shape in groups.table_shapes(num_output_rows)]
+        chosen = [choices.experts.astype(jnp.int32), choices.weights.astype(jnp.float32)][: 1 + adds]
+    _check_arrays(stages, rows, stream if adds else None, chosen, weights)
+    streams = [stream] if adds and stream is not None else []
+    results = [(each.shape, jnp.float32) for each in streams]
+    results += [((num_output_rows, size), jnp.float32) for size in last.parts]
+    scratch = [array for stage in stages for array in stage.scratch_shapes(num_rows, num_packed_rows)]
+    result_types = [jax.ShapeDtypeStruct(*array) for array in (*results, *tables, *scratch)]
     # The new stream takes the place of the old one in memory.
-    aliases = {1: 0} if streams else {}
-    call = ffi_call(_handler(tuple(stages)), [*streams, *outputs, *scratch], input_output_aliases=aliases)
-    results = call(rows, *([stream] if streams else []), *weights)
-    return list(results[: len(streams) + len(outputs)])
+    call = ffi_call(_handler(tuple(stages)), result_types, input_output_aliases={1: 0} if streams else {})
+    return list(call(rows, *streams, *chosen, *weights)[: len(results)])
 
 
-def _check_arrays(stages: Sequence[Stage], rows: Array, stream: Array | None, weights: Sequence[Array]) -> None:
+def _group_shape(stages: Sequence[Stage]) -> GroupShape:
+    """Return how rows are grouped by the experts of a chain's stages."""
+    return group_shape(stages[0].num_experts, [stage.multiplier for stage in stages])
+
+
+def _check_arrays(
+    stages: Sequence[Stage], rows: Array, stream: Array | None, chosen: Sequence[Array], weights: Sequence[Array]
+) -> None:
     """Raise ValueError unless all arrays of a chain but the panels are float32 and have the shapes that it reads."""
     num_rows = rows.shape[0]
+    if {stage.num_experts > 0 for stage in stages} != {len(chosen) > 0}:
+        raise ValueError("products: got choices of experts or products of experts, wanted both or neither")
+    for array in chosen:
+        if array.shape != (num_rows, *chosen[0].shape[1:2]):
+            raise ValueError(f"products: got choices {array.shape}, wanted [{num_rows}, k]")
     wanted: list[tuple[str, Array, tuple[int, ...]]] = [("rows", rows, (num_rows, stages[0].depth))]
     for stage in stages:
         if stage.adds:
@@ -118,23 +140,26 @@ def check_panels(panels: Array | CodedMatrix, depth: int, num_out: int) -> None:
         )
 
 
-def multiplier_for(num_rows: int, depth: int, panels: Array | CodedMatrix) -> Multiplier:
-    """Return how this processor multiplies rows of `depth` values with a stored matrix."""
+def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix) -> Multiplier:
+    """Return how this processor multiplies rows of `depth` values with a stored matrix.
+
+    `num_rows` is None for any number, which differs from block to block.
+    """
     decoded = _multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
     if isinstance(panels, CodedMatrix):
         vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
-        return CodedMultiplier(decoded, depth, panels.parts, vectors)
+        return CodedMultiplier(decoded, depth, joined_parts(panels.parts), vectors)
     return decoded
 
 
-def _multiplier_of(num_rows: int, depth: int, dtype: Any) -> Multiplier:
+def _multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> Multiplier:
     """Return how this processor multiplies rows of `depth` values with a weight of a dtype."""
     is_bf16, has_avx512 = dtype == jnp.bfloat16, host_has_avx512()
     if has_amx_unit():
         return TileMultiplier(depth, host_has("avx512bf16")) if is_bf16 else PartMultiplier(depth)
-    num_batches = -(-num_rows // max_rows_together(has_avx512))
     has_pairs = is_bf16 and has_avx512 and host_has("avx512bf16")
-    return VectorMultiplier(depth, is_bf16, has_avx512, has_pairs, rows_per_batch=num_rows // num_batches)
+    rows_per_batch = num_rows and num_rows // -(-num_rows // max_rows_together(has_avx512))
+    return VectorMultiplier(depth, is_bf16, has_avx512, has_pairs, rows_per_batch)
 
 
 @cache
@@ -142,13 +167,20 @@ def _handler(stages: tuple[Stage, ...]) -> str:
     """Compile the custom call of a chain, and return its name."""
 
     def prepare(code: Code, call: Call) -> Work:
-        """Emit code that counts the units of each phase."""
-        num_rows = call.arguments[0].size(0)
-        num_units = [phase.num_units(code, num_rows) for phase in phases]
-        num_weights = sum(stage.depth * stage.num_results for stage in stages)
-        is_large = ir.Constant(ir.IntType(1), int(num_weights > MAX_SERIAL_WEIGHTS))
+        """Emit code that counts the units of each phase, after it has sorted the choices of experts."""
+        num_rows, num_matrices, counts = call.arguments[0].size(0), I64(1), list[ir.Value]()
+        if stages[0].num_experts:
+            experts, (first_table, end_table) = call.arguments[1 + adds], (num_outputs, num_outputs + 3)
+            tables = GroupTables(*(buffer.data for buffer in call.results[first_table:end_table]))
+            num_choices = code.build.mul(num_rows, experts.size(1))
+            num_matrices = emit_groups(code, _group_shape(stages), experts.data, num_choices, tables)
+            counts = [experts.size(1), num_matrices]
         addresses = (buffer.data for buffer in (*call.arguments, *call.results))
-        return Work([call.num_threads, num_rows, *addresses], num_units, is_large)
+        values = [call.num_threads, num_rows, *counts, *addresses]
+        data = chain_data(stages, values)
+        num_units = [phase.num_units(StageCode(code, stages, phase.stage_index, data)) for phase in phases]
+        num_weights = code.build.mul(num_matrices, I64(sum(stage.depth * stage.num_results for stage in stages)))
+        return Work(values, num_units, code.build.icmp_signed(">", num_weights, I64(MAX_SERIAL_WEIGHTS)))
 
     phases = [phase for index in range(len(stages)) for phase in _phases(stages, index)]
 
@@ -157,11 +189,12 @@ def _handler(stages: tuple[Stage, ...]) -> str:
             StageCode(code, stages, phase.stage_index, chain_data(stages, values)), unit
         )
 
-    adds = any(stage.adds for stage in stages)
-    num_args = 1 + adds + sum(1 + len(stage.array_shapes(num_rows=1)) for stage in stages)
-    num_scratch = len(stages) + sum(stage.norm_behind is not None for stage in stages)
+    adds, has_experts = any(stage.adds for stage in stages), stages[0].num_experts > 0
+    num_outputs = adds + len(stages[-1].parts)
+    num_args = 1 + adds + has_experts * (1 + adds) + sum(1 + len(stage.array_shapes(num_rows=1)) for stage in stages)
+    num_scratch = 3 * has_experts + sum(len(stage.scratch_shapes(1, 1)) for stage in stages)
     name = "_".join(["jpaged_products", *(stage.name for stage in stages)])
-    num_rets = adds + len(stages[-1].parts) + num_scratch
+    num_rets = num_outputs + num_scratch
     return register(name, lambda: handler(name, num_args, num_rets, prepare, *map(body_of, phases)))
 
 
@@ -169,49 +202,46 @@ class Phase(NamedTuple):
     """A phase of a chain: what is done for each unit of it."""
 
     stage_index: int
-    num_units: Callable[[Code, ir.Value], ir.Value]
-    """(code, number of rows) → number of units."""
+    num_units: Callable[[StageCode], ir.Value]
     body: Callable[[StageCode, ir.Value], None]
     """(stage, unit): emits the code of one unit."""
 
 
 def _phases(stages: tuple[Stage, ...], index: int) -> Iterator[Phase]:
     """Yield the phases of stage `index`: its rows are packed, unless the stage before has done so; the product; what
-    becomes of heads; and the norm behind it."""
+    becomes of heads; and the weighted sums of results and the norm behind it."""
     stage = stages[index]
+
+    def units_of_rows(stage_code: StageCode) -> ir.Value:
+        return stage_code.units_of(stage_code.data.num_rows)
+
     if index == 0 or stages[index - 1].adds:
-        yield Phase(index, units_of_rows, _pack_rows)
-
-    def units_of_product(code: Code, num_rows: ir.Value) -> ir.Value:
-        num_batches, per_block = stage.multiplier.num_batches(code, num_rows), stage.multiplier.batches_per_block
-        num_blocks = code.build.sdiv(code.build.add(num_batches, I64(per_block - 1)), I64(per_block))
-        return code.build.mul(num_blocks, I64(stage.num_panels))
-
-    yield Phase(index, units_of_product, _multiply)
+        yield Phase(index, lambda stage_code: stage_code.units_of(stage_code.num_choices), _pack_rows)
+    yield Phase(index, lambda stage_code: stage_code.num_units, _multiply)
     if stage.heads is not None:
         yield Phase(index, units_of_rows, finish_heads)
-    if stage.norm_behind is not None:
-        yield Phase(index, units_of_rows, add_normed_rows)
+    if stage.keeps_results:
+        yield Phase(index, units_of_rows, add_weighted_rows if stage.num_experts else add_normed_rows)
 
 
 def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that norms the rows of a unit, if the stage has a norm, and packs them for its multiplier.
 
-    The rows are the chain's, or the stream if the stage before has added to it. K may be padded, to a multiple of 32:
-    the padding of a row is zeros, since garbage could be NaN.
+    The rows are the chain's, or the stream if the stage before has added to it. With experts a row is packed for each
+    of its choices. K may be padded, to a multiple of 32: the padding of a row is zeros, since garbage could be NaN.
     """
-    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
+    code, build, stage, groups = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data.groups
     source = stage_code.data.rows if stage_code.index == 0 else stage_code.data.stream
     depth, packed = stage.depth, stage_code.arrays.packed
 
-    def pack_row(row: ir.Value) -> None:
+    def pack_row(row: ir.Value, place: ir.Value) -> None:
         start = build.mul(row, I64(depth))
 
         def load(element: ir.Value, lanes: int) -> ir.Value:
             return code.load_vector(source, build.add(start, element), F32, lanes)
 
         def pack(element: ir.Value, values: ir.Value) -> None:
-            stage.multiplier.pack(code, packed, row, element, values)
+            stage.multiplier.pack(code, packed, place, element, values)
 
         if stage.norm is None:
             lanes = lanes_for(depth)
@@ -222,7 +252,15 @@ def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
             zero = constant(ir.VectorType(F32, 1), 0.0)
             code.loop(depth, -(-depth // DEPTH) * DEPTH, lambda element: pack(element, zero))
 
-    stage_code.each_row(unit, pack_row)
+    def pack_choice(choice: ir.Value) -> None:
+        if groups is None:
+            pack_row(choice, choice)
+            return
+        place = code.load_index(groups.tables.places, choice)
+        with build.if_then(build.icmp_signed(">=", place, I64(0))):
+            pack_row(build.sdiv(choice, groups.num_per_row), place)
+
+    stage_code.each_row(unit, stage_code.num_choices, pack_choice)
 
 
 def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
@@ -234,20 +272,16 @@ def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
     """
     code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
     multiplier = stage.multiplier
-    block, panel = build.sdiv(unit, I64(stage.num_panels)), build.srem(unit, I64(stage.num_panels))
-    first_batch = build.mul(block, I64(multiplier.batches_per_block))
-    num_batches = multiplier.num_batches(code, stage_code.data.num_rows)
-    end_batch = code.min(build.add(first_batch, I64(multiplier.batches_per_block)), num_batches)
+    panel = build.srem(unit, I64(stage.num_panels))
     panels = []
-    for number, ahead in enumerate(_panels_ahead(stage_code, panel)):
-        panel_index = build.add(panel, I64(number * stage.num_panels))
+    for panel_index, ahead in zip(stage_code.panels_of(unit), _panels_ahead(stage_code, unit, panel), strict=True):
         tools = multiplier.begin(code)
         panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools, panel_index))
     num_kept = 1 + (multiplier.num_task_steps > 0)
     if multiplier.num_depth_blocks > 1:
         num_kept = multiplier.batches_per_block
     sums = [code.allocate(F32, num_kept * multiplier.max_batch_rows * PANEL) for _ in panels]
-    product_unit = _ProductUnit(stage_code, Batches(first_batch, end_batch), panel, panels, sums, num_kept)
+    product_unit = _ProductUnit(stage_code, stage_code.block_of(unit), panel, panels, sums, num_kept)
     if multiplier.num_task_steps:
         _multiply_and_finish_previous(product_unit)
     else:
@@ -259,9 +293,9 @@ class _ProductUnit(NamedTuple):
     """A unit of work of a product: a block of rows and a panel of results."""
 
     stage_code: StageCode
-    batches: Batches
+    block: Block
     panel: ir.Value
-    """The panel's number."""
+    """The number of the results' panel."""
     panels: list[Panel]
     """The panel of W; in a gated stage also the one that it gates."""
     sums: list[ir.Value]
@@ -269,9 +303,8 @@ class _ProductUnit(NamedTuple):
     num_kept: int
 
     def batch(self, index: ir.Value) -> Batch:
-        """Return batch `index` of all rows."""
-        stage_code = self.stage_code
-        return stage_code.stage.multiplier.batch(stage_code.code, self.batches, index, stage_code.data.num_rows)
+        """Return batch `index` of the block's rows."""
+        return self.block.batch(self.stage_code.code, self.stage_code.stage.multiplier, index)
 
     def sums_of(self, number: ir.Value) -> list[ir.Value]:
         """Return the addresses of the sums of a batch, given by its number in the unit."""
@@ -290,7 +323,8 @@ class _ProductUnit(NamedTuple):
 
     def finish(self, batch: Batch, begin: ir.Value, end: ir.Value) -> None:
         """Emit what becomes of rows `begin` … `end` − 1 of a batch."""
-        finish_batch(self.stage_code, self.panel, batch, self.sums_of(batch.number), begin, end)
+        sums = self.sums_of(batch.number)
+        finish_batch(self.stage_code, self.panel, self.block.expert, batch, sums, begin, end)
 
 
 def _multiply_and_finish_previous(unit: _ProductUnit) -> None:
@@ -301,7 +335,7 @@ def _multiply_and_finish_previous(unit: _ProductUnit) -> None:
     are finished; the last two steps have none left. A gated stage has 18 for each of its two panels: one row a step.
     """
     code, build, multiplier = unit.stage_code.code, unit.stage_code.code.build, unit.stage_code.stage.multiplier
-    (begin, end), batch_rows = unit.batches, I64(multiplier.max_batch_rows)
+    (begin, end), batch_rows = unit.block.batches, I64(multiplier.max_batch_rows)
     num_steps = multiplier.num_task_steps * len(unit.panels)
     rows_per_step = -(-multiplier.max_batch_rows // num_steps)
 
@@ -337,28 +371,30 @@ def _multiply_by_blocks(unit: _ProductUnit) -> None:
             with build.if_then(is_last):
                 unit.finish(batch, I64(0), batch.num_rows)
 
-        code.loop(*unit.batches, multiply_batch)
+        code.loop(*unit.block.batches, multiply_batch)
 
     code.loop(0, multiplier.num_depth_blocks, multiply_block)
 
 
-def _panels_ahead(stage_code: StageCode, panel: ir.Value) -> list[ir.Value]:
-    """Return the addresses of the panels that this thread will probably multiply after `panel`.
+def _panels_ahead(stage_code: StageCode, unit: ir.Value, panel: ir.Value) -> list[ir.Value]:
+    """Return the addresses of the panels that this thread will probably multiply after those of a unit, of panel
+    `panel`.
 
     With two threads that is the next panel but one. Behind the last panel it is the first ones of the next stage, and
-    in the last stage any panel that is in the caches: the panel itself.
+    in the last stage any panel that is in the caches: the panel itself. With experts the last panel is that of the last
+    block; else rows of further blocks are multiplied by the same panels.
     """
-    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
-    ahead = build.add(panel, stage_code.data.num_threads)
-    is_in_stage = build.icmp_signed("<", ahead, I64(stage.num_panels))
-    addresses = []
-    for first_panel in (0, stage.num_panels)[: 1 + stage.is_gated]:
-        here = build.select(is_in_stage, ahead, panel)
-        address = stage.multiplier.panel(code, stage_code.arrays.weight, build.add(here, I64(first_panel)))
-        if following := stage_code.following:
-            there = code.min(build.sub(ahead, I64(stage.num_panels)), I64(following.stage.num_panels - 1))
-            weight, there = following.arrays.weight, code.max(there, I64(0))
-            next_address = following.stage.multiplier.panel(code, weight, there)
+    code, build, stage, has_experts = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data.groups
+    here, end = (unit, stage_code.num_units) if has_experts else (panel, I64(stage.num_panels))
+    ahead = build.add(here, stage_code.data.num_threads)
+    is_in_stage = build.icmp_signed("<", ahead, end)
+    addresses, following = [], stage_code.following
+    for index in stage_code.panels_of(build.select(is_in_stage, ahead, here)):
+        address = stage.multiplier.panel(code, stage_code.arrays.weight, index)
+        if following is not None:
+            last = build.sub(following.num_units, I64(1)) if has_experts else I64(following.stage.num_panels - 1)
+            there = following.panels_of(code.max(code.min(build.sub(ahead, end), last), I64(0)))[0]
+            next_address = following.stage.multiplier.panel(code, following.arrays.weight, there)
             address = build.select(is_in_stage, address, next_address)
         addresses.append(address)
     return addresses

@@ -30,6 +30,19 @@ class CodedTools(NamedTuple):
     """Address of the decoded panel."""
 
 
+def joined_parts(parts: CodeParts) -> CodeParts:
+    """Return the parts of a matrix with those of one format that follow each other joined: code is the same for them.
+
+    Each part but the last has a multiple of 32 columns.
+    """
+    joined = list[tuple[CodeFormat, int]]()
+    for code_format, size in parts:
+        if joined and joined[-1][0] == code_format:
+            size += joined.pop()[1]
+        joined.append((code_format, size))
+    return tuple(joined)
+
+
 @dataclass(frozen=True)
 class CodedMultiplier:
     """Decodes panels and multiplies them by another multiplier. See `Multiplier` for the methods."""
@@ -47,6 +60,10 @@ class CodedMultiplier:
     @property
     def max_batch_rows(self) -> int:
         return self.decoded.max_batch_rows
+
+    @property
+    def row_alignment(self) -> int:
+        return self.decoded.row_alignment
 
     @property
     def batches_per_block(self) -> int:
@@ -168,14 +185,21 @@ class CodedMultiplier:
         self._by_format(code, panel, decode)
 
     def _by_format(self, code: Code, panel: Panel, emit: Callable[[CodeFormat], None]) -> None:
-        """Emit code for the format of each part, of which that of the panel's part runs."""
+        """Emit code for each format, of which that of the panel's part runs."""
         build, starts = code.build, self._starts()
+        if len(starts) == 1:
+            emit(starts[0][2])
+            return
+        has_format: dict[CodeFormat, ir.Value] = {}
         ends = [first_panel for first_panel, _, _ in starts[1:]] + [None]
         for (first_panel, _, code_format), end in zip(starts, ends, strict=True):
             is_here = build.icmp_signed(">=", panel.index, I64(first_panel))
             if end is not None:
                 is_here = build.and_(is_here, build.icmp_signed("<", panel.index, I64(end)))
-            with build.if_then(is_here):
+            before = has_format.get(code_format)
+            has_format[code_format] = is_here if before is None else build.or_(before, is_here)
+        for code_format, is_format in has_format.items():
+            with build.if_then(is_format):
                 emit(code_format)
 
     def _starts(self) -> list[tuple[int, int, CodeFormat]]:

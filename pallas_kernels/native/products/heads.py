@@ -52,7 +52,7 @@ def finish_heads(stage_code: StageCode, unit: ir.Value) -> None:
         for part in parts:
             code.loop(0, part.width, partial(finish_head, part, row), step=heads.size)
 
-    stage_code.each_row(unit, finish_row)
+    stage_code.each_row(unit, stage_code.data.num_rows, finish_row)
 
 
 def _rotate(

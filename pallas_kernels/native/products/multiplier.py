@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     """Rows that are multiplied together by a panel. Each field is an int64."""
 
     index: ir.Value
+    """Its number if all packed rows are cut into batches of the most rows, see `Multiplier.row_alignment`."""
     first_row: ir.Value
     num_rows: ir.Value
     number: ir.Value
@@ -85,6 +86,10 @@ class Multiplier(Protocol):
     @property
     def max_batch_rows(self) -> int:
         """Return the largest number of rows of a batch."""
+
+    @property
+    def row_alignment(self) -> int:
+        """Return a power of two: the packed rows of one of several matrices begin at a multiple of it."""
 
     @property
     def batches_per_block(self) -> int:

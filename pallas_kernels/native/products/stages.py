@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from llvmlite import ir
 
 from ..llvm import I64, Code
 from ..norms import NormKind
-from .multiplier import Multiplier
+from .groups import Groups, GroupTables, load_block
+from .multiplier import Batch, Batches, Multiplier
 from .panels import PANEL
 
 ROWS_OF_UNIT = 4
@@ -64,13 +66,18 @@ class Stage:
     """The results are added to the stream, which is also what the next product reads."""
     scale: float = 1.0
     """Factor of the results before they are added."""
+    num_experts: int = 0
+    """Matrices of which each row is multiplied by those that it has chosen; 0 for one that all rows are multiplied by.
+    They lie side by side, each with zeros up to whole panels. What is added to the stream is the weighted sum of a
+    row's results."""
 
     def array_shapes(self, num_rows: int) -> list[tuple[int, ...]]:
         """Return the shapes of the float32 arrays that a chain of `num_rows` rows takes behind the panels, in order.
 
         They are the bias, the vectors of both norms, the cosines and sines, and the vectors of the norms of heads.
         """
-        shapes: list[tuple[int, ...]] = [(self.num_results * (2 if self.is_gated else 1),)] * self.has_bias
+        experts = (self.num_experts,) if self.num_experts else ()
+        shapes: list[tuple[int, ...]] = [(*experts, self.num_columns)] * self.has_bias
         for norm, size in ((self.norm, self.depth), (self.norm_behind, self.num_results)):
             shapes += [(size,)] * (norm.num_vectors if norm else 0)
         if self.heads is not None:
@@ -78,9 +85,33 @@ class Stage:
             shapes += [(self.heads.size,)] * sum(norm.num_vectors for norm in self.heads.norms if norm)
         return shapes
 
+    def scratch_shapes(self, num_rows: int, num_packed_rows: int) -> list[tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of the arrays that a chain writes for itself, in order: see `StageData`."""
+        shapes = [self.multiplier.packed_shape(num_packed_rows)]
+        if self.keeps_results:
+            shapes.append(((num_packed_rows, self.num_results), jnp.float32))
+        if self.keeps_sums:
+            shapes.append(((num_rows, self.num_results), jnp.float32))
+        return shapes
+
+    @property
+    def keeps_results(self) -> bool:
+        """Return whether results wait in memory before they are added to the stream."""
+        return self.adds and (self.num_experts > 0 or self.norm_behind is not None)
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Return whether weighted sums of results wait in memory before they are added to the stream."""
+        return self.adds and self.num_experts > 0 and self.norm_behind is not None
+
+    @property
+    def num_columns(self) -> int:
+        """Return the columns of the results and of what gates them."""
+        return self.num_results * (2 if self.is_gated else 1)
+
     @property
     def num_panels(self) -> int:
-        """Return the number of panels of results."""
+        """Return the number of panels of results, of one matrix."""
         return -(-self.num_results // PANEL)
 
     @property
@@ -93,9 +124,32 @@ class Stage:
         flags = [("bias", self.has_bias), ("gated", self.is_gated), ("adds", self.adds)]
         heads = self.heads and self.heads.name
         set_flags = (name for name, is_set in flags if is_set)
-        words = [self.multiplier.name, *norms, self.activation, *set_flags, *self.parts, heads]
+        experts = self.num_experts and f"of{self.num_experts}"
+        words = [self.multiplier.name, *norms, self.activation, *set_flags, *self.parts, heads, experts]
         scale = [] if self.scale == 1.0 else [self.scale.hex()]
         return "_".join([f"{self.depth}x{self.num_results}", *(str(word) for word in words if word), *scale])
+
+
+class Block(NamedTuple):
+    """The rows of a unit of a product."""
+
+    batches: Batches
+    first_row: ir.Value
+    """The packed row that batches count from, int64."""
+    num_rows: ir.Value
+    """The rows that are cut into batches, int64."""
+    expert: ir.Value | None
+    """int64; None if all rows are multiplied by one matrix."""
+
+    def batch(self, code: Code, multiplier: Multiplier, index: ir.Value) -> Batch:
+        """Return batch `index` of the rows, with its number and its first row among all packed rows."""
+        batch = multiplier.batch(code, self.batches, index, self.num_rows)
+        if self.expert is None:
+            return batch
+        first_index = code.build.sdiv(self.first_row, I64(multiplier.max_batch_rows))
+        return batch._replace(
+            index=code.build.add(index, first_index), first_row=code.build.add(batch.first_row, self.first_row)
+        )
 
 
 class StageData(NamedTuple):
@@ -111,7 +165,9 @@ class StageData(NamedTuple):
     packed: ir.Value
     """The rows as the multiplier reads them."""
     results: ir.Value | None
-    """float32 [R, results], if they are normed before they are added."""
+    """float32 [packed rows, results], if something becomes of them before they are added."""
+    sums: ir.Value | None
+    """float32 [R, results]: weighted sums of results, if they are normed before they are added."""
 
 
 class ChainData(NamedTuple):
@@ -119,6 +175,9 @@ class ChainData(NamedTuple):
 
     num_threads: ir.Value
     num_rows: ir.Value
+    """R. With experts packed rows are more: one for each choice."""
+    groups: Groups | None
+    """The choices of the rows, if there are experts."""
     rows: ir.Value
     old_stream: ir.Value | None
     """float32 [R, D], to which the first stage that adds adds."""
@@ -140,24 +199,25 @@ def chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData
     def take_if(is_there: bool) -> ir.Value | None:
         return next(following) if is_there else None
 
-    num_threads, num_rows, rows = take(3)
-    old_stream = take_if(adds)
+    has_experts = stages[0].num_experts > 0
+    num_threads, num_rows = take(2)
+    counts = take(2 if has_experts else 0)
+    rows, old_stream = next(following), take_if(adds)
+    # Behind the experts of the choices, which only the sort reads.
+    factors = take(1 + adds)[1:] if has_experts else []
     weights = []
     for stage in stages:
         weight, bias = next(following), take_if(stage.has_bias)
         norms = [take(norm.num_vectors if norm else 0) for norm in (stage.norm, stage.norm_behind)]
         weights.append((weight, bias, norms, take(stage.heads.num_vectors if stage.heads else 0)))
     stream, outputs = take_if(adds), take(len(stages[-1].parts))
+    tables = GroupTables(*take(3)) if has_experts else None
+    groups = Groups(*counts, factors[0] if factors else None, tables) if tables else None
     data = []
     for stage, (weight, bias, (norm, norm_behind), heads) in zip(stages, weights, strict=True):
-        packed, results = next(following), take_if(stage.norm_behind is not None)
-        data.append(StageData(weight, bias, norm, norm_behind, heads, packed, results))
-    return ChainData(num_threads, num_rows, rows, old_stream, stream, outputs, data)
-
-
-def units_of_rows(code: Code, num_rows: ir.Value) -> ir.Value:
-    """Return the number of units of `ROWS_OF_UNIT` rows."""
-    return code.build.sdiv(code.build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
+        scratch = next(following), take_if(stage.keeps_results), take_if(stage.keeps_sums)
+        data.append(StageData(weight, bias, norm, norm_behind, heads, *scratch))
+    return ChainData(num_threads, num_rows, groups, rows, old_stream, stream, outputs, data)
 
 
 @dataclass(frozen=True)
@@ -186,8 +246,57 @@ class StageCode:
         is_last = self.index + 1 == len(self.stages)
         return None if is_last else StageCode(self.code, self.stages, self.index + 1, self.data)
 
-    def each_row(self, unit: ir.Value, body: Callable[[ir.Value], None]) -> None:
-        """Emit `body` for each row of a unit of `ROWS_OF_UNIT` rows; the last unit may have fewer."""
+    @property
+    def num_choices(self) -> ir.Value:
+        """Return the number of rows that are packed, T × k with experts, those of no expert included."""
+        groups, num_rows = self.data.groups, self.data.num_rows
+        return num_rows if groups is None else self.code.build.mul(num_rows, groups.num_per_row)
+
+    @property
+    def num_blocks(self) -> ir.Value:
+        """Return into how many blocks the packed rows are cut."""
+        if self.data.groups is not None:
+            return self.data.groups.num_blocks
+        num_batches = self.stage.multiplier.num_batches(self.code, self.data.num_rows)
+        return _ceil_div(self.code, num_batches, self.stage.multiplier.batches_per_block)
+
+    @property
+    def num_units(self) -> ir.Value:
+        """Return the number of units of the product: a block of rows and a panel each."""
+        return self.code.build.mul(self.num_blocks, I64(self.stage.num_panels))
+
+    def block_of(self, unit: ir.Value) -> Block:
+        """Return the rows of a unit of the product."""
+        code, build, multiplier = self.code, self.code.build, self.stage.multiplier
+        index = build.sdiv(unit, I64(self.stage.num_panels))
+        if self.data.groups is not None:
+            rows = load_block(code, self.data.groups, index)
+            batches = Batches(I64(0), multiplier.num_batches(code, rows.num_rows))
+            return Block(batches, rows.first_row, rows.num_rows, rows.expert)
+        first_batch = build.mul(index, I64(multiplier.batches_per_block))
+        num_batches = multiplier.num_batches(code, self.data.num_rows)
+        end_batch = code.min(build.add(first_batch, I64(multiplier.batches_per_block)), num_batches)
+        return Block(Batches(first_batch, end_batch), I64(0), self.data.num_rows, None)
+
+    def panels_of(self, unit: ir.Value) -> list[ir.Value]:
+        """Return the numbers of a unit's panels in the stored array; a gated stage has two, see `Stage.is_gated`."""
+        build, stage, groups = self.code.build, self.stage, self.data.groups
+        block, panel = (emit(unit, I64(stage.num_panels)) for emit in (build.sdiv, build.srem))
+        if groups is not None:
+            expert = load_block(self.code, groups, block).expert
+            panel = build.add(panel, build.mul(expert, I64(stage.num_panels * (1 + stage.is_gated))))
+        return [build.add(panel, I64(first)) for first in (0, stage.num_panels)[: 1 + stage.is_gated]]
+
+    def each_row(self, unit: ir.Value, num_rows: ir.Value, body: Callable[[ir.Value], None]) -> None:
+        """Emit `body` for each row of a unit of `ROWS_OF_UNIT` of `num_rows` rows; the last unit may have fewer."""
         code = self.code
         first_row = code.build.mul(unit, I64(ROWS_OF_UNIT))
-        code.loop(first_row, code.min(code.build.add(first_row, I64(ROWS_OF_UNIT)), self.data.num_rows), body)
+        code.loop(first_row, code.min(code.build.add(first_row, I64(ROWS_OF_UNIT)), num_rows), body)
+
+    def units_of(self, num_rows: ir.Value) -> ir.Value:
+        """Return the number of units of `ROWS_OF_UNIT` rows."""
+        return _ceil_div(self.code, num_rows, ROWS_OF_UNIT)
+
+
+def _ceil_div(code: Code, number: ir.Value, divisor: int) -> ir.Value:
+    return code.build.sdiv(code.build.add(number, I64(divisor - 1)), I64(divisor))

@@ -47,6 +47,11 @@ class MatrixUnitMultiplier:
         return 2 * TILE
 
     @property
+    def row_alignment(self) -> int:
+        """See `Multiplier.row_alignment`: tiles are found by a batch's index."""
+        return self.max_batch_rows
+
+    @property
     def batches_per_block(self) -> int:
         max_rows = min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // (self.value_bytes * DEPTH * self.num_steps))
         return max(1, max_rows // self.max_batch_rows)

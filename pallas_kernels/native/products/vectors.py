@@ -8,15 +8,17 @@ which are multiplied at once (AVX512-BF16), or one after the other as float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ..llvm import F32, I32, I64, LONG_LANES, Code, constant
-from .multiplier import Batch, Batches, DepthBlock, Panel
+from ..llvm import F32, I32, I64, LONG_LANES, Code, constant, declare
+from ..registry import link
+from .multiplier import Batch, Batches, DepthBlock, Panel, WordSource
 from .panels import DEPTH, PANEL
 
 VECTORS = 2
@@ -25,6 +27,8 @@ MAX_WORDS_PER_BLOCK = 768
 """Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows use it."""
 PREFETCH_WORDS = 32 * PANEL
 """Distance in words from what is read in a panel to what is prefetched: hardware prefetchers do not reach as far."""
+MAX_WORD_ROWS = 4
+"""Rows that are multiplied by words in registers at most, where code for any number of rows is compiled."""
 MAX_BLOCK_ROWS = 252
 """Rows that a unit of work multiplies at most: 21 batches of 12, or 42 of 6."""
 
@@ -32,6 +36,20 @@ MAX_BLOCK_ROWS = 252
 def max_rows_together(has_avx512: bool) -> int:
     """Return how many rows are multiplied together at most: all their sums must stay in registers."""
     return 12 if has_avx512 else 6
+
+
+class _BatchArguments(NamedTuple):
+    """The arguments of a function that multiplies a batch by words of a panel."""
+
+    rows: ir.Value
+    """Address of the batch's first row."""
+    panel: ir.Value
+    """Address of the panel, if it is in memory."""
+    sums: ir.Value
+    """Address of the sums, float32 [rows, 32]."""
+    begin: ir.Value
+    end: ir.Value
+    """The words `begin` … `end` − 1 of K are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +66,18 @@ class VectorMultiplier:
     is_bf16: bool
     has_avx512: bool
     has_avx512_bf16: bool
-    rows_per_batch: int
+    rows_per_batch: int | None
+    """None for a number that is known as the code runs, as for groups of rows that choose their matrix."""
 
     @property
     def name(self) -> str:
-        lanes = "pairs" if self.is_bf16 and self.has_avx512_bf16 else "bf16" if self.is_bf16 else "f32"
-        return f"{lanes}x{self.lanes}x{self.rows_per_batch}"
+        return f"{self._lanes_name}x{'any' if self.rows_per_batch is None else self.rows_per_batch}"
+
+    @property
+    def _lanes_name(self) -> str:
+        """Return a name of what is multiplied in a vector."""
+        words = "pairs" if self.is_bf16 and self.has_avx512_bf16 else "bf16" if self.is_bf16 else "f32"
+        return f"{words}x{self.lanes}"
 
     @property
     def lanes(self) -> int:
@@ -80,8 +104,13 @@ class VectorMultiplier:
         return begin, code.min(code.build.add(begin, I64(block_words)), I64(self.num_words))
 
     def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
-        """See `Multiplier.takes_steps`: a unit's only batch takes words."""
-        return code.build.icmp_signed("==", batch.num_batches, I64(1)) if self.takes_words else None
+        """See `Multiplier.takes_steps`: a unit's only batch takes words, of few rows if any number is compiled for."""
+        if not self.takes_words:
+            return None
+        is_only = code.build.icmp_signed("==", batch.num_batches, I64(1))
+        if self.rows_per_batch is not None:
+            return is_only
+        return code.build.and_(is_only, code.build.icmp_signed("<=", batch.num_rows, I64(MAX_WORD_ROWS)))
 
     @property
     def takes_words(self) -> bool:
@@ -91,6 +120,10 @@ class VectorMultiplier:
     @property
     def max_batch_rows(self) -> int:
         return max_rows_together(self.has_avx512)
+
+    @property
+    def row_alignment(self) -> int:
+        return 1
 
     @property
     def batches_per_block(self) -> int:
@@ -123,12 +156,12 @@ class VectorMultiplier:
 
     def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
         """See `Multiplier.batch`. 25 rows with `rows_per_batch` 8 are 3 batches, of which 25 − 3 × 8 = 1 is larger."""
-        build = code.build
-        smaller = build.mul(self.num_batches(code, num_rows), I64(self.rows_per_batch))
-        num_larger = build.sub(num_rows, smaller)
-        first_row = build.add(build.mul(index, I64(self.rows_per_batch)), code.min(index, num_larger))
+        build, num_batches = code.build, self.num_batches(code, num_rows)
+        smaller_rows = build.sdiv(num_rows, num_batches) if self.rows_per_batch is None else I64(self.rows_per_batch)
+        num_larger = build.sub(num_rows, build.mul(num_batches, smaller_rows))
+        first_row = build.add(build.mul(index, smaller_rows), code.min(index, num_larger))
         is_larger = build.icmp_signed("<", index, num_larger)
-        batch_rows = build.add(I64(self.rows_per_batch), build.zext(is_larger, I64))
+        batch_rows = build.add(smaller_rows, build.zext(is_larger, I64))
         return batches.batch(code, index, first_row, batch_rows)
 
     def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
@@ -141,14 +174,21 @@ class VectorMultiplier:
         """See `Multiplier.end`: vectors need nothing."""
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
-        """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into."""
+        """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into, or
+        calls functions for all sizes of batches."""
         build = code.build
         begin, end = self._words_of_block(code, block)
+        arguments = _BatchArguments(self._row_address(code, rows, batch.first_row), panel.begin, sums, begin, end)
 
         def multiply_rows(num_rows: int) -> None:
-            for first_column in range(0, PANEL, VECTORS * self.lanes):
-                self._multiply_columns(code, num_rows, rows, panel, batch, (begin, end), first_column, sums)
+            self._multiply_rows(code, num_rows, arguments, panel.words)
 
+        if self.rows_per_batch is None:
+            if panel.words is None:
+                _by_rows(code, batch, self.max_batch_rows, lambda num_rows: self._call(code, num_rows, arguments))
+            else:
+                _by_rows(code, batch, MAX_WORD_ROWS, multiply_rows)
+            return
         # If `rows_per_batch` is the most that fits, no batch is larger, and code for one would spill registers.
         if self.rows_per_batch == self.max_batch_rows:
             multiply_rows(self.rows_per_batch)
@@ -161,26 +201,45 @@ class VectorMultiplier:
                 if self.rows_per_batch > 0:
                     multiply_rows(self.rows_per_batch)
 
+    def _row_address(self, code: Code, rows: ir.Value, row: ir.Value) -> ir.Value:
+        """Return the address of a packed row."""
+        return code.build.gep(rows, [code.build.mul(row, I64(4 * self.num_words))])
+
+    def _call(self, code: Code, num_rows: int, arguments: _BatchArguments) -> None:
+        """Emit a call of the function that multiplies a batch of `num_rows` rows.
+
+        It is compiled once for a number of rows and of words, for all products.
+        """
+        name, types = f"jpaged_vectors_{self._lanes_name}_{self.num_words}_{num_rows}", [x.type for x in arguments]
+
+        def build() -> ir.Module:
+            module = ir.Module(name)
+            module.triple = llvm.get_default_triple()
+            new_code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
+            self._multiply_rows(new_code, num_rows, _BatchArguments(*new_code.build.function.args), None)
+            new_code.build.ret_void()
+            return module
+
+        function = declare(code.build.module, link(name, build), ir.VoidType(), *types)
+        code.build.call(function, [*arguments])
+
+    def _multiply_rows(self, code: Code, num_rows: int, arguments: _BatchArguments, words: WordSource | None) -> None:
+        """Emit the products of a batch of `num_rows` rows; `words` are those of the panel, if it is not in memory."""
+        for first_column in range(0, PANEL, VECTORS * self.lanes):
+            self._multiply_columns(code, num_rows, arguments, words, first_column)
+
     def _multiply_columns(
-        self,
-        code: Code,
-        num_rows: int,
-        rows: ir.Value,
-        panel: Panel,
-        batch: Batch,
-        words: tuple[ir.Value, ir.Value],
-        first_column: int,
-        sums: ir.Value,
+        self, code: Code, num_rows: int, arguments: _BatchArguments, words: WordSource | None, first_column: int
     ) -> None:
         """Multiply words begin … end − 1 of K for the batch's rows and `VECTORS` vectors of the panel's columns.
 
-        `words` is (begin, end). The sums stay in registers, one vector per row and v < `VECTORS`. They start at zero if
-        `begin` is 0, else at those in `sums`, and are written to `sums`. A panel in memory is also prefetched, 32 of
-        its rows ahead; beyond its end this is harmless.
+        The sums stay in registers, one vector per row and v < `VECTORS`. They start at zero if `begin` is 0, else at
+        those in `sums`, and are written to `sums`. A panel in memory is also prefetched, 32 of its rows ahead; beyond
+        its end this is harmless.
         """
         build, add, lanes = code.build, code.build.add, self.lanes
-        (begin, end), word_type = words, I32 if self.is_bf16 else F32
-        starts = [build.mul(add(batch.first_row, I64(i)), I64(self.num_words)) for i in range(num_rows)]
+        (rows, panel, sums, begin, end), word_type = arguments, I32 if self.is_bf16 else F32
+        starts = [I64(i * self.num_words) for i in range(num_rows)]
         sum_offsets = [I64(i * PANEL + first_column + v * lanes) for i in range(num_rows) for v in range(VECTORS)]
 
         def add_products(k: ir.Value, vectors: list[ir.Value], totals: Sequence[ir.Value]) -> list[ir.Value]:
@@ -191,14 +250,14 @@ class VectorMultiplier:
         def add_stored(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:
             word_offset = add(build.mul(k, I64(PANEL)), I64(first_column))
             offsets = (add(word_offset, I64(v * lanes)) for v in range(VECTORS))
-            vectors = code.load_vectors(panel.begin, offsets, word_type, lanes)
-            code.prefetch(panel.begin, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
+            vectors = code.load_vectors(panel, offsets, word_type, lanes)
+            code.prefetch(panel, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
             return add_products(k, vectors, totals)
 
         def add_run(run: ir.Value, *totals: ir.Value) -> list[ir.Value]:
             """Return the sums plus the products of a run of words, which are made one by one."""
-            assert panel.words is not None
-            words_of, first_word = panel.words.begin_run(run), build.mul(run, I64(run_words))
+            assert words is not None
+            words_of, first_word = words.begin_run(run), build.mul(run, I64(run_words))
             # A block of K may begin and end within a run.
             words_here = code.max(begin, first_word), code.min(end, add(first_word, I64(run_words)))
             return code.loop(
@@ -214,11 +273,25 @@ class VectorMultiplier:
             has_sums = build.icmp_signed(">", begin, I64(0))
             stored = [code.load_vector(sums, offset, F32, lanes) for offset in sum_offsets]
             old_sums = [build.select(has_sums, vector, zeros) for vector in stored]
-        if panel.words is None:
+        if words is None:
             new_sums = code.loop(begin, end, add_stored, carried=old_sums)
         else:
-            run_words = panel.words.num_values // (2 if self.is_bf16 else 1)
+            run_words = words.num_values // (2 if self.is_bf16 else 1)
             end_run = build.udiv(add(end, I64(run_words - 1)), I64(run_words))
             new_sums = code.loop(build.udiv(begin, I64(run_words)), end_run, add_run, carried=old_sums)
         for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
             code.store_vector(total, sums, sum_offset)
+
+
+def _by_rows(code: Code, batch: Batch, max_rows: int, body: Callable[[int], None]) -> None:
+    """Emit `body`(number of rows) for each number up to `max_rows`, of which that of the batch's rows runs."""
+    build = code.build
+    end = build.append_basic_block("end")
+    switch = build.switch(batch.num_rows, end)
+    for num_rows in range(1, max_rows + 1):
+        block = build.append_basic_block(f"rows_{num_rows}")
+        switch.add_case(I64(num_rows), block)
+        build.position_at_end(block)
+        body(num_rows)
+        build.branch(end)
+    build.position_at_end(end)
