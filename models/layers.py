@@ -82,7 +82,7 @@ class Linear(nnx.Module):
         num_in: int,
         num_out: int,
         *,
-        axes: tuple[str, str],
+        axes: tuple[str, str | None],
         bias: bool,
         make: WeightMaker,
         in_runs: tuple[Run, ...] | None = None,

@@ -1,5 +1,7 @@
 """Writes small GGUF files for tests with the `gguf` package's own writer."""
 
+import re
+
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
@@ -17,6 +19,11 @@ KEYS = {
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 """Key of config.json → key of the metadata behind the architecture's name, as llama.cpp's converter writes them."""
 ARCHITECTURES = {
@@ -25,6 +32,10 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "GptOssForCausalLM": "gpt-oss",
 }
 
 
@@ -57,19 +68,45 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, met
     under Hugging Face's names. Source of what the converter changes: llama.cpp, conversion/llama.py, gemma.py.
     """
     architecture = ARCHITECTURES[config["architectures"][0]]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    architecture_name = architecture.upper().replace("-", "_")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_name], config["num_hidden_layers"])
     stored = {}
-    for name, values in tensors.items():
+    for name, values in stacked_experts(tensors).items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = interleaved(values, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
         kind_here = kind(name) if callable(kind) else kind
-        quantized = values if values.ndim == 1 else (gguf.quantize(values, kind_here), kind_here)
+        stays_floats = values.ndim == 1 or name.endswith((".gate.weight", ".router.weight", ".bias"))
+        quantized = values if stays_floats else (gguf.quantize(values, kind_here), kind_here)
         stored[names.get_name(name, (".weight", ".bias"))] = quantized
     metadata = dict(metadata) | {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
     metadata[f"{architecture}.attention.value_length"] = config.get("head_dim")
+    if architecture == "gpt-oss":
+        metadata["gpt-oss.expert_feed_forward_length"] = config["intermediate_size"]
     return write_gguf(path, metadata, stored, architecture=architecture)
+
+
+def stacked_experts(tensors):
+    """Return tensors with those of all experts as one, and gate and up apart, as llama.cpp's converter writes them."""
+    found, experts = {}, {}
+    for name, values in tensors.items():
+        parts = re.fullmatch(r"(.*\.experts)\.(\d+)(\..*)", name)
+        if parts:
+            experts.setdefault(parts[1] + parts[3], {})[int(parts[2])] = values
+        elif name.endswith("sinks"):
+            found[f"{name}.weight"] = values
+        elif "experts." in name:  # GPT-OSS's, W [E, in, out] and biases [E, out].
+            base, end = (name.removesuffix("_bias"), ".bias") if name.endswith("_bias") else (name, ".weight")
+            rows = values if end == ".bias" else values.swapaxes(1, 2)
+            parts = {"": rows} if "gate_up" not in name else {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+            found |= {base.replace("gate_up_proj", part) + end: values for part, values in parts.items()}
+        else:
+            found[name] = values
+    stacked = {name: np.stack([of_expert[e] for e in sorted(of_expert)]) for name, of_expert in experts.items()}
+    return {name: np.ascontiguousarray(values) for name, values in (found | stacked).items()}
 
 
 def interleaved(values, num_heads):

@@ -10,6 +10,7 @@ from ..config.experts import EXPERT_TRAINING_KEYS, read_experts
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, windows_by_type
 from ..decoder import Decoder
 from ..fields import Fields
+from ..formats.packed_matrix import BLOCKS
 from ..recipe import Source
 from .llama import ATTENTION_NAMES, read_biases, read_llama, rope_of
 
@@ -66,19 +67,18 @@ class GptOss(Decoder):
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
-        """Return where a checkpoint keeps each module: experts in tensors of all, as W [E, in, out], and biases [E, out].
+        """Return where a checkpoint keeps each module.
 
-        Outputs of gates and of what they gate take turns.
+        Experts are in tensors of all, W [E, in, out] and biases [E, out], whose outputs of gate and up take turns.
+        OpenAI's own files have codes of Wᵀ [E, out, in] instead, and GGUF files have gate and up apart.
         """
         assert config.experts is not None, "read_config sets them"
-        experts, num_rows = "model.layers.{i}.mlp.experts", 2 * config.experts.width
-        options: dict[str, Any] = {"is_transposed": True, "ends": ENDS}
-        return super().sources(config) | {
-            "layers.{i}.mlp.experts.{e}.gate_proj": Source(
-                f"{experts}.gate_up_proj", blocks=((0, num_rows),), step=2, **options
-            ),
-            "layers.{i}.mlp.experts.{e}.up_proj": Source(
-                f"{experts}.gate_up_proj", blocks=((1, num_rows),), step=2, **options
-            ),
-            "layers.{i}.mlp.experts.{e}.down_proj": Source(f"{experts}.down_proj", **options),
-        }
+        experts, num_rows, found = "model.layers.{i}.mlp.experts", 2 * config.experts.width, super().sources(config)
+        for part, first_row in (("gate_proj", 0), ("up_proj", 1), ("down_proj", None)):
+            is_down = first_row is None
+            name = f"{experts}.{'down_proj' if is_down else 'gate_up_proj'}"
+            rows: dict[str, Any] = {} if is_down else {"blocks": ((first_row, num_rows),), "step": 2}
+            others = Source(name, ends={**ENDS, "weight": BLOCKS}, **rows), Source(f"{experts}.{part}")
+            source = Source(name, is_transposed=True, ends=ENDS, others=others, **rows)
+            found["layers.{i}.mlp.experts.{e}." + part] = source
+        return found

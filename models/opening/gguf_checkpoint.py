@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -34,6 +35,30 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 QK_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+MIXTRAL_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+EXPERT_NAMES = {
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+QWEN_EXPERT_NAMES = EXPERT_NAMES | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+SINKS = "attn_sinks"
+GPT_OSS_NAMES = EXPERT_NAMES | {
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    SINKS: "self_attn.sinks",
+}
 # Gemma has a norm behind attention too, which takes the name that the norm in front of the MLP has elsewhere.
 GEMMA_LAYER_NAMES = LAYER_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
@@ -57,9 +82,12 @@ class GGUFFormat:
 
 
 FORMATS = {
-    "llama": GGUFFormat(LAYER_NAMES, permutes_heads=True),
+    "llama": GGUFFormat(LAYER_NAMES | MIXTRAL_NAMES, permutes_heads=True),
     "qwen2": GGUFFormat(LAYER_NAMES),
     "qwen3": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES),
+    "qwen2moe": GGUFFormat(LAYER_NAMES | QWEN_EXPERT_NAMES),
+    "qwen3moe": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES | QWEN_EXPERT_NAMES),
+    "gpt-oss": GGUFFormat(LAYER_NAMES | GPT_OSS_NAMES),
     "gemma2": GGUFFormat(GEMMA_LAYER_NAMES, norms_hold_one_more=True),
     "gemma3": GGUFFormat(GEMMA_LAYER_NAMES | QK_NORM_NAMES, norms_hold_one_more=True),
 }
@@ -87,7 +115,9 @@ class GGUFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
-        return self.file.tensors[self._stored[name]].shape
+        shape = self.file.tensors[self._stored[name]].shape
+        # llama.cpp's converter drops the axis of the one output of this matrix.
+        return (1, *shape) if name.endswith(".shared_expert_gate.weight") and len(shape) == 1 else shape
 
     def dtype(self, name: str) -> str:
         """Return float32, which `read` gives whatever the file stores."""
@@ -96,12 +126,12 @@ class GGUFCheckpoint:
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis and `columns` of the second, as float32 and in Hugging Face's order.
 
-        `columns` are ignored for a vector. In formats that interleave the halves of query and key heads, rows are put
-        back in order, and in formats that store gains of norms as 1 + w, 1 is subtracted. Raises ModelLoadError for a
-        quantization that the gguf package cannot read.
+        A tensor of all experts counts as a matrix, as in `Checkpoint`; `columns` are ignored for a vector. In formats
+        that interleave the halves of query and key heads, rows are put back in order, and in formats that store gains
+        of norms as 1 + w, 1 is subtracted. Raises ModelLoadError for a quantization that the gguf package cannot read.
         """
         stored, shape = self._stored[name], self.shape(name)
-        start, stop = bounds_of(rows, shape[0])
+        start, stop = bounds_of(rows, math.prod(shape[:-1]) if len(shape) > 1 else shape[0])
         stored_rows = self._rows_in_file(name, start, stop)
         try:
             if len(shape) > 1:
@@ -115,15 +145,15 @@ class GGUFCheckpoint:
         return values - 1 if self._format.norms_hold_one_more and "norm" in name else values
 
     def code_format(self, name: str) -> CodeFormat | None:
-        """Return the format of a matrix that the file stores as codes; None for others."""
+        """Return the format of a matrix, or of those of all experts, that the file stores as codes; None for others."""
         tensor = self.file.tensors[self._stored[name]]
-        return CODE_FORMATS.get(tensor.type_name) if len(tensor.shape) == 2 else None
+        return CODE_FORMATS.get(tensor.type_name) if len(tensor.shape) in (2, 3) else None
 
     def read_codes(self, name: str, rows: slice) -> Codes:
         """Return rows of a matrix as codes, in Hugging Face's order."""
         code_format, shape = self.code_format(name), self.shape(name)
         assert code_format is not None
-        start, stop = bounds_of(rows, shape[0])
+        start, stop = bounds_of(rows, math.prod(shape[:-1]))
         rows_in_file = self._rows_in_file(name, start, stop)
         codes = codes_of(self.file.stored_rows(self._stored[name], rows_in_file), code_format)
         if isinstance(rows_in_file, slice):  # Rows of heads are put in another order: their neighbours come next.
@@ -158,5 +188,6 @@ class GGUFCheckpoint:
         """
         match = _LAYER.fullmatch(gguf_name)
         if match and match[2] in self._format.layer_names:
-            return f"model.layers.{match[1]}.{self._format.layer_names[match[2]]}.{match[3]}"
+            end = "" if match[2] == SINKS else f".{match[3]}"
+            return f"model.layers.{match[1]}.{self._format.layer_names[match[2]]}{end}"
         return NAMES.get(gguf_name, gguf_name)

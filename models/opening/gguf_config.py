@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,12 @@ NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
 
 Files do not say which, and llama.cpp knows the size by its number of layers too (src/models/gemma2.cpp, gemma3.cpp).
 """
+EXPERT_KEYS = {
+    "llama": "num_local_experts", "qwen2moe": "num_experts", "qwen3moe": "num_experts", "gpt-oss": "num_local_experts",
+}  # fmt: skip
+"""Architecture whose files may have experts → key of config.json for their number."""
+_STAYS_FLOAT32 = re.compile(r"\.ffn_gate_inp\.weight$|_exps\.bias$")
+"""Names of tensors of several axes that llama.cpp's converter writes as float32, whatever the dtype of the model."""
 GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
 """Gemma 3 with 4B, 12B and 27B parameters: layers without a window have a linear factor 8, which some files omit."""
 
@@ -78,6 +85,11 @@ class _Metadata:
             "num_key_value_heads": self.key("attention.head_count_kv"),
             "head_dim": self.key("attention.key_length"),
             "num_hidden_layers": self.key("block_count"),
+            "num_experts": self.key("expert_count"),
+            "num_local_experts": self.key("expert_count"),
+            "num_experts_per_tok": self.key("expert_used_count"),
+            "moe_intermediate_size": self.key("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": self.key("expert_shared_feed_forward_length"),
             "rms_norm_eps": self.key("attention.layer_norm_rms_epsilon"),
             "sliding_window": self.key("attention.sliding_window"),
             "attn_logit_softcapping": self.key("attn_logit_softcapping"),
@@ -102,8 +114,9 @@ class _Metadata:
         if embedding is None or len(embedding.shape) != 2:
             reason = "so it holds no model (perhaps only a tokenizer)"
             raise ModelLoadError(f"{self.file.path}: has no matrix token_embd.weight, {reason}")
-        if fields.integer(self.key("expert_count"), 0, min=0) > 0:
-            raise fields.wrong(self.key("expert_count"), "0: mixtures of experts are not supported")
+        num_experts = fields.integer(self.names["num_experts"], 0, min=0)
+        if num_experts > 0 and self.architecture not in EXPERT_KEYS:
+            raise fields.wrong(self.names["num_experts"], f"0: only {', '.join(EXPERT_KEYS)} are read with experts")
         config: dict[str, Any] = {key: fields.integer(name) for key, name in self.names.items() if key in SIZES}
         vocab_size = embedding.shape[0]
         config |= {
@@ -126,17 +139,20 @@ class _Metadata:
         equal_share = None if hidden_size % num_heads else hidden_size // num_heads
         config["head_dim"] = fields.integer(self.names["head_dim"], equal_share)
         self._check_head_size(config["head_dim"])
-        read_family = {"gemma2": self._gemma2, "gemma3": self._gemma3}.get(self.architecture, self._llama)
-        return config | read_family(config)
+        if num_experts > 0:
+            config |= self._experts(config["intermediate_size"])
+        readers = {"gemma2": self._gemma2, "gemma3": self._gemma3, "gpt-oss": self._gpt_oss}
+        return config | readers.get(self.architecture, self._llama)(config)
 
     def _dtype(self) -> str:
         """Return the dtype of the matrices: their own if they share one, else float32; bfloat16 for quantized ones.
 
         Matrices in both F16 and F32, for example, give float32. One quantized matrix is enough for bfloat16: quantized
         numbers have at most 8 bits, and the kernels for GPUs take bfloat16 alone. On a CPU the engine computes in
-        float32 whatever this is. Vectors, such as gains of norms, do not count.
+        float32 whatever this is. Vectors, such as gains of norms, do not count, nor do routers and biases of experts.
         """
-        kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
+        matrices = (tensor for name, tensor in self.file.tensors.items() if not _STAYS_FLOAT32.search(name))
+        kinds = {tensor.type_name for tensor in matrices if len(tensor.shape) > 1}
         if not kinds <= {"F32", "F16", "BF16"}:
             return "bfloat16"
         return "bfloat16" if kinds == {"BF16"} else "float16" if kinds == {"F16"} else "float32"
@@ -146,6 +162,45 @@ class _Metadata:
         for name in ("attention.value_length", "rope.dimension_count"):
             if self.fields.integer(self.key(name), head_size) != head_size:
                 raise self.fields.wrong(self.key(name), f"the head size, {head_size}")
+
+    def _experts(self, inner_width: int) -> dict[str, Any]:
+        """Return the keys of config.json that a model with experts has; `inner_width` is that of a dense MLP.
+
+        Raises ModelLoadError for ways to choose experts that the architecture's config.json has no keys for.
+        """
+        fields, used = self.fields, self.names["num_experts_per_tok"]
+        for name, neutral in {"expert_weights_scale": (0.0, 1.0), "expert_group_count": (0, 1)}.items():
+            if fields.number(self.key(name), neutral[1], min=0) not in neutral:
+                raise fields.wrong(self.key(name), f"{neutral[1]:g}: other values are not supported")
+        gating = 3 if self.architecture == "gpt-oss" else 1  # A softmax over the chosen logits, or over all.
+        if fields.integer(self.key("expert_gating_func"), gating, min=0) not in (0, gating):
+            raise fields.wrong(self.key("expert_gating_func"), f"{gating}: other values are not supported")
+        keys = {EXPERT_KEYS[self.architecture]: fields.integer(self.names["num_experts"])}
+        keys["num_experts_per_tok"] = fields.integer(used)
+        width, shared_width = (self.names[f"{name}_intermediate_size"] for name in ("moe", "shared_expert"))
+        if self.architecture == "gpt-oss":
+            return {**keys, "intermediate_size": fields.integer(width)}
+        if self.architecture == "llama":
+            return {**keys, "architectures": ["MixtralForCausalLM"]}
+        # As in llama.cpp, the default widths are those of a dense MLP: shared, or divided by the chosen experts.
+        keys["moe_intermediate_size"] = fields.integer(width, inner_width // keys["num_experts_per_tok"])
+        if self.architecture == "qwen2moe":
+            keys["shared_expert_intermediate_size"] = fields.integer(shared_width, inner_width)
+        renormalizes = fields.boolean(self.key("expert_weights_norm"), self.architecture == "qwen3moe")
+        return {**keys, "norm_topk_prob": renormalizes}
+
+    def _gpt_oss(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of config.json that GPT-OSS has beside those of `config`: windows and the rotary embedding.
+
+        Files do not say that YaRN's ramp begins and ends between frequencies (`truncate` in config.json), as it does in
+        all published models.
+        """
+        rope = self._rope(150_000.0, config["head_dim"])
+        return {
+            "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+            "sliding_window": self.fields.integer(self.names["sliding_window"]),
+            "layer_types": self._layer_types(config["num_hidden_layers"], period=2),
+        }
 
     def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of config.json that Llama, Mistral and Qwen have beside those of `config`.
