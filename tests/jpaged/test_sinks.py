@@ -41,7 +41,7 @@ def reference_logprobs(ids: list[int], seed: int = 0) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(reference_logits(ids, windows=WINDOWS, sinks=sinks(seed)).astype(np.float32)))
 
 
-def assert_drawn(tokens: list[int], logprobs: list[float], seed: int = 0) -> None:
+def assert_drawn(tokens: list[int], logprobs: list[float], *, seed: int = 0) -> None:
     """Assert that these tokens follow PROMPT by the reference, with these logprobs."""
     wanted = reference_logprobs([*PROMPT, *tokens], seed)[len(PROMPT) - 1 : -1]
     assert tokens == wanted.argmax(axis=-1).tolist()
@@ -80,4 +80,8 @@ def test_pages_of_one_byte_have_no_offsets_where_there_are_sinks(model: Path) ->
         for channels in (scales.key_channels, scales.value_channels):
             assert channels is not None
             assert not np.asarray(channels.offsets).any()
-    print(np.abs(found - reference_logprobs(PROMPT)[np.arange(len(PROMPT) - 1), PROMPT[1:]]).max(), found.shape)
+    drawn_ids = np.arange(len(PROMPT) - 1), np.array(PROMPT[1:])
+    wanted = reference_logprobs(PROMPT)[drawn_ids]
+    without_sinks = np.asarray(jax.nn.log_softmax(reference_logits(PROMPT, windows=WINDOWS).astype(np.float32)))
+    # int8 alone moves logprobs of this model by 0.12, and sinks move them by 4.
+    assert np.abs(found - wanted).max() < 0.05 * np.abs(without_sinks[drawn_ids] - wanted).max()
