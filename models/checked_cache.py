@@ -129,9 +129,9 @@ class CheckedCache:
                 way_out = f"pass {name}={wanted}, or correct the spec"
                 raise ValueError(f"attend: got {name} {got} in layer {layer}, its spec wants {wanted}: {way_out}")
         if (sinks is not None) is not spec.has_sinks:
-            got, way_out = ("no sinks", "pass them") if sinks is None else ("sinks", "pass none")
-            wanted = f"its spec has has_sinks={spec.has_sinks}"
-            raise ValueError(f"attend: got {got} in layer {layer}, {wanted}: {way_out}, or correct the spec")
+            fault, way_out = ("no sinks", "pass them") if sinks is None else ("sinks", "pass none")
+            says = f"its spec has has_sinks={spec.has_sinks}"
+            raise ValueError(f"attend: got {fault} in layer {layer}, {says}: {way_out}, or correct the spec")
 
     def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
         """Raise ValueError unless queries, keys and values have the shapes that the layer's spec says.

@@ -66,8 +66,8 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm, self.sinks = nnx.data(None), nnx.data(None), nnx.data(None)
         if config.has_sinks:
             # Padded heads have a sink of 0: their outputs are finite, and the output projection has zeros for them.
-            runs = {"rows": ((None, shares.query_runs(1)),)}
-            self.sinks = make.vector(shares.stored_heads, "heads", fill=0.0, **runs)
+            sink_rows = ((None, shares.query_runs(1)),)
+            self.sinks = make.vector(shares.stored_heads, "heads", fill=0.0, rows=sink_rows)
         if config.qk_norm is not None:
             if self.norms_all_heads:
                 # Padded heads are zero and do not count in the mean of squares. Each KV head of the model is stored
