@@ -12,16 +12,16 @@ from jpaged.pallas_kernels.code_formats import CodedMatrix
 from jpaged.pallas_kernels.grouped import Routing
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, ExpertProducts, Product, RowNorm, StoredMatrix
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
-from jpaged.pallas_kernels.native.products.panels import PANEL
 
 from .test_codes import format_of, random_part
-from .test_products import TOLERANCES, be_processor
+from .test_products import DTYPES, TOLERANCES, be_processor
 
 DEPTH, INNER, WIDTH = 64, 96, 72
 """Columns of the rows, of what is activated, and of the stream: no whole panels."""
-STORED = "float32", "bfloat16", "Q8_0", "Q4_K"
+SCALE = 0.5
+ROWS = 1, 2, 5, 40, 300
+"""With 4 experts, 300 rows give each about 120: several batches."""
 PROCESSORS = {
-    "this": None,
     "AVX2": {"has_pairs": False, "has_avx512": False},
     "AVX-512": {"has_pairs": False, "has_avx512": True},
 }
@@ -30,85 +30,202 @@ PROCESSORS = {
 def matrices(stored: str, num_experts: int, num_in: int, num_out: int) -> tuple[StoredMatrix, list[StoredMatrix]]:
     """Return matrices [num_in, num_out] side by side, as experts store them, and each of them alone."""
     num_columns = NATIVE_OPS.expert_columns(num_out)
-    if stored in ("float32", "bfloat16"):
+    if stored in DTYPES:
         rng = np.random.default_rng(num_in + num_out)
         weights = jnp.asarray(rng.normal(size=(num_experts, num_in, num_out)) / np.sqrt(num_in), stored)
         padded = jnp.pad(weights, ((0, 0), (0, 0), (0, num_columns - num_out)))
         together = NATIVE_OPS.store(jnp.concatenate(list(padded), axis=1))
         assert together.shape == NATIVE_OPS.experts_shape(num_experts, num_in, num_out, stored)
         return together, [NATIVE_OPS.store(each) for each in weights]
-    code_format, packed = format_of(stored, num_in), list[np.ndarray]()
-    for expert in range(num_experts):
-        codes, _ = random_part(stored, num_columns, num_in + 0 * expert)
-        codes = replace(codes, codes=np.roll(codes.codes, expert, axis=0))
-        packed.append(NATIVE_OPS.packed_codes(codes, code_format, "float32").reshape(-1))
+    codes, _ = random_part(stored, num_experts * num_columns, num_in)
+    packed = NATIVE_OPS.packed_codes(codes, format_of(stored, num_in), "float32")
 
-    def matrix(data: np.ndarray, *sizes: int) -> CodedMatrix:
-        return CodedMatrix(jnp.asarray(data), num_in, tuple((code_format, size) for size in sizes), "float32")
+    def matrix(panels: np.ndarray, *sizes: int) -> CodedMatrix:
+        parts = tuple((format_of(stored, num_in), size) for size in sizes)
+        return CodedMatrix(jnp.asarray(panels.reshape(-1)), num_in, parts, "float32")
 
-    together = matrix(np.concatenate(packed), *[num_columns] * num_experts)
-    return together, [matrix(each, num_out) for each in packed]
+    alone = [matrix(panels, num_out) for panels in np.split(packed, num_experts)]
+    return matrix(packed, *[num_columns] * num_experts), alone
 
 
 class Experts:
     """E experts, together and each alone."""
 
-    def __init__(self, stored: str, num_experts: int, *, activation: str = "silu", has_biases: bool = False) -> None:
-        # Codes lie in blocks along the rows.
-        self.depth, inner = (256, 256) if stored == "Q4_K" else (DEPTH, INNER)
-        gate_up, self.gate_ups = matrices(stored, num_experts, self.depth, 2 * inner)
+    def __init__(
+        self,
+        stored: str = "float32",
+        num_experts: int = 4,
+        *,
+        activation: str = "silu",
+        is_gated: bool = True,
+        has_biases: bool = False,
+        inner: int = INNER,
+        behind: RowNorm | None = None,
+    ) -> None:
+        # Blocks of Q4_K have 256 numbers along the rows.
+        self.depth, inner = (256, 256) if stored == "Q4_K" else (DEPTH, inner)
+        parts = (inner, inner) if is_gated else ()
+        num_inner, self.num_experts = sum(parts) or inner, num_experts
+        gate_up, self.gate_ups = matrices(stored, num_experts, self.depth, num_inner)
         down, self.downs = matrices(stored, num_experts, inner, WIDTH)
-        self.num_experts = num_experts
         rng = np.random.default_rng(7)
         norm = RowNorm(jnp.asarray(rng.normal(size=self.depth), jnp.float32), 1e-5)
-        gates: dict[str, Any] = {"parts": (inner, inner), "activation": activation, "is_gated": True, "norm": norm}
-        self.gate_up_bias, self.down_bias = (
+        biases = [
             jnp.asarray(rng.normal(size=(num_experts, size)), jnp.float32) if has_biases else None
-            for size in (2 * inner, WIDTH)
-        )
+            for size in (num_inner, WIDTH)
+        ]
+        gates: dict[str, Any] = {"parts": parts, "activation": activation, "is_gated": is_gated, "norm": norm}
         self.products = ExpertProducts(
-            gate_up=Product(weight=gate_up, num_out=2 * inner, bias=self.gate_up_bias, **gates),
-            down=Product(weight=down, num_out=WIDTH, bias=self.down_bias, scale=0.5),
+            gate_up=Product(weight=gate_up, num_out=num_inner, bias=biases[0], **gates),
+            down=Product(weight=down, num_out=WIDTH, bias=biases[1], scale=SCALE, norm_behind=behind),
             num_experts=num_experts,
         )
 
-    def results_of(self, expert: int, rows: jax.Array) -> np.ndarray:
-        """Return what the chain of an expert's products alone makes of rows."""
-        biases = (None if each is None else each[expert] for each in (self.gate_up_bias, self.down_bias))
-        weights = self.gate_ups[expert], self.downs[expert]
-        gate_up, down = (
-            replace(each, weight=weight, bias=bias)
-            for each, weight, bias in zip(
-                (self.products.gate_up, self.products.down), weights, biases, strict=True
-            )
-        )
-        return np.asarray(NATIVE_OPS.chain(rows, [gate_up, down])[0])
+    def alone(self, expert: int) -> list[Product]:
+        """Return the products of one expert, with its own matrices."""
+        products = zip((self.products.gate_up, self.products.down), (self.gate_ups, self.downs), strict=True)
+        return [
+            replace(each, weight=weights[expert], bias=None if each.bias is None else each.bias[expert])
+            for each, weights in products
+        ]
 
     def expected(self, rows: jax.Array, routing: Routing, stream: jax.Array) -> np.ndarray:
-        """Return the stream plus the sums of these results, times their factors, in the order of the choices."""
+        """Return the stream plus sums of what each expert's chain alone gives, in the order of the choices."""
         chosen, factors = np.asarray(routing.experts), np.asarray(routing.weights)
+        used = [expert for expert in np.unique(chosen) if expert < self.num_experts]
+        results = {expert: np.asarray(NATIVE_OPS.chain(rows, self.alone(expert))[0]) for expert in used}
         total = np.zeros(stream.shape, np.float32)
-        results = {expert: self.results_of(expert, rows) for expert in np.unique(chosen) if expert < self.num_experts}
         for choice in range(chosen.shape[1]):
-            for row, expert in enumerate(chosen[:, choice]):
-                if expert < self.num_experts:
-                    total[row] += results[expert][row] * factors[row, choice]
-        return np.asarray(stream) + np.float32(0.5) * total
+            for expert in used:
+                is_chosen = chosen[:, choice] == expert
+                total[is_chosen] += results[expert][is_chosen] * factors[is_chosen, choice, None]
+        return np.asarray(stream) + np.float32(SCALE) * total
 
     def add(self, rows: jax.Array, routing: Routing, stream: jax.Array) -> np.ndarray:
-        return np.asarray(jax.jit(lambda *args: NATIVE_OPS.add_experts(args[0], args[1], self.products, args[2]))(
-            rows, routing, stream
-        ))
+        # A new function each time: JAX would take one that was traced for another processor.
+        add = jax.jit(lambda rows, routing, stream: NATIVE_OPS.add_experts(rows, routing, self.products, stream))
+        return np.asarray(add(rows, routing, stream))
 
-    def inputs(self, num_rows: int, num_chosen: int, *, num_used: int | None = None) -> tuple[Any, ...]:
-        """Return random rows, choices among `num_used` experts without repetition, and a stream."""
+    def inputs(self, num_rows: int, num_chosen: int = 2) -> tuple[jax.Array, Routing, jax.Array]:
+        """Return random rows, their choices, some of which are of no expert, and a stream."""
         rng = np.random.default_rng(num_rows)
-        rows, stream = (jnp.asarray(rng.normal(size=(num_rows, n)), jnp.float32) for n in (self.depth, WIDTH))
-        num_used = num_used or self.num_experts
-        experts = np.stack([rng.permutation(num_used)[:num_chosen] for _ in range(num_rows)])
-        factors = jnp.asarray(rng.random((num_rows, num_chosen)), jnp.float32)
-        return rows, Routing(jnp.asarray(experts, jnp.int32), factors), stream
+        rows, stream = (jnp.asarray(rng.normal(size=(num_rows, size)), jnp.float32) for size in (self.depth, WIDTH))
+        experts = np.stack([rng.permutation(self.num_experts + 1)[:num_chosen] for _ in range(num_rows)])
+        factors = rng.random((num_rows, num_chosen))
+        return rows, Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(factors, jnp.float32)), stream
 
 
 def bits(array: Any) -> np.ndarray:
     return np.asarray(array, np.float32).view(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "num_experts"), [*((dtype, number) for dtype in DTYPES for number in (4, 60)), ("Q8_0", 4), ("Q4_K", 4)]
+)
+def test_rows_have_the_bits_of_their_experts_alone(stored: str, num_experts: int) -> None:
+    """Where many rows have chosen an expert, and where most experts have few rows or none."""
+    experts = Experts(stored, num_experts, has_biases=True)
+    for num_rows in ROWS if stored in DTYPES else (1, 5, 40):
+        inputs = experts.inputs(num_rows, 4 if num_experts > 4 else 2)
+        np.testing.assert_array_equal(bits(experts.add(*inputs)), bits(experts.expected(*inputs)), str(num_rows))
+
+
+@pytest.mark.parametrize("stored", [*DTYPES, "Q8_0"])
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_other_processors_give_the_bits_of_experts_alone(
+    stored: str, processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_processor(monkeypatch, **PROCESSORS[processor])
+    experts = Experts(stored)
+    for num_rows in (5, 40):
+        inputs = experts.inputs(num_rows)
+        np.testing.assert_array_equal(bits(experts.add(*inputs)), bits(experts.expected(*inputs)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
+    """Also where K is cut into blocks, and where an expert has more rows than a unit of work multiplies."""
+    experts = Experts(dtype, num_experts=2, inner=1600)
+    rows, routing, stream = experts.inputs(400)
+    together = bits(experts.add(rows, routing, stream))
+    for first, num_rows in ((0, 1), (7, 2), (100, 16), (399, 1)):
+        part = slice(first, first + num_rows)
+        found = experts.add(*jax.tree.map(lambda x: x[part], (rows, routing, stream)))  # noqa: B023
+        np.testing.assert_array_equal(bits(found), together[part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_that_no_row_has_chosen_may_hold_nan(dtype: str) -> None:
+    experts = Experts(dtype)
+    rows, routing, stream = experts.inputs(40)
+    routing = replace(routing, experts=jnp.where(routing.experts == 1, 4, routing.experts))
+    wanted = experts.add(rows, routing, stream)
+    for product in (experts.products.gate_up, experts.products.down):
+        panels_of_expert = product.weight.shape[0] // 4
+        spoilt = product.weight.at[panels_of_expert : 2 * panels_of_expert].set(jnp.nan)
+        object.__setattr__(product, "weight", spoilt)
+    np.testing.assert_array_equal(bits(experts.add(rows, routing, stream)), bits(wanted))
+
+
+def test_rows_of_no_expert_keep_their_stream() -> None:
+    """Padding: such a row may hold NaN, and its stream keeps its bits, also those of minus zero."""
+    experts = Experts(behind=RowNorm(jnp.ones(WIDTH), 1e-5, bias=jnp.ones(WIDTH)))
+    rows, routing, stream = experts.inputs(40)
+    wanted = np.array(experts.add(rows, routing, stream))
+    rows, stream = rows.at[7].set(jnp.nan).at[8].set(jnp.nan), stream.at[7].set(-0.0)
+    routing = replace(routing, experts=routing.experts.at[7:9].set(4))
+    wanted[7:9] = stream[7:9]
+    np.testing.assert_array_equal(bits(experts.add(rows, routing, stream)), bits(wanted))
+    none = replace(routing, experts=jnp.full_like(routing.experts, 4))
+    np.testing.assert_array_equal(bits(experts.add(rows, none, stream)), bits(stream))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_rows_to_one_expert_are_a_dense_chain(dtype: str) -> None:
+    experts = Experts(dtype, has_biases=True)
+    for num_rows in (1, 300):
+        rows, _, stream = experts.inputs(num_rows)
+        routing = Routing(jnp.full((num_rows, 1), 2, jnp.int32), jnp.ones((num_rows, 1), jnp.float32))
+        gate_up, down = experts.alone(2)
+        wanted = NATIVE_OPS.chain(rows, [gate_up, replace(down, adds_to_stream=True)], stream)[0]
+        np.testing.assert_array_equal(bits(experts.add(rows, routing, stream)), bits(wanted))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clamped gates": {"activation": "clamped_swiglu", "has_biases": True},
+    "no gates": {"activation": "relu2", "is_gated": False, "has_biases": True},
+    "a norm behind": {"behind": RowNorm(jnp.linspace(0.5, 2, WIDTH), 1e-5)},
+    "an activation of XLA": {"activation": "gelu", "has_biases": True},
+    "gates that are not whole panels": {"inner": 40},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_experts_are_those_of_plain_xla(name: str, dtype: str) -> None:
+    experts = Experts(dtype, **OPTIONS[name])
+    gate_up, down = experts.products.gate_up, experts.products.down
+
+    def plain(product: Product, num_in: int) -> Product:
+        columns = NATIVE_OPS.columns(product.weight, jnp.arange(4 * NATIVE_OPS.expert_columns(product.num_out)), num_in)
+        weight = columns.reshape(4, -1, num_in)[:, : product.num_out].transpose(0, 2, 1)
+        return replace(product, weight=weight)
+
+    inner = gate_up.num_out // 2 if gate_up.is_gated else gate_up.num_out
+    products = replace(experts.products, gate_up=plain(gate_up, experts.depth), down=plain(down, inner))
+    for num_rows in (1, 40):
+        rows, routing, stream = experts.inputs(num_rows)
+        wanted = XLA_OPS.add_experts(rows, routing, products, stream)
+        np.testing.assert_allclose(experts.add(rows, routing, stream), wanted, **TOLERANCES[dtype])
+
+
+def test_arrays_that_native_code_would_misread_are_refused() -> None:
+    experts = Experts(has_biases=True)
+    rows, routing, stream = experts.inputs(4)
+    with pytest.raises(ValueError, match=r"got choices \(3, 2\), wanted \[4, k\]"):
+        experts.add(rows, replace(routing, experts=routing.experts[:3]), stream)
+    with pytest.raises(ValueError, match=r"got choices \(4, 1\), wanted \[4, k\]"):
+        experts.add(rows, replace(routing, weights=routing.weights[:, :1]), stream)
+    experts.products = replace(experts.products, num_experts=3)
+    with pytest.raises(ValueError, match=r"got a weight of shape \(24, 64, 32\), wanted \(18, 64, 32\)"):
+        experts.add(rows, routing, stream)
