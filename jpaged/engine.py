@@ -100,7 +100,7 @@ class Engine(ResearchCalls):
         self.step_sizes = parts.sizes.step
         self.tokenizer = parts.handle.tokenizer
         self.device, self.mesh, self.backend = parts.device, parts.mesh, parts.backend
-        self.attention, self.memory = parts.attention, parts.memory
+        self.attention, self.experts, self.memory = parts.attention, parts.experts, parts.memory
         self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.compile_plan
         self.scheduler, self.blocks = parts.core.scheduler, parts.core.scheduler.blocks
         self.load_s = parts.load_s

@@ -6,7 +6,7 @@ A version that adds one of them removes it here. What is not supported in a chec
 from __future__ import annotations
 
 ENGINE_OPTIONS = (
-    "enforce_eager", "enable_expert_parallel",
+    "enforce_eager",
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint",
 )  # fmt: skip

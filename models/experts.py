@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.grouped import Routing
-from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm
+from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts
 from ..sharding import TENSOR_AXIS
 from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
@@ -135,16 +135,18 @@ class Experts(nnx.Module):
             axes=(expert_axis, inner_axis, "embed"), runs=whole, in_runs=run, num_shards=1, **options,
         )  # fmt: skip
         self.activation = experts.activation or config.activation
-        self.mesh_axis, self.is_by_expert = TENSOR_AXIS if make.num_shards > 1 else None, is_by_expert
+        self.mesh, self.is_by_expert = make.mesh, is_by_expert
 
-    def as_products(self, norm: RowNorm | None, **ends: Any) -> ExpertProducts:
+    def as_products(self, norm: RowNorm | None, shared: SharedProducts | None = None, **ends: Any) -> ExpertProducts:
         """Return the products of all experts. `norm` norms what they read, and `ends` are fields of the last one."""
         return ExpertProducts(
             gate_up=self.gate_up_proj.as_product(norm=norm, activation=self.activation, is_gated=True),
             down=self.down_proj.as_product(**ends),
             num_experts=self.num_experts,
-            mesh_axis=self.mesh_axis,
+            mesh=self.mesh,
+            mesh_axis=TENSOR_AXIS,
             is_spread_by_expert=self.is_by_expert,
+            shared=shared,
         )
 
 
@@ -178,6 +180,11 @@ class SparseMLP(nnx.Module):
         is_token = jnp.arange(stream.shape[0]) < num_tokens
         chosen = jnp.where(is_token[:, None], routing.experts, self.experts.num_experts)
         routing = Routing(chosen, routing.weights)
+        if self.shared is not None and self.experts.mesh is not None:
+            first, down = self.shared.as_products(norm)
+            weights = None if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate.product(normed))
+            products = self.experts.as_products(norm, SharedProducts(first=first, down=down, weights=weights), **ends)
+            return ops.add_experts(stream, routing, products, stream)
         added = ops.add_experts(stream, routing, self.experts.as_products(norm, **ends), stream)
         if self.shared is None:
             return added

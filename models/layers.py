@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.code_formats import CodedMatrix
@@ -35,6 +36,8 @@ class WeightMaker:
     """Whether matrices may stay the codes of a quantized checkpoint, an embedding table among them."""
     stays_floats: bool = False
     """Whether no matrix is quantized or stays codes."""
+    mesh: Mesh | None = None
+    """The mesh of the devices; None for one."""
 
     def vector(self, size: int, axis: str | None, *, fill: float, **metadata: Any) -> nnx.Param[Any]:
         """Return a weight [size] whose elements are `fill` until it is loaded."""

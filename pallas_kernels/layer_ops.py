@@ -8,21 +8,21 @@ that go with it (`Backend.layer_ops`); models call them without knowing how a ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .activations import ACTIVATIONS, GATES
 from .code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
+from .expert_shares import sum_over_devices
 from .grouped import Routing, expert_of_rows, grouped_product, sorted_choices, weighted_sum
 from .rotation import Rotation
 from .scaled_matrix import ScaledMatrix, scaled_columns, scaled_product
@@ -86,6 +86,18 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedProducts:
+    """The MLP that all rows take beside their experts, spread over devices along its inner width."""
+
+    first: Product
+    """Reads the rows that the experts read."""
+    down: Product
+    """Its results are added to the experts'."""
+    weights: Float[Array, "T 1"] | None
+    """Factors of the results, float32; None for 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertProducts:
     """The MLPs of E experts as two products, whose weights and biases hold all experts; `num_out` is that of one."""
 
@@ -95,10 +107,14 @@ class ExpertProducts:
     """The weighted sum of its results is added to the stream. Weight [E, F, D], bias [E, D]."""
     num_experts: int
     """E, with experts that pad it to a multiple of the devices, which are never chosen."""
-    mesh_axis: str | None = None
-    """The axis of the mesh over which weights are spread; None on one device."""
+    mesh: Mesh | None = None
+    """The mesh that weights are spread over; None on one device."""
+    mesh_axis: str = ""
+    """The axis of the mesh along which they are spread."""
     is_spread_by_expert: bool = False
     """Whether each device has whole experts; else it has its share of F of each."""
+    shared: SharedProducts | None = None
+    """The MLP that all rows take too, on a mesh, where one sum over the devices serves it and the experts."""
 
 
 @dataclass(frozen=True)
@@ -268,16 +284,22 @@ class LayerOps:
         """
         gate_up, down = experts.gate_up, experts.down
         normed = rows if gate_up.norm is None else self.norm(rows, gate_up.norm)
-        if experts.mesh_axis is None:
+        if experts.mesh is None:
             total = _sum_of_experts(self, normed, routing, experts)
         else:
-            total = _sum_over_devices(self, normed, routing, experts, experts.mesh_axis)
-        if down.bias is not None:
-            total = total + _sum_of_biases(down.bias, routing)
+            total = sum_over_devices(normed, routing, experts, partial(_sum_of_experts, self), self._sum_of_shared)
         added = total.astype(stream.dtype)
         if down.norm_behind is not None:
             added = self.norm(added, down.norm_behind)
         return stream + scaled(added, down.scale)
+
+    def _sum_of_shared(self, rows: Float[Array, "T D"], shared: SharedProducts) -> Float[Array, "T D"]:
+        """Return what a shared MLP makes of rows, times its weights, in float32."""
+        (inner,) = self.chain(rows, [shared.first])
+        out = self.product(inner, shared.down.weight, shared.down.num_out)
+        if shared.down.bias is not None:
+            out = out + shared.down.bias.astype(jnp.float32)[None, :]
+        return out if shared.weights is None else out * shared.weights
 
     def finish_heads(self, parts: Sequence[Float[Array, "R P"]], heads: Heads) -> list[Float[Array, "R P"]]:
         """Return the parts of a product, with each head of the first ones normed and rotated."""
@@ -330,7 +352,7 @@ def _activated(results: list[Float[Array, "R P"]], product: Product) -> list[Flo
 def _sum_of_experts(
     ops: LayerOps, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts
 ) -> Float[Array, "T D"]:
-    """Return the weighted sum of what each row's experts make of it, in float32, without the bias of `down`."""
+    """Return the weighted sum of what each row's experts make of it, in float32."""
     gate_up, down = experts.gate_up, experts.down
     choices = sorted_choices(routing.experts, experts.num_experts)
     out = ops.grouped_product(rows[choices.rows], gate_up.weight, choices.sizes, gate_up.num_out)
@@ -338,7 +360,8 @@ def _sum_of_experts(
         out = out + gate_up.bias.astype(jnp.float32)[expert_of_rows(choices.sizes, out.shape[0])]
     (inner,) = _activated(split_parts(out.astype(rows.dtype), gate_up.parts, gate_up.num_shards), gate_up)
     results = ops.grouped_product(inner, down.weight, choices.sizes, down.num_out)
-    return weighted_sum(results, choices, routing)
+    total = weighted_sum(results, choices, routing)
+    return total if down.bias is None else total + _sum_of_biases(down.bias, routing)
 
 
 def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array, "T D"]:
@@ -346,44 +369,6 @@ def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array
     is_there = routing.experts < biases.shape[0]
     weights = jnp.where(is_there, routing.weights, 0)
     return jnp.einsum("tk,tkd->td", weights, biases.astype(jnp.float32)[jnp.minimum(routing.experts, len(biases) - 1)])
-
-
-def _sum_over_devices(
-    ops: LayerOps, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts, axis: str
-) -> Float[Array, "T D"]:
-    """Return what `_sum_of_experts` returns, where the devices along a mesh's axis have shares of the weights."""
-    num_devices = jax.sharding.get_abstract_mesh().shape[axis]
-    num_here = experts.num_experts // num_devices if experts.is_spread_by_expert else experts.num_experts
-    here = replace(experts, num_experts=num_here)
-    if not experts.is_spread_by_expert:
-        parts = tuple(size // num_devices for size in experts.gate_up.parts)
-        here = replace(here, gate_up=replace(experts.gate_up, parts=parts, num_shards=1))
-    arrays = experts.gate_up.weight, experts.gate_up.bias, experts.down.weight
-
-    def sum_here(rows: Array, routing: Routing, gate_up: Any, bias: Array | None, down: Any) -> Array:
-        local = replace(
-            here,
-            gate_up=replace(here.gate_up, weight=gate_up, bias=bias, norm=None),
-            down=replace(here.down, weight=down, bias=None, norm_behind=None),
-        )
-        if experts.is_spread_by_expert:
-            numbers = routing.experts - lax.axis_index(axis) * num_here
-            is_here = (numbers >= 0) & (numbers < num_here)
-            routing = replace(routing, experts=jnp.where(is_here, numbers, num_here))
-        return lax.psum(_sum_of_experts(ops, rows, routing, local), axis)
-
-    def spec_of(array: Array, spread_axis: int) -> PartitionSpec:
-        return PartitionSpec(*(axis if index == spread_axis else None for index in range(array.ndim)))
-
-    # The last axis of a weight [E, D, 2 F] and of its bias is F's; of a weight [E, F, D] it is the second one.
-    gate_up_spec, bias_spec, down_spec = (
-        jax.tree.map(lambda array, of=of: spec_of(array, 0 if experts.is_spread_by_expert else of(array)), tree)
-        for tree, of in zip(arrays, (lambda a: a.ndim - 1, lambda a: a.ndim - 1, lambda a: 1), strict=True)
-    )
-    whole = PartitionSpec()
-    specs = whole, whole, gate_up_spec, bias_spec, down_spec
-    summed = jax.shard_map(sum_here, in_specs=specs, out_specs=whole, check_vma=False)
-    return summed(rows, routing, *arrays)
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:

@@ -81,6 +81,8 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
     yield f"attention: {engine.attention}"
     if engine.handle.config.longrope:
         yield f"rotary embedding: {engine.handle.config.longrope}"
+    if engine.experts:
+        yield f"experts: {engine.experts}"
     yield f"memory: {engine.memory}"
     yield f"sampling: {sampling}"
     yield f"ends: {engine.handle.ends or 'none'}"

@@ -113,6 +113,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         None, "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip", integer(1, MAX_DEVICES)
     )
     """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
+    enable_expert_parallel: bool = _option(
+        False, "give each device whole experts of a sparse MLP; without it each has a share of every expert", boolean
+    )
+    """Refused for a model without experts, and on one device."""
     mesh: Any = field(default=None, metadata={"rule": rules.trainer_mesh, "help": MESH_HELP})
     """A `jax.sharding.Mesh` of devices of this process, such as a trainer's. Those along its axes for tensors serve, in
     their order, from index 0 of every other axis. That is its axis tensor, or the only one, unless `sharding_rules` say

@@ -46,6 +46,7 @@ from .attention.check_process import check_before_opening, check_in_subprocess, 
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .caches import NO_CACHE, use_compilation_cache, weights_cache
 from .devices import log_devices, serving_devices
+from .experts import check_has_mesh, experts_note, with_spread_experts
 from .open_model import ModelHandle, checkpoint_again
 from .prepared_engine import PreparedEngine, free_memory, prepare_engine
 from .sizing.device_memory import unreserved_memory_note
@@ -80,6 +81,8 @@ class EngineComponents:
     backend: Backend
     attention: str
     """The attention backend, the machine's features that it uses, and why it was chosen."""
+    experts: str
+    """How many experts the model has, how they are spread, and what multiplies by them; empty without experts."""
     memory: str
     """What the device's memory is used for."""
     core: EngineCore
@@ -117,10 +120,11 @@ def build_engine(
     if config.compilation_cache_dir is not None or not is_own:
         use_compilation_cache(config.compilation_cache_dir)
     max_model_len = requested_max_len(config, handle.spec)
-    handle = replace(handle, config=handle.config.without_idle_windows(max_model_len))
+    handle = replace(handle, config=with_spread_experts(config, handle.config).without_idle_windows(max_model_len))
     on_chip = handle.config.spec_on_chip(config.num_devices or 1)
     check_before_opening(config, on_chip, _phase(progress, "check"))
     devices = serving_devices(config)
+    check_has_mesh(config, devices)
     log_devices(config, handle.config, devices)
     weights_directory = _weights_directory(config, devices, handle)
     prepare = partial(
@@ -138,6 +142,8 @@ def build_engine(
     programs, live, builder = prepared.programs, prepared.live, prepared.builder
     if handle.config.longrope:
         logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
+    if experts := experts_note(programs.weights, engine.backend.layer_ops, devices):
+        logger.info("experts: %s", experts)
     for note in sizes.notes:
         logger.warning(note)
     on_each = " on each device" if len(devices) > 1 else ""
@@ -188,6 +194,7 @@ def build_engine(
         mesh=engine.mesh,
         backend=engine.backend,
         attention=attention,
+        experts=experts,
         memory=memory,
         core=core,
         runner=runner,

@@ -109,18 +109,33 @@ class DecoderConfig:
         num_kv_heads = shares.stored_kv_heads // num_shards
         num_heads = num_kv_heads * shares.group_size
         layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
-        width = self._activation_width(shares.stored_inner // num_shards, num_heads)
+        width = self._activation_width(num_shards, num_heads)
         # XLA on a GPU sums over devices in float32, so each value of such a sum takes the memory of two 16-bit values.
         reduction_width = 2 * self.hidden_size if num_shards > 1 else 0
         return replace(self.spec, layers=tuple(layers), activation_width=width + reduction_width)
 
-    def _activation_width(self, intermediate_size: int, num_heads: int) -> int:
+    def _activation_width(self, num_shards: int, num_heads: int) -> int:
         """Return an estimate of how many values per token a forward program holds at once on one device.
 
-        `intermediate_size` and `num_heads` are the device's MLP columns and query heads. The factors 4, 3 and 2
-        estimate how many arrays of each width, of the model, the MLP and all query heads, are alive at the same time.
+        `num_shards` counts the devices, and `num_heads` are the query heads of one. The factors 4, 3 and 2 estimate how
+        many arrays of each width, of the model, the MLP and all query heads, are alive at the same time.
         """
-        return 4 * self.hidden_size + 3 * intermediate_size + 2 * num_heads * self.head_size
+        return 4 * self.hidden_size + self._mlp_width(num_shards) + 2 * num_heads * self.head_size
+
+    def _mlp_width(self, num_shards: int) -> int:
+        """Return the values per token of the MLP that holds most, of all layers.
+
+        Each of a token's experts has the values of its MLP, what that reads and what it gives. A device with whole
+        experts has room for all of a token's.
+        """
+        dense = 3 * self.shares(num_shards).stored_inner // num_shards
+        if self.experts is None:
+            return dense
+        experts = self.experts
+        inner = experts.width if self.spreads_experts else -(-experts.width // num_shards)
+        shared = 3 * -(-experts.shared_width // num_shards)
+        sparse = experts.num_chosen * (2 * self.hidden_size + 3 * inner) + shared
+        return sparse if all(experts.sparse_layers) else max(dense, sparse)
 
     def for_context(self, max_model_len: int) -> Self:
         """Return the config with the rotary embeddings for sequences of at most `max_model_len` tokens."""
@@ -166,7 +181,7 @@ class DecoderConfig:
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             max_context_len=self.max_context_len,
-            activation_width=self._activation_width(self.intermediate_size, self.num_heads),
+            activation_width=self._activation_width(1, self.num_heads),
             layers=tuple(AttentionLayer(**heads, window=window) for window in self.windows),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,

@@ -113,7 +113,8 @@ def abstract_weights(
 
     model_type = model_class(config.architecture)
     keeps_bytes = bool(formats) and ops.columns_of_codes is not None and mesh.size == 1
-    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops, keeps_bytes)
+    num_shards = mesh.shape[TENSOR_AXIS]
+    make = WeightMaker(new, num_shards, dtype, ops, keeps_bytes, mesh if num_shards > 1 else None)
     model = model_type(config, make=make)
     graph, state = nnx.split(model)
     weights = Weights(graph, state, ops.stream_dtype(dtype), model_type.logits_modules, config)

@@ -1,8 +1,9 @@
 """Runs one engine after another over virtual devices of a CPU, and prints as JSON what each has drawn.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
-        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS TENSOR_PARALLEL_SIZE…
+        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS TENSOR_PARALLEL_SIZE[e]…
 
+An e stands for whole experts on each device.
 BUCKETS are `make_buckets`, or fewer, which take less time to compile: `fewest_buckets` or `one_mode`.
 The requests are the same for each: greedy and drawn samples, logprobs, penalties, structured output, a fork and beams,
 with prompts in chunks beside each other, sequences that lose their pages by swap and by recompute, and a prompt that
@@ -76,13 +77,15 @@ def draw(engine: Engine, tokens: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    directory, sizes = Path(sys.argv[1]), map(int, sys.argv[3:])
+    directory = Path(sys.argv[1])
     step_sizes.make_buckets = BUCKETS[sys.argv[2]]
     tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
-    for num_devices in sizes:
-        options: dict[str, Any] = {"tensor_parallel_size": num_devices}
+    for size in sys.argv[3:]:
+        num_devices = int(size.removesuffix("e"))
+        options: dict[str, Any] = {"enable_expert_parallel": size.endswith("e"), "tensor_parallel_size": num_devices}
         if num_devices == 2:  # A mesh of the caller's own devices.
-            options = {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
+            options["tensor_parallel_size"] = None
+            options |= {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
         has_tokenizer = (directory / "tokenizer.json").is_file()
         with Engine(str(directory), **options, **SIZES, skip_tokenizer_init=not has_tokenizer) as engine:
             found, stats = draw(engine, tokens), engine.stats()

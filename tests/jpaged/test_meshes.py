@@ -7,6 +7,7 @@ together, and Gemma's windows and heads of keys repeat. The reference is the sam
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def process(*arguments: str, num_devices: int = 8, num_threads: int = 16, given:
     return result.stdout
 
 
-def run(directory: Path, buckets: str, *sizes: int) -> list[dict[str, Any]]:
-    """Return what engines over so many devices drew with these buckets."""
+def run(directory: Path, buckets: str, *sizes: int | str) -> list[dict[str, Any]]:
+    """Return what engines over so many devices drew with these buckets; an e stands for whole experts on each."""
     arguments = "-m", "tests.jpaged.mesh_engine", str(directory), buckets, *map(str, sizes)
     return [json.loads(line) for line in process(*arguments).splitlines()]
 
@@ -61,6 +62,19 @@ def random_model(directory: Path, num_heads: int, num_kv_heads: int, num_layers:
     sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 8}
     sizes["num_hidden_layers"] = num_layers
     content = {**source, **sizes, "intermediate_size": 81, "vocab_size": 97, "dtype": "float32"}
+    return save_random(directory, content)
+
+
+def random_mixtral(directory: Path) -> Path:
+    """Make a model of 5 experts of 21 columns: neither divides 2 or 8 devices."""
+    source = json.loads((GOLDEN / "mistral_full" / "config.json").read_text())
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 21, "num_local_experts": 5, "vocab_size": 97}
+    kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "float32"}
+    return save_random(directory, {**source, **sizes, **kind})
+
+
+def save_random(directory: Path, content: dict[str, Any]) -> Path:
+    """Write a model of this config.json with random weights, with tokens and a tokenizer of 97 characters."""
     config = config_from_hf(content, Path("config.json"))
     state = abstract_weights(config, "float32", device_mesh(jax.devices()[:1])).state
     rng, tensors = np.random.default_rng(0), {}
@@ -196,20 +210,30 @@ def test_what_a_mesh_cannot_have_is_refused_by_name() -> None:
     )
 
 
+MADE = {name: partial(random_model, num_heads=n, num_kv_heads=k) for name, (n, k) in HEADS.items()}
+MADE |= {"mixtral": random_mixtral}
+"""Models with random weights, by what makes one in a directory."""
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "buckets"),
     [
         ("three_kv_heads", (1, 8), "fewest_buckets"),
+        ("mixtral", (1, 8, "8e"), "one_mode"),
+        pytest.param("mixtral", (1, 2, "2e", 8, "8e"), "make_buckets", id="mixtral-all", marks=pytest.mark.slow),
         *(pytest.param(name, (1, 2, 4, 8), "make_buckets", id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_engines_over_several_devices_draw_the_same_tokens(
-    name: str, sizes: tuple[int, ...], buckets: str, tmp_path: Path
+    name: str, sizes: tuple[int | str, ...], buckets: str, tmp_path: Path
 ) -> None:
-    directory = random_model(tmp_path, *HEADS[name]) if name in HEADS else GOLDEN / name
+    directory = GOLDEN / name
+    if name in MADE:
+        directory = MADE[name](tmp_path)
     whole, *spread = run(directory, buckets, *sizes)
     num_kv_heads = read_config(directory).num_kv_heads
-    for num_devices, found in zip(sizes[1:], spread, strict=True):
+    for size, found in zip(sizes[1:], spread, strict=True):
+        num_devices = int(str(size).removesuffix("e"))
         assert found.pop("first") == (6 if num_devices == 2 else 0), "the devices of the caller's mesh, or the first"
         assert found.pop("planned") == found["held"], "bytes of weights and of pages on a device"
         (weights, pages), (all_weights, all_pages) = found.pop("held"), whole["held"]
@@ -220,7 +244,7 @@ def test_engines_over_several_devices_draw_the_same_tokens(
         np.testing.assert_allclose(found.pop("logprobs"), whole["logprobs"], rtol=0, atol=1e-4)
         assert min(found["preemptions_swap"], found["preemptions_recompute"], found["hits"]) > 0
         assert found == {key: whole[key] for key in found}
-    if name not in HEADS:
+    if name not in MADE:
         tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
         assert (whole["48"], whole["52"]) == ([tokens[48:]], [tokens[52:]])
 

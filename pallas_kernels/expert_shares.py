@@ -1,0 +1,127 @@
+"""Experts over the devices of a mesh: each device computes its share for all rows, and one all-reduce adds these up.
+
+A device has whole experts, or a share of the inner width of every one. The mesh is the one that the weights were spread
+over, whatever mesh `jax.set_mesh` of a caller has set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from .grouped import Routing
+from .scaled_matrix import ScaledMatrix
+
+if TYPE_CHECKING:
+    from .layer_ops import ExpertProducts, Product, SharedProducts, StoredMatrix
+
+WHOLE = PartitionSpec()
+
+
+class _Arrays(NamedTuple):
+    """The arrays of products, or how they are spread over devices; None for one that is missing."""
+
+    weight: Any
+    bias: Any
+
+
+def sum_over_devices(
+    rows: Float[Array, "T D"],
+    routing: Routing,
+    experts: ExpertProducts,
+    sum_of_experts: Callable[[Array, Routing, ExpertProducts], Array],
+    sum_of_shared: Callable[[Array, SharedProducts], Array],
+) -> Float[Array, "T D"]:
+    """Return what the two functions give for all experts and for the shared MLP, added up over all devices, in float32.
+
+    Each device calls them with all rows and its share of the weights; they return float32 [T, D]. A device with whole
+    experts counts its own from 0, and choices of others' experts become those of none. Biases of sums over all devices
+    are added on the first device alone.
+    """
+    mesh, axis, shared, is_by_expert = experts.mesh, experts.mesh_axis, experts.shared, experts.is_spread_by_expert
+    assert mesh is not None, "one device has nothing to add up"
+    num_devices = mesh.shape[axis]
+    num_here = experts.num_experts // num_devices if is_by_expert else experts.num_experts
+    gate_up = experts.gate_up if is_by_expert else _share_of(experts.gate_up, num_devices)
+    products = [gate_up, experts.down]
+    # (axis of inputs, axis that is spread, and that of the bias) of the weights [E, D, 2 F] and [E, F, D], and then of
+    # [D, 2 F] and [F, D]. Experts are spread along E or F, the shared MLP along its F.
+    axes: list[tuple[int, int, int | None]] = [(1, 0, 0), (1, 0, 0)] if is_by_expert else [(1, 2, 1), (1, 1, None)]
+    if shared is not None:
+        products += [_share_of(shared.first, num_devices), shared.down]
+        axes += [(0, 1, 0), (0, 0, None)]
+    arrays = [_Arrays(each.weight, each.bias) for each in products]
+    specs = [
+        _Arrays(_spec_of_matrix(each.weight, of_weight, axis_in, axis), _spec(each.bias, of_bias, axis))
+        for each, (axis_in, of_weight, of_bias) in zip(products, axes, strict=True)
+    ]
+    weights = None if shared is None else shared.weights
+
+    def sum_here(rows: Array, routing: Routing, arrays: list[_Arrays], weights: Array | None) -> Array:
+        device = lax.axis_index(axis)
+        own = [
+            _with_arrays(product, held, None if of_bias is not None else device)
+            for product, held, (*_, of_bias) in zip(products, arrays, axes, strict=True)
+        ]
+        if is_by_expert:
+            numbers = routing.experts - device * num_here
+            is_here = (numbers >= 0) & (numbers < num_here)
+            routing = replace(routing, experts=jnp.where(is_here, numbers, num_here))
+        local = replace(experts, num_experts=num_here, gate_up=own[0], down=own[1], mesh=None, shared=None)
+        total = sum_of_experts(rows, routing, local)
+        if shared is not None:
+            total = total + sum_of_shared(rows, replace(shared, first=own[2], down=own[3], weights=weights))
+        return lax.psum(total, axis)
+
+    # JAX cannot check how the results vary over the mesh: kernels do not say it.
+    summed = jax.shard_map(sum_here, mesh=mesh, in_specs=(WHOLE, WHOLE, specs, WHOLE), out_specs=WHOLE, check_vma=False)
+    total: Array = summed(rows, routing, arrays, weights)
+    return total
+
+
+def _share_of(product: Product, num_devices: int) -> Product:
+    """Return a product whose columns are spread over devices as it is on one of them."""
+    parts = tuple(size // num_devices for size in product.parts)
+    return replace(product, parts=parts, num_out=product.num_out // num_devices, num_shards=1)
+
+
+def _with_arrays(product: Product, held: _Arrays, device: Int[Array, ""] | None) -> Product:
+    """Return a product with a device's arrays and without norms, which rows and sums have got elsewhere.
+
+    The bias is that of all devices if `device` is given, and then only the first one adds it.
+    """
+    bias = held.bias if device is None or held.bias is None else jnp.where(device == 0, held.bias, 0)
+    return replace(product, weight=held.weight, bias=bias, norm=None, norm_behind=None)
+
+
+def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int, axis: str) -> Any:
+    """Return how the array of W, or its arrays of codes and of scales, are spread along a mesh's axis.
+
+    W is [E, in, out], or [in, out] for one matrix; `spread_axis` is the axis of W that is spread, and `axis_in` that of
+    its inputs. Inputs of codes may be in groups, [groups, group], and scales have an axis for these or none for inputs.
+    Groups are spread as inputs are, and scales without groups are then whole on each device.
+    """
+    if not isinstance(stored, ScaledMatrix):
+        return _spec(stored, spread_axis, axis)
+    num_group_axes = stored.codes.ndim - axis_in - 2
+    scales_axis = spread_axis
+    if spread_axis == axis_in and not num_group_axes:
+        scales_axis = None
+    elif spread_axis is not None and spread_axis > axis_in:  # Outputs are the last axis of both arrays.
+        scales_axis = stored.scales.ndim - 1
+        spread_axis = stored.codes.ndim - 1
+    return replace(stored, codes=_spec(stored.codes, spread_axis, axis), scales=_spec(stored.scales, scales_axis, axis))
+
+
+def _spec(array: Array | None, spread_axis: int | None, axis: str) -> PartitionSpec | None:
+    """Return how an array is spread along a mesh's axis at one of its axes; None for no array, or nowhere: whole."""
+    if array is None:
+        return None
+    return PartitionSpec(*(axis if index == spread_axis else None for index in range(array.ndim)))
