@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window on every layer; Mixtral: Mistral whose MLPs are experts, two of eight for a token.
+"""Mistral: Llama with a sliding window on every layer. Mixtral: Mistral whose MLPs are experts, two for each token.
 
 Sources: Jiang et al. 2023, arXiv:2310.06825; Mixtral: Jiang et al. 2024, arXiv:2401.04088.
 """

@@ -58,12 +58,6 @@ class NativeOps(LayerOps):
         num_in, num_out = matrix
         return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
 
-    def expert_columns(self, num_out: int) -> int:
-        return -(-num_out // PANEL) * PANEL
-
-    def experts_shape(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
-        return self.matrix_shape(num_in, num_experts * self.expert_columns(num_out), dtype)
-
     def expert_share(self, num_experts: int, width: int, num_devices: int, *, is_by_expert: bool) -> tuple[int, int]:
         """Return both, with an inner width of whole panels."""
         return num_experts, self.expert_columns(width)
@@ -169,7 +163,7 @@ class NativeOps(LayerOps):
 
         If native code does not take the activation or the gates, they are computed by XLA, between two products.
         """
-        assert experts.mesh_axis is None, "native code is for one device"
+        assert experts.mesh is None, "native code is for one device"
         gate_up, down = experts.gate_up, experts.down
         num_inner = gate_up.num_out // 2 if gate_up.is_gated else gate_up.num_out
         if not _is_native(gate_up) or num_inner % PANEL:
