@@ -205,7 +205,7 @@ class ExpertBlocks(QuantizedMatrix):
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         blocks = self._of_rows(BLOCKS, rows)
-        return unpack(blocks.reshape(len(blocks), -1), 4)[:, columns]
+        return unpack(blocks.reshape(len(blocks), self.shape[1] // 2), 4)[:, columns]
 
     def scales(self, rows: slice) -> np.ndarray:
         return self._of_rows(BLOCK_SCALES, rows)

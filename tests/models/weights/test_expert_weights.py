@@ -1,28 +1,39 @@
 """The weights of experts are read from tensors of one expert and of all, and written back as they were."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jpaged.models.errors import ModelLoadError
 from jpaged.models.experts import ExpertLinear
 from jpaged.models.formats import tree_checkpoint
 from jpaged.models.formats.checkpoint import UnsavedTensor
 from jpaged.models.formats.orbax_checkpoint import OrbaxCheckpoint, write_orbax
+from jpaged.models.formats.quantization import Quantization
 from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
-from jpaged.models.layers import WeightMaker
+from jpaged.models.layers import WeightMaker, stored_matrix
+from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.recipe import Source, make_recipes
-from jpaged.models.weights.loading import _read_weight, load_arrays
-from jpaged.models.weights.saving import _rows_of, _Stored
+from jpaged.models.weights.at_load import QuantizedCheckpoint
+from jpaged.models.weights.coded import stored_formats
+from jpaged.models.weights.loading import _read_weight, abstract_weights, check_tensors, load_arrays, load_weights
+from jpaged.models.weights.saving import _rows_of, _Stored, save_checkpoint
+from jpaged.pallas_kernels.code_formats import decode, int8_format, quantize
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh, sharding_of
+
+from ...expert_models import write_model
 
 E, D, F = 3, 6, 10
 PARTS = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
@@ -191,3 +202,88 @@ def test_checkpoints_give_rows_of_one_matrix_of_a_tensor_of_three_axes(tmp_path:
     assert checkpoint.read("w", slice(0, 0)).shape == (0, 5)
     with pytest.raises(ValueError, match="rows of one matrix"):
         checkpoint.read("w", slice(2, 6))
+
+
+MESH = device_mesh(jax.devices()[:1])
+
+
+def decoded_rows(leaf: Any) -> np.ndarray:
+    """Return Wᵀ [E × rows of an expert, in] of stored matrices, of floats or codes."""
+    num_in, num_out = leaf.matrix
+    rows = np.arange(num_out, dtype=np.int32)
+    if leaf.ops.stores_experts_apart:
+        return np.asarray(_rows_of(_Stored(leaf, None), rows), np.float32)
+    return np.asarray(leaf.ops.columns(stored_matrix(leaf), rows, num_in), np.float32)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "GptOss"])
+@pytest.mark.parametrize(("ops", "dtype"), [(NATIVE_OPS, "bfloat16"), (XLA_OPS, "float32")], ids=["native", "XLA"])
+def test_a_saved_model_has_the_tensors_that_it_was_loaded_from(tmp_path: Path, family: str, ops: LayerOps, dtype: str):
+    """Routers are float32 in memory, and saved so; all other tensors have the dtype of the run."""
+    _, tensors = write_model(tmp_path, family, ml_dtypes.bfloat16)
+    config, checkpoint = open_checkpoint(tmp_path)
+    abstract = abstract_weights(config, dtype, MESH, ops)
+    check_tensors(abstract, config, checkpoint)
+    save_checkpoint(load_weights(abstract, config, checkpoint), tmp_path / "saved", format="safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    for name, values in tensors.items():
+        is_router = name.endswith((".gate.weight", ".router.weight", ".router.bias"))
+        assert saved[name].dtype == ("float32" if is_router else dtype), name
+        np.testing.assert_array_equal(saved[name].astype(np.float32), values.astype(np.float32), err_msg=name)
+    assert replace(open_checkpoint(tmp_path / "saved")[0], dtype=config.dtype) == config
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+def test_experts_are_quantized_at_load_each_as_a_matrix_of_its_own(tmp_path: Path, family: str):
+    """Routers, gates of shared experts, norms and biases stay floats."""
+    write_model(tmp_path, family)
+    config, checkpoint = open_checkpoint(tmp_path)
+    quantized = QuantizedCheckpoint(checkpoint, "int8")
+    floats = load_weights(abstract_weights(config, "float32", MESH, NATIVE_OPS), config, checkpoint)
+    abstract = abstract_weights(config, "float32", MESH, NATIVE_OPS, stored_formats(quantized))
+    leaves = dict(nnx.to_flat_state(floats.state))
+    for path, leaf in nnx.to_flat_state(load_weights(abstract, config, quantized).state):
+        is_coded = "code_parts" in leaf.get_metadata()
+        assert is_coded is ("matrix" in leaf.get_metadata() and {"router", "shared_gate"}.isdisjoint(path)), path
+        if "num_experts" in leaf.get_metadata():
+            rows = decoded_rows(leaves[path])
+            expected = decode(quantize(rows, int8_format(rows.shape[1])), int8_format(rows.shape[1]))
+            np.testing.assert_array_equal(decoded_rows(leaf), expected)
+
+
+def test_codes_of_gpt_oss_are_kept_and_stand_for_the_numbers_of_its_format(tmp_path: Path):
+    """Each byte has two neighbouring inputs, the first in its lower half; 32 share a power of two."""
+    content, tensors = write_model(tmp_path, "GptOss", ml_dtypes.bfloat16)
+    random, numbers = np.random.default_rng(2), dict[str, np.ndarray]()
+    values_of_codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_in, num_out = tensors.pop(name).shape
+        codes = random.integers(0, 16, (num_experts, num_out, num_in // 32, 32), np.uint8)
+        scales = random.integers(110, 130, codes.shape[:3], np.uint8)
+        tensors |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+        by_group = values_of_codes[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None]
+        numbers[name] = by_group.reshape(num_experts, num_out, num_in)
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": quantization}))
+    config, checkpoint = open_checkpoint(tmp_path)
+    for ops, formats in ((XLA_OPS, ()), (NATIVE_OPS, stored_formats(checkpoint))):
+        abstract = abstract_weights(config, "float32", MESH, ops, formats)
+        check_tensors(abstract, config, checkpoint)
+        leaves = dict(nnx.to_flat_state(load_weights(abstract, config, checkpoint).state))
+        for layer in range(2):
+            experts = ("layers", layer, "mlp", "experts")
+            gate_up, down = (leaves[*experts, name, "weight"] for name in ("gate_up_proj", "down_proj"))
+            assert ("code_parts" in gate_up.get_metadata()) is bool(formats)
+            gates_and_ups = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+            apart = np.concatenate([gates_and_ups[:, ::2], gates_and_ups[:, 1::2]], axis=1)
+            np.testing.assert_array_equal(decoded_rows(gate_up), apart.reshape(-1, 64))
+            downs = numbers[f"model.layers.{layer}.mlp.experts.down_proj"]
+            np.testing.assert_array_equal(decoded_rows(down), downs.reshape(-1, 32))
+
+
+def test_blocks_of_gpt_oss_without_their_scales_are_refused(tmp_path: Path):
+    save_file({"experts.down_proj_blocks": np.zeros((2, 4, 1, 16), np.uint8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"without 'experts\.down_proj_scales' of the shape \(2, 4, 1\)"):
+        SafetensorsCheckpoint(tmp_path, Quantization("mxfp4", has_expert_blocks=True))
