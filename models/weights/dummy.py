@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,9 +20,27 @@ from flax import nnx
 
 from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
+from ..config.shares import Run
 from .code_arrays import HeldCodes, quantized_rows
 from .loading import Weights
 
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Where the numbers of each expert's matrix lie among the rows of Wᵀ [experts × rows of one, in]."""
+
+    num_experts: int
+    true_experts: int
+    rows_of_expert: int
+    num_in: int
+    parts: tuple[tuple[int, tuple[Run, ...]], ...]
+    """Rows of each part of a fused matrix, with padding, and its runs: see `recipe.make_recipes`."""
+    columns: tuple[Run, ...]
+    num_shards: int
+
+
+Drawn = tuple[int, ...] | ExpertLayout
+"""The shape [out, in] that numbers are drawn in, or the layout of experts, whose numbers are drawn one by one."""
 SEED = 0
 STANDARD_DEVIATION = 147.8
 """Standard deviation of odd integers that are drawn evenly from −255 to 255."""
@@ -62,7 +80,9 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
         return jax.jit(make, out_shardings=leaf.sharding)()
     # Numbers are drawn in the shape that a checkpoint has, so that they do not depend on how a backend stores a matrix:
     # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table [V, D] as it is.
-    shape = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
+    shape: Drawn = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
+    if "num_experts" in metadata:
+        shape = _layout_of(metadata)
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
     if "held" in metadata:
         return _maker_of_codes(
@@ -73,9 +93,18 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
     return _maker(shape, leaf.dtype, ops, leaf.sharding, codes)(key)
 
 
+def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
+    """Return the layout of experts that the metadata of their weight describe."""
+    (num_in, _), runs = metadata["matrix"], dict(metadata["rows"])
+    parts = metadata.get("parts", ((None, metadata["rows_of_expert"]),))
+    sizes = (metadata[name] for name in ("num_experts", "true_experts", "rows_of_expert"))
+    by_part = tuple((size, tuple(runs[name])) for name, size in parts)
+    return ExpertLayout(*sizes, num_in, by_part, tuple(metadata["columns"]), metadata["num_shards"])
+
+
 @lru_cache(maxsize=64)
 def _maker(
-    shape: tuple[int, int],
+    shape: Drawn,
     dtype: Any,
     ops: LayerOps | None,
     sharding: jax.sharding.Sharding,
@@ -87,7 +116,7 @@ def _maker(
 
 @lru_cache(maxsize=64)
 def _maker_of_codes(
-    shape: tuple[int, int],
+    shape: Drawn,
     stored_shape: tuple[int, ...],
     held: HeldCodes,
     sharding: jax.sharding.Sharding,
@@ -106,31 +135,71 @@ def _maker_of_codes(
 def _random(
     key: jax.Array,
     *,
-    shape: tuple[int, int],
+    shape: Drawn,
     dtype: Any,
     ops: LayerOps | None,
     codes: tuple[CodeParts, str] | None,
 ) -> jax.Array:
     """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
 
-    With `codes`, the formats of its columns and the dtype that these are decoded to, it is stored as codes.
+    A layout of experts in place of a shape gives their matrices as `ops` store them. With `codes`, the formats of its
+    columns and the dtype that these are decoded to, it is stored as codes.
     """
     numbers = _random_numbers(key, shape)
     if codes is not None:
         assert ops is not None
         return ops.store_codes(numbers.astype(jnp.bfloat16), *codes)
     rows = numbers.astype(dtype)
+    if isinstance(shape, ExpertLayout) and ops is not None and ops.stores_experts_apart:
+        return rows.reshape(shape.num_experts, shape.rows_of_expert, shape.num_in).swapaxes(1, 2)
     return rows if ops is None else ops.store(rows.T)
 
 
-def _random_numbers(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Return random numbers of the `shape` [out, in], float32.
+def _random_experts(key: jax.Array, layout: ExpertLayout) -> jax.Array:
+    """Return random rows [experts × rows of one, in] of the matrices of experts; all that is padding is zero.
+
+    The numbers of each part of each expert are drawn on their own, in their shape in a checkpoint: neither the number
+    of experts nor any padding changes them.
+    """
+    width, placed = _true_size(layout.columns), list[jax.Array]()
+    for index, (size, runs) in enumerate(layout.parts):
+
+        def draw(expert: jax.Array, index: int = index, shape: tuple[int, int] = (_true_size(runs), width)) -> Any:
+            return _random_numbers(jax.random.fold_in(jax.random.fold_in(key, expert), index), shape)
+
+        values = jax.vmap(draw)(jnp.arange(layout.true_experts, dtype=jnp.uint32))
+        part = _placed(_placed(values, layout.columns, layout.num_in, 2), runs, size, 1)
+        # Each device's shard holds its share of every part.
+        placed.append(part.reshape(layout.true_experts, layout.num_shards, size // layout.num_shards, layout.num_in))
+    rows = jnp.concatenate(placed, axis=2).reshape(layout.true_experts, -1, layout.num_in)
+    padding = layout.num_experts - layout.true_experts, layout.rows_of_expert - rows.shape[1]
+    rows = jnp.pad(rows, ((0, padding[0]), (0, padding[1]), (0, 0)))
+    return rows.reshape(-1, layout.num_in)
+
+
+def _true_size(runs: tuple[Run, ...]) -> int:
+    return max(true + count for _, true, count in runs)
+
+
+def _placed(values: jax.Array, runs: tuple[Run, ...], size: int, axis: int) -> jax.Array:
+    """Return an array with `size` elements along an axis, the values where the runs put them, and zeros elsewhere."""
+    out = jnp.zeros((*values.shape[:axis], size, *values.shape[axis + 1 :]), values.dtype)
+    for stored, true, count in runs:
+        block = jax.lax.slice_in_dim(values, true, true + count, axis=axis)
+        out = jax.lax.dynamic_update_slice_in_dim(out, block, stored, axis)
+    return out
+
+
+def _random_numbers(key: jax.Array, shape: Drawn) -> jax.Array:
+    """Return random numbers of the `shape` [out, in], float32; of a layout of experts those of `_random_experts`.
 
     A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
     is nearest, in its exponent, to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their
     standard deviation is about 1 ÷ √in. Example: for 1024 inputs the factor is 2⁻¹², so values lie between ±0.0623 and
     have a standard deviation of 0.036, where 1 ÷ √1024 is 0.031.
     """
+    if isinstance(shape, ExpertLayout):
+        return _random_experts(key, shape)
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
     return odd * 2.0**exponent

@@ -23,10 +23,18 @@ from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.layers import WeightMaker, stored_matrix
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.recipe import Source, make_recipes
+from jpaged.models.recipe import Piece, Source, make_recipes
 from jpaged.models.weights.at_load import QuantizedCheckpoint
 from jpaged.models.weights.coded import stored_formats
-from jpaged.models.weights.loading import _read_weight, abstract_weights, check_tensors, load_arrays, load_weights
+from jpaged.models.weights.dummy import dummy_weights
+from jpaged.models.weights.loading import (
+    Weights,
+    _read_weight,
+    abstract_weights,
+    check_tensors,
+    load_arrays,
+    load_weights,
+)
 from jpaged.models.weights.saving import _rows_of, _Stored, save_checkpoint
 from jpaged.pallas_kernels.code_formats import decode, int8_format, quantize
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
@@ -108,6 +116,19 @@ def abstract_state(ops: LayerOps, num_devices: int, *, dtype: str = "float32", i
     return nnx.state(Sparse(WeightMaker(new, num_devices, dtype, ops), is_by_expert=is_by_expert))
 
 
+def write_back(written: dict[str, np.ndarray], leaf: Any, pieces: tuple[Piece, ...]) -> None:
+    """Put the numbers of a weight into tensors by its recipe; what is no piece must be zero, and padding finite."""
+    metadata = leaf.get_metadata()
+    num_rows = metadata["num_experts"] * metadata["rows_of_expert"]
+    rows = np.array(_rows_of(_Stored(leaf, None), np.arange(num_rows, dtype=np.int32)), np.float32)
+    for piece in pieces:
+        target = tuple(slice(*bounds) for bounds in piece.target)
+        piece.block_of(written[piece.tensor])[...] = rows[target]
+        rows[target] = 0
+    assert not rows.any()
+    assert not np.isnan(np.asarray(leaf[...], np.float32)).any()
+
+
 PLACES: dict[str, tuple[LayerOps, int, dict[str, Any]]] = {
     "XLA": (XLA_OPS, 1, {}),
     "native": (NATIVE_OPS, 1, {}),
@@ -135,15 +156,7 @@ def test_experts_are_read_into_their_places_and_written_back(form, place):
     loaded = load_arrays(leaves, recipes.pieces, TreeCheckpoint(tensors))
     written = {name: np.full_like(values, np.nan) for name, values in tensors.items()}
     for path, leaf in leaves.items():
-        metadata, array = leaf.get_metadata(), loaded[path]
-        num_rows = metadata["num_experts"] * metadata["rows_of_expert"]
-        rows = np.array(_rows_of(_Stored(leaf.replace(array), None), np.arange(num_rows, dtype=np.int32)), np.float32)
-        for piece in recipes.pieces[path]:
-            target = tuple(slice(*bounds) for bounds in piece.target)
-            piece.block_of(written[piece.tensor])[...] = rows[target]
-            rows[target] = 0
-        assert not rows.any()
-        assert not np.isnan(np.asarray(array, np.float32)).any()
+        write_back(written, leaf.replace(loaded[path]), recipes.pieces[path])
     for name, values in tensors.items():
         np.testing.assert_array_equal(written[name], values.astype(options.get("dtype", "float32")).astype("float32"))
 
@@ -202,6 +215,24 @@ def test_checkpoints_give_rows_of_one_matrix_of_a_tensor_of_three_axes(tmp_path:
     assert checkpoint.read("w", slice(0, 0)).shape == (0, 5)
     with pytest.raises(ValueError, match="rows of one matrix"):
         checkpoint.read("w", slice(2, 6))
+
+
+def test_dummy_experts_are_the_same_numbers_wherever_they_lie():
+    """Padding of the inner width, of columns and of experts is zero, and changes no number."""
+    found = list[dict[str, np.ndarray]]()
+    for ops, num_devices, options in PLACES.values():
+        state = abstract_state(ops, num_devices, **options)
+        recipes = make_recipes(state, BY_EXPERT)
+        found.append({name: np.full(shape, np.nan, np.float32) for name, shape in recipes.shapes.items()})
+        made = dummy_weights(Weights(None, state, None, ()))
+        for path, leaf in nnx.to_flat_state(made.state):
+            write_back(found[-1], leaf, recipes.pieces[path])
+    for name, values in found[0].items():
+        assert name.endswith("bias") is not values.any()
+        for others in found[1:]:
+            np.testing.assert_array_equal(others[name], values, err_msg=name)
+    weights = [values for name, values in found[0].items() if name.endswith("weight")]
+    assert len({values.tobytes() for values in weights}) == len(weights) == 3 * E
 
 
 MESH = device_mesh(jax.devices()[:1])
