@@ -105,19 +105,14 @@ def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int,
     """Return how the array of W, or its arrays of codes and of scales, are spread along a mesh's axis.
 
     W is [E, in, out], or [in, out] for one matrix; `spread_axis` is the axis of W that is spread, and `axis_in` that of
-    its inputs. Inputs of codes may be in groups, [groups, group], and scales have an axis for these or none for inputs.
-    Groups are spread as inputs are, and scales without groups are then whole on each device.
+    its inputs.
     """
     if not isinstance(stored, ScaledMatrix):
         return _spec(stored, spread_axis, axis)
-    num_group_axes = stored.codes.ndim - axis_in - 2
-    scales_axis = spread_axis
-    if spread_axis == axis_in and not num_group_axes:
-        scales_axis = None
-    elif spread_axis is not None and spread_axis > axis_in:  # Outputs are the last axis of both arrays.
-        scales_axis = stored.scales.ndim - 1
-        spread_axis = stored.codes.ndim - 1
-    return replace(stored, codes=_spec(stored.codes, spread_axis, axis), scales=_spec(stored.scales, scales_axis, axis))
+    codes_axis, scales_axis = spread_axis, spread_axis  # Experts, or none.
+    if spread_axis is not None and spread_axis >= axis_in:
+        codes_axis, scales_axis = stored.spread_axes(axis_in, over_inputs=spread_axis == axis_in)
+    return replace(stored, codes=_spec(stored.codes, codes_axis, axis), scales=_spec(stored.scales, scales_axis, axis))
 
 
 def _spec(array: Array | None, spread_axis: int | None, axis: str) -> PartitionSpec | None:

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from .code_formats import CodeFormat, Codes, scale_values
+from .code_formats import SMALL_FLOATS, CodeFormat, Codes, scale_values
+
+FLOAT8 = SMALL_FLOATS[3]
+FACTOR_OF_FLOAT4 = 2
+"""What makes integers of all floats of 4 bits, which are multiples of a half up to 6."""
 
 
 @dataclass(frozen=True)
@@ -25,60 +29,86 @@ class CodeArrays:
     """How the arrays of a matrix W [K, N] are laid out; axes of results are named as those of W."""
 
     dtype: str
-    """The dtype of codes: int8, int4 or float8_e4m3fn."""
+    """The dtype of codes: int8, int4, float8_e4m3fn or float4_e2m1fn; uint8 for the bits of a float8_e4m3fn."""
     group: int | None
     """Inputs that share a scale, a divisor of K; None where all inputs of an output do."""
     scale_dtype: str
     by_rows: bool = False
     """Whether the arrays are those of Wᵀ [N, K], as of a table whose rows are looked up."""
+    num_experts: int | None = None
+    """Where there is a matrix for each of E experts, E: the first axis of both arrays counts them."""
 
     def codes_shape(self, num_in: int, num_out: int) -> tuple[int, ...]:
-        """Return the shape of the codes: [K, N], in groups [K ÷ group, group, N], or [N, K] by rows."""
-        if self.by_rows:
-            return num_out, num_in
-        return (num_in, num_out) if self.group is None else (num_in // self.group, self.group, num_out)
+        """Return the shape of the codes: [K, N], in groups [K ÷ group, group, N], or [N, K] by rows.
+
+        N are the outputs of one matrix, and an axis of experts comes before.
+        """
+        shape: tuple[int, ...] = num_out, num_in
+        if not self.by_rows:
+            shape = (num_in, num_out) if self.group is None else (num_in // self.group, self.group, num_out)
+        return self._of_experts(shape)
 
     def scales_shape(self, num_in: int, num_out: int) -> tuple[int, ...]:
-        """Return the shape of the scales: [N], in groups [K ÷ group, N], or [N, K ÷ group] by rows."""
+        """Return the shape of the scales: [N], in groups [K ÷ group, N], or [N, K ÷ group] by rows.
+
+        N are the outputs of one matrix, and an axis of experts comes before.
+        """
         if self.group is None:
-            return (num_out,)
+            return self._of_experts((num_out,))
         shape = num_in // self.group, num_out
-        return shape[::-1] if self.by_rows else shape
+        return self._of_experts(shape[::-1] if self.by_rows else shape)
+
+    def _of_experts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if self.num_experts is None else (self.num_experts, *shape)
 
     def codes_axes(self, axis_in: str | None, axis_out: str | None) -> tuple[str | None, ...]:
-        """Return the logical axes of the codes, given those of W."""
+        """Return the logical axes of the codes of one matrix, given those of W."""
         if self.by_rows:
             return axis_out, axis_in
         return (axis_in, axis_out) if self.group is None else (axis_in, None, axis_out)
 
     def scales_axes(self, axis_in: str | None, axis_out: str | None) -> tuple[str | None, ...]:
-        """Return the logical axes of the scales, given those of W: groups are split as inputs are."""
+        """Return the logical axes of the scales of one matrix, given those of W: groups are split as inputs are."""
         if self.group is None:
             return (axis_out,)
         return (axis_out, axis_in) if self.by_rows else (axis_in, axis_out)
 
     def rows_of(self, stored: Any) -> Any:
-        """Return codes or scales as rows of Wᵀ: codes [N, K], scales [N, groups]. For numpy it is a view."""
+        """Return codes or scales of one matrix as rows of Wᵀ: codes [N, K], scales [N, groups]; numpy's as a view."""
         if stored.ndim == 1:
             return stored[:, None]
         return stored if self.by_rows else stored.reshape(-1, stored.shape[-1]).T
 
     def rows_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the shape of the rows of Wᵀ, codes or scales, that are stored in this shape."""
-        if len(shape) == 1:
-            return shape[0], 1
-        num_rows, num_columns = (shape[0], shape[1]) if self.by_rows else (shape[-1], math.prod(shape[:-1]))
-        return num_rows, num_columns
+        """Return the shape of the rows of Wᵀ, codes or scales, that are stored in this shape.
+
+        The rows of experts lie one after the other.
+        """
+        num_experts, of_one = (1, shape) if self.num_experts is None else (shape[0], shape[1:])
+        if len(of_one) == 1:
+            return num_experts * of_one[0], 1
+        num_rows, num_columns = (of_one[0], of_one[1]) if self.by_rows else (of_one[-1], math.prod(of_one[:-1]))
+        return num_experts * num_rows, num_columns
 
     def stored(self, rows: Any, shape: tuple[int, ...]) -> Any:
-        """Return rows of Wᵀ, codes or scales, in the shape that stores them."""
-        return rows.reshape(shape) if self.by_rows or len(shape) == 1 else rows.T.reshape(shape)
+        """Return rows of Wᵀ, codes or scales, in the shape that stores them. Experts' lie one after the other."""
+        if self.by_rows or len(shape) == (1 if self.num_experts is None else 2):
+            return rows.reshape(shape)
+        if self.num_experts is None:
+            return rows.T.reshape(shape)
+        return rows.reshape(shape[0], -1, rows.shape[1]).swapaxes(1, 2).reshape(shape)
 
 
 def code_numbers(codes: Codes, code_format: CodeFormat, dtype: str) -> Any:
-    """Return the codes [N, K] as numbers of a dtype that holds them all, zeros subtracted; numpy's or JAX's."""
+    """Return the codes [N, K] as numbers of a dtype that holds them all, zeros subtracted; numpy's or JAX's.
+
+    Floats of 4 bits are doubled where they become int8, and `group_scales` halves their scales.
+    """
     if code_format.mantissa_bits is not None:
-        return codes.codes.view(code_format.small_float).astype(dtype)
+        floats = codes.codes.view(code_format.small_float)
+        if dtype == "int8":
+            return (floats.astype(np.float32) * np.float32(FACTOR_OF_FLOAT4)).astype(dtype)
+        return floats.astype(np.float32).astype(FLOAT8).view(dtype) if dtype == "uint8" else floats.astype(dtype)
     zeros: Any = code_format.zero
     if codes.zeros is not None:
         zeros = codes.zeros.repeat(code_format.group, axis=1).astype(np.int16)
@@ -91,6 +121,8 @@ def group_scales(codes: Codes, code_format: CodeFormat, arrays: CodeArrays, num_
     The groups of `arrays` are parts of those of the format.
     """
     (scales,) = (scale_values(each, code_format, xp) for each in codes.scales)
+    if code_format.mantissa_bits is not None and arrays.dtype == "int8":
+        scales = scales * xp.float32(1 / FACTOR_OF_FLOAT4)
     if arrays.group is not None:
         scales = scales.repeat(min(code_format.group, num_in) // arrays.group, axis=1)
     return scales.astype(arrays.scale_dtype)
@@ -109,7 +141,22 @@ class ScaledMatrix:
 
     def of_expert(self, expert: Int[Array, ""]) -> ScaledMatrix:
         """Return the matrix of one of E experts, which the first axis of both arrays counts."""
-        return replace(self, codes=self.codes[expert], scales=self.scales[expert])
+        codes = jax.lax.dynamic_index_in_dim(self.codes, expert, keepdims=False)
+        if codes.dtype == jnp.uint8:
+            codes = jax.lax.bitcast_convert_type(codes, FLOAT8)
+        return replace(self, codes=codes, scales=jax.lax.dynamic_index_in_dim(self.scales, expert, keepdims=False))
+
+    def spread_axes(self, first_axis: int, *, over_inputs: bool) -> tuple[int, int | None]:
+        """Return the axes of the inputs of W, or else of its outputs, in the codes and in the scales.
+
+        Those of one matrix begin with `first_axis`, 1 behind an axis of experts. Groups of inputs are spread as inputs
+        are; scales of all inputs of an output have no axis for inputs: None.
+        """
+        has_groups = self.scales.ndim == first_axis + 2
+        if over_inputs:
+            axis_in = first_axis + self.by_rows
+            return axis_in, axis_in if has_groups else None
+        return (first_axis, first_axis) if self.by_rows else (self.codes.ndim - 1, self.scales.ndim - 1)
 
 
 def scaled_product(x: Float[Array, "R K"], matrix: ScaledMatrix) -> Float[Array, "R N"]:

@@ -31,7 +31,7 @@ FLOAT8_CAPABILITY = 8, 9
 
 def num_bytes(shape: Iterable[int], dtype: Any) -> int:
     """Return the bytes that an array takes on a device, where two numbers of 4 bits are a byte."""
-    return math.prod(shape) * (4 if dtype == jnp.int4 else 8 * dtype.itemsize) // 8
+    return math.prod(shape) * (4 if dtype in (jnp.int4, jnp.float4_e2m1fn) else 8 * dtype.itemsize) // 8
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,21 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
     """
     for path, module in nnx.iter_modules(model):
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, nnx.Variable) or len(weight.shape) != 2:
+        if not isinstance(weight, nnx.Variable):
             continue
         metadata, pieces = weight.get_metadata(), recipes.pieces[*path, "weight"]
-        if metadata.get("stays_floats"):
+        num_experts = metadata.get("num_experts")
+        if metadata.get("stays_floats") or len(weight.shape) != (2 if num_experts is None else 3):
             continue
         is_table = "matrix" not in metadata
         axes = metadata["logical_axes"][::-1] if is_table else metadata["logical_axes"]
-        num_in, num_out = weight.shape[::-1] if is_table else weight.shape
-        inputs_per_device = weight.sharding.shard_shape(weight.shape)[1 if is_table else 0]
-        held = held_codes(pieces, recipes.shapes, formats, inputs_per_device, target, is_table=is_table)
+        # An axis of experts comes first, and not in the shapes of a matrix.
+        *expert_axis, axis_in, axis_out = axes
+        num_in, num_out = weight.shape[::-1] if is_table else weight.shape[-2:]
+        inputs_per_device = weight.sharding.shard_shape(weight.shape)[1 if is_table else -2]
+        held = held_codes(
+            pieces, recipes.shapes, formats, inputs_per_device, target, is_table=is_table, num_experts=num_experts
+        )
         if held is not None and (reason := _not_fused(held, target, is_table=is_table)):
             module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
             continue
@@ -87,10 +92,12 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
         shared = {**metadata, "held": held, "code_parts": _parts(pieces, held.formats), "decoded_dtype": target.dtype}
         if is_table:
             shared["table"] = tuple(weight.shape)
-        codes = arrays.codes_shape(num_in, num_out), arrays.dtype, arrays.codes_axes(*axes)
-        scales = arrays.scales_shape(num_in, num_out), arrays.scale_dtype, arrays.scales_axes(*axes)
+        codes = arrays.codes_shape(num_in, num_out), arrays.dtype, arrays.codes_axes(axis_in, axis_out)
+        scales = arrays.scales_shape(num_in, num_out), arrays.scale_dtype, arrays.scales_axes(axis_in, axis_out)
         shapes = [
-            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding_of(target.mesh, logical_axes))
+            jax.ShapeDtypeStruct(
+                shape, jnp.dtype(dtype), sharding=sharding_of(target.mesh, (*expert_axis, *logical_axes))
+            )
             for shape, dtype, logical_axes in (codes, scales)
         ]
         module.weight = nnx.Param(shapes[0], **shared)
@@ -100,8 +107,10 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
 def converted_bytes(state: Any) -> int:
     """Return the bytes of the largest matrix of codes on a device once it is float32, as XLA makes it on a CPU."""
     leaves = (leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
-    held = (leaf for leaf in leaves if "held" in leaf.get_metadata())
-    return max((4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in held), default=0)
+    held = ((leaf, leaf.get_metadata()["held"].arrays) for leaf in leaves if "held" in leaf.get_metadata())
+    # Of experts, one after the other is made float32.
+    shards = ((leaf.sharding.shard_shape(leaf.shape), arrays.num_experts) for leaf, arrays in held)
+    return max((4 * math.prod(shard if of_all is None else shard[1:]) for shard, of_all in shards), default=0)
 
 
 def has_group_scales(state: Any) -> bool:
@@ -118,8 +127,11 @@ def held_codes(
     target: Target,
     *,
     is_table: bool,
+    num_experts: int | None = None,
 ) -> HeldCodes | None:
     """Return how a matrix of these pieces is kept as codes; None if it becomes floats.
+
+    With `num_experts` the pieces are those of so many matrices, whose rows of Wᵀ lie one after the other.
 
     A scale of all inputs stays one. Other groups are cut so that each lies on one device, which has
     `inputs_per_device`, in one piece and in one group of its tensor: 32 inputs that begin at a multiple of 72 share
@@ -129,7 +141,7 @@ def held_codes(
     kept = [code_format for code_format in found if code_format is not None]
     if len(kept) < len(pieces) or not kept or any(piece.is_transposed for piece in pieces):
         return None
-    dtypes = {_dtype_of(code_format) for code_format in kept}
+    dtypes = {_dtype_of(code_format, target, has_experts=num_experts is not None) for code_format in kept}
     if dtypes == {"int4", "int8"}:
         dtypes = {"int8"}
     if len(dtypes) > 1 or None in dtypes:
@@ -138,9 +150,9 @@ def held_codes(
     groups = [
         code_format.group
         for piece, code_format in zip(pieces, kept, strict=True)
-        if code_format.group < shapes[piece.tensor][1]
+        if code_format.group < shapes[piece.tensor][-1]
     ]
-    if any(shapes[piece.tensor][1] % code_format.group for piece, code_format in zip(pieces, kept, strict=True)):
+    if any(shapes[piece.tensor][-1] % code_format.group for piece, code_format in zip(pieces, kept, strict=True)):
         return None
     group, scale_dtype = None, "float32"
     if groups:
@@ -149,8 +161,8 @@ def held_codes(
         scale_dtype = _scale_dtype(kept, target)
     assert dtype is not None
     # A GPU's compiler reads codes of 4 bits along the inputs: in a loop it would copy a matrix of another layout.
-    by_rows = is_table or (dtype == "int4" and target.platform == "gpu")
-    arrays = CodeArrays(dtype, group, scale_dtype, by_rows)
+    by_rows = is_table or (dtype in ("int4", "float4_e2m1fn") and target.platform == "gpu")
+    arrays = CodeArrays(dtype, group, scale_dtype, by_rows, num_experts)
     return HeldCodes(arrays, tuple(with_held_scales(code_format, arrays) for code_format in kept))
 
 
@@ -178,17 +190,25 @@ def _not_fused(held: HeldCodes, target: Target, *, is_table: bool) -> str | None
     return None
 
 
-def _dtype_of(code_format: CodeFormat) -> str | None:
-    """Return the dtype of arrays that hold the codes of a format; None if none does."""
+def _dtype_of(code_format: CodeFormat, target: Target, *, has_experts: bool) -> str | None:
+    """Return the dtype of arrays that hold the codes of a format; None if none does.
+
+    On a CPU XLA converts all codes of 4 bits and all small floats of an array before it takes an expert's from it, and
+    leaves whole bytes as they are.
+    """
     if code_format.has_minima or code_format.super_group is not None:
         return None
+    needs_bytes = has_experts and target.platform == "cpu"
     if code_format.mantissa_bits is not None:
-        return "float8_e4m3fn"
+        is_small = code_format.mantissa_bits == 1 and has_experts
+        if needs_bytes:
+            return "int8" if is_small else "uint8"
+        return "float4_e2m1fn" if is_small and FOUR_BITS == "int4" else "float8_e4m3fn"
     lowest, highest = -code_format.zero, 2**code_format.bits - 1 - code_format.zero
     if code_format.has_zeros:
         lowest, highest = -(2**code_format.bits - 1), 2**code_format.bits - 1
     if lowest >= -8 and highest <= 7:
-        return FOUR_BITS
+        return "int8" if needs_bytes else FOUR_BITS
     return "int8" if lowest >= -128 and highest <= 127 else None
 
 
@@ -199,7 +219,8 @@ def _scale_dtype(formats: Iterable[CodeFormat], target: Target) -> str:
     """
     if target.platform == "gpu" and target.dtype == "bfloat16":
         return "bfloat16"
-    kinds = {code_format.scale for code_format in formats}
+    # bfloat16 has the exponents of float32, and so all powers of two.
+    kinds = {"bfloat16" if code_format.scale == "power" else code_format.scale for code_format in formats}
     return kinds.pop() if len(kinds) == 1 and kinds <= {"float16", "bfloat16"} else "float32"
 
 
@@ -220,15 +241,22 @@ def read_held(
 
     Rows and columns that no piece covers are zero. Raises ModelLoadError for numbers or scales that are not finite.
     """
-    code_rows, scale_rows = (held.arrays.rows_of(stored) for stored in out)
-    code_rows[...], scale_rows[...] = 0, 0
+    num_experts = held.arrays.num_experts
+    matrices = [out] if num_experts is None else list(zip(*out, strict=True))
+    rows_of_matrix = [[held.arrays.rows_of(stored) for stored in matrix] for matrix in matrices]
+    rows_per_matrix = len(rows_of_matrix[0][0])
+    for stored in out:
+        stored[...] = 0
     for piece, code_format in zip(pieces, held.formats, strict=True):
         start, stop = piece.target[0]
+        code_rows, scale_rows = rows_of_matrix[start // rows_per_matrix]
+        first_row = start - start % rows_per_matrix
+        columns, groups = (slice(*bounds) for bounds in _target_columns(piece, held.arrays))
         rows_at_once = max(1, max_values // checkpoint.shape(piece.tensor)[-1])
         for row in range(start, stop, rows_at_once):
-            target = slice(row, min(row + rows_at_once, stop))
-            codes = read_piece_codes(checkpoint, piece, (target.start, target.stop), code_format)
-            columns, groups = (slice(*bounds) for bounds in _target_columns(piece, held.arrays))
+            end = min(row + rows_at_once, stop)
+            codes = read_piece_codes(checkpoint, piece, (row, end), code_format)
+            target = slice(row - first_row, end - first_row)
             code_rows[target, columns] = _codes(codes, code_format, piece, held.arrays)
             scale_rows[target, groups] = _scales(codes, code_format, piece, held.arrays, np)
 
@@ -279,7 +307,7 @@ def quantized_blocks(pieces: Sequence[Piece], tensors: Sequence[jax.Array], held
     """
     codes_blocks, scales_blocks = dict[Any, jax.Array](), dict[Any, jax.Array]()
     for piece, code_format in zip(pieces, held.formats, strict=True):
-        rows = tensors[int(piece.tensor)][slice(*piece.source[0])]
+        rows = tensors[int(piece.tensor)][slice(*piece.source[0], piece.step)]
         codes = quantize(rows.astype(jnp.float32), code_format, jnp)
         columns, groups = _target_columns(piece, held.arrays)
         codes_blocks[piece.target[0], columns] = _codes(codes, code_format, piece, held.arrays)
