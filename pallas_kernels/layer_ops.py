@@ -367,8 +367,10 @@ def _sum_of_experts(
 def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array, "T D"]:
     """Return the weighted sum of the biases of each row's experts, in float32."""
     is_there = routing.experts < biases.shape[0]
-    weights = jnp.where(is_there, routing.weights, 0)
-    return jnp.einsum("tk,tkd->td", weights, biases.astype(jnp.float32)[jnp.minimum(routing.experts, len(biases) - 1)])
+    chosen = biases.astype(jnp.float32)[jnp.minimum(routing.experts, len(biases) - 1)]
+    # Biases are left out too, and not only multiplied by 0: those of experts that no row chose may be NaN.
+    weights, chosen = jnp.where(is_there, routing.weights, 0), jnp.where(is_there[:, :, None], chosen, 0)
+    return jnp.einsum("tk,tkd->td", weights, chosen)
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:

@@ -1,7 +1,7 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
     python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
-        [--pages N] [--quantization FORMAT [--tied] [--decodes-only]]
+        [--pages N] [--quantization FORMAT [--tied] [--decodes-only]] [--expert-parallel]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
@@ -12,7 +12,9 @@ names a file of tests/public_configs, whose model is compiled instead, cut to NU
 matrices are codes, as int8, fp8 and int4 make them of floats, or as files of Q8_0, AWQ and fp8 blocks hold them, of a
 model with 7e10 parameters on several devices. `converted` are then the arrays of another dtype that are as large as one
 of them, and `true_bytes` are what a program's arguments should take. `--tied`: the embedding table makes the logits.
-`--decodes-only`: of all programs only that of a step of decoding rows.
+`--decodes-only`: of all programs only that of a step of decoding rows. `--expert-parallel`: whole experts on each
+device. Of a model with experts the forward programs are compiled, on any devices; `beyond_choices` are then the arrays
+that are larger than what all choices read and give, and than a matrix of one expert.
 """
 
 import argparse
@@ -112,6 +114,40 @@ def converted(hlo, state):
     return sorted(found)
 
 
+def beyond_choices(hlo, programs, num_tokens):
+    """Return the arrays of a step with experts, on one chip, that are larger than those that it needs.
+
+    It needs the rows that the choices of all tokens read and give, with a tile, and one expert's matrix. The cache, the
+    hidden states of all tokens and weights that are none of experts may be moved whole.
+    """
+    import jax
+    from flax import nnx
+
+    from jpaged.pallas_kernels.grouped import MAX_TILE
+
+    config = programs.weights.config
+    experts = config.experts
+    (mesh,) = {leaf.sharding.mesh for leaf in jax.tree.leaves(programs.weights.state)}
+    num_shards = 1 if config.spreads_experts else mesh.size
+    inner = -(-experts.width // num_shards)
+    widest = max(2 * inner, config.hidden_size)
+    largest = max(2 * inner * config.hidden_size, (num_tokens * experts.num_chosen + MAX_TILE) * widest)
+    weights = [
+        leaf for _, leaf in nnx.to_flat_state(programs.weights.state) if "num_experts" not in leaf.get_metadata()
+    ]
+    held = [*weights, *jax.tree.leaves(programs.state)]
+    others = {_count(leaf.sharding.shard_shape(leaf.shape)) for leaf in held}
+    fused, found = set(re.findall(r"calls=%?([\w.-]+)", hlo)), set()
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
+        name = re.match(r"(?:ENTRY )?%?([\w.-]+) \(", block)
+        if name and name[1] not in fused:
+            for dtype, dims, kind in re.findall(r" = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", block):
+                is_made = kind not in ("parameter", "get-tuple-element", "bitcast")
+                if is_made and _count_text(dims) > largest and _count_text(dims) not in others:
+                    found.add(f"{kind} {dtype}[{dims}]")
+    return sorted(found)
+
+
 def true_bytes(programs, kind):
     """Return the bytes of the weights and of the state that a program of this kind takes, on one chip.
 
@@ -159,6 +195,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
     logits = {key[1] * vocab, key[1] * -(-vocab // VOCAB_TILE) * VOCAB_TILE}
     arrays = {(kind, dims) for kind, dims in materialized(hlo) if _count_text(dims) not in logits}
     arrays = {(kind, dims) for kind, dims in arrays if dims.split(",")[0] != str(key[1])}
+    has_experts = programs.weights.config.experts is not None and key[0].startswith("forward")
     large = sorted(f"{kind} {dims}" for kind, dims in arrays if _count_text(dims) >= min_size)
     return {
         "arguments": memory.argument_size_in_bytes,
@@ -179,6 +216,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "collectives": collectives(hlo),
         "true_bytes": true_bytes(programs, key[0]),
         "converted": converted(hlo, programs.weights.state),
+        "beyond_choices": beyond_choices(hlo, programs, key[1]) if has_experts else [],
     }
 
 
@@ -306,6 +344,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["int8", "fp8", "int4", *STORED])
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--decodes-only", action="store_true")
+    parser.add_argument("--expert-parallel", action="store_true")
     args = parser.parse_args()
     target, num_devices, dtype = args.target, args.num_devices, args.dtype
     gate = gate_of(target, num_devices)
@@ -332,7 +371,7 @@ def main() -> None:
         shape = cut(json.loads(args.config.read_text())["config"], args.num_layers)
     elif args.num_layers:
         shape["num_hidden_layers"] = args.num_layers
-    model = config_from_hf(shape, Path("config.json"))
+    model = replace(config_from_hf(shape, Path("config.json")), spreads_experts=args.expert_parallel)
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
     if gate is None:
         backend = NativeBackend() if num_devices == 1 else XlaBackend(platform="cpu")
@@ -375,7 +414,9 @@ def main() -> None:
                 has_loop = target != "h100" or not has_group_scales(programs.weights.state)
                 keys = (*keys[: 3 if has_loop else 2], ("sample", 8, sample_mode))[: 1 if args.decodes_only else None]
             elif is_cut:
-                if args.config and num_devices > 1:
+                if model.experts is not None:
+                    keys = keys[:2]
+                elif args.config and num_devices > 1:
                     keys = keys[2:]  # A step and the drawing of its tokens.
                 elif args.config:  # What is particular to a family's logits is in the samplers.
                     keys = (*keys[:2], ("sample", 8, sample_mode))

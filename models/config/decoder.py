@@ -112,7 +112,12 @@ class DecoderConfig:
         width = self._activation_width(num_shards, num_heads)
         # XLA on a GPU sums over devices in float32, so each value of such a sum takes the memory of two 16-bit values.
         reduction_width = 2 * self.hidden_size if num_shards > 1 else 0
-        return replace(self.spec, layers=tuple(layers), activation_width=width + reduction_width)
+        return replace(
+            self.spec,
+            layers=tuple(layers),
+            activation_width=width + reduction_width,
+            program_values=self._expert_values(num_shards),
+        )
 
     def _activation_width(self, num_shards: int, num_heads: int) -> int:
         """Return an estimate of how many values per token a forward program holds at once on one device.
@@ -132,10 +137,20 @@ class DecoderConfig:
         if self.experts is None:
             return dense
         experts = self.experts
-        inner = experts.width if self.spreads_experts else -(-experts.width // num_shards)
         shared = 3 * -(-experts.shared_width // num_shards)
-        sparse = experts.num_chosen * (2 * self.hidden_size + 3 * inner) + shared
+        sparse = experts.num_chosen * (2 * self.hidden_size + 3 * self._expert_inner(num_shards)) + shared
         return sparse if all(experts.sparse_layers) else max(dense, sparse)
+
+    def _expert_values(self, num_shards: int) -> int:
+        """Return the values of an expert's largest matrix on one device, which XLA copies in front of a product."""
+        if self.experts is None:
+            return 0
+        return 2 * self.hidden_size * self._expert_inner(num_shards)
+
+    def _expert_inner(self, num_shards: int) -> int:
+        """Return the inner width of an expert on one device."""
+        assert self.experts is not None, "a model with experts"
+        return self.experts.width if self.spreads_experts else -(-self.experts.width // num_shards)
 
     def for_context(self, max_model_len: int) -> Self:
         """Return the config with the rotary embeddings for sequences of at most `max_model_len` tokens."""
@@ -182,6 +197,7 @@ class DecoderConfig:
             dtype=self.dtype,
             max_context_len=self.max_context_len,
             activation_width=self._activation_width(1, self.num_heads),
+            program_values=self._expert_values(1),
             layers=tuple(AttentionLayer(**heads, window=window) for window in self.windows),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,

@@ -39,6 +39,8 @@ class ModelSpec:
     """The attention layers, by the number that `cache.attend` is called with."""
     activation_width: int = 0
     """Values per token that a forward program holds at once, at most; an upper estimate. 0: 16 × hidden_size."""
+    program_values: int = 0
+    """Values that a forward program holds beside those of its tokens, whatever their number; an upper estimate."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -17,16 +17,17 @@ def estimated_program_bytes(model: ModelSpec, itemsize: int, num_tokens: int, nu
     """Return an upper estimate of the bytes that the largest program of a step takes beside its arguments.
 
     An activation has `itemsize` bytes, and a token has `model.activation_width` of them. A forward program holds the
-    activations of `num_tokens` tokens. A sample program holds those of one row per sequence, and LOGIT_ARRAYS arrays of
-    float32 logits [num_seqs, vocab_size]. A decode program does the work of both, one after the other, so it needs no
-    more than the larger one. Returned is the larger of the two, plus ATTENTION_BYTES.
+    activations of `num_tokens` tokens, and `model.program_values` beside them. A sample program holds those of one row
+    per sequence, and LOGIT_ARRAYS arrays of float32 logits [num_seqs, vocab_size]. A decode program does the work of
+    both, one after the other, so it needs no more than the larger one. Returned is the larger of the two, plus
+    ATTENTION_BYTES.
 
     Compared with compiled programs for 8,192 tokens and 256 sequences of a model with 8e9 parameters, the estimate is
     1.63 GB; the largest program takes 0.71 GB on an H100, 1.06 GB on a v6e and, with rules and logprobs, 1.42 GB on a
     v7x. With a vocabulary of 8,192, over 8 H100, the estimate is 0.52 GB per device, the largest program 0.41 GB.
     """
     width = model.activation_width
-    forward_bytes = itemsize * num_tokens * width
+    forward_bytes = itemsize * (num_tokens * width + model.program_values)
     sample_bytes = itemsize * num_seqs * width + LOGIT_ARRAYS * 4 * num_seqs * model.vocab_size
     return max(forward_bytes, sample_bytes) + ATTENTION_BYTES
 
