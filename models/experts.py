@@ -135,6 +135,7 @@ class Experts(nnx.Module):
             axes=(expert_axis, inner_axis, "embed"), runs=whole, in_runs=run, num_shards=1, **options,
         )  # fmt: skip
         self.activation = experts.activation or config.activation
+        assert make.num_shards == 1 or make.mesh is not None, "sums over devices need their mesh"
         self.mesh, self.is_by_expert = make.mesh, is_by_expert
 
     def as_products(self, norm: RowNorm | None, shared: SharedProducts | None = None, **ends: Any) -> ExpertProducts:

@@ -114,7 +114,8 @@ def abstract_weights(
     model_type = model_class(config.architecture)
     keeps_bytes = bool(formats) and ops.columns_of_codes is not None and mesh.size == 1
     num_shards = mesh.shape[TENSOR_AXIS]
-    make = WeightMaker(new, num_shards, dtype, ops, keeps_bytes, mesh if num_shards > 1 else None)
+    spread_over = mesh if num_shards > 1 else None
+    make = WeightMaker(new, num_shards, dtype, ops, keeps_codes=keeps_bytes, mesh=spread_over)
     model = model_type(config, make=make)
     graph, state = nnx.split(model)
     weights = Weights(graph, state, ops.stream_dtype(dtype), model_type.logits_modules, config)
