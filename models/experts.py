@@ -52,7 +52,7 @@ class Router(Linear):
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, *, make: WeightMaker) -> None:
         make = make.in_float32()
-        axes: Any = ("embed", None)
+        axes = ("embed", None)
         super().__init__(hidden_size, config.num_experts, axes=axes, bias=config.router_bias, make=make)
         bias = make.vector(config.num_experts, None, fill=0.0, tensor="e_score_correction_bias")
         self.correction_bias = bias if config.has_correction_bias else nnx.data(None)

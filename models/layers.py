@@ -85,7 +85,7 @@ class Linear(nnx.Module):
         num_in: int,
         num_out: int,
         *,
-        axes: tuple[str, str | None],
+        axes: Axes,
         bias: bool,
         make: WeightMaker,
         in_runs: tuple[Run, ...] | None = None,

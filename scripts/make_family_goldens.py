@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -102,6 +103,13 @@ GPT_NEOX = TOKENS | {
     "max_position_embeddings": 64,
     "layer_norm_eps": 1e-3,
 }
+MOE = SMALL | {"intermediate_size": 24}
+EXPERTS_60 = {"num_experts": 60, "num_experts_per_tok": 4}
+EXPERTS_4 = {"num_experts": 4, "num_experts_per_tok": 2}
+ON_EVERY_SECOND = {"num_hidden_layers": 4, "decoder_sparse_step": 2}
+QWEN2_MOE = MOE | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 16}
+QWEN3_MOE = MOE | {"moe_intermediate_size": 8, "head_dim": 8}
+GPT_OSS = MOE | WINDOW | {"head_dim": 8, "rope_parameters": SMALL_YARN | {"truncate": False}}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES),
@@ -193,6 +201,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "mixtral": ("mixtral", MOE | {"num_local_experts": 4}),
+    "mixtral_window_one_of_60": (
+        "mixtral",
+        MOE | WINDOW | {"num_local_experts": 60, "num_experts_per_tok": 1, "intermediate_size": 8},
+    ),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE | EXPERTS_60),
+    "qwen2_moe_renormalized_window": (
+        "qwen2_moe",
+        QWEN2_MOE
+        | EXPERTS_4
+        | WINDOW
+        | {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 2, "qkv_bias": False}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE | EXPERTS_60 | {"norm_topk_prob": True}),
+    "qwen3_moe_some_dense_window": (
+        "qwen3_moe",
+        QWEN3_MOE | EXPERTS_4 | WINDOW | BIAS | ON_EVERY_SECOND | {"use_sliding_window": True, "mlp_only_layers": [3]},
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss_60_layer_types": (
+        "gpt_oss",
+        GPT_OSS | FULL_FIRST | {"num_local_experts": 60, "attention_bias": False, "intermediate_size": 8},
+    ),
+    "olmoe": ("olmoe", MOE | {"num_experts": 60, "num_experts_per_tok": 8, "intermediate_size": 8}),
+    "olmoe_renormalized_bias": ("olmoe", MOE | EXPERTS_4 | BIAS | {"norm_topk_prob": True}),
 }
 OLD_NAMES = {
     "gpt2": [(r"^transformer\.", "")],
@@ -226,15 +260,18 @@ def draw(name: str, drawn: torch.Tensor, config: PreTrainedConfig, spread: Sprea
         gain = spread.tied_head if is_final and config.tie_word_embeddings else 2.0 if "q_norm" in name else 1.0
         drawn = gain * (1 + 0.2 * drawn)
         return drawn - 1 if config.model_type.startswith("gemma") else drawn  # Gemma's gain is 1 + weight.
-    if drawn.dim() == 1:
+    if drawn.dim() == 1 or name.endswith("bias"):
         return spread.bias * drawn
     if any(part in name for part in ("embed_tokens", "embed_in", "wte", "wpe")):
         return spread.tied_embedding * drawn if config.tie_word_embeddings else drawn
     gain = 1.5 if any(part in name for part in ("qkv_proj", "query_key_value", "c_attn")) else 1.0
-    if "q_proj" in name or "lm_head" in name:
+    if any(part in name for part in ("q_proj", "lm_head", "mlp.gate.", "mlp.router.")):
         gain = 2.0
-    # GPT-2 stores its matrices as [inputs, outputs], the others as [outputs, inputs].
-    return gain * drawn * drawn.shape[0 if ".c_" in name else 1] ** -0.5
+    if config.model_type == "gpt_oss" and "gate_up_proj" in name:
+        gain = 3.0  # Gates and what they gate are clipped at 7.
+    # GPT-2 stores its matrices as [inputs, outputs], and GPT-OSS those of its experts; others as [outputs, inputs].
+    is_transposed = ".c_" in name or (drawn.dim() == 3 and config.model_type == "gpt_oss")
+    return gain * drawn * drawn.shape[-2 if is_transposed else -1] ** -0.5
 
 
 def fill(model: PreTrainedModel, seed: int, spread: Spread) -> None:
@@ -272,9 +309,20 @@ def is_clear(model: PreTrainedModel, tokens: torch.Tensor, logits: torch.Tensor)
     return (exact - logits).abs().max().item() <= MAX_ROUNDING
 
 
+def has_experts(model: PreTrainedModel) -> bool:
+    """Return whether a model has sparse MLPs."""
+    return hasattr(model.config, "num_experts_per_tok")
+
+
 def state_of(model: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a family's file."""
-    state = {name: weight.bfloat16().contiguous() for name, weight in model.named_parameters()}
+    state = dict(model.named_parameters())
+    if has_experts(model):
+        # In memory transformers has one tensor for the matrices of all experts, and in files most often one for each.
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            state = load_file(Path(directory) / "model.safetensors")
+    state = {name: weight.bfloat16().contiguous() for name, weight in state.items()}
     for pattern, replacement in OLD_NAMES.get(family, []):
         state = {re.sub(pattern, replacement, name): weight for name, weight in state.items()}
     if family == "gpt2":
@@ -290,6 +338,8 @@ def make(directory: Path, model_type: str, settings: dict[str, Any], index: int)
     config = AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
     auto = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32).eval()
+    if has_experts(model):
+        model.set_experts_implementation("eager")  # The others have no float64.
     is_first = index < NUM_FIRST
     for seed in range(index, index + 100 * SEED_STEP, SEED_STEP):
         fill(model, seed, FIRST_SPREAD if is_first else Spread())

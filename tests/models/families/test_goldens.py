@@ -40,11 +40,13 @@ PROMPT_LEN, NUM_TOKENS = 48, 64
 PAGE_SIZE, TABLE_LEN, BUCKET = 8, 9, 80
 CHUNKS = [13, 13, 13, 9]
 XLA_FOLDERS = {
-    "gemma2", "gemma3", "gpt2", "gpt_neox_linear", "granite", "llama", "llama_tied", "mistral_window", "olmo2", "olmo3",
-    "phi3_partial", "qwen2", "qwen3", "smollm3",
+    "gemma2", "gemma3", "gpt2", "gpt_neox_linear", "gpt_oss", "gpt_oss_60_layer_types", "granite", "llama",
+    "llama_tied", "mistral_window", "mixtral", "mixtral_window_one_of_60", "olmo2", "olmo3", "olmoe", "olmoe_renormalized_bias",
+    "phi3_partial", "qwen2", "qwen2_moe", "qwen2_moe_renormalized_window", "qwen3", "qwen3_moe",
+    "qwen3_moe_some_dense_window", "smollm3",
 }  # fmt: skip
-"""One of each family, which is compared on the operations that GPUs and TPUs use too."""
-FAST_XLA = ("gemma3", "gpt2", "llama")
+"""One of each family, and all with experts, which are compared on the operations that GPUs and TPUs use too."""
+FAST_XLA = ("gemma3", "gpt2", "gpt_oss", "llama")
 
 
 BACKENDS = {
@@ -141,6 +143,13 @@ def test_the_families_cover_what_the_config_can_ask_for() -> None:
         assert {getattr(config, name) for config in configs} == {False, True}, name
     for name in ("attention_soft_cap", "logits_soft_cap", "qk_norm", "attention_scale"):
         assert {getattr(config, name) is None for config in configs} == {False, True}, name
+    experts = [config.experts for config in configs if config.experts is not None]
+    for name in ("renormalizes", "router_bias", "expert_bias", "has_shared_gate"):
+        assert {getattr(each, name) for each in experts} == {False, True}, name
+    assert {each.num_experts for each in experts} == {4, 60}
+    assert {1, 2, 4, 8} == {each.num_chosen for each in experts}
+    assert any(len(set(each.sparse_layers)) == 2 for each in experts), "some layers have one MLP"
+    assert {config.has_sinks for config in configs} == {False, True}
     for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
         assert {getattr(config, name) == 1 for config in configs} == {False, True}, name
     assert {len(set(config.windows)) for config in configs} == {1, 2}, "some models mix windowed and full layers"
