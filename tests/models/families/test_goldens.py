@@ -41,9 +41,9 @@ PAGE_SIZE, TABLE_LEN, BUCKET = 8, 9, 80
 CHUNKS = [13, 13, 13, 9]
 XLA_FOLDERS = {
     "gemma2", "gemma3", "gpt2", "gpt_neox_linear", "gpt_oss", "gpt_oss_60_layer_types", "granite", "llama",
-    "llama_tied", "mistral_window", "mixtral", "mixtral_window_one_of_60", "olmo2", "olmo3", "olmoe", "olmoe_renormalized_bias",
-    "phi3_partial", "qwen2", "qwen2_moe", "qwen2_moe_renormalized_window", "qwen3", "qwen3_moe",
-    "qwen3_moe_some_dense_window", "smollm3",
+    "llama_tied", "mistral_window", "mixtral", "mixtral_window_one_of_60", "olmo2", "olmo3", "olmoe",
+    "olmoe_renormalized_bias", "phi3_partial", "qwen2", "qwen2_moe", "qwen2_moe_renormalized_window", "qwen3",
+    "qwen3_moe", "qwen3_moe_some_dense_window", "smollm3",
 }  # fmt: skip
 """One of each family, and all with experts, which are compared on the operations that GPUs and TPUs use too."""
 FAST_XLA = ("gemma3", "gpt2", "gpt_oss", "llama")
