@@ -97,9 +97,13 @@ def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
     """Return the layout of experts that the metadata of their weight describe."""
     (num_in, _), runs = metadata["matrix"], dict(metadata["rows"])
     parts = metadata.get("parts", ((None, metadata["rows_of_expert"]),))
-    sizes = (metadata[name] for name in ("num_experts", "true_experts", "rows_of_expert"))
-    by_part = tuple((size, tuple(runs[name])) for name, size in parts)
-    return ExpertLayout(*sizes, num_in, by_part, tuple(metadata["columns"]), metadata["num_shards"])
+    names = "num_experts", "true_experts", "rows_of_expert", "num_shards"
+    return ExpertLayout(
+        num_in=num_in,
+        parts=tuple((size, tuple(runs[name])) for name, size in parts),
+        columns=tuple(metadata["columns"]),
+        **{name: metadata[name] for name in names},
+    )
 
 
 @lru_cache(maxsize=64)
