@@ -243,6 +243,37 @@ def test_two_layers_of_a_public_model_compile_for_a_chip(script, name, chip):
     assert found["backend"].startswith("pallas") or (chip == "h100" and jax.__version_info__ < (0, 11))
 
 
+EXPERTS = [
+    ("mistralai__Mixtral-8x7B-v0.1", 1), ("mistralai__Mixtral-8x7B-v0.1", 8), ("Qwen__Qwen3-30B-A3B", 1),
+    ("Qwen__Qwen3-235B-A22B", 8), ("openai__gpt-oss-20b", 1), ("openai__gpt-oss-120b", 8),
+]  # fmt: skip
+"""Public models whose MLPs are experts, and the devices that they are spread over."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v6e", "h100"])
+@pytest.mark.parametrize(
+    ("name", "num_devices", "options"),
+    [(*model, []) for model in EXPERTS] + [(*model, ["--expert-parallel"]) for model in EXPERTS if model[1] > 1],
+    ids=str,
+)
+def test_a_layer_of_experts_holds_what_its_choices_need(name, num_devices, options, chip):
+    """Nothing is as large as all experts, or as all experts' results of all tokens; sums over devices are two a layer.
+
+    A GPU's host reads no condition of a loop.
+    """
+    config = ROOT / "tests" / "public_configs" / f"{name}.json"
+    steps = output_of("compile_step.py", chip, num_devices, "bfloat16", "1", "--config", str(config), *options)
+    for step, (found,) in steps["steps"].items():
+        assert found["beyond_choices"] == [], step
+        assert found["large"] == [], step
+        assert found["own"] <= steps["kept"], step
+        if chip == "h100":
+            assert (found["unknown_loops"], found["branches"]) == (0, 0), step
+    if num_devices > 1:
+        check_collectives(steps, 1)
+
+
 @pytest.mark.slow
 def test_attention_in_plain_xla_has_one_or_two_loops_a_layer_whose_length_a_gpus_host_reads():
     steps = output_of("compile_step.py", "h100", 1, "bfloat16", "2", "xla")["steps"]

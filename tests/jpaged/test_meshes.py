@@ -219,7 +219,6 @@ MADE |= {"mixtral": random_mixtral}
     ("name", "sizes", "buckets"),
     [
         ("three_kv_heads", (1, 8), "fewest_buckets"),
-        ("mixtral", (1, 8, "8e"), "one_mode"),
         pytest.param("mixtral", (1, 2, "2e", 8, "8e"), "make_buckets", id="mixtral-all", marks=pytest.mark.slow),
         *(pytest.param(name, (1, 2, 4, 8), "make_buckets", id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
     ],

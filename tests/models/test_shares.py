@@ -1,9 +1,11 @@
 """How heads are shared out over devices: padded, or on several devices, and every one of the model's exactly where."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jpaged.models.config.experts import ExpertsConfig
 from jpaged.models.config.shares import Shares
 from jpaged.models.opening.open_checkpoint import read_config
 
@@ -68,3 +70,22 @@ def test_a_chips_step_is_estimated_by_its_own_columns_and_heads():
     assert on_chip.activation_width - 6 * config.hidden_size == (
         3 * config.shares(8).stored_inner // 8 + 2 * on_chip.layers[0].num_heads * config.head_size
     )
+
+
+def test_a_step_of_experts_is_estimated_by_what_a_tokens_own_experts_hold():
+    """Cut along their width each device holds a share of every one; whole ones may all be those of a token."""
+    dense = read_config(GOLDEN / "llama")
+    shape = {"num_experts": 8, "num_chosen": 2, "width": 50, "shared_width": 30}
+    experts = ExpertsConfig(**shape, sparse_layers=(True,) * dense.num_layers)
+    config, hidden = replace(dense, experts=experts), dense.hidden_size
+
+    def mlp_width(config, num_devices):
+        heads, sums = config.spec_on_chip(num_devices).layers[0].num_heads, 0 if num_devices == 1 else 2 * hidden
+        width = config.spec_on_chip(num_devices).activation_width
+        return width - sums - 4 * hidden - 2 * heads * config.head_size
+
+    assert mlp_width(config, 1) == 2 * (2 * hidden + 3 * 50) + 3 * 30
+    assert mlp_width(config, 8) == 2 * (2 * hidden + 3 * 7) + 3 * 4
+    assert mlp_width(replace(config, spreads_experts=True), 8) == 2 * (2 * hidden + 3 * 50) + 3 * 4
+    few = replace(experts, num_chosen=1, width=1, shared_width=0, sparse_layers=(False,) + (True,) * 9)
+    assert mlp_width(replace(config, experts=few, intermediate_size=999), 1) == 3 * 999

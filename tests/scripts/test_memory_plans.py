@@ -28,3 +28,21 @@ def test_a_chip_whose_kernels_lack_the_head_size_has_the_pages_of_plain_xla(memo
     gpt2 = dict(memory_plans.read_configs())["openai-community/gpt2"]
     assert memory_plans.plan(gpt2, "v5e")["page_tokens"] == 128
     assert memory_plans.plan({**gpt2, "n_embd": 576}, "v5e")["page_tokens"] == 64
+
+
+SPARSE = ("mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")
+SPARSE_AND_LARGE = ("Qwen/Qwen3-235B-A22B", "openai/gpt-oss-120b")
+
+
+@pytest.mark.parametrize("name", [*SPARSE, *(pytest.param(name, marks=pytest.mark.slow) for name in SPARSE_AND_LARGE)])
+def test_the_weights_of_experts_are_those_of_a_formula(memory_plans, name):
+    """All experts in bfloat16, routers in float32; biases and norms are left out of the formula."""
+    config = dict(memory_plans.read_configs())[name]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_size = config.get("head_dim") or hidden // heads
+    num_experts = config.get("num_experts") or config["num_local_experts"]
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    of_attention = 2 * hidden * head_size * (heads + config["num_key_value_heads"])
+    of_layer = 2 * (of_attention + 3 * num_experts * hidden * inner) + 4 * num_experts * hidden
+    formula = config["num_hidden_layers"] * of_layer + 2 * 2 * config["vocab_size"] * hidden
+    assert memory_plans.plan(config, "H200")["weights_bytes"] == pytest.approx(formula, rel=0.05)
