@@ -337,7 +337,7 @@ def split_parts(out: Float[Array, "R O"], parts: Sequence[int], num_shards: int)
 
 def _activated(results: list[Float[Array, "R P"]], product: Product) -> list[Float[Array, "R P"]]:
     """Return the parts of a product after its activation and its gate."""
-    if product.activation in GATES:
+    if product.activation is not None and product.activation in GATES:
         gate, gated = results
         return [GATES[product.activation](gate, gated)]
     if product.activation is not None:

@@ -212,7 +212,7 @@ def chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData
         weights.append((weight, bias, norms, take(stage.heads.num_vectors if stage.heads else 0)))
     stream, outputs = take_if(adds), take(len(stages[-1].parts))
     tables = GroupTables(*take(3)) if has_experts else None
-    groups = Groups(*counts, factors[0] if factors else None, tables) if tables else None
+    groups = Groups(counts[0], counts[1], factors[0] if factors else None, tables) if tables else None
     data = []
     for stage, (weight, bias, (norm, norm_behind), heads) in zip(stages, weights, strict=True):
         scratch = next(following), take_if(stage.keeps_results), take_if(stage.keeps_sums)
