@@ -215,7 +215,8 @@ class _Metadata:
             return family_keys
         if self.architecture != "llama" or self.fields.has(key + "_pattern"):
             raise self.fields.wrong(key, "none: the file does not say which layers have it")
-        return {**family_keys, "architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
+        name = "MixtralForCausalLM" if EXPERT_KEYS["llama"] in config else "MistralForCausalLM"
+        return {**family_keys, "architectures": [name], "sliding_window": self.fields.integer(key)}
 
     def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of config.json that Gemma 2 has beside those of `config`.

@@ -755,9 +755,17 @@ def test_a_mistral_gguf_file_has_its_window_on_all_layers(tmp_path):
 
 
 INVALID_GGUF = {
-    "another architecture": ({"architecture": "phi3"}, "phi3.*wanted one of llama, qwen2, qwen3, gemma2, gemma3"),
+    "another architecture": ({"architecture": "phi3"}, "phi3.*wanted one of llama, qwen2, .*gpt-oss, gemma2"),
     "vocabulary only": ({"tensors": {"token_embd.weight": None}}, "no matrix token_embd.weight"),
-    "mixture of experts": ({"metadata": {"expert_count": 8}}, "expert_count is 8"),
+    "experts without a number of chosen ones": ({"metadata": {"expert_count": 8}}, "expert_used_count is missing"),
+    "more experts chosen than there are": (
+        {"metadata": {"expert_count": 8, "expert_used_count": 9}},
+        "llama.expert_used_count is 9",
+    ),
+    "experts of a dense architecture": (
+        {"architecture": "qwen3", "metadata": {"expert_count": 8}},
+        "qwen3.expert_count is 8",
+    ),
     "sizes missing": ({"metadata": {"embedding_length": None}}, "llama.embedding_length is missing"),
     "kv heads per layer": ({"metadata": {"attention.head_count_kv": [2, 2, 1, 2]}}, "head_count_kv is .2, 2, 1, 2."),
     "values of another size": (

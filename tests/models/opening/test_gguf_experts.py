@@ -78,6 +78,12 @@ def _all_rows(leaf: Any) -> jax.Array:
     return leaf.ops.columns(stored_matrix(leaf), np.arange(num_out, dtype=np.int32), num_in)
 
 
+def test_a_file_of_mixtral_with_a_window_stays_one_of_mixtral(tmp_path):
+    content, tensors = write_model(tmp_path, "Mixtral")
+    config, _ = open_checkpoint(convert_to_gguf(tmp_path / "m.gguf", content | {"sliding_window": 8}, tensors))
+    assert (config.architecture, config.windows) == ("MixtralForCausalLM", (8, 8))
+
+
 def test_ways_to_choose_experts_that_a_family_has_not_are_refused(tmp_path):
     config = {"architectures": ["MixtralForCausalLM"], **MODELS["Mixtral"]}
     for key, value in {"expert_weights_scale": 2.5, "expert_group_count": 4, "expert_gating_func": 2}.items():
