@@ -21,7 +21,7 @@ from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from ..pallas_kernels.rotation import Rotation
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
-from .experts import SparseMLP
+from .experts import SparseMLP, other_sources
 from .fields import Fields
 from .inputs import ModelInputs
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
@@ -304,9 +304,8 @@ class Decoder(nnx.Module):
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
         """Return, for each module of `tensor_names`, where a checkpoint keeps its weight, its bias or its sinks."""
-        # Some checkpoints have one tensor [E, out, in] for all experts, whose name has no expert's number.
         return {
-            module: Source(name, others=(Source(name.replace(".{e}", "")),) if ".{e}" in name else ())
+            module: Source(name, others=other_sources(module, name, config.experts))
             for module, name in cls.tensor_names.items()
         }
 

@@ -20,6 +20,7 @@ from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
 from .config.shares import Run
 from .layers import Linear, WeightMaker, stored_matrix
+from .recipe import Source
 
 
 def route(
@@ -45,6 +46,26 @@ def route(
     if config.renormalizes:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Routing(experts.astype(jnp.int32), weights * config.scale)
+
+
+def other_sources(module: str, name: str, experts: ExpertsConfig | None) -> tuple[Source, ...]:
+    """Return in which other forms checkpoints or trees hold a module, whose usual name is `name`.
+
+    One tensor [E, out, in] may be that of all experts, whose name has no expert's number. Modules of transformers 5
+    have such tensors, without ".weight" in their names, and gates and ups in one, gates first; and Mixtral's router has
+    another name there.
+    """
+    if experts is None:
+        return ()
+    if module.endswith(".mlp.router"):
+        in_memory = Source("model.layers.{i}.mlp.gate")
+        return () if name == in_memory.name else (in_memory,)
+    if ".{e}." not in module or ".{e}" not in name:
+        return ()
+    width, part = experts.width, module.rpartition(".")[2]
+    blocks = {"gate_proj": ((0, width),), "up_proj": ((width, 2 * width),)}.get(part)
+    joined = "model.layers.{i}.mlp.experts." + ("gate_up_proj" if blocks else part)
+    return Source(name.replace(".{e}", "")), Source(joined, blocks, ends={"weight": ""})
 
 
 class Router(Linear):

@@ -32,10 +32,10 @@ from ..families.table import model_class
 from ..formats.checkpoint import Checkpoint
 from ..layers import Axes
 from ..recipe import Piece, Recipes
+from .live_origins import Origins, weight_of
 from .live_tree import TreeLayout
-from .live_weights import LiveWeights, Origins
+from .live_weights import LiveWeights
 from .loading import abstract_weights, check_tensors, load_arrays, recipes_for
-from .weight_recipe import make_weight
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,15 @@ class CheckpointModule(nnx.Module):
             name = next(iter(checked.arrays))
             raise ModelLoadError(f"params: {name} is the path of an engine's weight, wanted Hugging Face names")
         for path, origin in plan.origins.items():
-            for name, name_in_tree in zip(origin.names, origins[path].names, strict=True):
-                param, array = self._param(name), checked.arrays[name_in_tree]
-                layer = origins[path].layer
-                param.set_value(_copied(array if layer is None else array[layer], param.get_value()))
+            for place, in_tree in zip(origin.places, origins[path].places, strict=True):
+                if len(place.names) != len(in_tree.names):
+                    names = " and ".join(in_tree.names)
+                    raise ModelLoadError(f"params: got {names}, wanted {' and '.join(place.names)} apart")
+                # A parameter that holds all experts is given as a whole.
+                index = in_tree.index[: len(in_tree.index) - len(place.index)]
+                for name, name_in_tree in zip(place.names, in_tree.names, strict=True):
+                    param = self._param(name)
+                    param.set_value(_copied(checked.arrays[name_in_tree][index], param.get_value()))
 
     def _param(self, name: str) -> Any:
         """Return the parameter of a tensor."""
@@ -180,10 +185,7 @@ def _decoder(origin: ModuleOrigin, tensors: Mapping[str, Array]) -> Decoder:
     """Return the family's module, with weights made of `tensors`, which may be traced."""
     plan = _plan(origin)
     leaves = dict(nnx.to_flat_state(plan.live.abstract.state))
-    made = {
-        path: leaves[path].replace(make_weight(weight.recipe, [tensors[name] for name in weight.names])[0])
-        for path, weight in plan.origins.items()
-    }
+    made = {path: leaves[path].replace(weight_of(weight, tensors)) for path, weight in plan.origins.items()}
     decoder: Decoder = nnx.merge(plan.live.abstract.graph, nnx.from_flat_state(made))
     return decoder
 
@@ -242,8 +244,10 @@ def _logical_axes(plan: _Plan) -> dict[str, Axes]:
         for piece in plan.recipes.pieces[path]:
             # The tensor of a matrix W is Wᵀ, unless it is stored transposed; other tensors are their weights.
             is_reversed = ("matrix" in metadata) is not piece.is_transposed
-            own = metadata["logical_axes"]
-            axes[piece.tensor] = tuple(reversed(own)) if is_reversed else own
+            of_experts, own = (), metadata["logical_axes"]
+            if "num_experts" in metadata:
+                of_experts, own = own[:1] if piece.expert is not None else (), own[1:]
+            axes[piece.tensor] = (*of_experts, *(reversed(own) if is_reversed else own))
     return axes
 
 

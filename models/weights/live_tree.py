@@ -16,6 +16,8 @@ from ..errors import ModelLoadError
 from ..formats.checkpoint import DTYPES, are_equal
 from ..formats.tree_checkpoint import TreeCheckpoint, is_on_host
 
+CODES_WITHOUT_NAN = "uint8", "int8", "int4", "float4_e2m1fn"
+"""Dtypes of codes that all stand for a number; the owner of bytes looks for others."""
 MAX_NAMED = 50
 """Faults of one kind that an error names; the rest is counted."""
 
@@ -95,7 +97,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     mixed_parts = [names for names in parts if len({fitting[name].dtype for name in names if name in fitting}) > 1]
     mixed_names = {name for names in mixed_parts for name in names}
     faults += _listed("of another dtype than other parts of one weight", mixed_names)
-    floats = {name: leaf for name, leaf in fitting.items() if wanted.codes.get(name) not in ("uint8", "int8", "int4")}
+    floats = {name: leaf for name, leaf in fitting.items() if wanted.codes.get(name) not in CODES_WITHOUT_NAN}
     faults += _listed("holding a NaN or an infinity", set(_not_finite(floats)))
     # A twin is compared only if both copies are there and fit. If not, that is a fault already, which is raised below.
     if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in needed:

@@ -1,8 +1,9 @@
 """Turns checked trees into the weights of a running engine, on its devices, one weight after the other.
 
 Recipes say which blocks of tensors make a weight (`models/recipe.py`). Here each distinct recipe is a program: it takes
-the tensors of one weight and returns the weight as it is stored: fused, in the backend's layout, and sharded. Layers of
-a model share programs, so there are few, and all are known before the first update.
+the tensors of one weight and returns the weight as it is stored: fused, in the backend's layout, and sharded. A weight
+of experts is made one expert after the other, by a program that puts an expert into the array of all. Layers of a model
+and experts share programs, so there are few, and all are known before the first update.
 """
 
 from __future__ import annotations
@@ -28,30 +29,22 @@ from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
-from ..recipe import Path, Piece
+from ..recipe import Path
 from .coded import check_given_codes, check_sizes, formats_of, refuse_floats
+from .live_origins import Origin, Origins, Place, names_of_forms, origins_of, own_origin, scales_path
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
-from .loading import Weights, recipes_for, with_value
+from .loading import Weights, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
 from .subtree import statistics_elsewhere as elsewhere
-from .weight_recipe import WeightRecipe, make_weight, recipe_of
+from .weight_recipe import WeightRecipe, make_weight, put_expert
 
 Key = Hashable
-CODE_DTYPES = "uint8", "int8", "int4", "float8_e4m3fn"
+CODE_DTYPES = "uint8", "int8", "int4", "float8_e4m3fn", "float4_e2m1fn"
 """The dtypes of matrices that are codes: bytes that native code reads, and arrays that XLA converts."""
+MAX_EXPERTS_PENDING = 8
+"""Experts of a weight whose tensors may take memory beside it at the same time, on their way to the devices."""
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Where the tensors of a weight are in a tree."""
-
-    recipe: WeightRecipe
-    names: tuple[str, ...]
-    layer: int | None = None
-    """The layer to take from arrays [L, …] of these names; None if each name is one layer's tensor."""
-
-
-Origins = dict[Path, _Origin]
 CheckedWeights = tuple[CheckedTree, Origins]
 """A tree without faults, and where each weight is in it."""
 
@@ -80,10 +73,19 @@ class LiveWeights:
         self._leaves = dict(nnx.to_flat_state(abstract.state))
         stats = (path for path, leaf in self._leaves.items() if isinstance(leaf, nnx.BatchStat))
         self._statistics = {".".join(map(str, path)) for path in stats}  # Names: a trainer may keep these apart.
-        own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
-        # Recipes do not depend on the names that a tree has, so the usual names serve here.
-        self._origins = {**self.checkpoint_origins(()), TreeLayout.OWN: own_origins}
-        recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
+        own_origins = {path: own_origin(path, leaf) for path, leaf in self._leaves.items()}
+        # Recipes depend on which form of several the tensors of experts have, and not on the names of other tensors.
+        self._own_origins = own_origins
+        forms = [self.checkpoint_origins(names) for names in names_of_forms(abstract)]
+        of_checkpoints = [origin for form in forms for origins in form.values() for origin in origins.values()]
+        # Whether an origin is under the engine's own paths, a recipe, and what its tensors are stacked in.
+        self._variants = dict.fromkeys(
+            (is_own, recipe, origin.stack_shape)
+            for is_own, origins in ((False, of_checkpoints), (True, own_origins.values()))
+            for origin in origins
+            for recipe in origin.recipes
+        )
+        recipes = dict.fromkeys(recipe for _, recipe, _ in self._variants)
         self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
     def check(self, tree: Any, present: Mapping[str, Any] = MappingProxyType({})) -> CheckedWeights:
@@ -102,14 +104,14 @@ class LiveWeights:
             arrays |= {name: present[name] for name in missing if name in present} | elsewhere(missing, leaves)
         # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
         # the tree fits no layout.
-        origins_of = {**self.checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
+        origins_of = {**self.checkpoint_origins(arrays), TreeLayout.OWN: self._own_origins}
         unread, twin = self._unread(arrays), self._twin(arrays)
         wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
         wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
         origins = origins_of[wanted.layout]
         if wanted.layout is not TreeLayout.OWN:
             refuse_floats(self._leaves.values())
-        checked = check_tree(arrays, wanted, [origin.names for origin in origins.values()])
+        checked = check_tree(arrays, wanted, [place.names for origin in origins.values() for place in origin.places])
         largest = dict[str, CodeFormat]()
         for path, origin in origins.items():
             if wanted.layout is TreeLayout.OWN:
@@ -129,7 +131,7 @@ class LiveWeights:
         no prefix counts, `model_prefixes` looks for a prefix of checkpoint names. Raises ModelLoadError if several
         prefixes remain. A tree without a prefix is returned as it is.
         """
-        own_names = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
+        own_names = {name for origin in self._own_origins.values() for name in origin.names}
         own_names = own_names - self._statistics or own_names  # A tree may lack these, or have them elsewhere.
         prefixes_seen = (
             name[:start] for name in arrays for start in starts_of_parts(name) if name[start:] in own_names
@@ -169,32 +171,67 @@ class LiveWeights:
         tree, origins = checked
         is_own = tree.layout is TreeLayout.OWN
         for path, origin in origins.items():
-            leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
-            paths = (path,) if recipe.scales is None else (path, _scales_path(path))
+            leaf = self._leaves[path]
+            paths = (path,) if origin.recipes[0].scales is None else (path, scales_path(path))
             old_arrays = [old for old in map(take, paths) if old is not None]
-            is_in_place = len(old_arrays) == len(paths)
-            sources = [_narrowed(tree.arrays[name]) for name in origin.names]
-            first = sources[0]  # All tensors of one weight have the same dtype; `check` has seen to that.
-            if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
+            if len(old_arrays) < len(paths):
+                for old in old_arrays:
+                    old.delete()
+                old_arrays = []
+            if origin.is_by_expert:
+                made = self._made_by_expert(tree, origin, program, tuple(old_arrays))
+                yield from (NewWeight(*each, is_borrowed=False) for each in zip(paths, made, strict=True))
+                continue
+            (place,) = origin.places
+            first = tree.arrays[place.names[0]]  # All tensors of one weight have the same dtype, as `check` has seen.
+            is_whole = place.recipe.is_copy and not place.index
+            if not copy and is_whole and isinstance(first, jax.Array) and _fits(first, leaf):
                 for old in old_arrays:
                     old.delete()  # No program takes the old array's memory, so it is freed here.
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
-            if layer is not None and not all(map(self._is_in_place, sources)):
-                sources, layer = [_layer_of(source, layer) for source in sources], None
             # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
             # arrays have the shape of their weight, and so its sharding.
-            tensors = [reshard(source, leaf.sharding if is_own else self._whole) for source in sources]
-            key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=is_in_place)
-            # A program takes old arrays first, if it reuses their memory, and the layer last, if tensors are stacked.
-            if not is_in_place:
-                for old in old_arrays:
-                    old.delete()
-                old_arrays = []
-            layer_argument = [] if layer is None else [np.int32(layer)]
-            made = program(key)(*old_arrays, tensors, *layer_argument)
-            for new_path, array in zip(paths, made, strict=True):
-                yield NewWeight(new_path, array, is_borrowed=False)
+            tensors, index = self._tensors(tree, place, leaf.sharding if is_own else self._whole)
+            dtype, stack_shape = tensors[0].dtype.name, origin.stack_shape if index else ()
+            key = self._key(place.recipe, dtype, stack_shape, is_own=is_own, is_in_place=bool(old_arrays))
+            # A program takes old arrays first, if it reuses their memory, and then tensors and where these lie.
+            made = program(key)(*old_arrays, tensors, *index)
+            yield from (NewWeight(*each, is_borrowed=False) for each in zip(paths, made, strict=True))
+
+    def _made_by_expert(
+        self,
+        tree: CheckedTree,
+        origin: Origin,
+        program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]],
+        old_arrays: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
+        """Return the arrays of all experts, in the memory of the old ones if there are any.
+
+        An expert's tensors may be on their way to the devices while the one before is put into its place; only some
+        experts are on their way at the same time.
+        """
+        arrays = old_arrays or program(self._zeros_key(origin.recipes[0]))()
+        for number, place in enumerate(origin.places):
+            tensors, index = self._tensors(tree, place, self._whole)
+            dtype, stack_shape = tensors[0].dtype.name, origin.stack_shape if index else ()
+            key = self._key(place.recipe, dtype, stack_shape, is_own=False, is_in_place=True)
+            arrays = program(key)(arrays, np.int32(number), tensors, *index)
+            if number % MAX_EXPERTS_PENDING == MAX_EXPERTS_PENDING - 1:
+                jax.block_until_ready(arrays)
+        return arrays
+
+    def _tensors(
+        self, tree: CheckedTree, place: Place, sharding: jax.sharding.Sharding
+    ) -> tuple[list[jax.Array], tuple[np.int32, ...]]:
+        """Return the arrays of a place as programs take them, and where the tensors lie along their first axes.
+
+        Stacked arrays that do not lie whole on each device are cut first, and there is nothing left to take then.
+        """
+        arrays, index = [tree.arrays[name] for name in place.names], place.index
+        if index and not all(map(self._is_in_place, arrays)):
+            arrays, index = [_part_of(array, index) for array in arrays], ()
+        return [reshard(_narrowed(array), sharding) for array in arrays], tuple(map(np.int32, index))
 
     def weights(
         self, checked: CheckedWeights, program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]]
@@ -208,61 +245,67 @@ class LiveWeights:
         """Return, for each key of a program that makes a weight, a function that lowers the program.
 
         There are two programs for each recipe, each dtype of its tensors, and each layout of a tree: one allocates the
-        weight, and the other reuses the memory of the old weight. All layers with equal recipes have the same keys, so
-        a model of 32 equal layers has as many programs as a model of one. Nothing is lowered or compiled here: the
-        caller calls a function when the program is needed, and compiles what it returns.
+        weight, and the other reuses the memory of the old weight. Experts are put into an array that is there, and one
+        program makes it. All layers with equal recipes have the same keys, so a model of 32 equal layers has as many
+        programs as a model of one. Nothing is lowered or compiled here: the caller calls a function when the program is
+        needed, and compiles what it returns.
         """
         lower_by_key: dict[Key, Callable[[], jax.stages.Lowered]] = {}
-        for layout, origins in self._origins.items():
-            for origin, dtype, is_in_place in product(origins.values(), (*DTYPES, *CODE_DTYPES), (False, True)):
-                recipe, is_stacked = origin.recipe, origin.layer is not None
-                is_own = layout is TreeLayout.OWN
+        for is_own, recipe, stack_shape in self._variants:
+            if recipe.num_experts is not None:
+                lower_by_key[self._zeros_key(recipe)] = partial(_lower_zeros, recipe)
+            # Stacks that lie elsewhere are cut before a program takes them.
+            shapes = dict.fromkeys([(), stack_shape])
+            in_place = (True,) if recipe.num_experts is not None else (False, True)
+            for shape, dtype, is_in_place in product(shapes, (*DTYPES, *CODE_DTYPES), in_place):
                 given = recipe.dtype.name if is_own and recipe.dtype.name in CODE_DTYPES else None
                 if dtype != given if given else dtype in CODE_DTYPES:
                     continue  # Codes are given as they are stored, and floats are not.
-                key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
+                key = self._key(recipe, dtype, shape, is_own=is_own, is_in_place=is_in_place)
                 tensor_sharding = recipe.sharding if is_own else self._whole
-                num_stacked = self._num_layers if is_stacked else None
-                lower_by_key[key] = partial(
-                    self._lower, recipe, dtype, tensor_sharding, num_stacked, is_in_place=is_in_place
-                )
+                lower_by_key[key] = partial(self._lower, recipe, dtype, tensor_sharding, shape, is_in_place=is_in_place)
         return lower_by_key
 
-    def _key(self, recipe: WeightRecipe, dtype: str, is_own: bool, *, is_stacked: bool, is_in_place: bool) -> Key:
+    def _key(
+        self, recipe: WeightRecipe, dtype: str, stack_shape: tuple[int, ...], *, is_own: bool, is_in_place: bool
+    ) -> Key:
         """Return the key of a program. `is_own` is part of it since tensors under the engine's own paths are sharded
         like their weights, and all other tensors lie whole on each device."""
-        return "update", self._recipe_ids[recipe], dtype, is_own, is_stacked, is_in_place
+        return "update", self._recipe_ids[recipe], dtype, is_own, stack_shape, is_in_place
 
-    @property
-    def _num_layers(self) -> int:
-        """Return the L of arrays [L, …]; only a model with a config may be given in such arrays."""
-        assert self.abstract.config is not None
-        return self.abstract.config.num_layers
+    def _zeros_key(self, recipe: WeightRecipe) -> Key:
+        """Return the key of the program that makes the array into which experts are put."""
+        return "update", self._recipe_ids[recipe], "zeros"
 
     def _lower(
         self,
         recipe: WeightRecipe,
         dtype: str,
         tensor_sharding: jax.sharding.Sharding,
-        num_stacked: int | None,
+        stack_shape: tuple[int, ...],
         *,
         is_in_place: bool,
     ) -> jax.stages.Lowered:
         """Return the lowered program, not compiled yet, that makes a weight of tensors with this dtype and sharding.
 
-        The program takes the list of the tensors in `recipe`, and returns the tuple of the weight's arrays. If
-        `num_stacked` is not None, the tensors are arrays [L, …] of that many layers, and the program also takes the
-        layer's index, as the last argument. With `is_in_place` it also takes the old arrays, as the first arguments,
-        and returns the new ones in their memory. So with both the arguments are (old arrays …, tensors, layer).
+        The program takes the list of the tensors in `recipe`, and returns the tuple of the weight's arrays. With a
+        `stack_shape`, of [L], [E] or [L, E], the tensors are arrays of so many, and the program also takes the numbers
+        of the layer and of the expert, as the last arguments. With `is_in_place` it also takes the old arrays, as the
+        first arguments, and returns the new ones in their memory. So with both the arguments are (old arrays …,
+        tensors, layer). A program that puts an expert into the arrays of all takes these as a tuple, and then its
+        number.
         """
-        stack_shape = () if num_stacked is None else (num_stacked,)
         shapes = [
             jax.ShapeDtypeStruct((*stack_shape, *shape), dtype, sharding=tensor_sharding) for shape in recipe.tensors
         ]
-        layer = [] if num_stacked is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+        index = [number] * len(stack_shape)
         shardings, num_arrays = tuple(array.sharding for array in recipe.arrays), len(recipe.arrays)
+        if recipe.num_experts is not None:
+            put = jax.jit(partial(put_expert, recipe), out_shardings=shardings, donate_argnums=0)
+            return put.lower(recipe.arrays, number, shapes, *index)
         if not is_in_place:
-            return jax.jit(partial(make_weight, recipe), out_shardings=shardings).lower(shapes, *layer)
+            return jax.jit(partial(make_weight, recipe), out_shardings=shardings).lower(shapes, *index)
         # The old arrays are never read. They are arguments so that their memory can be donated to the results.
         run = jax.jit(
             lambda *arguments: make_weight(recipe, *arguments[num_arrays:]),
@@ -270,7 +313,7 @@ class LiveWeights:
             donate_argnums=tuple(range(num_arrays)),
             keep_unused=True,
         )
-        return run.lower(*recipe.arrays, shapes, *layer)
+        return run.lower(*recipe.arrays, shapes, *index)
 
     def _is_in_place(self, array: Any) -> bool:
         """Return whether an array already lies whole on each device of the mesh, as programs expect."""
@@ -315,18 +358,18 @@ class LiveWeights:
         shapes: dict[str, tuple[int, ...]] = {}
         for origin in origins.values():
             # In stacked trees, all layers share one array [layers, …], and each layer gives the same entry.
-            stack_shape = () if origin.layer is None else (self._num_layers,)
-            for name, shape in zip(origin.names, origin.recipe.tensors, strict=True):
-                shapes[name] = (*stack_shape, *shape)
+            for place in origin.places:
+                for name, shape in zip(place.names, place.recipe.tensors, strict=True):
+                    shapes[name] = (*origin.stack_shape, *shape)
         is_own = layout is TreeLayout.OWN
         # Without a config the model is a caller's own module. Its tree may hold float64, numpy's default and JAX's with
         # x64; the method `make` converts it to float32.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
         codes = {
-            name: origin.recipe.dtype.name
+            name: origin.recipes[0].dtype.name
             for origin in origins.values()
             for name in origin.names
-            if is_own and origin.recipe.dtype.name in CODE_DTYPES
+            if is_own and origin.recipes[0].dtype.name in CODE_DTYPES
         }
         return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes, codes)
 
@@ -335,42 +378,25 @@ class LiveWeights:
 
         In TENSORS each name is one tensor of one layer, such as "model.layers.3.mlp.down_proj.weight". In STACKED a
         name without the layer's number is an array [L, …] of all layers, of which the weight takes its layer. Both have
-        the same recipe. Scales that are made with their codes have no origin of their own. Families have alternative
-        names for some tensors: those in `names_in_tree` are used.
+        the same recipes. Families have alternative names for some tensors, and forms for those of experts: those in
+        `names_in_tree` are used.
         """
         config = self.abstract.config
         if config is None:
             return {}
-        recipes = recipes_for(self.abstract, config, names_in_tree)
-        tensors, stacked = dict[Path, _Origin](), dict[Path, _Origin]()
-        for path, pieces in recipes.pieces.items():
-            if "is_scales" in self._leaves[path].get_metadata():
-                continue  # They are made with the codes, of the same tensors.
-            names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
-            # Recipes name tensors by index and not by name, so that the layers of a model have equal recipes.
-            numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
-            shapes = tuple(recipes.shapes[name] for name in names)
-            recipe = recipe_of(self._leaves[path], self._leaves.get(_scales_path(path)), shapes, numbered)
-            layer = recipes.stacked[names[0]].layer  # All tensors of a weight belong to its layer.
-            tensors[path] = _Origin(recipe, names)
-            stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
-        return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
+        return dict(
+            zip((TreeLayout.TENSORS, TreeLayout.STACKED), origins_of(self.abstract, names_in_tree), strict=True)
+        )
 
 
-def _scales_path(path: Path) -> Path:
-    """Return where the scales of the codes at `path` are."""
-    return (*path[:-1], "scales")
-
-
-def _own_origin(path: Path, leaf: Any) -> _Origin:
-    """Return where a weight is in a tree under the engine's own paths: one array of the weight's own shape.
-
-    It is copied as it is stored, so the recipe has no `matrix` and no `ops`.
-    """
-    whole = tuple((0, size) for size in leaf.shape)
-    shape = tuple(leaf.shape)
-    recipe = WeightRecipe((shape,), (Piece("0", whole, whole),), shape, np.dtype(leaf.dtype), leaf.sharding)
-    return _Origin(recipe, (".".join(map(str, path)),))
+def _lower_zeros(recipe: WeightRecipe) -> jax.stages.Lowered:
+    """Return the lowered program that makes arrays of zeros for the weights of all experts."""
+    arrays = recipe.arrays
+    make = jax.jit(
+        lambda: tuple(jnp.zeros(array.shape, array.dtype) for array in arrays),
+        out_shardings=tuple(array.sharding for array in arrays),
+    )
+    return make.lower()
 
 
 def _narrowed(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
@@ -378,15 +404,17 @@ def _narrowed(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _layer_of(stack: np.ndarray | jax.Array, layer: int) -> np.ndarray | jax.Array:
-    """Return one layer of an array [L, …], where the array lies."""
-    return stack[layer] if isinstance(stack, np.ndarray) else _layer_on_device(stack, np.int32(layer))
+def _part_of(stack: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarray | jax.Array:
+    """Return one layer, expert, or both, of an array [L, …], [E, …] or [L, E, …], where the array lies."""
+    return stack[index] if isinstance(stack, np.ndarray) else _part_on_device(stack, tuple(map(np.int32, index)))
 
 
 @jax.jit
-def _layer_on_device(stack: jax.Array, layer: jax.Array) -> jax.Array:
-    """Return one layer; all layers share a program."""
-    return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+def _part_on_device(stack: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+    """Return one layer or expert; all of them share a program."""
+    for number in index:
+        stack = lax.dynamic_index_in_dim(stack, number, keepdims=False)
+    return stack
 
 
 def _fits(array: jax.Array, leaf: Any) -> bool:

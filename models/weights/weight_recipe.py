@@ -1,8 +1,12 @@
-"""How tensors on a device become one weight: pieces of them, fused, and stored as layer operations want it."""
+"""How tensors on a device become one weight: pieces of them, fused, and stored as layer operations want it.
+
+The weights of experts are one array, in which those of an expert are a part of the first axis, however they are stored.
+Each is made by itself, of its own tensors, so that all experts share a small program.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...pallas_kernels.code_formats import CodeParts
+from ...pallas_kernels.code_formats import CodeFormat, CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
 from ..recipe import Bounds, Piece
 from .code_arrays import Blocks, HeldCodes, quantized_blocks
@@ -20,7 +24,7 @@ from .code_arrays import Blocks, HeldCodes, quantized_blocks
 class WeightRecipe:
     """How tensors become one weight: their shapes, the pieces they are cut into, and how the weight is stored.
 
-    Weights with equal recipes share a program.
+    Weights with equal recipes share a program. With `num_experts` all but its arrays are those of one expert's weight.
     """
 
     tensors: tuple[tuple[int, ...], ...]
@@ -41,6 +45,8 @@ class WeightRecipe:
     scales: jax.ShapeDtypeStruct | None = None
     """Shape, dtype and sharding of the scales of such a matrix; `shape`, `dtype` and `sharding` are those of its codes.
     """
+    num_experts: int | None = None
+    """Number of experts whose weights make up the first axis of the arrays; None for other weights."""
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -49,17 +55,29 @@ class WeightRecipe:
         return (first,) if self.scales is None else (first, self.scales)
 
     @property
+    def of_expert(self) -> WeightRecipe:
+        """Return the recipe of one expert's weight, a part of the arrays."""
+        assert self.num_experts is not None, "a weight of experts"
+        shape = self.shape[0] // self.num_experts, *self.shape[1:]
+        scales = None if self.scales is None else self.scales.update(shape=(1, *self.scales.shape[1:]))
+        return replace(self, shape=shape, scales=scales, num_experts=None)
+
+    @property
     def is_copy(self) -> bool:
         """Return whether the weight is one whole tensor, unchanged but for its dtype."""
         whole = tuple((0, size) for size in self.shape)
-        return self.matrix is None and self.held is None and self.pieces == (Piece("0", whole, whole),)
+        is_plain = self.matrix is None and self.held is None and self.num_experts is None
+        return is_plain and self.pieces == (Piece("0", whole, whole),)
 
 
-def recipe_of(leaf: Any, scales: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
+def recipe_of(
+    leaf: Any, scales: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...], *, first_piece: int = 0
+) -> WeightRecipe:
     """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes.
 
     `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer. `scales` has
-    those of the scales that are made with it; it is None for a weight without any.
+    those of the scales that are made with it; it is None for a weight without any. For a weight of experts `pieces` are
+    those of one of them, which begin with number `first_piece` among all of the weight.
     """
     metadata = leaf.get_metadata()
     stored: dict[str, Any] = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
@@ -67,24 +85,46 @@ def recipe_of(leaf: Any, scales: Any, shapes: tuple[tuple[int, ...], ...], piece
         stored |= {"held": metadata["held"], "scales": scales.get_value()}
     elif "code_parts" in metadata:
         stored["codes"] = metadata["code_parts"], metadata["decoded_dtype"]
+    if (num_experts := metadata.get("num_experts")) is not None:
+        stored["num_experts"] = num_experts
+        if "matrix" in stored:
+            num_in, num_out = stored["matrix"]
+            stored["matrix"] = num_in, num_out // num_experts
+        if "codes" in stored:
+            code_parts, decoded_dtype = stored["codes"]
+            stored["codes"] = _first_columns(code_parts, stored["matrix"][1]), decoded_dtype
+        if "held" in stored:
+            held = stored["held"]
+            arrays, formats = replace(held.arrays, num_experts=1), held.formats
+            stored["held"] = replace(held, arrays=arrays, formats=formats[first_piece : first_piece + len(pieces)])
     return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
 
 
-def make_weight(
-    recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None
-) -> tuple[jax.Array, ...]:
+def _first_columns(parts: CodeParts, num_columns: int) -> CodeParts:
+    """Return the formats of the first columns of a matrix; experts whose weights are bytes all have the same."""
+    first = list[tuple[CodeFormat, int]]()
+    for code_format, size in parts:
+        if num_columns:
+            first.append((code_format, min(size, num_columns)))
+            num_columns -= first[-1][1]
+    return tuple(first)
+
+
+def make_weight(recipe: WeightRecipe, tensors: list[jax.Array], *index: Any) -> tuple[jax.Array, ...]:
     """Return the arrays of the weight that `tensors` make by `recipe`, as they are stored: one, or codes and scales.
 
     A piece names its tensor by an index into `tensors`, and copies the bounds `source` of the tensor to the bounds
-    `target` of the weight. With `layer` the tensors are arrays [L, …], of which that layer is taken. A matrix W is put
-    together as Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it; if it is stored as codes, it
-    is quantized. Parts that no piece covers are zero.
+    `target` of the weight. With an `index` of one or two numbers, the tensors are those at these places along the first
+    axes of the arrays: arrays [L, …] and a layer, or [L, E, …] and a layer and an expert. A matrix W is put together as
+    Wᵀ, in which pieces are counted, and then stored as `recipe.ops` wants it; if it is stored as codes, it is
+    quantized. Parts that no piece covers are zero.
     """
-    if layer is not None:
-        tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
+    for number in index:
+        tensors = [lax.dynamic_index_in_dim(tensor, number, keepdims=False) for tensor in tensors]
     if recipe.held is not None:
         return _held_weight(recipe, recipe.held, tensors)
-    shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
+    # The pieces of a matrix are counted in Wᵀ, and those of an expert's biases [1, out] in a vector.
+    shape = recipe.matrix[::-1] if recipe.matrix is not None else recipe.shape[-len(recipe.pieces[0].target) :]
     dtype = recipe.dtype if recipe.codes is None else tensors[0].dtype
     blocks = []
     for piece in recipe.pieces:
@@ -96,7 +136,18 @@ def make_weight(
     if recipe.ops is not None:
         weight = recipe.ops.store(weight.T)
     # A weight that is a tensor as it is would be the caller's own array, which the caller may donate or delete later.
-    return (jnp.copy(weight),)
+    return (jnp.copy(weight.reshape(recipe.shape)),)
+
+
+def put_expert(
+    recipe: WeightRecipe, arrays: tuple[jax.Array, ...], expert: jax.Array, tensors: list[jax.Array], *index: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the arrays of all experts with one expert's part replaced by what `make_weight` makes of `tensors`."""
+    made = make_weight(recipe.of_expert, tensors, *index)
+    return tuple(
+        lax.dynamic_update_slice_in_dim(array, part, expert * part.shape[0], 0)
+        for array, part in zip(arrays, made, strict=True)
+    )
 
 
 def _held_weight(recipe: WeightRecipe, held: HeldCodes, tensors: list[jax.Array]) -> tuple[jax.Array, ...]:

@@ -1,0 +1,175 @@
+"""Where each weight of a model is in a tree of arrays: the names of its tensors, and its place in arrays of several.
+
+A tree has one array for each tensor of a checkpoint, or one for the tensors of all layers, of all experts, or of both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..errors import ModelLoadError
+from ..families.table import model_class
+from ..recipe import Path, Piece
+from .loading import Weights, recipes_for
+from .weight_recipe import WeightRecipe, make_weight, recipe_of
+
+
+class Place(NamedTuple):
+    """Where the tensors of a weight, or of one of its experts, are in a tree."""
+
+    recipe: WeightRecipe
+    names: tuple[str, ...]
+    index: tuple[int, ...] = ()
+    """Where they lie along the first axes of the arrays of these names: a layer, an expert, or both; () if each array
+    is a tensor."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the tensors of a weight are in a tree."""
+
+    places: tuple[Place, ...]
+    """One place, or one for each expert of the model."""
+    stack_shape: tuple[int, ...] = ()
+    """Sizes of the first axes of the arrays, before those of the recipe's tensors: layers, experts, or both."""
+
+    @property
+    def recipes(self) -> list[WeightRecipe]:
+        """Return the distinct recipes of the places; those of the experts of a weight are nearly always one."""
+        return list({id(place.recipe): place.recipe for place in self.places}.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all its arrays."""
+        return tuple(dict.fromkeys(name for place in self.places for name in place.names))
+
+    @property
+    def is_by_expert(self) -> bool:
+        """Return whether the weight is made one expert after the other."""
+        return self.places[0].recipe.num_experts is not None
+
+
+Origins = dict[Path, Origin]
+
+
+def origins_of(abstract: Weights, names_in_tree: Collection[str]) -> tuple[Origins, Origins]:
+    """Return where each weight is in trees of a checkpoint's tensors, and in such trees with the layers stacked.
+
+    In the latter a name without the layer's number is an array [L, …] of all layers that have such a tensor, in order,
+    of which the weight takes its layer. Scales that are made with their codes have no origin of their own. Families
+    have alternative names for some tensors, and forms for those of experts: those in `names_in_tree` are used.
+    """
+    leaves, config = dict(nnx.to_flat_state(abstract.state)), abstract.config
+    assert config is not None, "names of checkpoints are known by the model's family"
+    recipes = recipes_for(abstract, config, names_in_tree)
+    layers_of = defaultdict[str, set[int]](set)
+    for stack in recipes.stacked.values():
+        if stack.layer is not None:
+            layers_of[stack.name].add(stack.layer)
+    tensors, stacked = dict[Path, Origin](), dict[Path, Origin]()
+    for path, pieces in recipes.pieces.items():
+        if "is_scales" in leaves[path].get_metadata():
+            continue  # They are made with the codes, of the same tensors.
+        tensors[path] = _origin_of(leaves[path], leaves.get(scales_path(path)), pieces, recipes.shapes)
+        first = recipes.stacked[pieces[0].tensor]  # All tensors of a weight belong to its layer.
+        # Arrays have the layers of one kind, such as those with experts, in order.
+        layers = sorted(layers_of[first.name])
+        index = () if first.layer is None else (layers.index(first.layer),)
+        places = tuple(
+            place._replace(
+                names=tuple(recipes.stacked[name].name for name in place.names), index=(*index, *place.index)
+            )
+            for place in tensors[path].places
+        )
+        sizes = (len(layers),) * len(index)
+        stacked[path] = Origin(places, (*sizes, *tensors[path].stack_shape))
+    return tensors, stacked
+
+
+def names_of_forms(abstract: Weights) -> list[list[str]]:
+    """Return names of tensors that select each form in which the model's family may store its weights."""
+    config = abstract.config
+    if config is None:
+        return []
+    forms_of = [(source, *source.others) for source in model_class(config.architecture).sources(config).values()]
+    return [
+        [
+            forms[number].tensor(variable, {"e": 0}, has_layer=False)
+            for forms in forms_of
+            for variable in ("weight", "bias")
+            if 0 < number < len(forms)
+        ]
+        for number in range(max(map(len, forms_of)))
+    ]
+
+
+def _origin_of(leaf: Any, scales: Any, pieces: tuple[Piece, ...], shapes: Mapping[str, tuple[int, ...]]) -> Origin:
+    """Return where a weight is in a tree of a checkpoint's tensors, which have these shapes.
+
+    Recipes name tensors by index and not by name, and count an expert's pieces from its first row, so that the layers
+    of a model, and its experts, have equal recipes.
+    """
+    metadata, places, known = leaf.get_metadata(), list[Place](), dict[Any, WeightRecipe]()
+    num_rows, held = metadata.get("rows_of_expert"), metadata.get("held")
+    first_piece = 0
+    # The pieces of an expert follow each other.
+    for number, group in groupby(pieces, lambda piece: 0 if num_rows is None else piece.target[0][0] // num_rows):
+        of_one = tuple(group)
+        names = tuple(dict.fromkeys(piece.tensor for piece in of_one))
+        experts = tuple(dict.fromkeys(piece.expert for piece in of_one))
+        if len(experts) > 1:
+            both = " and ".join(names)
+            raise ModelLoadError(f"params: got {both}, one of an expert and one of all, wanted one form for both")
+        first_row = number * (num_rows or 0)
+        numbered = tuple(_of_one(piece, names.index(piece.tensor), first_row) for piece in of_one)
+        index = () if experts[0] is None else (experts[0],)
+        tensor_shapes = tuple(shapes[name][len(index) :] for name in names)
+        key = numbered, tensor_shapes, held and held.formats[first_piece : first_piece + len(of_one)]
+        if key not in known:
+            known[key] = recipe_of(leaf, scales, tensor_shapes, numbered, first_piece=first_piece)
+        places.append(Place(known[key], names, index))
+        first_piece += len(of_one)
+    return Origin(tuple(places), shapes[pieces[0].tensor][: len(places[0].index)])
+
+
+def _of_one(piece: Piece, tensor: int, first_row: int) -> Piece:
+    """Return a piece of one expert's weight, whose tensor has a number, in the weight's own rows."""
+    bounds = piece.target
+    if bounds:  # A scalar has none.
+        (start, stop), *columns = bounds
+        bounds = (start - first_row, stop - first_row), *columns
+    return replace(piece, tensor=str(tensor), target=bounds, expert=None)
+
+
+def scales_path(path: Path) -> Path:
+    """Return where the scales of the codes at `path` are."""
+    return (*path[:-1], "scales")
+
+
+def own_origin(path: Path, leaf: Any) -> Origin:
+    """Return where a weight is in a tree under the engine's own paths: one array of the weight's own shape.
+
+    It is copied as it is stored, so the recipe has no `matrix` and no `ops`.
+    """
+    whole = tuple((0, size) for size in leaf.shape)
+    shape = tuple(leaf.shape)
+    recipe = WeightRecipe((shape,), (Piece("0", whole, whole),), shape, np.dtype(leaf.dtype), leaf.sharding)
+    return Origin((Place(recipe, (".".join(map(str, path)),)),))
+
+
+def weight_of(origin: Origin, tensors: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the array of a weight of floats, on one device, made of tensors by their names, which may be traced."""
+    made = list[jax.Array]()
+    for place in origin.places:
+        recipe = place.recipe.of_expert if origin.is_by_expert else place.recipe
+        made += make_weight(recipe, [tensors[name] for name in place.names], *place.index)
+    return jnp.concatenate(made) if origin.is_by_expert else made[0]

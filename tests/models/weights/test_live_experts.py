@@ -1,0 +1,178 @@
+"""Trees of a sparse model become the very weights that loading gives, with experts apart or in one array."""
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.models.errors import ModelLoadError
+from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.at_load import QuantizedCheckpoint
+from jpaged.models.weights.coded import stored_formats
+from jpaged.models.weights.live_weights import LiveWeights
+from jpaged.models.weights.loading import Weights, abstract_weights, load_weights
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.sharding import device_mesh
+
+from ... import quick_compile
+from .test_live_weights import GOLDEN, compiled, tensors_of
+
+ROOT = Path(__file__).parents[3]
+Tree = dict[str, np.ndarray]
+
+
+def live_and_loaded(
+    name: str,
+    ops: LayerOps = XLA_OPS,
+    dtype: str = "float32",
+    *,
+    quantization: str | None = None,
+    num_devices: int = 1,
+) -> tuple[LiveWeights, Weights]:
+    config, _ = open_checkpoint(GOLDEN / name)
+    checkpoint = TreeCheckpoint(tensors_of(name))
+    if quantization is not None:
+        checkpoint = QuantizedCheckpoint(checkpoint, quantization)
+    mesh = device_mesh(jax.devices("cpu")[:num_devices])
+    abstract = abstract_weights(config, dtype, mesh, ops, stored_formats(checkpoint))
+    return LiveWeights(abstract, mesh), load_weights(abstract, config, checkpoint)
+
+
+def joined(tree: Tree, pattern: str, name: str) -> Tree:
+    """Return a tree in which all tensors that differ in a number of their names are one array, in its order."""
+    arrays = defaultdict[str, dict[int, np.ndarray]](dict)
+    others = {}
+    for key, leaf in tree.items():
+        if match := re.search(pattern, key):
+            arrays[key.replace(match[0], name)][int(match[1])] = leaf
+        else:
+            others[key] = leaf
+    return others | {key: np.stack([leaves[i] for i in sorted(leaves)]) for key, leaves in arrays.items()}
+
+
+def of_all_experts(tree: Tree) -> Tree:
+    return joined(tree, r"\.experts\.(\d+)\.", ".experts.")
+
+
+def of_all_layers(tree: Tree) -> Tree:
+    return joined(tree, r"\.layers\.(\d+)\.", ".layers.")
+
+
+def in_memory_of_transformers(tree: Tree) -> Tree:
+    """Return a tree of a module of transformers 5: gates and ups of all experts in one array [E, 2 F, D]."""
+    for old, new in (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        tree = {name.replace(old, new): leaf for name, leaf in tree.items()}
+    found = {}
+    for name, leaf in of_all_experts(tree).items():
+        if ".experts." not in name:
+            found[name] = leaf
+        elif name.endswith("down_proj.weight"):
+            found[name.removesuffix(".weight")] = leaf
+        elif name.endswith("gate_proj.weight"):
+            ups = of_all_experts(tree)[name.replace("gate_proj", "up_proj")]
+            found[name.replace("gate_proj.weight", "gate_up_proj")] = np.concatenate([leaf, ups], axis=1)
+    return found
+
+
+def check_equal(made: Weights, loaded: Weights) -> None:
+    for (path, leaf), (_, wanted) in zip(nnx.to_flat_state(made.state), nnx.to_flat_state(loaded.state), strict=True):
+        assert (leaf.dtype, leaf.sharding) == (wanted.dtype, wanted.sharding)
+        assert np.array_equal(np.asarray(leaf[...]), np.asarray(wanted[...])), path
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_some_dense_window", "gpt_oss"])
+@pytest.mark.parametrize(("ops", "dtype"), [(XLA_OPS, "float32"), (NATIVE_OPS, "bfloat16")], ids=["xla", "native"])
+def test_a_tree_becomes_what_is_loaded_in_the_memory_of_the_old_weights(name: str, ops: LayerOps, dtype: str) -> None:
+    """Layers and experts are apart, or together in one array each or in one for both; some layers have no experts."""
+    live, loaded = live_and_loaded(name, ops, dtype)
+    tensors, program = tensors_of(name), compiled(live)
+    trees = [tensors, of_all_layers(tensors)]
+    if name != "gpt_oss":  # Its own tensors are those of all experts.
+        of_all, in_memory = of_all_experts(tensors), in_memory_of_transformers(tensors)
+        trees += [of_all, of_all_layers(of_all), in_memory, of_all_layers(in_memory)]
+    made = live.weights(live.check(loaded.state), program)
+    check_equal(made, loaded)
+    for number, tree in enumerate(trees):
+        on_device = jax.tree.map(jnp.asarray, tree) if number % 2 else tree
+        old = {path: leaf[...] + 1 for path, leaf in nnx.to_flat_state(made.state)}
+        new = {each.path: each.array for each in live.make(live.check(on_device), program, take=old.get, copy=True)}
+        assert all(leaf.is_deleted() for leaf in old.values()), "their memory is that of the new ones"
+        leaves = [(path, leaf.replace(new[path])) for path, leaf in nnx.to_flat_state(made.state)]
+        check_equal(Weights(made.graph, nnx.from_flat_state(leaves), None, ()), loaded)
+
+
+def test_programs_are_as_many_for_each_number_of_experts_and_take_the_tensors_of_one() -> None:
+    live, _ = live_and_loaded("qwen2_moe")
+    program, keys = compiled(live), list()
+    live.weights(live.check(tensors_of("qwen2_moe")), lambda key: keys.append(key) or program(key))
+    per_key = {key: keys.count(key) for key in keys}
+    num_experts = live.abstract.config.experts.num_experts
+    assert num_experts == 60
+    put = [key for key, count in per_key.items() if count >= num_experts]
+    assert len(put) == 2, "one for gate and up, and one for down"
+    for key in put:
+        arrays, _, tensors, *_ = program(key).args_info[0]
+        assert len(jax.tree.leaves(arrays)) == 1
+        assert len(jax.tree.leaves(tensors)) <= 2
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+def test_experts_are_quantized_to_the_codes_that_loading_makes(quantization: str) -> None:
+    live, loaded = live_and_loaded("mixtral", quantization=quantization)
+    made = live.weights(live.check(of_all_layers(tensors_of("mixtral"))), compiled(live))
+    check_equal(made, loaded)
+    assert any(
+        path[-2:] == ("gate_up_proj", "scales") and leaf.ndim > 1 for path, leaf in nnx.to_flat_state(made.state)
+    )
+
+
+OVER_DEVICES = """
+import jax
+from jpaged.sharding import device_mesh, replicated
+from tests.models.weights.test_live_experts import check_equal, compiled, live_and_loaded, of_all_experts, tensors_of
+whole, tree = replicated(device_mesh(jax.devices()[:4])), of_all_experts(tensors_of("mixtral"))
+on_devices = {name: jax.device_put(leaf, whole) for name, leaf in tree.items()}
+for quantization, arrays in ((None, tree), ("int8", on_devices)):
+    live, loaded = live_and_loaded("mixtral", quantization=quantization, num_devices=4)
+    check_equal(live.weights(live.check(arrays), compiled(live)), loaded)
+"""
+
+
+def test_experts_are_put_into_their_places_on_several_devices() -> None:
+    environment = quick_compile.environment("--xla_force_host_platform_device_count=4") | {"NPROC": "16"}
+    command = [sys.executable, "-c", OVER_DEVICES]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_missing_expert_is_named_and_forms_are_not_mixed() -> None:
+    live, _ = live_and_loaded("mixtral")
+    tree = tensors_of("mixtral")
+    missing = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    with pytest.raises(ModelLoadError, match=f"missing: {re.escape(missing)};"):
+        live.check({name: leaf for name, leaf in tree.items() if name != missing})
+    of_all = of_all_experts(tree)
+    gates = "model.layers.0.block_sparse_moe.experts.w1.weight"
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(gates)} has shape \(3, .* wanted \(4, "):
+        live.check({**of_all, gates: of_all[gates][:3]})
+    apart = {name: leaf for name, leaf in tree.items() if ".w1." not in name}
+    with pytest.raises(ModelLoadError, match="one of an expert and one of all, wanted one form"):
+        live.check({**apart, **{name: leaf for name, leaf in of_all.items() if ".w1." in name}})
+
+
+def test_routers_stay_float32_whatever_dtype_a_tree_has() -> None:
+    live, _ = live_and_loaded("mixtral", dtype="bfloat16")
+    tree = {name: leaf.astype(jnp.bfloat16) for name, leaf in tensors_of("mixtral").items()}
+    made = live.weights(live.check(tree), compiled(live))
+    dtypes = {path[-2]: leaf.dtype.name for path, leaf in nnx.to_flat_state(made.state)}
+    assert dtypes["router"] == "float32"
+    assert {dtype for module, dtype in dtypes.items() if module != "router"} == {"bfloat16"}
