@@ -183,8 +183,9 @@ class AbstractEngine:
             return None
         stored: KVScales | None = None
         if checkpoint is not None:
+            assert not isinstance(self.model, OwnModel)  # A caller's own model has no files.
             heads = layout.num_kv_heads, layout.head_size
-            stored = read_page_scales(checkpoint, spec.layers, *heads, layout.dtype.name)
+            stored = read_page_scales(checkpoint, self.model, *heads, layout.dtype.name)
         source = "of the checkpoint" if stored is not None else "measured on the built-in text"
         if stored is None and encode is None:
             source = "measured on random token ids, since there is no tokenizer"

@@ -4,30 +4,35 @@
     model.layers.0.self_attn.k_proj.output_scale   v_proj.output_scale     of llm-compressor; also k_proj.k_scale
     model.layers.0.self_attn.kv_scale                      one for both
 
-They are those of float8_e4m3fn: a scale times 448 is the largest number that was found. Another dtype of pages gets
-scales with the same range.
+A scale times 448 is the largest number that was found, as in float8_e4m3fn; times 127, as in int8, where config.json
+says that the numbers are integers. Another dtype of pages gets scales with the same range.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, kv_scales, largest_number
-from ..config.spec import AttentionLayer
+from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
+from ..fields import Fields
 from ..formats.checkpoint import Checkpoint, CheckpointView
+from ..formats.files import CONFIG_FILE
+from ..formats.quantization import CONFIG_KEYS
 from ..kv_ranges import WAY_OUT
 
 _NAME = re.compile(
     r"\.(?P<layer>\d+)\.(?:self_attn|attn|attention|self_attention)\."
     r"(?:(?:attn\.)?(?P<tensor>k|v|kv)_scale|(?P<projection>k|v)_proj\.(?:output_scale|[kv]_scale))$"
 )
-STORED_MAX = 448.0
-"""Largest number of float8_e4m3fn."""
+LARGEST_NUMBERS = {"float": 448.0, "int": 127.0}
+"""Type of the numbers that a config's `kv_cache_scheme` names → the largest of those that 8 bits hold."""
 
 
 def is_page_scale(name: str) -> bool:
@@ -44,39 +49,43 @@ class WithoutPageScales(CheckpointView):
 
 
 def read_page_scales(
-    checkpoint: Checkpoint, layers: Sequence[AttentionLayer], num_kv_heads: int, head_size: int, dtype: str
+    checkpoint: Checkpoint, config: DecoderConfig, num_kv_heads: int, head_size: int, dtype: str
 ) -> KVScales | None:
     """Return the scales that a checkpoint's files have, as numpy arrays; None if they have none for any layer.
 
     `num_kv_heads` are those in pages, which may be copies of the model's, each beside the others of its head. A tensor
-    holds one scale for all KV heads, or one for each. `dtype` is that of the pages. Raises ModelLoadError,
-    which names the tensor, for values that are not finite or not positive, for another number of values, and if a layer
-    with keys of its own lacks one of its two scales.
+    holds one scale for all KV heads, or one for each. `dtype` is that of the pages. Raises ModelLoadError, which names
+    the tensor, for values that are not floats, not finite or not positive, for another number of values, and if a layer
+    with keys of its own lacks one of its two scales; and for numbers that `_largest_stored` refuses.
     """
+    tensors = list(_tensors(checkpoint))
+    if not tensors:
+        return None
+    layers, largest = config.spec.layers, _largest_stored(config.source, checkpoint.path)
     scales = np.ones((2, len(layers), num_kv_heads), np.float32)
     names: dict[tuple[int, int], str] = {}
-    for path, name, values in _tensors(checkpoint):
+    for path, name, values in tensors:
         match = _NAME.search(name)
         assert match is not None
         layer, tensor = int(match["layer"]), match["tensor"] or match["projection"]
         if layer >= len(layers):
             raise ModelLoadError(f"{path}: tensor {name} is of layer {layer}, the model has {len(layers)}; {WAY_OUT}")
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            raise ModelLoadError(f"{path}: tensor {name} is stored as {values.dtype}, wanted floats; {WAY_OUT}")
         values = values.astype(np.float32).reshape(-1)
         if values.size not in (1, layers[layer].num_kv_heads, num_kv_heads):
             wanted = f"1, or {layers[layer].num_kv_heads}, one for each KV head"
             raise ModelLoadError(f"{path}: tensor {name} has {values.size} values, wanted {wanted}; {WAY_OUT}")
         with np.errstate(over="ignore", invalid="ignore"):
-            is_scale = (values >= np.finfo(np.float32).tiny) & np.isfinite(values * np.float32(STORED_MAX))
+            is_scale = (values >= np.finfo(np.float32).tiny) & np.isfinite(values * np.float32(largest))
         if not is_scale.all():
             fault = f"tensor {name} has the value {values[~is_scale][0]}, wanted scales of pages, positive and such"
-            raise ModelLoadError(f"{path}: {fault} that {STORED_MAX:g} times them is finite; correct it, or {WAY_OUT}")
+            raise ModelLoadError(f"{path}: {fault} that {largest:g} times them is finite; correct it, or {WAY_OUT}")
         for index in (0, 1) if tensor == "kv" else ("kv".index(tensor),):
             copied = np.repeat(values, num_kv_heads // values.size)
             scales[index, layer] = np.max(values)  # Heads that are padding have any scale.
             scales[index, layer, : copied.size] = copied
             names[index, layer] = name
-    if not names:
-        return None
     for layer, spec in enumerate(layers):
         owner = layer if spec.pages_of is None else spec.pages_of
         scales[:, layer] = scales[:, owner]
@@ -85,10 +94,32 @@ def read_page_scales(
                 other = next(iter(names.values()))
                 fault = f"it has the tensor {other}, and no scale of the {('keys', 'values')[index]} of layer {owner}"
                 raise ModelLoadError(f"{checkpoint.path}: {fault}; complete it, or {WAY_OUT}")
-    scales *= STORED_MAX / largest_number(dtype)
+    scales *= largest / largest_number(dtype)
     by_channel = len(layers), num_kv_heads, head_size
     unchanged = np.ones(by_channel, np.float32), np.zeros(by_channel, np.float32)
     return kv_scales(scales[0], scales[1], unchanged, unchanged)
+
+
+def _largest_stored(config: Mapping[str, Any], path: Path) -> float:
+    """Return the number that a stored scale is multiplied by to give the largest key or value that was found.
+
+    `config` is that of config.json in the directory `path`. Its `kv_cache_scheme` says what the numbers are, floats
+    where it does not; modelopt names them by `kv_cache_quant_algo`. Raises ModelLoadError, which names the key, for
+    anything but symmetric numbers of 8 bits: their scales would be read as others.
+    """
+    fields = Fields(config, path / CONFIG_FILE)
+    quantization = next((fields.mapping(key) for key in CONFIG_KEYS if fields.has(key)), Fields({}, fields.path))
+    scheme = quantization.mapping("kv_cache_scheme")
+    rules: tuple[tuple[Fields, str, tuple[Any, ...]], ...] = (
+        (scheme, "type", tuple(LARGEST_NUMBERS)),
+        (scheme, "num_bits", (8,)),
+        (scheme, "symmetric", (True,)),
+        (quantization, "kv_cache_quant_algo", ("FP8",)),
+    )
+    for of_key, key, allowed in rules:
+        if of_key.has(key) and of_key.data[key] not in allowed:
+            raise of_key.wrong(key, f"{' or '.join(map(str, allowed))}, as scales of pages have; {WAY_OUT}")
+    return LARGEST_NUMBERS[scheme.data.get("type") or "float"]
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:

@@ -1,5 +1,6 @@
 """Scales of pages of one byte: measured at start, or of the checkpoint; new weights; the bytes that pages take."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -126,9 +127,13 @@ def test_pages_of_one_byte_hold_almost_four_times_the_tokens(engine: Engine, bia
     assert num_blocks[1] >= 3.9 * num_blocks[0]
 
 
-def with_scales(biased: Path, directory: Path, change: Callable[[dict[str, np.ndarray]], None]) -> str:
-    """Copy the model with scales of its pages in the checkpoint, which `change` changes."""
+def with_scales(
+    biased: Path, directory: Path, change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None, **config: Any
+) -> str:
+    """Copy the model with scales of its pages in the checkpoint, which `change` changes, and keys of config.json."""
     shutil.copytree(biased, directory)
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**written, **config}))
     tensors = {f"model.layers.{i}.self_attn.{x}_scale": np.float32(0.1 + i) for i in range(2) for x in "kv"}
     change(tensors)
     arrays = {name: np.array(value) for name, value in tensors.items()}
@@ -156,6 +161,41 @@ def test_a_checkpoint_with_scales_gets_those(biased: Path, tmp_path: Path, dtype
     Engine(model, **SIZES).shutdown()  # Without such pages the scales are left alone.
 
 
+def of_numbers(**scheme: Any) -> dict[str, Any]:
+    """Return the key of config.json by which compressed-tensors says of which numbers the scales of pages are."""
+    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    return {"quantization_config": {**quantization, "kv_cache_scheme": {"num_bits": 8, "type": "float", **scheme}}}
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("fp8", 448), ("int8", 127)])
+def test_stored_scales_of_integers_reach_127_times_themselves(
+    biased: Path, tmp_path: Path, dtype: str, most: int
+) -> None:
+    model = with_scales(biased, tmp_path / "scaled", **of_numbers(type="int", symmetric=True))
+    with Engine(model, **SIZES, kv_cache_dtype=dtype) as engine:
+        np.testing.assert_allclose(scales(engine)["k"] * most / 127, [[0.1, 0.1], [1.1, 1.1]], rtol=1e-6)
+
+
+SCHEMES: dict[str, tuple[dict[str, Any], str]] = {
+    "of 4 bits": (of_numbers(num_bits=4), r"kv_cache_scheme.num_bits is 4, wanted 8, .*set kv_cache_dtype to auto"),
+    "with zero points": (of_numbers(type="int", symmetric=False), r"kv_cache_scheme.symmetric is False, wanted True"),
+    "of no known type": (of_numbers(type=["int"]), r"kv_cache_scheme.type is \['int'\], wanted float or int"),
+    "of modelopt's integers": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}},
+        r"kv_cache_quant_algo is 'INT8', wanted FP8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), SCHEMES.values(), ids=SCHEMES.keys())
+def test_stored_scales_of_other_numbers_are_refused_by_name(
+    biased: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    model = with_scales(biased, tmp_path / "scaled", **config)
+    with pytest.raises(ModelLoadError, match=message):
+        Engine(model, **SIZES, kv_cache_dtype="int8")
+
+
 K_SCALE = "model.layers.1.self_attn.k_scale"
 FAULTS: dict[str, tuple[Any, str]] = {
     "zero": (
@@ -166,6 +206,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "too large": (np.float32(2e38), rf"tensor {K_SCALE} has the value 1.99.*e.38"),
     "too small": (np.float32(1e-44), rf"tensor {K_SCALE} has the value 9.8.*e-45"),
     "NaN": (np.float32(np.nan), rf"tensor {K_SCALE} has the value nan"),
+    "no float": (np.int32(1), rf"tensor {K_SCALE} is stored as int32, wanted floats; set kv_cache_dtype to auto"),
     "a number of heads": (np.ones(3, np.float32), rf"tensor {K_SCALE} has 3 values, wanted 1, or 2"),
     "missing": (None, r"no scale of the keys of layer 1; complete it, or set kv_cache_dtype to auto"),
 }
