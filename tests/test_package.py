@@ -67,6 +67,7 @@ LAYERS = {
         ("weights",),
         ("families",),
         ("decoder", "dense"),
+        ("experts",),
         ("layers", "inputs", "checked_cache", "traces", "rope", "kv_ranges"),
         ("recipe",),
         ("config",),

@@ -1,7 +1,7 @@
 """Runs one engine after another over virtual devices of a CPU, and prints as JSON what each has drawn.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
-        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS TENSOR_PARALLEL_SIZE[e]…
+        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE[e]…
 
 An e stands for whole experts on each device.
 BUCKETS are `make_buckets`, or fewer, which take less time to compile: `fewest_buckets` or `one_mode`.
@@ -77,17 +77,18 @@ def draw(engine: Engine, tokens: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    directory, kv_cache_dtype = Path(sys.argv[1]), sys.argv[3]
     step_sizes.make_buckets = BUCKETS[sys.argv[2]]
     tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
-    for size in sys.argv[3:]:
+    for size in sys.argv[4:]:
         num_devices = int(size.removesuffix("e"))
-        options: dict[str, Any] = {"enable_expert_parallel": size.endswith("e"), "tensor_parallel_size": num_devices}
+        devices: dict[str, Any] = {"enable_expert_parallel": size.endswith("e"), "tensor_parallel_size": num_devices}
         if num_devices == 2:  # A mesh of the caller's own devices.
-            options["tensor_parallel_size"] = None
-            options |= {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
+            devices["tensor_parallel_size"] = None
+            devices["mesh"] = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])
         has_tokenizer = (directory / "tokenizer.json").is_file()
-        with Engine(str(directory), **options, **SIZES, skip_tokenizer_init=not has_tokenizer) as engine:
+        options = {**SIZES, **devices, "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": not has_tokenizer}
+        with Engine(str(directory), **options) as engine:
             found, stats = draw(engine, tokens), engine.stats()
             if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
                 own = jax.tree.map(jax.numpy.copy, engine.params)

@@ -95,10 +95,11 @@ def test_results_have_the_same_bits_in_every_pair_of_circumstances(tiny: Setup) 
     assert check_bits(tiny, covering_cases(**FEW), FEW["block_size"]) > 2_000
 
 
-def test_pages_of_one_byte_give_the_same_bits_in_any_company(tiny: Setup) -> None:
+@pytest.mark.parametrize(("dtype", "preemption"), [("int8", "recompute"), ("fp8", "swap")])
+def test_pages_of_one_byte_give_the_same_bits_in_any_company(tiny: Setup, dtype: str, preemption: str) -> None:
     """Requests share prefixes and pages, come in chunks, and are preempted."""
-    setup = replace(tiny, sizes={**tiny.sizes, "kv_cache_dtype": "int8", "attention_backend": "native"})
-    of_case = {"chunk": 16, "cache": "warm", "preemption": "recompute", "num_requests": MIN_PREEMPTED}
+    setup = replace(tiny, sizes={**tiny.sizes, "kv_cache_dtype": dtype, "attention_backend": "native"})
+    of_case = {"chunk": 16, "cache": "warm", "preemption": preemption, "num_requests": MIN_PREEMPTED}
     assert check_bits(setup, [{**CASE, **of_case}], [CASE["block_size"]]) > 200
 
 

@@ -26,11 +26,13 @@ def bits(output: RequestOutput) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_request_has_the_same_bits_alone_and_beside_others(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"), [*((name, "auto") for name in FAMILIES), ("gemma2", "int8"), ("gemma2", "fp8")]
+)
+def test_a_request_has_the_same_bits_alone_and_beside_others(name: str, kv_cache_dtype: str) -> None:
     tokens = load_file(FOLDERS / name / "golden.safetensors")["tokens"].tolist()
     prompts = [tokens[:length] for length in (37, 5, 48, 1, 22, 30, 11)]
-    with Engine(str(FOLDERS / name), **SIZES) as engine:
+    with Engine(str(FOLDERS / name), **SIZES, kv_cache_dtype=kv_cache_dtype) as engine:
         alone = [bits(engine.generate([prompt], PARAMS, use_tqdm=False)[0]) for prompt in prompts[:3]]
         together = [bits(output) for output in engine.generate(prompts, PARAMS, use_tqdm=False)]
     assert together[:3] == alone

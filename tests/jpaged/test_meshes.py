@@ -50,9 +50,10 @@ def process(*arguments: str, num_devices: int = 8, num_threads: int = 16, given:
     return result.stdout
 
 
-def run(directory: Path, buckets: str, *sizes: int | str) -> list[dict[str, Any]]:
-    """Return what engines over so many devices drew with these buckets; an e stands for whole experts on each."""
-    arguments = "-m", "tests.jpaged.mesh_engine", str(directory), buckets, *map(str, sizes)
+def run(directory: Path, buckets: str, kv_cache_dtype: str, *sizes: int | str) -> list[dict[str, Any]]:
+    """Return what engines over so many devices drew with these buckets and pages; an e stands for whole experts on
+    each."""
+    arguments = "-m", "tests.jpaged.mesh_engine", str(directory), buckets, kv_cache_dtype, *map(str, sizes)
     return [json.loads(line) for line in process(*arguments).splitlines()]
 
 
@@ -216,20 +217,29 @@ MADE |= {"mixtral": random_mixtral}
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "buckets"),
+    ("name", "sizes", "buckets", "kv_cache_dtype"),
     [
-        ("three_kv_heads", (1, 8), "fewest_buckets"),
-        pytest.param("mixtral", (1, 2, "2e", 8, "8e"), "make_buckets", id="mixtral-all", marks=pytest.mark.slow),
-        *(pytest.param(name, (1, 2, 4, 8), "make_buckets", id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
+        ("three_kv_heads", (1, 8), "fewest_buckets", "auto"),
+        pytest.param(
+            "mixtral", (1, 2, "2e", 8, "8e"), "make_buckets", "auto", id="mixtral-all", marks=pytest.mark.slow
+        ),
+        *(
+            pytest.param(name, (1, 2, 4, 8), "make_buckets", "auto", id=f"{name}-all", marks=pytest.mark.slow)
+            for name in SLOW
+        ),
+        *(
+            pytest.param("three_kv_heads", (1, 2, 8), "one_mode", dtype, id=f"pages-{dtype}", marks=pytest.mark.slow)
+            for dtype in ("int8", "fp8")
+        ),
     ],
 )
 def test_engines_over_several_devices_draw_the_same_tokens(
-    name: str, sizes: tuple[int | str, ...], buckets: str, tmp_path: Path
+    name: str, sizes: tuple[int | str, ...], buckets: str, kv_cache_dtype: str, tmp_path: Path
 ) -> None:
     directory = GOLDEN / name
     if name in MADE:
         directory = MADE[name](tmp_path)
-    whole, *spread = run(directory, buckets, *sizes)
+    whole, *spread = run(directory, buckets, kv_cache_dtype, *sizes)
     num_kv_heads = read_config(directory).num_kv_heads
     for size, found in zip(sizes[1:], spread, strict=True):
         num_devices = int(str(size).removesuffix("e"))
