@@ -64,10 +64,11 @@ def by_the_gguf_package(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
     }
 
 
-def predictions(engine: Engine, pieces: np.ndarray, tops: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logprobs of the tokens [B, N − 1], and those of `tops` [B, N − 1, K]."""
-    own = np.asarray(engine.logprobs(pieces), np.float64)
-    return own, np.asarray(engine.logprobs(pieces, token_ids=tops), np.float64)
+def predictions(engine: Engine, pieces: np.ndarray, tops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logprobs of the tokens [B, N − 1] and those of `tops` [B, N − 1, K], which one pass computes."""
+    asked = np.concatenate([pieces[:, 1:, None], tops], axis=-1)
+    found = np.asarray(engine.logprobs(pieces, token_ids=asked), np.float64)
+    return found[..., 0], found[..., 1:]
 
 
 def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
@@ -84,7 +85,7 @@ def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
 def measure(model: str, num_tokens: int, ways: list[str]) -> dict[str, Any]:
     tensors = float_tensors(model)
     options: dict[str, Any] = {
-        "dtype": "float32", "max_num_seqs": 16, "max_model_len": PIECE + 64, "max_logprobs": NUM_TOPS,
+        "dtype": "float32", "max_num_seqs": 16, "max_model_len": PIECE + 64, "max_logprobs": NUM_TOPS + 1,
         "enable_prefix_caching": False,
     }  # fmt: skip
     with Engine(model, params=tensors, quantization="none", **options) as engine:
