@@ -27,13 +27,18 @@ larger range costs int8 precision, and float8_e4m3fn none. Other texts of some t
 tenth of the channels, and clipping costs more than the precision."""
 LEAST_FACTOR = 2.0**-4
 """Smallest factor of a channel, beside 1 for the largest channel of the head: one that rests in the text may move."""
+MEAN_POSITIONS = 2048
+"""Tokens at positions below this one make up the mean of a channel. Rotary embeddings turn a slow channel of keys away
+from the mean that it has near the beginning, where all contexts have tokens. A mean that includes far positions fits
+these better and the near ones worse."""
 WAY_OUT = "set kv_cache_dtype to auto"
 
 
 class ChannelRanges(NamedTuple):
     """Smallest and largest number, mean and first number of each channel of the keys, or of the values.
 
-    Layers that read another layer's pages have (∞, −∞, 0, 0).
+    The mean is that of the tokens at positions below MEAN_POSITIONS, the range that of all tokens. Layers that read
+    another layer's pages have (∞, −∞, 0, 0).
     """
 
     least: Float[Array, "L K H"]
@@ -48,13 +53,21 @@ class ChannelRanges(NamedTuple):
         """Return the ranges of no tokens."""
         return cls(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
 
-    def seen(self, layer: int | Int[Array, ""], x: Float[Array, "T K H"], *, is_shiftable: bool) -> ChannelRanges:
+    def seen(
+        self,
+        layer: int | Int[Array, ""],
+        x: Float[Array, "T K H"],
+        positions: Int[Array, " T"],
+        *,
+        is_shiftable: bool,
+    ) -> ChannelRanges:
         """Return the ranges with those of a layer's tokens, around 0 unless `is_shiftable`.
 
         Layers that share tokens may differ in whether these can be shifted: the range around 0 covers both.
         """
         x = x.astype(jnp.float32)
-        found = jnp.stack([jnp.min(x, axis=0), jnp.max(x, axis=0), jnp.mean(x, axis=0), x[0]])
+        mean = jnp.mean(x, axis=0, where=(positions < MEAN_POSITIONS)[:, None, None])
+        found = jnp.stack([jnp.min(x, axis=0), jnp.max(x, axis=0), mean, x[0]])
         largest = jnp.max(jnp.abs(found[:2]), axis=0)
         symmetric = jnp.stack([-largest, largest, jnp.zeros_like(largest), jnp.zeros_like(largest)])
         before = jnp.stack([array[layer] for array in self])
@@ -107,8 +120,8 @@ class RangeRecorder:
             owner = layer if shared is None else shared
             k, v = self.kept[owner]
         has_sinks = sinks is not None
-        keys = self.keys.seen(owner, k, is_shiftable=soft_cap is None and not has_sinks)
-        values, kept = self.values.seen(owner, v, is_shiftable=not has_sinks), self.kept
+        keys = self.keys.seen(owner, k, step.positions, is_shiftable=soft_cap is None and not has_sinks)
+        values, kept = self.values.seen(owner, v, step.positions, is_shiftable=not has_sinks), self.kept
         if any(other.pages_of == owner for other in self.layers if other.pages_of is not None):
             kept = {**kept, int(owner): (k, v)}
         visible_TS = _visible(step.positions, window)

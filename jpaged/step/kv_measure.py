@@ -29,8 +29,8 @@ from .step import merged_model
 
 MEASURE_KEY = ("measure_kv",)
 PART_TOKENS = 128
-FIRST_POSITIONS = 0, 1024, 4096, 16384
-"""Where parts of the text begin."""
+FIRST_POSITIONS = 0, 256, 1024, 4096, 16384
+"""Where parts of the text begin. The first three lie below MEAN_POSITIONS and give the means; all give the ranges."""
 NUM_PARTS = len(FIRST_POSITIONS)
 """Tokens of a part of the text, unless the context is shorter, and parts."""
 TEXT = """The river had been rising since Tuesday, and by the time Ana Petrova reached the bridge there was water on \
@@ -78,8 +78,9 @@ def measured_tokens(
         ids = np.random.default_rng(0).integers(0, vocab_size, NUM_PARTS * part_len).tolist()
     first, others = ids[0], np.resize(ids[1:] or ids, NUM_PARTS * (part_len - 1)).reshape(NUM_PARTS, part_len - 1)
     parts = np.concatenate([np.full((NUM_PARTS, 1), first), others], axis=1)
-    # No part begins where the one before ends: it would continue it.
-    begins = np.minimum(FIRST_POSITIONS, max(0, max_context_len - part_len - 1))
+    last = max_context_len - part_len
+    # A part that began where the one before ends, at a multiple of PART_TOKENS, would continue it.
+    begins = np.minimum(FIRST_POSITIONS, max(0, last - (last % PART_TOKENS == 0)))
     positions = begins[:, None] + np.arange(part_len)[None]
     return parts.reshape(-1).astype(np.int32), positions.reshape(-1).astype(np.int32)
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged import Engine
 from jpaged.errors import ModelLoadError
+from jpaged.models.kv_ranges import MEAN_POSITIONS
 from jpaged.step.kv_measure import NUM_PARTS, PART_TOKENS, TEXT, measured_tokens
 
 from ..tiny_model import SIZES, write_tiny_model
@@ -233,11 +234,23 @@ def test_the_text_begins_all_over_the_context() -> None:
     parts, begins = ids.reshape(NUM_PARTS, PART_TOKENS), positions.reshape(NUM_PARTS, PART_TOKENS)[:, 0]
     assert bytes(parts[0].tolist()) == TEXT.encode()[:PART_TOKENS]
     assert (parts[:, 0] == TEXT.encode()[0]).all()
-    assert begins.tolist() == [0, 1024, 3967, 3967]
+    assert begins.tolist() == [0, 256, 1024, 3967, 3967]
     assert ids.max() < 256
     assert ids.dtype == positions.dtype == np.int32
     ids, positions = measured_tokens(None, 50, 16)
     assert (len(ids), positions.max(), ids.max() < 50) == (NUM_PARTS * 16, 15, True)
-    _, short = measured_tokens(None, 50, 2 * PART_TOKENS)
-    assert short[PART_TOKENS] != PART_TOKENS, "no part continues the one before"
     assert jax.numpy.asarray(ids).shape == positions.shape
+
+
+def test_three_parts_give_means_and_two_lie_beyond() -> None:
+    _, positions = measured_tokens(None, 50, 1 << 17)
+    near = (positions < MEAN_POSITIONS).reshape(NUM_PARTS, PART_TOKENS)
+    np.testing.assert_array_equal(near, np.array([True] * 3 + [False] * 2)[:, None] & np.ones(PART_TOKENS, bool))
+
+
+@pytest.mark.parametrize("max_context_len", [16, 128, 256, 257, 513, 1281, 1 << 17])
+def test_no_part_of_the_text_continues_the_one_before(max_context_len: int) -> None:
+    _, positions = measured_tokens(None, 50, max_context_len)
+    begins = np.arange(1, NUM_PARTS) * (len(positions) // NUM_PARTS)
+    assert (positions[begins] != positions[begins - 1] + 1).all()
+    assert positions.max() < max_context_len
