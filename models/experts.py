@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ..pallas_kernels.expert_shares import add_experts_over_devices
 from ..pallas_kernels.grouped import Routing
 from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts
 from ..sharding import TENSOR_AXIS
@@ -202,12 +203,10 @@ class SparseMLP(nnx.Module):
         is_token = jnp.arange(stream.shape[0]) < num_tokens
         chosen = jnp.where(is_token[:, None], routing.experts, self.experts.num_experts)
         routing = Routing(chosen, routing.weights)
-        if self.shared is not None and self.experts.mesh is not None:
-            first, down = self.shared.as_products(norm)
-            weights = None if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate.product(normed))
-            products = self.experts.as_products(norm, SharedProducts(first=first, down=down, weights=weights), **ends)
-            return ops.add_experts(stream, routing, products, stream)
-        added = ops.add_experts(stream, routing, self.experts.as_products(norm, **ends), stream)
+        if self.experts.mesh is not None:
+            products = self.experts.as_products(norm, self._shared_products(norm, normed), **ends)
+            return add_experts_over_devices(ops, stream, routing, products, stream)
+        added: Array = ops.add_experts(stream, routing, self.experts.as_products(norm, **ends), stream)
         if self.shared is None:
             return added
         if self.shared_gate is None:
@@ -215,3 +214,11 @@ class SparseMLP(nnx.Module):
         (shared,) = ops.chain(stream, self.shared.as_products(norm))
         gate = jax.nn.sigmoid(self.shared_gate.product(normed))
         return added + (gate * shared.astype(jnp.float32)).astype(stream.dtype)
+
+    def _shared_products(self, norm: RowNorm, normed: Float[Array, "T D"]) -> SharedProducts | None:
+        """Return the shared MLP as products, with the gate's weights of rows that are normed; None without one."""
+        if self.shared is None:
+            return None
+        first, down = self.shared.as_products(norm)
+        weights = None if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate.product(normed))
+        return SharedProducts(first=first, down=down, weights=weights)

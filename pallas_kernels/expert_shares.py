@@ -6,9 +6,8 @@ over, whatever mesh `jax.set_mesh` of a caller has set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .grouped import Routing
+from .layer_ops import ExpertProducts, LayerOps, Product, StoredMatrix
 from .scaled_matrix import ScaledMatrix
-
-if TYPE_CHECKING:
-    from .layer_ops import ExpertProducts, Product, SharedProducts, StoredMatrix
 
 WHOLE = PartitionSpec()
 
@@ -32,18 +29,27 @@ class _Arrays(NamedTuple):
     bias: Any
 
 
-def sum_over_devices(
+def add_experts_over_devices(
+    ops: LayerOps,
     rows: Float[Array, "T D"],
     routing: Routing,
     experts: ExpertProducts,
-    sum_of_experts: Callable[[Array, Routing, ExpertProducts], Array],
-    sum_of_shared: Callable[[Array, SharedProducts], Array],
+    stream: Float[Array, "T D"],
 ) -> Float[Array, "T D"]:
-    """Return what the two functions give for all experts and for the shared MLP, added up over all devices, in float32.
+    """Return the stream plus the weighted sum of what each row's experts, and the shared MLP, make of it."""
+    norm = experts.gate_up.norm
+    total = _sum_over_devices(ops, rows if norm is None else ops.norm(rows, norm), routing, experts)
+    return ops.add_sum(total, experts.down, stream)
 
-    Each device calls them with all rows and its share of the weights; they return float32 [T, D]. A device with whole
-    experts counts its own from 0, and choices of others' experts become those of none. Biases of sums over all devices
-    are added on the first device alone.
+
+def _sum_over_devices(
+    ops: LayerOps, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts
+) -> Float[Array, "T D"]:
+    """Return the sums of experts and of the shared MLP, added up over all devices, in float32.
+
+    Each device computes them for all rows with its share of the weights. A device with whole experts counts its own
+    from 0, and choices of others' experts become those of none. Biases of sums over all devices are added on the first
+    device alone.
     """
     mesh, axis, shared, is_by_expert = experts.mesh, experts.mesh_axis, experts.shared, experts.is_spread_by_expert
     assert mesh is not None, "one device has nothing to add up"
@@ -75,9 +81,9 @@ def sum_over_devices(
             is_here = (numbers >= 0) & (numbers < num_here)
             routing = replace(routing, experts=jnp.where(is_here, numbers, num_here))
         local = replace(experts, num_experts=num_here, gate_up=own[0], down=own[1], mesh=None, shared=None)
-        total = sum_of_experts(rows, routing, local)
+        total = ops.sum_of_experts(rows, routing, local)
         if shared is not None:
-            total = total + sum_of_shared(rows, replace(shared, first=own[2], down=own[3], weights=weights))
+            total = total + ops.sum_of_shared(rows, replace(shared, first=own[2], down=own[3], weights=weights))
         return lax.psum(total, axis)
 
     # JAX cannot check how the results vary over the mesh: kernels do not say it.

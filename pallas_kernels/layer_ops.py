@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from .activations import ACTIVATIONS, GATES
 from .code_formats import CodedMatrix, CodeFormat, CodeParts, Codes
-from .expert_shares import sum_over_devices
 from .grouped import Routing, expert_of_rows, grouped_product, sorted_choices, weighted_sum
 from .rotation import Rotation
 from .scaled_matrix import ScaledMatrix, scaled_columns, scaled_product
@@ -278,22 +277,33 @@ class LayerOps:
         experts: ExpertProducts,
         stream: Float[Array, "T D"],
     ) -> Float[Array, "T D"]:
-        """Return the stream plus the weighted sum of what each row's experts make of it.
+        """Return the stream plus the weighted sum of what each row's experts make of it, on one device."""
+        norm = experts.gate_up.norm
+        total = self.sum_of_experts(rows if norm is None else self.norm(rows, norm), routing, experts)
+        return self.add_sum(total, experts.down, stream)
 
-        On a mesh each device computes its own experts, or its share of each, and the sums are added up once.
-        """
-        gate_up, down = experts.gate_up, experts.down
-        normed = rows if gate_up.norm is None else self.norm(rows, gate_up.norm)
-        if experts.mesh is None:
-            total = _sum_of_experts(self, normed, routing, experts)
-        else:
-            total = sum_over_devices(normed, routing, experts, partial(_sum_of_experts, self), self._sum_of_shared)
+    def add_sum(self, total: Float[Array, "T D"], down: Product, stream: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the stream plus what `down` makes of a sum of its results: its norm behind, and its scale."""
         added = total.astype(stream.dtype)
         if down.norm_behind is not None:
             added = self.norm(added, down.norm_behind)
         return stream + scaled(added, down.scale)
 
-    def _sum_of_shared(self, rows: Float[Array, "T D"], shared: SharedProducts) -> Float[Array, "T D"]:
+    def sum_of_experts(
+        self, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts
+    ) -> Float[Array, "T D"]:
+        """Return the weighted sum of what each row's experts make of it, in float32. Rows are normed already."""
+        gate_up, down = experts.gate_up, experts.down
+        choices = sorted_choices(routing.experts, experts.num_experts)
+        out = self.grouped_product(rows[choices.rows], gate_up.weight, choices.sizes, gate_up.num_out)
+        if gate_up.bias is not None:
+            out = out + gate_up.bias.astype(jnp.float32)[expert_of_rows(choices.sizes, out.shape[0])]
+        (inner,) = _activated(split_parts(out.astype(rows.dtype), gate_up.parts, gate_up.num_shards), gate_up)
+        results = self.grouped_product(inner, down.weight, choices.sizes, down.num_out)
+        total = weighted_sum(results, choices, routing)
+        return total if down.bias is None else total + _sum_of_biases(down.bias, routing)
+
+    def sum_of_shared(self, rows: Float[Array, "T D"], shared: SharedProducts) -> Float[Array, "T D"]:
         """Return what a shared MLP makes of rows, times its weights, in float32."""
         (inner,) = self.chain(rows, [shared.first])
         out = self.product(inner, shared.down.weight, shared.down.num_out)
@@ -347,21 +357,6 @@ def _activated(results: list[Float[Array, "R P"]], product: Product) -> list[Flo
         gate, gated = results
         return [gate * gated]
     return results
-
-
-def _sum_of_experts(
-    ops: LayerOps, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts
-) -> Float[Array, "T D"]:
-    """Return the weighted sum of what each row's experts make of it, in float32."""
-    gate_up, down = experts.gate_up, experts.down
-    choices = sorted_choices(routing.experts, experts.num_experts)
-    out = ops.grouped_product(rows[choices.rows], gate_up.weight, choices.sizes, gate_up.num_out)
-    if gate_up.bias is not None:
-        out = out + gate_up.bias.astype(jnp.float32)[expert_of_rows(choices.sizes, out.shape[0])]
-    (inner,) = _activated(split_parts(out.astype(rows.dtype), gate_up.parts, gate_up.num_shards), gate_up)
-    results = ops.grouped_product(inner, down.weight, choices.sizes, down.num_out)
-    total = weighted_sum(results, choices, routing)
-    return total if down.bias is None else total + _sum_of_biases(down.bias, routing)
 
 
 def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array, "T D"]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.pallas_kernels.expert_shares import add_experts_over_devices
 from jpaged.pallas_kernels.grouped import Routing
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, ExpertProducts, Product, RowNorm, SharedProducts
 from jpaged.pallas_kernels.scaled_matrix import ScaledMatrix
@@ -92,9 +93,11 @@ def sums(num_devices, by_expert, group=0):
     )
     routing = Routing(jnp.asarray(np.where(chosen == E, num_experts, chosen)), weights)
     if num_devices > 1:
-        run = lambda: XLA_OPS.add_experts(rows, routing, replace(products, shared=shared), rows)
+        run = lambda: add_experts_over_devices(
+            XLA_OPS, rows, routing, replace(products, shared=shared), rows
+        )
     else:
-        of_shared = lambda: XLA_OPS._sum_of_shared(rows, shared)
+        of_shared = lambda: XLA_OPS.sum_of_shared(rows, shared)
         run = lambda: XLA_OPS.add_experts(rows, routing, products, rows) + of_shared()
     compiled = jax.jit(run).lower().compile()
     kinds = "all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(", "collective-permute("
