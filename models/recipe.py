@@ -72,9 +72,9 @@ class Piece:
     def block_of(self, tensor: Any) -> Any:
         """Return the block of an array of numpy, as a view of it, or of JAX: [rows, columns] of Wᵀ, or rows."""
         values = tensor if self.expert is None else tensor[self.expert]
-        rows, *columns = self.source
-        values = values.T if self.is_transposed else values
-        return values[slice(*rows, self.step), *(slice(*each) for each in columns)]
+        steps = self.step, 1  # A scalar has no rows, and a vector no columns.
+        block = tuple(slice(*bounds, step) for bounds, step in zip(self.source, steps, strict=False))
+        return (values.T if self.is_transposed else values)[block]
 
 
 class StackedName(NamedTuple):
