@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from .code_formats import CodedMatrix
 from .grouped import Routing
 from .layer_ops import ExpertProducts, LayerOps, Product, StoredMatrix
 from .scaled_matrix import ScaledMatrix
@@ -114,11 +115,15 @@ def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int,
     its inputs.
     """
     if not isinstance(stored, ScaledMatrix):
+        assert not isinstance(stored, CodedMatrix), "bytes of codes are read by native code alone"
         return _spec(stored, spread_axis, axis)
     codes_axis, scales_axis = spread_axis, spread_axis  # Experts, or none.
     if spread_axis is not None and spread_axis >= axis_in:
         codes_axis, scales_axis = stored.spread_axes(axis_in, over_inputs=spread_axis == axis_in)
-    return replace(stored, codes=_spec(stored.codes, codes_axis, axis), scales=_spec(stored.scales, scales_axis, axis))
+    specs: dict[str, Any] = {
+        "codes": _spec(stored.codes, codes_axis, axis), "scales": _spec(stored.scales, scales_axis, axis),
+    }  # fmt: skip
+    return replace(stored, **specs)
 
 
 def _spec(array: Array | None, spread_axis: int | None, axis: str) -> PartitionSpec | None:
