@@ -257,11 +257,15 @@ EXPERTS = [
     [(*model, []) for model in EXPERTS] + [(*model, ["--expert-parallel"]) for model in EXPERTS if model[1] > 1],
     ids=str,
 )
-def test_a_layer_of_experts_holds_what_its_choices_need(name, num_devices, options, chip):
+def test_a_layer_of_experts_holds_what_its_choices_need(name, num_devices, options, chip, request):
     """Nothing is as large as all experts, or as all experts' results of all tokens; sums over devices are two a layer.
 
     A GPU's host reads no condition of a loop.
     """
+    if chip == "v6e" and "gpt-oss" in name:
+        # docs/meshes.md says what it costs.
+        reason = "a TPU's compiler lays out matrices of 2,880 rows or columns in another way than products read them"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     config = ROOT / "tests" / "public_configs" / f"{name}.json"
     steps = output_of("compile_step.py", chip, num_devices, "bfloat16", "1", "--config", str(config), *options)
     for step, (found,) in steps["steps"].items():
