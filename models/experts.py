@@ -80,7 +80,7 @@ class Router(Linear):
         self.correction_bias = bias if config.has_correction_bias else nnx.data(None)
         self.config = config
 
-    def __call__(self, rows: Float[Array, "T D"]) -> Routing:
+    def choose(self, rows: Float[Array, "T D"]) -> Routing:
         """Return the experts of each row."""
         bias = None if self.correction_bias is None else self.correction_bias[...]
         return route(self.product(rows.astype(jnp.float32)), self.config, correction_bias=bias)
@@ -191,15 +191,15 @@ class SparseMLP(nnx.Module):
             self.shared_gate = Linear(config.hidden_size, 1, axes=axes, bias=False, make=float_maker)
 
     def add_to(
-        self, stream: Float[Array, "T D"], norm: RowNorm, num_tokens: Int[Array, ""] | int, **ends: Any
+        self, stream: Float[Array, "T D"], norm: RowNorm | None, num_tokens: Int[Array, ""] | int, **ends: Any
     ) -> Float[Array, "T D"]:
         """Return the stream plus what experts and the shared MLP make of its normed rows.
 
         Rows from `num_tokens` on are padding, which goes to no expert. `ends` say how outputs are added: see `Product`.
         """
         ops = self.router.weight.ops
-        normed = ops.norm(stream, norm)
-        routing = self.router(normed)
+        normed = stream if norm is None else ops.norm(stream, norm)
+        routing = self.router.choose(normed)
         is_token = jnp.arange(stream.shape[0]) < num_tokens
         chosen = jnp.where(is_token[:, None], routing.experts, self.experts.num_experts)
         routing = Routing(chosen, routing.weights)
@@ -215,7 +215,7 @@ class SparseMLP(nnx.Module):
         gate = jax.nn.sigmoid(self.shared_gate.product(normed))
         return added + (gate * shared.astype(jnp.float32)).astype(stream.dtype)
 
-    def _shared_products(self, norm: RowNorm, normed: Float[Array, "T D"]) -> SharedProducts | None:
+    def _shared_products(self, norm: RowNorm | None, normed: Float[Array, "T D"]) -> SharedProducts | None:
         """Return the shared MLP as products, with the gate's weights of rows that are normed; None without one."""
         if self.shared is None:
             return None

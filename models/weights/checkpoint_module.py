@@ -149,7 +149,7 @@ class CheckpointModule(nnx.Module):
                     names = " and ".join(in_tree.names)
                     raise ModelLoadError(f"params: got {names}, wanted {' and '.join(place.names)} apart")
                 # A parameter that holds all experts is given as a whole.
-                index = in_tree.index[: len(in_tree.index) - len(place.index)]
+                index = in_tree.numbers[: len(in_tree.numbers) - len(place.numbers)]
                 for name, name_in_tree in zip(place.names, in_tree.names, strict=True):
                     param = self._param(name)
                     param.set_value(_copied(checked.arrays[name_in_tree][index], param.get_value()))

@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     recipe: WeightRecipe
     names: tuple[str, ...]
-    index: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
     """Where they lie along the first axes of the arrays of these names: a layer, an expert, or both; () if each array
     is a tensor."""
 
@@ -86,7 +86,7 @@ def origins_of(abstract: Weights, names_in_tree: Collection[str]) -> tuple[Origi
         index = () if first.layer is None else (layers.index(first.layer),)
         places = tuple(
             place._replace(
-                names=tuple(recipes.stacked[name].name for name in place.names), index=(*index, *place.index)
+                names=tuple(recipes.stacked[name].name for name in place.names), numbers=(*index, *place.numbers)
             )
             for place in tensors[path].places
         )
@@ -138,7 +138,7 @@ def _origin_of(leaf: Any, scales: Any, pieces: tuple[Piece, ...], shapes: Mappin
             known[key] = recipe_of(leaf, scales, tensor_shapes, numbered, first_piece=first_piece)
         places.append(Place(known[key], names, index))
         first_piece += len(of_one)
-    return Origin(tuple(places), shapes[pieces[0].tensor][: len(places[0].index)])
+    return Origin(tuple(places), shapes[pieces[0].tensor][: len(places[0].numbers)])
 
 
 def _of_one(piece: Piece, tensor: int, first_row: int) -> Piece:
@@ -171,5 +171,5 @@ def weight_of(origin: Origin, tensors: Mapping[str, jax.Array]) -> jax.Array:
     made = list[jax.Array]()
     for place in origin.places:
         recipe = place.recipe.of_expert if origin.is_by_expert else place.recipe
-        made += make_weight(recipe, [tensors[name] for name in place.names], *place.index)
+        made += make_weight(recipe, [tensors[name] for name in place.names], *place.numbers)
     return jnp.concatenate(made) if origin.is_by_expert else made[0]

@@ -184,7 +184,7 @@ class LiveWeights:
                 continue
             (place,) = origin.places
             first = tree.arrays[place.names[0]]  # All tensors of one weight have the same dtype, as `check` has seen.
-            is_whole = place.recipe.is_copy and not place.index
+            is_whole = place.recipe.is_copy and not place.numbers
             if not copy and is_whole and isinstance(first, jax.Array) and _fits(first, leaf):
                 for old in old_arrays:
                     old.delete()  # No program takes the old array's memory, so it is freed here.
@@ -222,13 +222,13 @@ class LiveWeights:
         return arrays
 
     def _tensors(
-        self, tree: CheckedTree, place: Place, sharding: jax.sharding.Sharding
+        self, tree: CheckedTree, place: Place, sharding: jax.sharding.NamedSharding
     ) -> tuple[list[jax.Array], tuple[np.int32, ...]]:
         """Return the arrays of a place as programs take them, and where the tensors lie along their first axes.
 
         Stacked arrays that do not lie whole on each device are cut first, and there is nothing left to take then.
         """
-        arrays, index = [tree.arrays[name] for name in place.names], place.index
+        arrays, index = [tree.arrays[name] for name in place.names], place.numbers
         if index and not all(map(self._is_in_place, arrays)):
             arrays, index = [_part_of(array, index) for array in arrays], ()
         return [reshard(_narrowed(array), sharding) for array in arrays], tuple(map(np.int32, index))
