@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.expert_shares import add_experts_over_devices
 from ..pallas_kernels.grouped import Routing
-from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts
+from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts, rounded_product
 from ..sharding import TENSOR_AXIS
 from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
@@ -32,20 +32,25 @@ def route(
 ) -> Routing:
     """Return the experts that each row chooses, by its router's logits in float32; of equal scores the lower number.
 
-    The best come first. `correction_bias` is added to the scores by which experts are chosen.
+    The best come first. `correction_bias` is added to the scores by which experts are chosen, and not to their weights.
+    A softmax alone keeps the order of the logits, which then choose themselves: unequal logits may have equal scores
+    in float32. The weights of a row without any finite logit are NaN.
     """
-    scores = jax.nn.softmax(logits, axis=-1) if config.scoring == "softmax" else jax.nn.sigmoid(logits)
+    scores = _softmax(logits) if config.scoring == "softmax" else _sigmoid(logits)
     wanted = scores if correction_bias is None else scores + correction_bias[None]
+    if config.scoring == "softmax" and correction_bias is None and config.num_groups == 1:
+        wanted = logits
     if config.num_chosen_groups < config.num_groups:
         by_group = wanted.reshape(len(wanted), config.num_groups, -1)
-        group_scores = jnp.sum(jax.lax.top_k(by_group, config.scores_of_group)[0], axis=-1)
-        _, groups = jax.lax.top_k(group_scores, config.num_chosen_groups)
-        is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups), axis=1)
+        best, _ = jax.lax.top_k(by_group, config.scores_of_group)
+        _, groups = jax.lax.top_k(_sum_of_last_axis(best), config.num_chosen_groups)
+        is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups)[None, None], axis=1)
         wanted = jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(wanted.shape)
     _, experts = jax.lax.top_k(wanted, config.num_chosen)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.renormalizes:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        # Sigmoids may all be 0 in float32. As in DeepSeek-V3, their weights are then 0 too; other sums do not change.
+        weights = weights / (_sum_of_last_axis(weights)[:, None] + 1e-20)
     return Routing(experts.astype(jnp.int32), weights * config.scale)
 
 
@@ -67,6 +72,36 @@ def other_sources(module: str, name: str, experts: ExpertsConfig | None) -> tupl
     blocks = {"gate_proj": ((0, width),), "up_proj": ((width, 2 * width),)}.get(part)
     joined = "model.layers.{i}.mlp.experts." + ("gate_up_proj" if blocks else part)
     return Source(name.replace(".{e}", "")), Source(joined, blocks, ends={"weight": ""})
+
+
+def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """Return the softmax of each row."""
+    shares = _exponential(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return shares / _sum_of_last_axis(shares)[:, None]
+
+
+def _sigmoid(x: Float[Array, "T N"]) -> Float[Array, "T N"]:
+    return 1 / (1 + _exponential(-x))
+
+
+def _exponential(x: Float[Array, "T N"]) -> Float[Array, "T N"]:
+    """Return eˣ, computed apart from everything else.
+
+    Where XLA on a CPU fuses an exponential with what surrounds it, the last bits depend on the number of rows.
+    """
+    return jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(x)))
+
+
+def _sum_of_last_axis(values: Float[Array, "*R N"]) -> Float[Array, "*R"]:
+    """Return the sums over the last axis, in an order that depends on its length alone: halves are added repeatedly.
+
+    XLA on a CPU adds few columns up in an order that depends on the number of rows, and a row's weights must not.
+    """
+    while (num_columns := values.shape[-1]) > 1:
+        half = -(-num_columns // 2)
+        padding = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - num_columns)]
+        values = values[..., :half] + jnp.pad(values[..., half:], padding)
+    return values[..., 0]
 
 
 class Router(Linear):
@@ -212,13 +247,16 @@ class SparseMLP(nnx.Module):
         if self.shared_gate is None:
             return ops.chain(stream, self.shared.as_products(norm, **ends), added)[0]
         (shared,) = ops.chain(stream, self.shared.as_products(norm))
-        gate = jax.nn.sigmoid(self.shared_gate.product(normed))
-        return added + (gate * shared.astype(jnp.float32)).astype(stream.dtype)
+        return added + rounded_product(shared, self._weights_of_shared(normed))
+
+    def _weights_of_shared(self, normed: Float[Array, "T D"]) -> Float[Array, "T 1"]:
+        """Return the gate of the shared MLP's outputs, for rows that are normed."""
+        return _sigmoid(self.shared_gate.product(normed))
 
     def _shared_products(self, norm: RowNorm | None, normed: Float[Array, "T D"]) -> SharedProducts | None:
-        """Return the shared MLP as products, with the gate's weights of rows that are normed; None without one."""
+        """Return the shared MLP as products, with the gate of rows that are normed; None without one."""
         if self.shared is None:
             return None
         first, down = self.shared.as_products(norm)
-        weights = None if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate.product(normed))
+        weights = None if self.shared_gate is None else self._weights_of_shared(normed)
         return SharedProducts(first=first, down=down, weights=weights)

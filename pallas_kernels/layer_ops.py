@@ -369,13 +369,16 @@ def _sum_of_biases(biases: Float[Array, "E D"], routing: Routing) -> Float[Array
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
-    """Return x × factor in the dtype of x, multiplied in float32. A factor of 1 returns x itself.
+    """Return x × factor in the dtype of x, see `rounded_product`. A factor of 1 returns x itself."""
+    return x if factor == 1.0 else rounded_product(x, factor)
+
+
+def rounded_product(x: Float[Array, "T D"], factor: float | Float[Array, "T 1"]) -> Float[Array, "T D"]:
+    """Return x × factor in the dtype of x, multiplied in float32.
 
     The product is rounded to float32 before anything is added to it, so a token's result does not depend on the number
     of tokens in its step.
     """
-    if factor == 1.0:
-        return x
     # XLA on a CPU may fuse this product with the sum that follows it. Fused, the result is rounded once, and otherwise
     # twice; which of the two happens depends on the number of tokens. The clip changes no finite value and prevents
     # this fusion. Infinities and NaN bypass it.

@@ -24,10 +24,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "public_configs"
 MODELS = (
-    "EleutherAI__pythia-6.9b-deduped", "HuggingFaceTB__SmolLM3-3B", "Qwen__Qwen2.5-7B-Instruct", "Qwen__Qwen3-8B",
-    "allenai__OLMo-2-1124-7B", "allenai__Olmo-3-7B-Instruct", "google__gemma-2-9b", "google__gemma-3-1b-it",
+    "EleutherAI__pythia-6.9b-deduped", "HuggingFaceTB__SmolLM3-3B", "Qwen__Qwen1.5-MoE-A2.7B",
+    "Qwen__Qwen2.5-7B-Instruct", "Qwen__Qwen3-30B-A3B", "Qwen__Qwen3-8B", "allenai__OLMo-2-1124-7B",
+    "allenai__OLMoE-1B-7B-0125-Instruct", "allenai__Olmo-3-7B-Instruct", "google__gemma-2-9b", "google__gemma-3-1b-it",
     "ibm-granite__granite-3.3-8b-instruct", "meta-llama__Llama-3.1-8B", "microsoft__Phi-3.5-mini-instruct",
-    "mistralai__Mistral-7B-v0.1", "openai-community__gpt2",
+    "mistralai__Mistral-7B-v0.1", "mistralai__Mixtral-8x7B-v0.1", "openai-community__gpt2", "openai__gpt-oss-20b",
 )  # fmt: skip
 """One of each family."""
 CHIPS = ("v6e", "h100")

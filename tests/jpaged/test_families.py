@@ -15,8 +15,8 @@ from jpaged import Engine, SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
 FOLDERS = sorted(path for path in (Path(__file__).parents[1] / "golden" / "families").iterdir())
-FAST = {"gpt2", "phi3", "qwen3"}
-"""Folders for every run: positions that are learned, weights that are fused and split, norms of heads.
+FAST = {"gpt2", "gpt_oss", "phi3", "qwen3"}
+"""Folders for every run: positions that are learned, weights that are fused and split, norms of heads, experts.
 
 The logits of every architecture are compared in tests/models/families.
 """

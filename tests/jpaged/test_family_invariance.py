@@ -10,7 +10,10 @@ from jpaged import Engine, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("optimized")
 FOLDERS = Path(__file__).parents[1] / "golden" / "families"
-FAMILIES = ("gemma3", "granite", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3_partial", "qwen3", "smollm3")
+FAMILIES = (
+    "gemma3", "granite", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "mixtral", "olmo2", "olmoe", "phi3_partial",
+    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
+)  # fmt: skip
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 8, "num_blocks": 513,
     "num_decode_steps": 1, "enable_prefix_caching": False, "warmup": "off", "skip_tokenizer_init": True,

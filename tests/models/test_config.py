@@ -10,9 +10,11 @@ from gguf import GGMLQuantizationType
 from transformers import CONFIG_MAPPING
 
 from jpaged.models.config.decoder import DecoderConfig
+from jpaged.models.config.experts import read_grouped_routing
 from jpaged.models.config.rope import RopeConfig
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.families.table import BY_ARCHITECTURE
+from jpaged.models.fields import Fields
 from jpaged.models.formats.gguf import read_gguf
 from jpaged.models.opening.gguf_config import config_from_gguf
 from jpaged.models.opening.reading import config_from_hf
@@ -136,6 +138,32 @@ OLD_KEYS = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 168,
         },
     ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": 8}),
+    "mixtral, experts by their other name": ("MixtralForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "qwen2_moe, windows": (
+        "Qwen2MoeForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "num_experts": 6, "qkv_bias": False},
+    ),
+    "qwen2_moe, some dense": (
+        "Qwen2MoeForCausalLM",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True, "moe_intermediate_size": 24},
+    ),
+    "qwen3_moe, windows": (
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 32, "use_sliding_window": True, "sliding_window": 8, "num_experts": 16, "mlp_only_layers": [3],
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "gpt_oss": ("GptOssForCausalLM", {"num_local_experts": 8}),
+    "gpt_oss, layer types": (
+        "GptOssForCausalLM",
+        {
+            "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8, "attention_bias": False,
+            "rope_theta": 1e5, "rope_scaling": {"rope_type": "yarn", "truncate": False, **YARN},
+        },
+    ),
+    "olmoe": ("OlmoeForCausalLM", {"num_experts": 16, "norm_topk_prob": True, "attention_bias": True}),
     "gpt2": (
         "GPT2LMHeadModel",
         {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 128, "n_inner": 100, "scale_attn_weights": False},
@@ -156,7 +184,7 @@ OLD = {name: {"architectures": [architecture], **SIZES, **keys} for name, (archi
 def windows_of(config):
     """Return the window of each layer, as transformers' attention layers take it from their config."""
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("llama", "granite", "olmo2", "gpt2", "gpt_neox"):
+    if config.model_type in ("llama", "granite", "olmo2", "olmoe", "gpt2", "gpt_neox"):
         window = None
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
@@ -205,6 +233,22 @@ def public_configs():
 ALL = {**VALID, **OLD, **public_configs()}
 
 
+def assert_experts(config, theirs):
+    """Compare the experts of a config with those of transformers' config."""
+    if not hasattr(theirs, "num_experts_per_tok"):
+        assert config.experts is None
+        return
+    experts = config.experts
+    num_experts = theirs.num_local_experts if hasattr(theirs, "num_local_experts") else theirs.num_experts
+    assert (experts.num_experts, experts.num_chosen) == (num_experts, theirs.num_experts_per_tok)
+    assert experts.width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert experts.renormalizes == getattr(theirs, "norm_topk_prob", True)
+    assert experts.shared_width == getattr(theirs, "shared_expert_intermediate_size", 0)
+    step, dense = getattr(theirs, "decoder_sparse_step", 1), getattr(theirs, "mlp_only_layers", [])
+    layers = range(theirs.num_hidden_layers)
+    assert experts.sparse_layers == tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
 @pytest.mark.parametrize("data", ALL.values(), ids=ALL.keys())
 def test_config_json_is_read_as_transformers_reads_it(data):
     config, theirs = config_from_hf(data, PATH), reference_config(data)
@@ -212,7 +256,7 @@ def test_config_json_is_read_as_transformers_reads_it(data):
     assert (config.vocab_size, config.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
     inner = theirs.n_inner or 4 * theirs.n_embd if theirs.model_type == "gpt2" else theirs.intermediate_size
     assert (config.intermediate_size, config.num_layers) == (inner, theirs.num_hidden_layers)
-    is_gpt = theirs.model_type.startswith("gpt")
+    is_gpt = theirs.model_type in ("gpt2", "gpt_neox")
     num_kv_heads = theirs.num_attention_heads if is_gpt else theirs.num_key_value_heads
     assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, num_kv_heads)
     head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
@@ -225,7 +269,9 @@ def test_config_json_is_read_as_transformers_reads_it(data):
     assert config.windows == windows_of(theirs)
     assert config.dtype == (str(theirs.dtype or "float32").removeprefix("torch."))
     has_bias = getattr(theirs, "attention_bias", theirs.model_type in ("qwen2", "gpt2"))
-    assert (config.qkv_bias, config.out_bias) == (has_bias, has_bias and theirs.model_type != "qwen2")
+    of_qkv = getattr(theirs, "qkv_bias", has_bias)
+    assert (config.qkv_bias, config.out_bias) == (of_qkv, has_bias and theirs.model_type != "qwen2")
+    assert_experts(config, theirs)
     assert config.mlp_bias == getattr(theirs, "mlp_bias", is_gpt)
     assert list(config.scales) == pytest.approx(scales_of(theirs, head_size))
     is_gemma2 = theirs.model_type == "gemma2"
@@ -305,6 +351,10 @@ def test_windows_that_no_sequence_leaves_are_full_attention():
     config = config_from_hf(MISTRAL | {"sliding_window": 16}, PATH)
     assert config.without_idle_windows(16).windows == (None,) * 4
     assert config.without_idle_windows(17) == config
+
+
+def with_experts(family, **keys):
+    return {"architectures": [f"{family}ForCausalLM"], **SIZES, **keys}
 
 
 def scaled(**rope):
@@ -411,6 +461,28 @@ INVALID = {
         {**WITH_IMAGES, "text_config": GEMMA3 | {"hidden_size": 0}},
         "text_config.hidden_size is 0",
     ),
+    "more experts for a token than there are": (
+        with_experts("Mixtral", num_local_experts=4, num_experts_per_tok=5),
+        "num_experts_per_tok is 5, wanted an integer from 1 to 4",
+    ),
+    "no expert for a token": (with_experts("Qwen3Moe", num_experts_per_tok=0), "num_experts_per_tok is 0, wanted"),
+    "two numbers of experts": (
+        with_experts("GptOss", num_local_experts=8, num_experts=4),
+        "num_experts is 4, wanted 8, as num_local_experts says",
+    ),
+    "a dense layer that is none": (
+        with_experts("Qwen2Moe", mlp_only_layers=[0, 4]),
+        r"mlp_only_layers is \[0, 4\], wanted numbers of layers from 0 to 3",
+    ),
+    "a dense layer that is true": (with_experts("Qwen3Moe", mlp_only_layers=[True]), r"mlp_only_layers is \[True\]"),
+    "experts on every 0th layer": (with_experts("Qwen3Moe", decoder_sparse_step=0), "decoder_sparse_step is 0"),
+    "experts with another activation": (with_experts("Mixtral", hidden_act="maxout"), "hidden_act is 'maxout'"),
+    "unknown layer type beside experts": (
+        with_experts("GptOss", layer_types=["linear_attention"] * 4),
+        "layer_types is .*wanted 4 times full_attention or sliding_attention",
+    ),
+    "clipped queries": (with_experts("Olmoe", clip_qkv=8.0), "clip_qkv is 8.0, wanted None"),
+    "another limit of gates": (with_experts("GptOss", swiglu_limit=5.0), "swiglu_limit is 5.0, wanted 7.0"),
     "mistral with layers of two types": (mistral_with(["full_attention", "sliding_attention"] * 2), "layer_types"),
 }
 
@@ -421,7 +493,25 @@ def test_a_bad_value_is_refused_in_one_line_that_names_its_key(data, message):
         config_from_hf(data, PATH)
     assert str(caught.value).startswith(str(PATH))
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 500  # All architectures are named.
+    assert len(str(caught.value)) < 600  # All architectures are named.
+
+
+INVALID_GROUPS = {
+    "groups that do not divide the experts": ({"n_group": 3}, "n_group is 3, wanted a divisor of the 16 experts"),
+    "groups of one expert": ({"n_group": 16}, "n_group is 16, wanted"),
+    "more groups chosen than there are": ({"n_group": 4, "topk_group": 5}, "topk_group is 5, wanted an integer from 1"),
+    "chosen groups with too few experts": ({"n_group": 8, "topk_group": 1}, "topk_group is 1, wanted groups of 2 exp"),
+    "unknown scoring function": ({"scoring_func": "tanh"}, "scoring_func is 'tanh', wanted one of softmax, sigmoid"),
+    "a factor of 0": ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, wanted a number above 0"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), INVALID_GROUPS.values(), ids=INVALID_GROUPS.keys())
+def test_bad_groups_of_experts_are_refused_in_one_line_that_names_the_key(data, message):
+    """Of 16 experts a token takes 4."""
+    with pytest.raises(ModelLoadError, match=f"^{PATH}: {message}") as caught:
+        read_grouped_routing(Fields(data, PATH), 16, 4)
+    assert "\n" not in str(caught.value)
 
 
 LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}

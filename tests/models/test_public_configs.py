@@ -14,6 +14,7 @@ from jpaged.sharding import device_mesh
 
 PUBLISHED = {
     "allenai/OLMo-2-1124-7B": 7.30e9,
+    "allenai/OLMoE-1B-7B-0125-Instruct": 6.92e9,
     "allenai/Olmo-3-7B-Instruct": 7.30e9,
     "allenai/Olmo-3.1-32B-Instruct": 32.2e9,
     "EleutherAI/pythia-6.9b-deduped": 6.86e9,
@@ -33,12 +34,14 @@ PUBLISHED = {
     "openai-community/gpt2": 124.4e6,
     "openai/gpt-oss-120b": 116.8e9,
     "openai/gpt-oss-20b": 20.9e9,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14.3e9,
     "Qwen/Qwen2.5-7B-Instruct": 7.62e9,
     "Qwen/Qwen3-0.6B": 0.596e9,
     "Qwen/Qwen3-235B-A22B": 235e9,
     "Qwen/Qwen3-30B-A3B": 30.5e9,
     "Qwen/Qwen3-32B": 32.8e9,
     "Qwen/Qwen3-8B": 8.19e9,
+    "Qwen/Qwen3-235B-A22B": 235e9,
 }
 """Model → its number of parameters as model cards and checkpoints give it; shared embeddings count once."""
 CONFIGS = {
