@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from jpaged import Engine, SamplingParams
+from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
 FOLDERS = sorted(path for path in (Path(__file__).parents[1] / "golden" / "families").iterdir())
@@ -58,6 +58,30 @@ def test_greedy_tokens_are_those_of_transformers(directory: Path) -> None:
         stats = engine.stats()
     assert found == {str(length): tokens[length:] for length in PROMPT_LENS}
     assert min(stats["preemptions_swap"], stats["preemptions_recompute"]) >= 2
+
+
+EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe_some_dense_window")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_serve_cached_prefixes_loops_of_decodes_and_beams(name: str) -> None:
+    """Four tokens a dispatch, one prompt twice, then beams: a pass over all tokens of a beam gives its logprobs too."""
+    directory = next(path for path in FOLDERS if path.name == name)
+    tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
+    prompt = tokens[: PROMPT_LENS[0]]
+    params = replace(PARAMS, max_tokens=NUM_TOKENS - len(prompt))
+    with Engine(str(directory), **{**SIZES, "enable_prefix_caching": True, "num_decode_steps": 4}) as engine:
+        for _ in range(2):
+            (output,) = engine.generate([prompt], params, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]
+        assert output.num_cached_tokens >= PROMPT_LENS[0] - SIZES["block_size"]
+        beams = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, length_penalty=0.0)
+        (found,) = engine.beam_search([prompt], beams, use_tqdm=False)
+        assert len({tuple(beam.token_ids) for beam in found.outputs}) == 3
+        for beam in found.outputs:
+            logprobs = engine.logprobs([*prompt, *beam.token_ids])[len(prompt) - 1 :]
+            assert float(logprobs.sum()) == pytest.approx(beam.cumulative_logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(("num_blocks", "kind"), [(17, "long"), (9, "short")])
