@@ -41,7 +41,6 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30.5e9,
     "Qwen/Qwen3-32B": 32.8e9,
     "Qwen/Qwen3-8B": 8.19e9,
-    "Qwen/Qwen3-235B-A22B": 235e9,
 }
 """Model → its number of parameters as model cards and checkpoints give it; shared embeddings count once."""
 CONFIGS = {
