@@ -141,9 +141,7 @@ class ScaledMatrix:
 
     def of_expert(self, expert: Int[Array, ""]) -> ScaledMatrix:
         """Return the matrix of one of E experts, which the first axis of both arrays counts."""
-        codes = jax.lax.dynamic_index_in_dim(self.codes, expert, keepdims=False)
-        if codes.dtype == jnp.uint8:
-            codes = jax.lax.bitcast_convert_type(codes, FLOAT8)
+        codes = _numbers(jax.lax.dynamic_index_in_dim(self.codes, expert, keepdims=False))
         return replace(self, codes=codes, scales=jax.lax.dynamic_index_in_dim(self.scales, expert, keepdims=False))
 
     def spread_axes(self, first_axis: int, *, over_inputs: bool) -> tuple[int, int | None]:
@@ -157,6 +155,11 @@ class ScaledMatrix:
             axis_in = first_axis + self.by_rows
             return axis_in, axis_in if has_groups else None
         return (first_axis, first_axis) if self.by_rows else (self.codes.ndim - 1, self.scales.ndim - 1)
+
+
+def _numbers(codes: Num[Array, ...]) -> Num[Array, ...]:
+    """Return bytes that are the bits of floats as those, and all other codes as they are."""
+    return jax.lax.bitcast_convert_type(codes, FLOAT8) if codes.dtype == jnp.uint8 else codes
 
 
 def scaled_product(x: Float[Array, "R K"], matrix: ScaledMatrix) -> Float[Array, "R N"]:
@@ -195,9 +198,18 @@ def _as_given(codes: Array, x: Array) -> tuple[Array, Array]:
     return codes, x
 
 
-def scaled_columns(matrix: ScaledMatrix, ids: Int[Array, " T"]) -> Float[Array, "T K"]:
-    """Return the columns `ids` of W as rows, in the matrix's dtype. Only these are decoded."""
-    if matrix.by_rows:
+def scaled_columns(
+    matrix: ScaledMatrix, ids: Int[Array, " T"], experts: Int[Array, " T"] | None = None
+) -> Float[Array, "T K"]:
+    """Return the columns `ids` of W as rows, in the matrix's dtype. Only these are decoded.
+
+    With `experts` each column is one of the W of such an expert.
+    """
+    if experts is not None:
+        column = (experts, ids) if matrix.by_rows else (experts, ..., ids)
+        codes, scales = matrix.codes[column].reshape(ids.shape[0], -1), matrix.scales[column]
+        codes = _numbers(codes)
+    elif matrix.by_rows:
         codes, scales = matrix.codes[ids], matrix.scales[ids]
     else:
         codes = matrix.codes[..., ids].reshape(-1, ids.shape[0]).T

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps, StoredMatrix
+from ...pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns
 from ..config.decoder import DecoderConfig
 from ..families.table import BY_ARCHITECTURE, model_class
 from ..formats.checkpoint import UnsavedTensor
@@ -197,7 +198,7 @@ def _rows_of(stored: _Stored, rows: np.ndarray) -> jax.Array:
     """Return the given rows of a weight: of Wᵀ for a matrix W, of a table, or of a vector."""
     metadata = stored.weight.get_metadata()
     if "num_experts" in metadata and ("matrix" not in metadata or metadata["ops"].stores_experts_apart):
-        return _take_of_experts(stored.weight[...], *np.divmod(rows, metadata["rows_of_expert"]))
+        return _take_of_experts(stored_matrix(*stored), *np.divmod(rows, metadata["rows_of_expert"]))
     if "matrix" not in metadata and stored.scales is None:
         return _take(stored.weight[...], rows, None, 0)
     num_in, _ = metadata["matrix"] if "matrix" in metadata else metadata["table"][::-1]
@@ -205,8 +206,11 @@ def _rows_of(stored: _Stored, rows: np.ndarray) -> jax.Array:
 
 
 @jax.jit
-def _take_of_experts(weight: jax.Array, experts: jax.Array, columns: jax.Array) -> jax.Array:
+def _take_of_experts(weight: StoredMatrix, experts: jax.Array, columns: jax.Array) -> jax.Array:
     """Return columns of experts' matrices [E, in, out] as rows, or values of their biases [E, out]."""
+    if isinstance(weight, ScaledMatrix):
+        return scaled_columns(weight, columns, experts)
+    assert isinstance(weight, jax.Array), "bytes of codes are those of one matrix"
     return weight[experts, :, columns] if weight.ndim == 3 else weight[experts, columns]
 
 

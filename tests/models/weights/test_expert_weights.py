@@ -238,12 +238,12 @@ def test_dummy_experts_are_the_same_numbers_wherever_they_lie():
 MESH = device_mesh(jax.devices()[:1])
 
 
-def decoded_rows(leaf: Any) -> np.ndarray:
-    """Return Wᵀ [E × rows of an expert, in] of stored matrices, of floats or codes."""
+def decoded_rows(leaf: Any, scales: Any = None) -> np.ndarray:
+    """Return Wᵀ [E × rows of an expert, in] of stored matrices, of floats or codes, whose scales may be apart."""
     num_in, num_out = leaf.matrix
     rows = np.arange(num_out, dtype=np.int32)
     if leaf.ops.stores_experts_apart:
-        return np.asarray(_rows_of(_Stored(leaf, None), rows), np.float32)
+        return np.asarray(_rows_of(_Stored(leaf, scales), rows), np.float32)
     return np.asarray(leaf.ops.columns(stored_matrix(leaf), rows, num_in), np.float32)
 
 
@@ -299,7 +299,8 @@ def test_codes_of_gpt_oss_are_kept_and_stand_for_the_numbers_of_its_format(tmp_p
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
     (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": quantization}))
     config, checkpoint = open_checkpoint(tmp_path)
-    for ops, formats in ((XLA_OPS, ()), (NATIVE_OPS, stored_formats(checkpoint))):
+    kept = stored_formats(checkpoint)
+    for ops, formats in ((XLA_OPS, ()), (XLA_OPS, kept), (NATIVE_OPS, kept)):
         abstract = abstract_weights(config, "float32", MESH, ops, formats)
         check_tensors(abstract, config, checkpoint)
         leaves = dict(nnx.to_flat_state(load_weights(abstract, config, checkpoint).state))
@@ -309,9 +310,10 @@ def test_codes_of_gpt_oss_are_kept_and_stand_for_the_numbers_of_its_format(tmp_p
             assert ("code_parts" in gate_up.get_metadata()) is bool(formats)
             gates_and_ups = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
             apart = np.concatenate([gates_and_ups[:, ::2], gates_and_ups[:, 1::2]], axis=1)
-            np.testing.assert_array_equal(decoded_rows(gate_up), apart.reshape(-1, 64))
+            scales = [leaves.get((*experts, name, "scales")) for name in ("gate_up_proj", "down_proj")]
+            np.testing.assert_array_equal(decoded_rows(gate_up, scales[0]), apart.reshape(-1, 64))
             downs = numbers[f"model.layers.{layer}.mlp.experts.down_proj"]
-            np.testing.assert_array_equal(decoded_rows(down), downs.reshape(-1, 32))
+            np.testing.assert_array_equal(decoded_rows(down, scales[1]), downs.reshape(-1, 32))
 
 
 def test_blocks_of_gpt_oss_without_their_scales_are_refused(tmp_path: Path):

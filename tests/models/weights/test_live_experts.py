@@ -4,7 +4,9 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +14,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.models.errors import ModelLoadError
+from jpaged import Engine, ModelLoadError, SamplingParams
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.weights.at_load import QuantizedCheckpoint
 from jpaged.models.weights.coded import stored_formats
 from jpaged.models.weights.live_weights import LiveWeights
-from jpaged.models.weights.loading import Weights, abstract_weights, load_weights
+from jpaged.models.weights.loading import Weights, abstract_weights, load_weights, tensor_shapes
+from jpaged.models.weights.saving import save_checkpoint
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 
 from ... import quick_compile
-from .test_live_weights import GOLDEN, compiled, tensors_of
+from ...jpaged.tiny_model import SIZES
+from .test_live_weights import GOLDEN, MESH, compiled, tensors_of
 
 ROOT = Path(__file__).parents[3]
 Tree = dict[str, np.ndarray]
@@ -126,13 +130,21 @@ def test_programs_are_as_many_for_each_number_of_experts_and_take_the_tensors_of
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
-def test_experts_are_quantized_to_the_codes_that_loading_makes(quantization: str) -> None:
-    live, loaded = live_and_loaded("mixtral", quantization=quantization)
-    made = live.weights(live.check(of_all_layers(tensors_of("mixtral"))), compiled(live))
+@pytest.mark.parametrize("ops", [XLA_OPS, NATIVE_OPS], ids=["xla", "native"])
+def test_experts_are_quantized_to_the_codes_that_loading_makes(ops: LayerOps, quantization: str) -> None:
+    """The inner width is one that bytes of native code have."""
+    config, _ = open_checkpoint(GOLDEN / "mixtral")
+    assert config.experts is not None
+    config = replace(config, experts=replace(config.experts, width=64))
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=shape).astype("f4") for name, shape in tensor_shapes(config, MESH).items()}
+    checkpoint = QuantizedCheckpoint(TreeCheckpoint(tensors), quantization)
+    abstract = abstract_weights(config, "float32", MESH, ops, stored_formats(checkpoint))
+    live, loaded = LiveWeights(abstract, MESH), load_weights(abstract, config, checkpoint)
+    made = live.weights(live.check(of_all_layers(tensors)), compiled(live))
     check_equal(made, loaded)
-    assert any(
-        path[-2:] == ("gate_up_proj", "scales") and leaf.ndim > 1 for path, leaf in nnx.to_flat_state(made.state)
-    )
+    leaves = [leaf for path, leaf in nnx.to_flat_state(made.state) if "experts" in path]
+    assert all("code_parts" in leaf.get_metadata() for leaf in leaves)
 
 
 OVER_DEVICES = """
@@ -176,3 +188,39 @@ def test_routers_stay_float32_whatever_dtype_a_tree_has() -> None:
     dtypes = {path[-2]: leaf.dtype.name for path, leaf in nnx.to_flat_state(made.state)}
     assert dtypes["router"] == "float32"
     assert {dtype for module, dtype in dtypes.items() if module != "router"} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("backend", "quantization"), [("xla", "int8"), ("native", "none")])
+def test_an_engine_takes_trees_of_experts_sleeps_and_saves_them(
+    backend: str, quantization: str, tmp_path: Path
+) -> None:
+    """Trees by expert, of transformers' module with layers stacked, and of the engine's own weights give its tokens."""
+    options: dict[str, Any] = SIZES | {
+        "max_model_len": 64, "attention_backend": backend, "quantization": quantization, "skip_tokenizer_init": True,
+    }  # fmt: skip
+    tensors = tensors_of("mixtral")
+
+    def drawn(engine: Engine) -> list[Any]:
+        outputs = engine.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=6, logprobs=3))
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+    with Engine(str(GOLDEN / "mixtral"), **options) as engine:
+        wanted = drawn(engine)
+        engine.sleep(level=2)
+        engine.wake_up()
+        assert drawn(engine) == wanted
+        engine.update_params({name: leaf * 2 for name, leaf in tensors.items()})
+        assert drawn(engine) != wanted
+        engine.update_params(of_all_layers(in_memory_of_transformers(tensors)))
+        assert drawn(engine) == wanted
+        own = jax.tree.map(jnp.copy, engine.params)
+        engine.update_params(of_all_experts({name: leaf * 2 for name, leaf in tensors.items()}))
+        engine.sleep(level=1)
+        engine.wake_up()
+        assert drawn(engine) != wanted
+        engine.update_params(own, copy=False)
+        assert drawn(engine) == wanted
+        assert engine.stats()["recompiles"] == 0
+        save_checkpoint(engine.runner.weights, tmp_path / "saved")
+    with Engine(str(tmp_path / "saved"), **(options | {"quantization": "none"})) as engine:
+        assert [tokens for tokens, _ in drawn(engine)] == [tokens for tokens, _ in wanted]
