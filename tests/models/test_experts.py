@@ -44,7 +44,7 @@ def config_of(settings: dict[str, Any], num_experts: int) -> ExpertsConfig:
     return ExpertsConfig(num_experts=num_experts, num_chosen=num_chosen, width=8, sparse_layers=(True,), **options)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_experts_and_weights_are_those_of_transformers(name: str) -> None:
     """The order of choices is not compared: DeepSeek-V3 does not sort them."""
     logits, bias = TENSORS[f"{name}.logits"], TENSORS.get(f"{name}.correction_bias")
