@@ -6,6 +6,7 @@ Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.039
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +16,16 @@ from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.expert_shares import add_experts_over_devices
 from ..pallas_kernels.grouped import Routing
-from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts, rounded_product
+from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts, rounded_product, scaled
 from ..sharding import TENSOR_AXIS
 from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
 from .config.shares import Run
 from .layers import Linear, WeightMaker, stored_matrix
 from .recipe import Source
+
+ROWS_APART = jax.__version_info__ < (0, 11)
+"""Whether a CPU computes exponentials row by row."""
 
 
 def route(
@@ -87,9 +91,15 @@ def _sigmoid(x: Float[Array, "T N"]) -> Float[Array, "T N"]:
 def _exponential(x: Float[Array, "T N"]) -> Float[Array, "T N"]:
     """Return eˣ, computed apart from everything else.
 
-    Where XLA on a CPU fuses an exponential with what surrounds it, the last bits depend on the number of rows.
+    Where XLA on a CPU fuses an exponential with what surrounds it, the last bits depend on the number of rows. In
+    versions of JAX before 0.11 they do so in any case, and rows are computed one after the other.
     """
-    return jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(x)))
+    x = jax.lax.optimization_barrier(x)
+    if ROWS_APART:
+        found = jax.lax.platform_dependent(x, cpu=partial(jax.lax.map, jnp.exp), default=jnp.exp)
+    else:
+        found = jnp.exp(x)
+    return jax.lax.optimization_barrier(found)
 
 
 def _sum_of_last_axis(values: Float[Array, "*R N"]) -> Float[Array, "*R"]:
@@ -118,7 +128,9 @@ class Router(Linear):
     def choose(self, rows: Float[Array, "T D"]) -> Routing:
         """Return the experts of each row."""
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        return route(self.product(rows.astype(jnp.float32)), self.config, correction_bias=bias)
+        with jax.default_matmul_precision("highest"):  # Else chips round what they multiply.
+            logits = self.product(rows.astype(jnp.float32))
+        return route(logits, self.config, correction_bias=bias)
 
 
 class ExpertLinear(nnx.Module):
@@ -247,7 +259,8 @@ class SparseMLP(nnx.Module):
         if self.shared_gate is None:
             return ops.chain(stream, self.shared.as_products(norm, **ends), added)[0]
         (shared,) = ops.chain(stream, self.shared.as_products(norm))
-        return added + rounded_product(shared, self._weights_of_shared(normed))
+        assert ends.get("norm_behind") is None, "experts and the shared MLP would be normed as one sum"
+        return added + scaled(rounded_product(shared, self._weights_of_shared(normed)), ends.get("scale", 1.0))
 
     def _weights_of_shared(self, normed: Float[Array, "T D"]) -> Float[Array, "T 1"]:
         """Return the gate of the shared MLP's outputs, for rows that are normed."""

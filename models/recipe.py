@@ -6,11 +6,11 @@ and columns of Wᵀ [out, in], as most checkpoints store a matrix; a vector has 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ class Source:
     """Whether the checkpoint stores its matrix as W [in, out]."""
     step: int = 1
     """Distance of the rows of a block: gates in the rows 0, 2, 4 and 6 of 8 are the block (0, 8) with the step 2."""
-    ends: Mapping[str, str] = MappingProxyType({})
+    ends: Mapping[str, str] = field(default_factory=dict)
     """Name of a variable → what follows `name`; a dot and the variable's own name if it is not here."""
     others: tuple[Source, ...] = ()
     """Where other checkpoints keep them: the first one whose tensor a checkpoint holds counts, if it lacks this one."""
@@ -346,7 +346,7 @@ def read_rows(
     0 to 3 and 4 to 5, and `max_values` 6 give blocks of the rows 0 to 2, 3, and 4 to 5.
     """
     (first_row, end_row), *column_bounds = bounds
-    width = column_bounds[0][1] - column_bounds[0][0] if column_bounds else 1  # A vector has one value per row.
+    width = math.prod(stop - start for start, stop in column_bounds)  # A vector has one value per row.
     num_rows = max(1, max_values // max(1, width))  # The inner `max` is for a slice without columns.
     # Edges are the rows at which a piece begins or ends. Between two of them, all rows are covered by the same pieces.
     in_bounds = pieces.between(first_row, end_row)
@@ -397,6 +397,14 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]
     axes = [slice(rows.start, rows.stop)]  # Checkpoints read without a step.
     for (start, stop), source, target in zip(bounds[1:], piece.source[1:], piece.target[1:], strict=True):
         axes.append(slice(start + source[0] - target[0], stop + source[0] - target[0]))
+    if len(axes) == 3:  # Matrices of experts, of a tensor that is taken as it is.
+        experts, *of_matrix = axes
+        shape = checkpoint.shape(piece.tensor)
+        matrices = [
+            read_finite(checkpoint, piece.tensor, of_expert(of_matrix[0], expert, shape), of_matrix[1])
+            for expert in range(experts.start, experts.stop)
+        ]
+        return np.stack(matrices)
     axes = axes[::-1] if piece.is_transposed else axes
     if piece.expert is not None and len(axes) == 1:  # Biases [E, out].
         axes = [slice(piece.expert, piece.expert + 1), *axes]

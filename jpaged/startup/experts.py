@@ -31,7 +31,7 @@ def with_spread_experts(config: EngineConfig, model: DecoderConfig | OwnModel) -
     if not isinstance(model, DecoderConfig):
         way_out = 'give its variables the logical axis expert, as nnx.Param(array, logical_axes=("expert", None, None))'
         raise refusal(NAME, f"true for {model.name}", "false for a module of your own", way_out, error=ConfigError)
-    if model.experts is None:
+    if model.experts is None or not any(model.experts.sparse_layers):
         got = f"true for a {model.architecture}, which has no experts"
         raise refusal(NAME, got, "false, or a model with experts", "leave it out", error=ConfigError)
     return replace(model, spreads_experts=True)

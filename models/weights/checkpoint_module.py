@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -143,16 +143,25 @@ class CheckpointModule(nnx.Module):
         if checked.layout is TreeLayout.OWN:
             name = next(iter(checked.arrays))
             raise ModelLoadError(f"params: {name} is the path of an engine's weight, wanted Hugging Face names")
-        for path, origin in plan.origins.items():
-            for place, in_tree in zip(origin.places, origins[path].places, strict=True):
-                if len(place.names) != len(in_tree.names):
-                    names = " and ".join(in_tree.names)
-                    raise ModelLoadError(f"params: got {names}, wanted {' and '.join(place.names)} apart")
-                # A parameter that holds all experts is given as a whole.
-                index = in_tree.numbers[: len(in_tree.numbers) - len(place.numbers)]
-                for name, name_in_tree in zip(place.names, in_tree.names, strict=True):
-                    param = self._param(name)
-                    param.set_value(_copied(checked.arrays[name_in_tree][index], param.get_value()))
+        places = [
+            pair
+            for path, origin in plan.origins.items()
+            for pair in zip(origin.places, origins[path].places, strict=True)
+        ]
+        for place, in_tree in places:
+            # Tensors of experts may lie in other arrays, and not as others: gates and ups in one, or W for Wᵀ.
+            is_same = len(place.names) == len(in_tree.names)
+            if not is_same or _orientations(place.recipe.pieces) != _orientations(in_tree.recipe.pieces):
+                names = " and ".join(in_tree.names)
+                raise ModelLoadError(
+                    f"params: got {names}, wanted {' and '.join(place.names)}, in the module's own form"
+                )
+        for place, in_tree in places:
+            # A parameter that holds all experts is given as a whole.
+            index = in_tree.numbers[: len(in_tree.numbers) - len(place.numbers)]
+            for name, name_in_tree in zip(place.names, in_tree.names, strict=True):
+                param = self._param(name)
+                param.set_value(_copied(checked.arrays[name_in_tree][index], param.get_value()))
 
     def _param(self, name: str) -> Any:
         """Return the parameter of a tensor."""
@@ -190,6 +199,11 @@ def _decoder(origin: ModuleOrigin, tensors: Mapping[str, Array]) -> Decoder:
     return decoder
 
 
+def _orientations(pieces: Sequence[Piece]) -> list[tuple[bool, int]]:
+    """Return for each piece whether its tensor is stored as W, and the distance of its rows."""
+    return [(piece.is_transposed, piece.step) for piece in pieces]
+
+
 def _copied(array: Any, like: jax.Array) -> jax.Array:
     """Return a copy of an array of numpy or JAX in the dtype and the sharding of another one."""
     if isinstance(array, np.ndarray):
@@ -222,6 +236,11 @@ def load_checkpoint_module(
     plan = _plan(origin)
     check_tensors(plan.live.abstract, config, checkpoint)
     stored_name = model_class(config.architecture).naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
+    stored = set(checkpoint.names())
+    if absent := [name for name in plan.recipes.shapes if stored_name(name) not in stored]:
+        fault = f"its tensors of experts have another form than {absent[0]}, which a module's parameters have"
+        way_out = "serve it by an Engine, or save it in its family's own form by save_checkpoint"
+        raise ModelLoadError(f"{checkpoint.path}: {fault}: {way_out}")
     axes, leaves, pieces = _logical_axes(plan), dict[Any, nnx.Variable[Any]](), dict[Any, tuple[Piece, ...]]()
     for name, shape in plan.recipes.shapes.items():
         sharding = None if mesh is None else _sharding(mesh, axes[name], shape)

@@ -109,6 +109,12 @@ class LiveWeights:
         wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
         wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
         origins = origins_of[wanted.layout]
+        for place in (place for origin in origins.values() for place in origin.places):
+            if place.recipe not in self._recipe_ids:
+                names = " and ".join(place.names)
+                raise ModelLoadError(
+                    f"params: got {names} for one weight of experts, wanted tensors of one form for it"
+                )
         if wanted.layout is not TreeLayout.OWN:
             refuse_floats(self._leaves.values())
         checked = check_tree(arrays, wanted, [place.names for origin in origins.values() for place in origin.places])

@@ -40,7 +40,7 @@ def measured_bytes(model: ModelSpec, itemsize: int, num_tokens: int) -> int:
     """
     num_heads = max(layer.num_heads for layer in model.layers)
     scores_bytes = SCORE_ARRAYS * 4 * num_heads * num_tokens**2
-    return itemsize * num_tokens * model.activation_width + scores_bytes
+    return itemsize * (num_tokens * model.activation_width + model.program_values) + scores_bytes
 
 
 def state_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:

@@ -31,8 +31,9 @@ from .test_trained_modules import Normed
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "families"
-FAMILIES = ("llama_tied", "qwen2", "phi3_longrope_long", "gpt2", "gpt_neox", "gemma2")
-"""A tied matrix, biases, fused tensors, transposed ones, ones fused head by head, two soft caps."""
+FAMILIES = ("llama_tied", "qwen2", "phi3_longrope_long", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "qwen3_moe")
+"""A tied matrix, biases, fused tensors, transposed ones, ones fused head by head, two soft caps, experts in tensors
+of all and of one."""
 RENAMED: dict[str, Callable[[str], str]] = {
     "gpt2": "transformer.{}".format,
     "gpt_neox": lambda key: key.replace("embed_out", "lm_head"),
