@@ -95,7 +95,9 @@ def test_results_have_the_same_bits_in_every_pair_of_circumstances(tiny: Setup) 
     assert check_bits(tiny, covering_cases(**FEW), FEW["block_size"]) > 2_000
 
 
-@pytest.mark.parametrize(("dtype", "preemption"), [("int8", "recompute"), ("fp8", "swap")])
+@pytest.mark.parametrize(
+    ("dtype", "preemption"), [("int8", "recompute"), pytest.param("fp8", "swap", marks=pytest.mark.slow)]
+)
 def test_pages_of_one_byte_give_the_same_bits_in_any_company(tiny: Setup, dtype: str, preemption: str) -> None:
     """Requests share prefixes and pages, come in chunks, and are preempted."""
     setup = replace(tiny, sizes={**tiny.sizes, "kv_cache_dtype": dtype, "attention_backend": "native"})

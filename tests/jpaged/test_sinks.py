@@ -61,6 +61,7 @@ def test_the_dense_forward_of_a_trainer_has_the_sinks_of_the_checkpoint(model: P
     np.testing.assert_allclose(logprobs, reference_logprobs(PROMPT), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_eight_devices_pad_the_sinks_of_four_heads_as_they_pad_the_heads(model: Path) -> None:
     """Each of 2 KV heads is copied four times, and its 2 query heads are padded to 4."""
     found = json.loads(process("-m", "tests.jpaged.sink_model", str(model)))

@@ -46,6 +46,11 @@ XLA_FOLDERS = {
     "qwen3_moe", "qwen3_moe_some_dense_window", "smollm3",
 }  # fmt: skip
 """One of each family, and all with experts, which are compared on the operations that GPUs and TPUs use too."""
+SLOW = {
+    "gpt_oss_60_layer_types", "mixtral_window_one_of_60", "olmoe_renormalized_bias", "qwen2_moe_renormalized_window",
+    "qwen3_moe",
+}  # fmt: skip
+"""Further models of families with experts: one of each is for every run."""
 FAST_XLA = ("gemma3", "gpt2", "gpt_oss", "llama")
 
 
@@ -112,7 +117,7 @@ def chunked_logits(
             path,
             backend,
             id=f"{path.name}, {name}",
-            marks=[pytest.mark.slow] * (name == "xla" and path.name not in FAST_XLA),
+            marks=[pytest.mark.slow] * (path.name in SLOW or (name == "xla" and path.name not in FAST_XLA)),
         )
         for path in FOLDERS
         for name, backend in BACKENDS.items()

@@ -59,7 +59,7 @@ def errors_over(num_devices: int, quantizations: tuple[str, ...], *, by_expert: 
     return errors
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_numbers_that_codes_of_experts_stand_for(platform: str, monkeypatch) -> None:
     """Routers stay floats. The arrays of a GPU, where codes of 4 bits lie by rows of Wᵀ, give the same on a CPU."""
     monkeypatch.setattr(Target, "platform", platform)
@@ -80,6 +80,7 @@ print(json.dumps(errors | errors_over(4, ("int4",))))
 """
 
 
+@pytest.mark.slow
 def test_logits_over_several_devices_are_those_of_one() -> None:
     """Each device has whole experts, or 6 of 24 inner values of each; scales for all inputs of an output are whole."""
     environment = quick_compile.environment("--xla_force_host_platform_device_count=4") | {"NPROC": "16"}
@@ -126,7 +127,7 @@ def held_experts(name: str, platform: str, monkeypatch: Any) -> tuple[ScaledMatr
     return ScaledMatrix(jnp.asarray(out), jnp.asarray(scales), held.arrays.by_rows, "float32"), numbers, held
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpu", "tpu"))])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_multiplied_by_the_numbers_of_their_experts(name: str, platform: str, monkeypatch) -> None:
     matrix, numbers, held = held_experts(name, platform, monkeypatch)

@@ -247,7 +247,9 @@ def decoded_rows(leaf: Any, scales: Any = None) -> np.ndarray:
     return np.asarray(leaf.ops.columns(stored_matrix(leaf), rows, num_in), np.float32)
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "GptOss"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("Mixtral", "Qwen2Moe")), "GptOss"]
+)
 @pytest.mark.parametrize(("ops", "dtype"), [(NATIVE_OPS, "bfloat16"), (XLA_OPS, "float32")], ids=["native", "XLA"])
 def test_a_saved_model_has_the_tensors_that_it_was_loaded_from(tmp_path: Path, family: str, ops: LayerOps, dtype: str):
     """Routers are float32 in memory, and saved so; all other tensors have the dtype of the run."""
@@ -265,7 +267,7 @@ def test_a_saved_model_has_the_tensors_that_it_was_loaded_from(tmp_path: Path, f
     assert replace(open_checkpoint(tmp_path / "saved")[0], dtype=config.dtype) == config
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+@pytest.mark.parametrize("family", [pytest.param("Mixtral", marks=pytest.mark.slow), "Qwen2Moe"])
 def test_experts_are_quantized_at_load_each_as_a_matrix_of_its_own(tmp_path: Path, family: str):
     """Routers, gates of shared experts, norms and biases stay floats."""
     write_model(tmp_path, family)

@@ -93,7 +93,9 @@ def check_equal(made: Weights, loaded: Weights) -> None:
         assert np.array_equal(np.asarray(leaf[...]), np.asarray(wanted[...])), path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_some_dense_window", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe_some_dense_window", "gpt_oss"]
+)
 @pytest.mark.parametrize(("ops", "dtype"), [(XLA_OPS, "float32"), (NATIVE_OPS, "bfloat16")], ids=["xla", "native"])
 def test_a_tree_becomes_what_is_loaded_in_the_memory_of_the_old_weights(name: str, ops: LayerOps, dtype: str) -> None:
     """Layers and experts are apart, or together in one array each or in one for both; some layers have no experts."""
@@ -129,7 +131,9 @@ def test_programs_are_as_many_for_each_number_of_experts_and_take_the_tensors_of
         assert len(jax.tree.leaves(tensors)) <= 2
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    "quantization", ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int4"))]
+)
 @pytest.mark.parametrize("ops", [XLA_OPS, NATIVE_OPS], ids=["xla", "native"])
 def test_experts_are_quantized_to_the_codes_that_loading_makes(ops: LayerOps, quantization: str) -> None:
     """The inner width is one that bytes of native code have."""
@@ -190,7 +194,9 @@ def test_routers_stay_float32_whatever_dtype_a_tree_has() -> None:
     assert {dtype for module, dtype in dtypes.items() if module != "router"} == {"bfloat16"}
 
 
-@pytest.mark.parametrize(("backend", "quantization"), [("xla", "int8"), ("native", "none")])
+@pytest.mark.parametrize(
+    ("backend", "quantization"), [pytest.param("xla", "int8", marks=pytest.mark.slow), ("native", "none")]
+)
 def test_an_engine_takes_trees_of_experts_sleeps_and_saves_them(
     backend: str, quantization: str, tmp_path: Path
 ) -> None:

@@ -121,7 +121,13 @@ def bits(array: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("stored", "num_experts"), [*((dtype, number) for dtype in DTYPES for number in (4, 60)), ("Q8_0", 4), ("Q4_K", 4)]
+    ("stored", "num_experts"),
+    [
+        ("float32", 4),
+        ("bfloat16", 60),
+        ("Q4_K", 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("float32", 60), ("bfloat16", 4), ("Q8_0", 4))),
+    ],
 )
 def test_rows_have_the_bits_of_their_experts_alone(stored: str, num_experts: int) -> None:
     """Where many rows have chosen an expert, and where most experts have few rows or none."""
@@ -131,6 +137,7 @@ def test_rows_have_the_bits_of_their_experts_alone(stored: str, num_experts: int
         np.testing.assert_array_equal(bits(experts.add(*inputs)), bits(experts.expected(*inputs)), str(num_rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "features"),
     [("float32", AVX2), ("bfloat16", AVX2), ("Q8_0", AVX2), ("bfloat16", AVX512)],
