@@ -30,6 +30,17 @@ class _Arrays(NamedTuple):
     bias: Any
 
 
+class _Spread(NamedTuple):
+    """How a product's arrays are spread over devices, by the numbers of their axes."""
+
+    inputs: int
+    """The axis of the weight that counts inputs."""
+    weight: int
+    """The axis of the weight that is spread."""
+    bias: int | None
+    """That of the bias; None for a bias of sums over all devices, which is whole on each."""
+
+
 def add_experts_over_devices(
     ops: LayerOps,
     rows: Float[Array, "T D"],
@@ -58,33 +69,37 @@ def _sum_over_devices(
     num_here = experts.num_experts // num_devices if is_by_expert else experts.num_experts
     gate_up = experts.gate_up if is_by_expert else _share_of(experts.gate_up, num_devices)
     products = [gate_up, experts.down]
-    # (axis of inputs, axis that is spread, and that of the bias) of the weights [E, D, 2 F] and [E, F, D], and then of
-    # [D, 2 F] and [F, D]. Experts are spread along E or F, the shared MLP along its F.
-    axes: list[tuple[int, int, int | None]] = [(1, 0, 0), (1, 0, 0)] if is_by_expert else [(1, 2, 1), (1, 1, None)]
+    # Weights of experts, [E, D, 2 F] and [E, F, D], are spread along E or F; those of the shared MLP, [D, 2 F] and
+    # [F, D], along its F.
+    spreads = [_Spread(1, 0, 0), _Spread(1, 0, 0)] if is_by_expert else [_Spread(1, 2, 1), _Spread(1, 1, None)]
     if shared is not None:
         products += [_share_of(shared.first, num_devices), shared.down]
-        axes += [(0, 1, 0), (0, 0, None)]
+        spreads += [_Spread(0, 1, 0), _Spread(0, 0, None)]
     arrays = [_Arrays(each.weight, each.bias) for each in products]
     specs = [
-        _Arrays(_spec_of_matrix(each.weight, of_weight, axis_in, axis), _spec(each.bias, of_bias, axis))
-        for each, (axis_in, of_weight, of_bias) in zip(products, axes, strict=True)
+        _Arrays(
+            _spec_of_matrix(product.weight, spread.weight, spread.inputs, axis),
+            _spec(product.bias, spread.bias, axis),
+        )
+        for product, spread in zip(products, spreads, strict=True)
     ]
     weights = None if shared is None else shared.weights
 
     def sum_here(rows: Array, routing: Routing, arrays: list[_Arrays], weights: Array | None) -> Array:
+        """Return the sums of one device, given its parts of the arrays, with those of all devices added."""
         device = lax.axis_index(axis)
-        own = [
-            _with_arrays(product, held, None if of_bias is not None else device)
-            for product, held, (*_, of_bias) in zip(products, arrays, axes, strict=True)
+        here = [
+            _with_arrays(product, of_device, None if spread.bias is not None else device)
+            for product, of_device, spread in zip(products, arrays, spreads, strict=True)
         ]
         if is_by_expert:
-            numbers = routing.experts - device * num_here
-            is_here = (numbers >= 0) & (numbers < num_here)
-            routing = replace(routing, experts=jnp.where(is_here, numbers, num_here))
-        local = replace(experts, num_experts=num_here, gate_up=own[0], down=own[1], mesh=None, shared=None)
+            experts_here = routing.experts - device * num_here
+            is_here = (experts_here >= 0) & (experts_here < num_here)
+            routing = replace(routing, experts=jnp.where(is_here, experts_here, num_here))
+        local = replace(experts, num_experts=num_here, gate_up=here[0], down=here[1], mesh=None, shared=None)
         total = ops.sum_of_experts(rows, routing, local)
         if shared is not None:
-            total = total + ops.sum_of_shared(rows, replace(shared, first=own[2], down=own[3], weights=weights))
+            total = total + ops.sum_of_shared(rows, replace(shared, first=here[2], down=here[3], weights=weights))
         return lax.psum(total, axis)
 
     # JAX cannot check how the results vary over the mesh: kernels do not say it.
@@ -99,13 +114,13 @@ def _share_of(product: Product, num_devices: int) -> Product:
     return replace(product, parts=parts, num_out=product.num_out // num_devices, num_shards=1)
 
 
-def _with_arrays(product: Product, held: _Arrays, device: Int[Array, ""] | None) -> Product:
+def _with_arrays(product: Product, arrays: _Arrays, device: Int[Array, ""] | None) -> Product:
     """Return a product with a device's arrays and without norms, which rows and sums have got elsewhere.
 
     The bias is that of all devices if `device` is given, and then only the first one adds it.
     """
-    bias = held.bias if device is None or held.bias is None else jnp.where(device == 0, held.bias, 0)
-    return replace(product, weight=held.weight, bias=bias, norm=None, norm_behind=None)
+    bias = arrays.bias if device is None or arrays.bias is None else jnp.where(device == 0, arrays.bias, 0)
+    return replace(product, weight=arrays.weight, bias=bias, norm=None, norm_behind=None)
 
 
 def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int, axis: str) -> Any:
@@ -127,7 +142,10 @@ def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int,
 
 
 def _spec(array: Array | None, spread_axis: int | None, axis: str) -> PartitionSpec | None:
-    """Return how an array is spread along a mesh's axis at one of its axes; None for no array, or nowhere: whole."""
+    """Return how an array is spread along a mesh's axis at its axis `spread_axis`; None for an array that is missing.
+
+    With `spread_axis` None the array is whole on each device.
+    """
     if array is None:
         return None
     return PartitionSpec(*(axis if index == spread_axis else None for index in range(array.ndim)))

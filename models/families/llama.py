@@ -29,7 +29,7 @@ TENSOR_NAMES = {
     "head": "lm_head",
 }
 ATTENTION_NAMES = {module: name for module, name in TENSOR_NAMES.items() if ".mlp." not in module}
-"""The same without the MLP, for families that have experts in its place."""
+"""`TENSOR_NAMES` without the MLP, for families that have experts in its place."""
 EXPERT_NAMES = {
     "layers.{i}.mlp.router": "model.layers.{i}.mlp.gate",
     "layers.{i}.mlp.experts.{e}.gate_proj": "model.layers.{i}.mlp.experts.{e}.gate_proj",

@@ -122,22 +122,24 @@ def _origin_of(leaf: Any, scales: Any, pieces: tuple[Piece, ...], shapes: Mappin
     num_rows, held = metadata.get("rows_of_expert"), metadata.get("held")
     first_piece = 0
     # The pieces of an expert follow each other.
-    for number, group in groupby(pieces, lambda piece: 0 if num_rows is None else piece.target[0][0] // num_rows):
-        of_one = tuple(group)
-        names = tuple(dict.fromkeys(piece.tensor for piece in of_one))
-        experts = tuple(dict.fromkeys(piece.expert for piece in of_one))
+    for expert, pieces_of_expert in groupby(
+        pieces, lambda piece: 0 if num_rows is None else piece.target[0][0] // num_rows
+    ):
+        own_pieces = tuple(pieces_of_expert)
+        names = tuple(dict.fromkeys(piece.tensor for piece in own_pieces))
+        experts = tuple(dict.fromkeys(piece.expert for piece in own_pieces))
         if len(experts) > 1:
             both = " and ".join(names)
             raise ModelLoadError(f"params: got {both}, one of an expert and one of all, wanted one form for both")
-        first_row = number * (num_rows or 0)
-        numbered = tuple(_of_one(piece, names.index(piece.tensor), first_row) for piece in of_one)
+        first_row = expert * (num_rows or 0)
+        numbered = tuple(_of_one(piece, names.index(piece.tensor), first_row) for piece in own_pieces)
         index = () if experts[0] is None else (experts[0],)
         tensor_shapes = tuple(shapes[name][len(index) :] for name in names)
-        key = numbered, tensor_shapes, held and held.formats[first_piece : first_piece + len(of_one)]
+        key = numbered, tensor_shapes, held and held.formats[first_piece : first_piece + len(own_pieces)]
         if key not in known:
             known[key] = recipe_of(leaf, scales, tensor_shapes, numbered, first_piece=first_piece)
         places.append(Place(known[key], names, index))
-        first_piece += len(of_one)
+        first_piece += len(own_pieces)
     return Origin(tuple(places), shapes[pieces[0].tensor][: len(places[0].numbers)])
 
 
