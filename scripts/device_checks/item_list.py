@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import engine_check, kernel_items
+from .experts_check import experts_item
 from .items import Item
 from .kernel_items import Rival
 from .scoring_check import scoring_item
@@ -21,4 +22,5 @@ def all_items(rival: Rival, environment: Mapping[str, str], *, has_command_buffe
     correctness, *measured = kernel_items.kernel_items()
     small, *engine = engine_check.engine_items(environment, has_command_buffers=has_command_buffers)
     compared = kernel_items.compared_items(rival)
-    return [correctness, small, *measured, *compared, profile_item(), *engine, scoring_item(environment)]
+    experts, step, scores = experts_item(), profile_item(), scoring_item(environment)
+    return [correctness, small, experts, *measured, *compared, step, *engine, scores]

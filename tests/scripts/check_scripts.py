@@ -17,8 +17,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 Script = Callable[[str], ModuleType]
 """Name → that module of the folder `scripts`."""
 ITEMS = (
-    "correctness", "copy", "K1", "K2", "K3", "K5", "K6", "K4", "step", "engine-small", "engine-smollm2", "engine-8b",
-    "scores",
+    "correctness", "experts", "copy", "K1", "K2", "K3", "K5", "K6", "K4", "step", "engine-small", "engine-smollm2",
+    "engine-8b", "scores",
 )  # fmt: skip
 """Items that both scripts have."""
 
@@ -64,8 +64,8 @@ def check_interpreted_run(script: Script, name: str, cases: set[str], items: Seq
     assert found["passed"]
     assert found["interpreted"]
     assert (found["not_done"], found["hung"], found["running"]) == ([], [], [])
-    engine = {"engine-small, xla"}
-    assert set(found["checks"]) == cases | engine
+    others = {"engine-small, xla", "experts, bfloat16", "experts, int8"}
+    assert set(found["checks"]) == cases | others
     assert all(0 < found["checks"][case] <= script("device_checks.kernel_check").MOST_ERROR for case in cases)
     done = set(found["measured"]) | set(found["checks"]) | set(found["skipped"])
     assert found["items"] == sorted(items) == sorted(item.name for item in script(name).ITEMS)
@@ -118,7 +118,7 @@ def check_first_light(script: Script, name: str, num_cases: str) -> None:
     """Check that the runs of docs/first_light.md take every item of the script once, and that each fits its time.
 
     The line before each says the sum of its estimates. `num_cases`: what that page says of the number of
-    cases, those of `engine-small` among them.
+    cases, those of `engine-small` and `experts` among them.
     """
     text = (SCRIPTS.parent / "docs" / "first_light.md").read_text()
     command = rf"^About (\S+) minutes.*\n\n *python scripts/{name}\.py --only (.*) --output \S+$"

@@ -168,7 +168,7 @@ def test_a_ratio_to_cudnn_is_never_needed_for_a_run_to_pass(script: Script) -> N
 
 
 def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: Script) -> None:
-    num_cases = 2 + len(script("gpu_check").cases())
+    num_cases = 4 + len(script("gpu_check").cases())
     on_hopper = num_cases + len(script("gpu_check").hopper_cases())
     text = f"`{on_hopper} of {on_hopper} cases right` on a Hopper, {num_cases} on other GPUs"
     check_first_light(script, "gpu_check", text)

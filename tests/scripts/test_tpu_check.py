@@ -76,7 +76,7 @@ def test_every_case_is_taken_and_has_full_tiles_and_tails(script: Script, chip: 
 
 
 def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: Script) -> None:
-    check_first_light(script, "tpu_check", f"{2 + len(script('tpu_check').cases())} on a TPU")
+    check_first_light(script, "tpu_check", f"{4 + len(script('tpu_check').cases())} on a TPU")
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e", "v7x"])
