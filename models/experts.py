@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.expert_shares import add_experts_over_devices
 from ..pallas_kernels.grouped import Routing
-from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts, rounded_product, scaled
+from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts
 from ..sharding import TENSOR_AXIS
 from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
@@ -207,10 +207,10 @@ class Experts(nnx.Module):
         assert make.num_shards == 1 or make.mesh is not None, "sums over devices need their mesh"
         self.mesh, self.is_by_expert = make.mesh, is_by_expert
 
-    def as_products(self, norm: RowNorm | None, shared: SharedProducts | None = None, **ends: Any) -> ExpertProducts:
-        """Return the products of all experts. `norm` norms what they read, and `ends` are fields of the last one."""
+    def as_products(self, shared: SharedProducts | None, **ends: Any) -> ExpertProducts:
+        """Return the products of all experts, with the shared MLP if there is one; `ends` are fields of `down`."""
         return ExpertProducts(
-            gate_up=self.gate_up_proj.as_product(norm=norm, activation=self.activation, is_gated=True),
+            gate_up=self.gate_up_proj.as_product(activation=self.activation, is_gated=True),
             down=self.down_proj.as_product(**ends),
             num_experts=self.num_experts,
             mesh=self.mesh,
@@ -245,31 +245,21 @@ class SparseMLP(nnx.Module):
         Rows from `num_tokens` on are padding, which goes to no expert. `ends` say how outputs are added: see `Product`.
         """
         ops = self.router.weight.ops
-        normed = stream if norm is None else ops.norm(stream, norm)
-        routing = self.router.choose(normed)
-        is_token = jnp.arange(stream.shape[0]) < num_tokens
+        rows = stream if norm is None else ops.norm(stream, norm)
+        routing = self.router.choose(rows)
+        is_token = jnp.arange(rows.shape[0]) < num_tokens
         chosen = jnp.where(is_token[:, None], routing.experts, self.experts.num_experts)
         routing = Routing(chosen, routing.weights)
-        if self.experts.mesh is not None:
-            products = self.experts.as_products(norm, self._shared_products(norm, normed), **ends)
-            return add_experts_over_devices(ops, stream, routing, products, stream)
-        added: Array = ops.add_experts(stream, routing, self.experts.as_products(norm, **ends), stream)
-        if self.shared is None:
-            return added
-        if self.shared_gate is None:
-            return ops.chain(stream, self.shared.as_products(norm, **ends), added)[0]
-        (shared,) = ops.chain(stream, self.shared.as_products(norm))
-        assert ends.get("norm_behind") is None, "experts and the shared MLP would be normed as one sum"
-        return added + scaled(rounded_product(shared, self._weights_of_shared(normed)), ends.get("scale", 1.0))
+        products = self.experts.as_products(self._shared_products(rows), **ends)
+        if products.mesh is not None:
+            return add_experts_over_devices(ops, rows, routing, products, stream)
+        added: Array = ops.add_experts(rows, routing, products, stream)
+        return added
 
-    def _weights_of_shared(self, normed: Float[Array, "T D"]) -> Float[Array, "T 1"]:
-        """Return the gate of the shared MLP's outputs, for rows that are normed."""
-        return _sigmoid(self.shared_gate.product(normed))
-
-    def _shared_products(self, norm: RowNorm | None, normed: Float[Array, "T D"]) -> SharedProducts | None:
-        """Return the shared MLP as products, with the gate of rows that are normed; None without one."""
+    def _shared_products(self, rows: Float[Array, "T D"]) -> SharedProducts | None:
+        """Return the shared MLP as products, with its gate for these rows, which are normed; None without one."""
         if self.shared is None:
             return None
-        first, down = self.shared.as_products(norm)
-        weights = None if self.shared_gate is None else self._weights_of_shared(normed)
+        first, down = self.shared.as_products(norm=None)
+        weights = None if self.shared_gate is None else _sigmoid(self.shared_gate.product(rows))
         return SharedProducts(first=first, down=down, weights=weights)

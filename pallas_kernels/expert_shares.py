@@ -48,10 +48,8 @@ def add_experts_over_devices(
     experts: ExpertProducts,
     stream: Float[Array, "T D"],
 ) -> Float[Array, "T D"]:
-    """Return the stream plus the weighted sum of what each row's experts, and the shared MLP, make of it."""
-    norm = experts.gate_up.norm
-    total = _sum_over_devices(ops, rows if norm is None else ops.norm(rows, norm), routing, experts)
-    return ops.add_sum(total, experts.down, stream)
+    """Return what `LayerOps.add_experts` returns, computed by all devices of the mesh."""
+    return ops.add_sum(_sum_over_devices(ops, rows, routing, experts), experts.down, stream)
 
 
 def _sum_over_devices(
@@ -96,11 +94,10 @@ def _sum_over_devices(
             experts_here = routing.experts - device * num_here
             is_here = (experts_here >= 0) & (experts_here < num_here)
             routing = replace(routing, experts=jnp.where(is_here, experts_here, num_here))
-        local = replace(experts, num_experts=num_here, gate_up=here[0], down=here[1], mesh=None, shared=None)
-        total = ops.sum_of_experts(rows, routing, local)
+        local = replace(experts, num_experts=num_here, gate_up=here[0], down=here[1], mesh=None)
         if shared is not None:
-            total = total + ops.sum_of_shared(rows, replace(shared, first=here[2], down=here[3], weights=weights))
-        return lax.psum(total, axis)
+            local = replace(local, shared=replace(shared, first=here[2], down=here[3], weights=weights))
+        return lax.psum(ops.sum_of_experts(rows, routing, local), axis)
 
     # JAX cannot check how the results vary over the mesh: kernels do not say it.
     summed = jax.shard_map(sum_here, mesh=mesh, in_specs=(WHOLE, WHOLE, specs, WHOLE), out_specs=WHOLE, check_vma=False)
@@ -115,12 +112,12 @@ def _share_of(product: Product, num_devices: int) -> Product:
 
 
 def _with_arrays(product: Product, arrays: _Arrays, device: Int[Array, ""] | None) -> Product:
-    """Return a product with a device's arrays and without norms, which rows and sums have got elsewhere.
+    """Return a product with a device's arrays and without a norm behind, which is for the sum over all devices.
 
     The bias is that of all devices if `device` is given, and then only the first one adds it.
     """
     bias = arrays.bias if device is None or arrays.bias is None else jnp.where(device == 0, arrays.bias, 0)
-    return replace(product, weight=arrays.weight, bias=bias, norm=None, norm_behind=None)
+    return replace(product, weight=arrays.weight, bias=bias, norm_behind=None)
 
 
 def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int, axis: str) -> Any:

@@ -86,12 +86,12 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedProducts:
-    """The MLP that all rows take beside their experts, spread over devices along its inner width."""
+    """The MLP that all rows take beside their experts. On a mesh it is spread over devices along its inner width."""
 
     first: Product
-    """Reads the rows that the experts read."""
+    """Reads the rows that the experts read, and has no norm of its own."""
     down: Product
-    """Its results are added to the experts'."""
+    """Its results, times their factors, are added to the experts' sum."""
     weights: Float[Array, "T 1"] | None
     """Factors of the results, float32; None for 1."""
 
@@ -101,9 +101,11 @@ class ExpertProducts:
     """The MLPs of E experts as two products, whose weights and biases hold all experts; `num_out` is that of one."""
 
     gate_up: Product
-    """Reads the rows, through its norm if there is one. Weight [E, D, 2 F], bias [E, 2 F]."""
+    """Reads rows that are normed already, since a router has read them: it has no norm. Weight [E, D, 2 F], bias
+    [E, 2 F]."""
     down: Product
-    """The weighted sum of its results is added to the stream. Weight [E, F, D], bias [E, D]."""
+    """The weighted sum of its results is added to the stream, normed and scaled as `down` says. Weight [E, F, D], bias
+    [E, D]."""
     num_experts: int
     """E, with experts that pad it to a multiple of the devices, which are never chosen."""
     mesh: Mesh | None = None
@@ -113,7 +115,7 @@ class ExpertProducts:
     is_spread_by_expert: bool = False
     """Whether each device has whole experts; else it has its share of F of each."""
     shared: SharedProducts | None = None
-    """The MLP that all rows take too, on a mesh, where one sum over the devices serves it and the experts."""
+    """The MLP that all rows take too; its results and the experts' are added to the stream as one sum."""
 
 
 @dataclass(frozen=True)
@@ -277,10 +279,11 @@ class LayerOps:
         experts: ExpertProducts,
         stream: Float[Array, "T D"],
     ) -> Float[Array, "T D"]:
-        """Return the stream plus the weighted sum of what each row's experts make of it, on one device."""
-        norm = experts.gate_up.norm
-        total = self.sum_of_experts(rows if norm is None else self.norm(rows, norm), routing, experts)
-        return self.add_sum(total, experts.down, stream)
+        """Return the stream plus what each row's experts, and the shared MLP, make of the row, on one device.
+
+        The experts of a row without any, which is padding, give a sum of zeros.
+        """
+        return self.add_sum(self.sum_of_experts(rows, routing, experts), experts.down, stream)
 
     def add_sum(self, total: Float[Array, "T D"], down: Product, stream: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the stream plus what `down` makes of a sum of its results: its norm behind, and its scale."""
@@ -292,7 +295,7 @@ class LayerOps:
     def sum_of_experts(
         self, rows: Float[Array, "T D"], routing: Routing, experts: ExpertProducts
     ) -> Float[Array, "T D"]:
-        """Return the weighted sum of what each row's experts make of it, in float32. Rows are normed already."""
+        """Return the weighted sum of what each row's experts make of it, plus the shared MLP's results, in float32."""
         gate_up, down = experts.gate_up, experts.down
         choices = sorted_choices(routing.experts, experts.num_experts)
         out = self.grouped_product(rows[choices.rows], gate_up.weight, choices.sizes, gate_up.num_out)
@@ -301,15 +304,17 @@ class LayerOps:
         (inner,) = _activated(split_parts(out.astype(rows.dtype), gate_up.parts, gate_up.num_shards), gate_up)
         results = self.grouped_product(inner, down.weight, choices.sizes, down.num_out)
         total = weighted_sum(results, choices, routing)
-        return total if down.bias is None else total + _sum_of_biases(down.bias, routing)
+        if down.bias is not None:
+            total = total + _sum_of_biases(down.bias, routing)
+        return total if experts.shared is None else total + self.shared_results(rows, experts.shared)
 
-    def sum_of_shared(self, rows: Float[Array, "T D"], shared: SharedProducts) -> Float[Array, "T D"]:
-        """Return what a shared MLP makes of rows, times its weights, in float32."""
+    def shared_results(self, rows: Float[Array, "T D"], shared: SharedProducts) -> Float[Array, "T D"]:
+        """Return what a shared MLP makes of rows, times its factors, in float32."""
         (inner,) = self.chain(rows, [shared.first])
         out = self.product(inner, shared.down.weight, shared.down.num_out)
         if shared.down.bias is not None:
             out = out + shared.down.bias.astype(jnp.float32)[None, :]
-        return out if shared.weights is None else out * shared.weights
+        return out if shared.weights is None else rounded_product(out, shared.weights)
 
     def finish_heads(self, parts: Sequence[Float[Array, "R P"]], heads: Heads) -> list[Float[Array, "R P"]]:
         """Return the parts of a product, with each head of the first ones normed and rotated."""

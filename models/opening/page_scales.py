@@ -13,10 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32
 
 from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales, kv_scales, largest_number
 from ..config.decoder import DecoderConfig
@@ -63,41 +64,71 @@ def read_page_scales(
         return None
     layers, largest = config.spec.layers, _largest_stored(config.source, checkpoint.path)
     scales = np.ones((2, len(layers), num_kv_heads), np.float32)
-    names: dict[tuple[int, int], str] = {}
-    for path, name, values in tensors:
-        match = _NAME.search(name)
-        assert match is not None
-        layer, tensor = int(match["layer"]), match["tensor"] or match["projection"]
-        if layer >= len(layers):
-            raise ModelLoadError(f"{path}: tensor {name} is of layer {layer}, the model has {len(layers)}; {WAY_OUT}")
-        if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise ModelLoadError(f"{path}: tensor {name} is stored as {values.dtype}, wanted floats; {WAY_OUT}")
-        values = values.astype(np.float32).reshape(-1)
-        if values.size not in (1, layers[layer].num_kv_heads, num_kv_heads):
-            wanted = f"1, or {layers[layer].num_kv_heads}, one for each KV head"
-            raise ModelLoadError(f"{path}: tensor {name} has {values.size} values, wanted {wanted}; {WAY_OUT}")
-        with np.errstate(over="ignore", invalid="ignore"):
-            is_scale = (values >= np.finfo(np.float32).tiny) & np.isfinite(values * np.float32(largest))
-        if not is_scale.all():
-            fault = f"tensor {name} has the value {values[~is_scale][0]}, wanted scales of pages, positive and such"
-            raise ModelLoadError(f"{path}: {fault} that {largest:g} times them is finite; correct it, or {WAY_OUT}")
-        for index in (0, 1) if tensor == "kv" else ("kv".index(tensor),):
-            copied = np.repeat(values, num_kv_heads // values.size)
-            scales[index, layer] = np.max(values)  # Heads that are padding have any scale.
-            scales[index, layer, : copied.size] = copied
-            names[index, layer] = name
+    names: dict[tuple[int, int], str] = {}  # The tensor of keys (0) or of values (1) of a layer.
+    for tensor in tensors:
+        layer, places = _places_of(tensor, len(layers))
+        by_head = _scales_by_head(tensor, layers[layer].num_kv_heads, num_kv_heads, largest)
+        for place in places:
+            scales[place, layer] = by_head
+            names[place, layer] = tensor.name
     for layer, spec in enumerate(layers):
         owner = layer if spec.pages_of is None else spec.pages_of
         scales[:, layer] = scales[:, owner]
-        for index in (0, 1):
-            if (index, owner) not in names:
+        for place, what in enumerate(("keys", "values")):
+            if (place, owner) not in names:
                 other = next(iter(names.values()))
-                fault = f"it has the tensor {other}, and no scale of the {('keys', 'values')[index]} of layer {owner}"
+                fault = f"it has the tensor {other}, and no scale of the {what} of layer {owner}"
                 raise ModelLoadError(f"{checkpoint.path}: {fault}; complete it, or {WAY_OUT}")
     scales *= largest / largest_number(dtype)
     by_channel = len(layers), num_kv_heads, head_size
     unchanged = np.ones(by_channel, np.float32), np.zeros(by_channel, np.float32)
     return kv_scales(scales[0], scales[1], unchanged, unchanged)
+
+
+class _ScaleTensor(NamedTuple):
+    """A tensor of scales: its file, its name and its values."""
+
+    path: Path
+    name: str
+    values: np.ndarray
+
+
+def _places_of(tensor: _ScaleTensor, num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Return the layer of a tensor, and whether its scales are of keys (0), of values (1) or of both.
+
+    Raises ModelLoadError for a layer that the model has not.
+    """
+    match = _NAME.search(tensor.name)
+    assert match is not None
+    layer, kind = int(match["layer"]), match["tensor"] or match["projection"]
+    if layer >= num_layers:
+        fault = f"tensor {tensor.name} is of layer {layer}, the model has {num_layers}"
+        raise ModelLoadError(f"{tensor.path}: {fault}; {WAY_OUT}")
+    return layer, (0, 1) if kind == "kv" else ("kv".index(kind),)
+
+
+def _scales_by_head(
+    tensor: _ScaleTensor, heads_of_layer: int, num_kv_heads: int, largest: float
+) -> Float32[np.ndarray, " K"]:
+    """Return the scale of each of `num_kv_heads` heads in pages: that of its head, or the tensor's only one.
+
+    Heads that are padding have the largest scale; theirs are never read. Raises ModelLoadError for values that are no
+    scales, and for another number of values than 1, `heads_of_layer` and `num_kv_heads`.
+    """
+    name, values = tensor.name, tensor.values
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise ModelLoadError(f"{tensor.path}: tensor {name} is stored as {values.dtype}, wanted floats; {WAY_OUT}")
+    values = values.astype(np.float32).reshape(-1)
+    if values.size not in (1, heads_of_layer, num_kv_heads):
+        wanted = f"1, or {heads_of_layer}, one for each KV head"
+        raise ModelLoadError(f"{tensor.path}: tensor {name} has {values.size} values, wanted {wanted}; {WAY_OUT}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_scale = (values >= np.finfo(np.float32).tiny) & np.isfinite(values * np.float32(largest))
+    if not is_scale.all():
+        fault = f"tensor {name} has the value {values[~is_scale][0]}, wanted scales of pages, positive and such"
+        raise ModelLoadError(f"{tensor.path}: {fault} that {largest:g} times them is finite; correct it, or {WAY_OUT}")
+    copied = np.repeat(values, num_kv_heads // values.size)  # Copies of a head lie beside each other.
+    return np.pad(copied, (0, num_kv_heads - copied.size), constant_values=np.max(values))
 
 
 def _largest_stored(config: Mapping[str, Any], path: Path) -> float:
@@ -122,8 +153,8 @@ def _largest_stored(config: Mapping[str, Any], path: Path) -> float:
     return LARGEST_NUMBERS[scheme.data.get("type") or "float"]
 
 
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:
-    """Yield file, name and values of each scale of keys or values in the safetensors of a checkpoint."""
+def _tensors(checkpoint: Checkpoint) -> Iterator[_ScaleTensor]:
+    """Yield each tensor with scales of keys or values in the safetensors of a checkpoint."""
     import ml_dtypes  # noqa: F401  (safetensors needs the bfloat16 that it registers with numpy)
     from safetensors import safe_open
 
@@ -132,4 +163,4 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, np.ndarray]]:
             continue
         with safe_open(path, "np") as file:
             for name in filter(is_page_scale, file.keys()):
-                yield path, name, np.asarray(file.get_tensor(name))
+                yield _ScaleTensor(path, name, np.asarray(file.get_tensor(name)))

@@ -132,38 +132,58 @@ def held_codes(
     """Return how a matrix of these pieces is kept as codes; None if it becomes floats.
 
     With `num_experts` the pieces are those of so many matrices, whose rows of Wᵀ lie one after the other.
-
-    A scale of all inputs stays one. Other groups are cut so that each lies on one device, which has
-    `inputs_per_device`, in one piece and in one group of its tensor: 32 inputs that begin at a multiple of 72 share
-    their scales in groups of 8.
+    `inputs_per_device` is how many inputs a device has.
     """
-    found = [formats.get(piece.tensor) for piece in pieces]
-    kept = [code_format for code_format in found if code_format is not None]
-    if len(kept) < len(pieces) or not kept or any(piece.is_transposed for piece in pieces):
+    stored = _stored_formats(pieces, shapes, formats)
+    dtype = _shared_dtype(stored, target, has_experts=num_experts is not None)
+    if dtype is None:
         return None
-    dtypes = {_dtype_of(code_format, target, has_experts=num_experts is not None) for code_format in kept}
-    if dtypes == {"int4", "int8"}:
-        dtypes = {"int8"}
-    if len(dtypes) > 1 or None in dtypes:
-        return None
-    (dtype,) = dtypes
-    groups = [
-        code_format.group
-        for piece, code_format in zip(pieces, kept, strict=True)
-        if code_format.group < shapes[piece.tensor][-1]
-    ]
-    if any(shapes[piece.tensor][-1] % code_format.group for piece, code_format in zip(pieces, kept, strict=True)):
-        return None
-    group, scale_dtype = None, "float32"
-    if groups:
-        edges = [edge for piece in pieces for edge in (*piece.source[1], *piece.target[1])]
-        group = math.gcd(inputs_per_device, *groups, *edges)
-        scale_dtype = _scale_dtype(kept, target)
-    assert dtype is not None
+    group = _shared_group(pieces, stored, shapes, inputs_per_device)
+    scale_dtype = "float32" if group is None else _scale_dtype(stored, target)
     # A GPU's compiler reads codes of 4 bits along the inputs: in a loop it would copy a matrix of another layout.
     by_rows = is_table or (dtype in ("int4", "float4_e2m1fn") and target.platform == "gpu")
     arrays = CodeArrays(dtype, group, scale_dtype, by_rows, num_experts)
-    return HeldCodes(arrays, tuple(with_held_scales(code_format, arrays) for code_format in kept))
+    return HeldCodes(arrays, tuple(with_held_scales(code_format, arrays) for code_format in stored))
+
+
+def _stored_formats(
+    pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, CodeFormat | None]
+) -> list[CodeFormat]:
+    """Return the format of each piece's tensor; nothing unless all tensors are codes of whole groups, stored as Wᵀ."""
+    stored = list[CodeFormat]()
+    for piece in pieces:
+        code_format = formats.get(piece.tensor)
+        if code_format is None or piece.is_transposed or shapes[piece.tensor][-1] % code_format.group:
+            return []
+        stored.append(code_format)
+    return stored
+
+
+def _shared_dtype(formats: Iterable[CodeFormat], target: Target, *, has_experts: bool) -> str | None:
+    """Return the dtype of one array that holds codes of all these formats; None if there is none."""
+    dtypes = {_dtype_of(code_format, target, has_experts=has_experts) for code_format in formats}
+    if dtypes == {"int4", "int8"}:
+        return "int8"
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _shared_group(
+    pieces: Sequence[Piece],
+    stored: Sequence[CodeFormat],
+    shapes: Mapping[str, tuple[int, ...]],
+    inputs_per_device: int,
+) -> int | None:
+    """Return how many inputs share a scale in all of a matrix; None if all inputs of a row do in each of its tensors.
+
+    `stored` are the formats of the pieces. Their groups are cut so that each lies on one device, in one piece and in
+    one group of its tensor: 32 inputs that begin at a multiple of 72 share their scales in groups of 8.
+    """
+    row_sizes = (shapes[piece.tensor][-1] for piece in pieces)
+    groups = [each.group for each, row_size in zip(stored, row_sizes, strict=True) if each.group < row_size]
+    if not groups:
+        return None
+    edges = [edge for piece in pieces for edge in (*piece.source[1], *piece.target[1])]
+    return math.gcd(inputs_per_device, *groups, *edges)
 
 
 def with_held_scales(code_format: CodeFormat, arrays: CodeArrays) -> CodeFormat:

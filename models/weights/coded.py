@@ -31,7 +31,9 @@ class CodedCheckpoint(Checkpoint, Protocol):
         """Return rows of a tensor that is stored as codes."""
 
 
-EXPERTS_AS_FLOATS = "codes of experts are kept where each has a multiple of 32 inputs and outputs, stored by rows"
+EXPERTS_AS_FLOATS = (
+    "codes of experts are kept where all have one format and a multiple of 32 inputs and outputs, stored by rows"
+)
 """Why the codes of some experts become floats, as a clause for the log."""
 StoredFormats = tuple[tuple[str, CodeFormat | None], ...]
 """Each tensor of a checkpoint, with the format of its codes."""
@@ -74,15 +76,18 @@ def _code_parts(
     """Return the formats of a matrix's columns; None if it is not stored as codes.
 
     It is if its pieces are whole rows of tensors that are stored as codes, one behind the other without gaps, and all
-    but the last one are as many rows as layer operations store together.
+    but the last one are as many rows as layer operations store together. The formats of experts are those of the first.
     """
     if "matrix" not in metadata or metadata.get("stays_floats"):
         return None
     columns_of_codes = metadata["ops"].columns_of_codes
     num_in, num_out = metadata["matrix"]
+    stored, num_experts = [formats.get(piece.tensor) for piece in pieces], metadata.get("num_experts", 1)
+    if stored != stored[: len(stored) // num_experts] * num_experts:
+        return None
     parts, next_row = list[tuple[CodeFormat, int]](), 0
-    for piece in pieces:
-        code_format, whole = formats.get(piece.tensor), (0, num_in)
+    for piece, code_format in zip(pieces, stored, strict=True):
+        whole = 0, num_in
         (start, stop), *columns = piece.target
         has_whole_rows = columns == [whole] and list(piece.source[1:]) == [whole] and not piece.is_transposed
         if code_format is None or not has_whole_rows or start != next_row or start % columns_of_codes:

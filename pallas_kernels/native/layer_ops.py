@@ -16,7 +16,19 @@ from jaxtyping import Array, Float, Int
 from ..activations import GATES
 from ..code_formats import CodedMatrix, CodeFormat, CodeParts, Codes, quantize
 from ..grouped import Routing, expert_of_rows
-from ..layer_ops import Bounds, ExpertProducts, Heads, LayerOps, Product, RowNorm, RowWriter, StoredMatrix, split_parts
+from ..layer_ops import (
+    Bounds,
+    ExpertProducts,
+    Heads,
+    LayerOps,
+    Product,
+    RowNorm,
+    RowWriter,
+    SharedProducts,
+    StoredMatrix,
+    rounded_product,
+    split_parts,
+)
 from ..scaled_matrix import ScaledMatrix
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS, NATIVE_GATES
@@ -159,12 +171,17 @@ class NativeOps(LayerOps):
         experts: ExpertProducts,
         stream: Float[Array, "T D"],
     ) -> Float[Array, "T D"]:
-        """See `LayerOps.add_experts`. All of it is one custom call, which also sorts the choices.
+        """See `LayerOps.add_experts`. All of it but the shared MLP is one custom call, which also sorts the choices.
 
         If native code does not take the activation or the gates, they are computed by XLA, between two products.
         """
         assert experts.mesh is None, "native code is for one device"
         gate_up, down = experts.gate_up, experts.down
+        if experts.shared is not None:
+            # The custom call adds to the shared MLP's results as it does to a stream; norm and scale are for both.
+            alone = replace(experts, shared=None, down=replace(down, norm_behind=None, scale=1.0))
+            total = self.add_experts(rows, routing, alone, self.shared_results(rows, experts.shared))
+            return self.add_sum(total, down, stream)
         num_inner = gate_up.num_out // 2 if gate_up.is_gated else gate_up.num_out
         if not _is_native(gate_up) or num_inner % PANEL:
             return super().add_experts(rows, routing, experts, stream)
@@ -176,6 +193,11 @@ class NativeOps(LayerOps):
         stages = [first_stage, second_stage]
         outputs = run_chain(stages, rows.astype(jnp.float32), stream.astype(jnp.float32), weights, routing)
         return outputs[0].astype(stream.dtype)
+
+    def shared_results(self, rows: Float[Array, "T D"], shared: SharedProducts) -> Float[Array, "T D"]:
+        """See `LayerOps.shared_results`. Chains of native code give float32."""
+        (out,) = self.chain(rows.astype(jnp.float32), [shared.first, shared.down])
+        return out if shared.weights is None else rounded_product(out, shared.weights)
 
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         panels = _panels(weight)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SUMS = """
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +74,12 @@ def sums(num_devices, by_expert, group=0):
         first = replace(whole, codes=cut(whole.codes), scales=cut(whole.scales))
     products = ExpertProducts(
         gate_up=Product(
-            weight=first, num_out=2 * F, parts=(F, F), num_shards=num_shards, norm=norm, activation="silu",
+            weight=first, num_out=2 * F, parts=(F, F), num_shards=num_shards, activation="silu",
             bias=padded(blocks(gate_bias, up_bias, num_shards), num_experts), is_gated=True,
         ),
         down=Product(
-            weight=stored(padded(down, num_experts), group), bias=padded(down_bias, num_experts), num_out=D, norm=None,
+            weight=stored(padded(down, num_experts), group), bias=padded(down_bias, num_experts), num_out=D,
+            norm_behind=norm, scale=0.5,
         ),
         num_experts=num_experts,
         mesh=device_mesh(jax.devices()[:num_devices]) if num_devices > 1 else None,
@@ -86,19 +88,15 @@ def sums(num_devices, by_expert, group=0):
     )
     first = Product(
         weight=blocks(shared_gate, shared_up, num_devices), num_out=2 * S, parts=(S, S), num_shards=num_devices,
-        norm=norm, activation="silu", is_gated=True,
+        activation="silu", is_gated=True,
     )
     shared = SharedProducts(
         first=first, down=Product(weight=shared_down, num_out=D, bias=shared_bias), weights=shared_weights,
     )
     routing = Routing(jnp.asarray(np.where(chosen == E, num_experts, chosen)), weights)
-    if num_devices > 1:
-        run = lambda: add_experts_over_devices(
-            XLA_OPS, rows, routing, replace(products, shared=shared), rows
-        )
-    else:
-        of_shared = lambda: XLA_OPS.sum_of_shared(rows, shared)
-        run = lambda: XLA_OPS.add_experts(rows, routing, products, rows) + of_shared()
+    products = replace(products, shared=shared)
+    add = partial(add_experts_over_devices, XLA_OPS) if num_devices > 1 else XLA_OPS.add_experts
+    run = lambda: add(rows, routing, products, rows)
     compiled = jax.jit(run).lower().compile()
     kinds = "all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(", "collective-permute("
     return np.asarray(compiled()), [compiled.as_text().count(kind) for kind in kinds]

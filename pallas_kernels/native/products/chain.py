@@ -27,7 +27,7 @@ from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .code_decoder import Vectors
 from .code_panels import stored_bytes
-from .coded import CodedMultiplier, joined_parts
+from .coded import CodedMultiplier, joined_parts, repeated_parts
 from .groups import GroupShape, GroupTables, emit_groups, group_shape
 from .heads import finish_heads
 from .multiplier import Batch, Multiplier, Panel, StepTask
@@ -148,7 +148,8 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
     decoded = _multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
     if isinstance(panels, CodedMatrix):
         vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
-        return CodedMultiplier(decoded, depth, joined_parts(panels.parts), vectors)
+        parts, num_repeats = repeated_parts(joined_parts(panels.parts))
+        return CodedMultiplier(decoded, depth, parts, vectors, num_repeats)
     return decoded
 
 

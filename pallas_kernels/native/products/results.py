@@ -146,8 +146,8 @@ def _add_normed_row(stage_code: StageCode, results: ir.Value, row: ir.Value) -> 
 def add_weighted_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that adds to the stream the weighted sums of the results of a unit's rows, normed if there is a norm.
 
-    A row's results are added in the order of its choices, each product rounded to float32 before. The stream of a row
-    that has chosen no expert stays as it is.
+    A row's results are added in the order of its choices, each product rounded to float32 before. The sum of a row that
+    has chosen no expert is minus zero, which leaves the stream as it is unless it is normed.
     """
     code, build, stage, groups = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data.groups
     assert groups is not None, "it is a phase of stages that have experts"
@@ -157,12 +157,6 @@ def add_weighted_rows(stage_code: StageCode, unit: ir.Value) -> None:
     def add_row(row: ir.Value) -> None:
         first_choice, start = build.mul(row, groups.num_per_row), build.mul(row, I64(stage.num_results))
         end_choice = build.add(first_choice, groups.num_per_row)
-        (last_place,) = code.loop(
-            first_choice,
-            end_choice,
-            lambda choice, place: [code.max(place, code.load_index(places, choice))],
-            carried=[I64(-1)],
-        )
 
         def sum_at(element: ir.Value) -> ir.Value:
             """Return a vector of the row's weighted sum."""
@@ -186,16 +180,8 @@ def add_weighted_rows(stage_code: StageCode, unit: ir.Value) -> None:
             else:
                 code.store_vector(sum_at(element), sums, offset)
 
-        def keep(element: ir.Value) -> None:
-            offset, data = build.add(start, element), stage_code.data
-            code.store_vector(code.load_vector(data.old_stream, offset, F32, lanes), data.stream, offset)
-
-        with build.if_else(build.icmp_signed(">=", last_place, I64(0))) as (has_results, has_none):
-            with has_results:
-                code.loop(0, stage.num_results, add_sum, step=lanes)
-                if sums is not None:
-                    _add_normed_row(stage_code, sums, row)
-            with has_none:
-                code.loop(0, stage.num_results, keep, step=lanes)
+        code.loop(0, stage.num_results, add_sum, step=lanes)
+        if sums is not None:
+            _add_normed_row(stage_code, sums, row)
 
     stage_code.each_row(unit, stage_code.data.num_rows, add_row)

@@ -26,7 +26,10 @@ AVX2, AVX512 = ({"has_pairs": False, "has_avx512": has_avx512} for has_avx512 in
 
 
 def matrices(stored: str, num_experts: int, num_in: int, num_out: int) -> tuple[StoredMatrix, list[StoredMatrix]]:
-    """Return matrices [num_in, num_out] side by side, as experts store them, and each of them alone."""
+    """Return matrices [num_in, num_out] side by side, as experts store them, and each of them alone.
+
+    Of codes in two formats, joined by a plus sign, the first half of each matrix has one and the second half the other.
+    """
     num_columns = NATIVE_OPS.expert_columns(num_out)
     if stored in DTYPES:
         rng = np.random.default_rng(num_in + num_out)
@@ -35,16 +38,18 @@ def matrices(stored: str, num_experts: int, num_in: int, num_out: int) -> tuple[
         together = NATIVE_OPS.store(jnp.concatenate(list(padded), axis=1))
         assert together.shape == NATIVE_OPS.experts_shape(num_experts, num_in, num_out, stored)
         return together, [NATIVE_OPS.store(each) for each in weights]
-    codes, _ = random_part(stored, num_experts * num_columns, num_in)
-    dtype = "bfloat16" if stored == "Q4_K" else "float32"
-    packed = NATIVE_OPS.packed_codes(codes, format_of(stored, num_in), dtype)
-
-    def matrix(panels: np.ndarray, *sizes: int) -> CodedMatrix:
-        parts = tuple((format_of(stored, num_in), size) for size in sizes)
-        return CodedMatrix(jnp.asarray(panels.reshape(-1)), num_in, parts, dtype)
-
-    alone = [matrix(panels, num_out) for panels in np.split(packed, num_experts)]
-    return matrix(packed, *[num_columns] * num_experts), alone
+    names = stored.split("+")
+    dtype, size = "bfloat16" if "_K" in stored else "float32", num_columns // len(names)
+    by_name = []
+    for name in names:
+        codes, _ = random_part(name, num_experts * size, num_in)
+        by_name.append(np.split(NATIVE_OPS.packed_codes(codes, format_of(name, num_in), dtype), num_experts))
+    of_experts = [np.concatenate([panels.reshape(-1) for panels in each]) for each in zip(*by_name, strict=True)]
+    parts = tuple((format_of(name, num_in), size) for name in names)
+    # The last column of one matrix alone need not end a panel.
+    parts_alone = (*parts[:-1], (parts[-1][0], size - num_columns + num_out))
+    alone = [CodedMatrix(jnp.asarray(each), num_in, parts_alone, dtype) for each in of_experts]
+    return CodedMatrix(jnp.asarray(np.concatenate(of_experts)), num_in, parts * num_experts, dtype), alone
 
 
 class Experts:
@@ -61,19 +66,19 @@ class Experts:
         inner: int = INNER,
         behind: RowNorm | None = None,
     ) -> None:
-        # Blocks of Q4_K have 256 numbers along the rows.
-        self.depth, inner = (256, 256) if stored == "Q4_K" else (DEPTH, inner)
+        # Blocks of Q4_K and Q6_K have 256 numbers along the rows.
+        self.depth, inner = (256, 256) if "_K" in stored else (DEPTH, inner)
         parts = (inner, inner) if is_gated else ()
         num_inner, self.num_experts = sum(parts) or inner, num_experts
         gate_up, self.gate_ups = matrices(stored, num_experts, self.depth, num_inner)
-        down, self.downs = matrices(stored, num_experts, inner, WIDTH)
+        down, self.downs = matrices(stored.split("+")[0], num_experts, inner, WIDTH)
         rng = np.random.default_rng(7)
-        norm = RowNorm(jnp.asarray(rng.normal(size=self.depth), jnp.float32), 1e-5)
+        self.norm = RowNorm(jnp.asarray(rng.normal(size=self.depth), jnp.float32), 1e-5)
         biases = [
             jnp.asarray(rng.normal(size=(num_experts, size)), jnp.float32) if has_biases else None
             for size in (num_inner, WIDTH)
         ]
-        gates: dict[str, Any] = {"parts": parts, "activation": activation, "is_gated": is_gated, "norm": norm}
+        gates: dict[str, Any] = {"parts": parts, "activation": activation, "is_gated": is_gated}
         self.products = ExpertProducts(
             gate_up=Product(weight=gate_up, num_out=num_inner, bias=biases[0], **gates),
             down=Product(weight=down, num_out=WIDTH, bias=biases[1], scale=SCALE, norm_behind=behind),
@@ -81,8 +86,9 @@ class Experts:
         )
 
     def alone(self, expert: int) -> list[Product]:
-        """Return the products of one expert, with its own matrices."""
-        products = zip((self.products.gate_up, self.products.down), (self.gate_ups, self.downs), strict=True)
+        """Return the products of one expert, with its own matrices, and the norm of the rows that they read."""
+        gate_up = replace(self.products.gate_up, norm=self.norm)
+        products = zip((gate_up, self.products.down), (self.gate_ups, self.downs), strict=True)
         return [
             replace(each, weight=weights[expert], bias=None if each.bias is None else each.bias[expert])
             for each, weights in products
@@ -103,8 +109,13 @@ class Experts:
         return np.asarray(stream) + np.float32(SCALE) * total
 
     def add(self, rows: jax.Array, routing: Routing, stream: jax.Array) -> np.ndarray:
+        """Return what the experts make of rows, which are normed first, added to the stream."""
+
         # A new function each time: JAX would take one that was traced for another processor.
-        add = jax.jit(lambda rows, routing, stream: NATIVE_OPS.add_experts(rows, routing, self.products, stream))
+        @jax.jit
+        def add(rows: jax.Array, routing: Routing, stream: jax.Array) -> jax.Array:
+            return NATIVE_OPS.add_experts(NATIVE_OPS.norm(rows, self.norm), routing, self.products, stream)
+
         return np.asarray(add(rows, routing, stream))
 
     def inputs(self, num_rows: int, num_chosen: int = 2) -> tuple[jax.Array, Routing, jax.Array]:
@@ -125,8 +136,11 @@ def bits(array: Any) -> np.ndarray:
     [
         ("float32", 4),
         ("bfloat16", 60),
-        ("Q4_K", 4),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("float32", 60), ("bfloat16", 4), ("Q8_0", 4))),
+        ("Q4_K+Q6_K", 4),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("float32", 60), ("bfloat16", 4), ("Q4_K", 4), ("Q8_0", 4), ("MXFP4", 4))
+        ),
     ],
 )
 def test_rows_have_the_bits_of_their_experts_alone(stored: str, num_experts: int) -> None:
@@ -180,7 +194,7 @@ def test_experts_that_no_row_has_chosen_may_hold_nan(dtype: str) -> None:
 
 def test_rows_of_no_expert_keep_their_stream() -> None:
     """Padding: such a row may hold NaN, and its stream keeps its bits, also those of minus zero."""
-    experts = Experts(behind=RowNorm(jnp.ones(WIDTH), 1e-5, bias=jnp.ones(WIDTH)))
+    experts = Experts()
     rows, routing, stream = experts.inputs(40)
     wanted = np.array(experts.add(rows, routing, stream))
     rows, stream = rows.at[7].set(jnp.nan).at[8].set(jnp.nan), stream.at[7].set(-0.0)
@@ -206,6 +220,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clamped gates": {"activation": "clamped_swiglu", "has_biases": True},
     "no gates": {"activation": "relu2", "is_gated": False, "has_biases": True},
     "a norm behind": {"behind": RowNorm(jnp.linspace(0.5, 2, WIDTH), 1e-5)},
+    "a layer norm behind": {"behind": RowNorm(jnp.linspace(0.5, 2, WIDTH), 1e-5, bias=jnp.linspace(-1, 1, WIDTH))},
     "an activation of XLA": {"activation": "gelu", "has_biases": True},
     "gates that are not whole panels": {"inner": 40},
 }
@@ -225,7 +240,9 @@ def test_experts_are_those_of_plain_xla(name: str, dtype: str) -> None:
     products = replace(experts.products, gate_up=plain(gate_up, experts.depth), down=plain(down, inner))
     for num_rows in (1, 40):
         rows, routing, stream = experts.inputs(num_rows)
-        wanted = XLA_OPS.add_experts(rows, routing, products, stream)
+        if num_rows > 1:  # A row of no expert has a sum of zeros.
+            routing = replace(routing, experts=routing.experts.at[1].set(4))
+        wanted = XLA_OPS.add_experts(XLA_OPS.norm(rows, experts.norm), routing, products, stream)
         np.testing.assert_allclose(experts.add(rows, routing, stream), wanted, **TOLERANCES[dtype])
 
 

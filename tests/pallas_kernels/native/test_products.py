@@ -12,7 +12,7 @@ from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm
-from jpaged.pallas_kernels.native import llvm
+from jpaged.pallas_kernels.native import llvm, norms
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.products import chain
 from jpaged.pallas_kernels.native.products.chain import product
@@ -51,6 +51,8 @@ def be_processor(monkeypatch: pytest.MonkeyPatch, *, has_pairs: bool, has_avx512
     monkeypatch.setattr(chain, "host_has", lambda feature: has_pairs)
     for module in (chain, llvm):
         monkeypatch.setattr(module, "host_has_avx512", lambda: has_avx512)
+    # Its results are cached by the size and the kind of a norm alone.
+    monkeypatch.setattr(norms, "_handler", norms._handler.__wrapped__)
 
 
 run = jax.jit(product, static_argnums=2)
