@@ -117,6 +117,9 @@ class ExpertProducts:
     shared: SharedProducts | None = None
     """The MLP that all rows take too; its results and the experts' are added to the stream as one sum."""
 
+    def __post_init__(self) -> None:
+        assert self.gate_up.norm is None, "rows are normed before they are routed"
+
 
 @dataclass(frozen=True)
 class LayerOps:

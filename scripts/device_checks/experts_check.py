@@ -102,12 +102,12 @@ def decoded(weight: Any, expert: int) -> np.ndarray:
     return np.asarray(weight[expert], np.float64)
 
 
-def products_of(shape: ExpertShape, weights: Any, norm: RowNorm | None = None) -> ExpertProducts:
+def products_of(shape: ExpertShape, weights: Any) -> ExpertProducts:
     """Return both products of all experts, with gates of silu."""
     inner = shape.inner
     gated: dict[str, Any] = {"parts": (inner, inner), "activation": "silu", "is_gated": True}
     return ExpertProducts(
-        gate_up=Product(weight=weights[0], num_out=2 * inner, norm=norm, **gated),
+        gate_up=Product(weight=weights[0], num_out=2 * inner, **gated),
         down=Product(weight=weights[1], num_out=shape.hidden),
         num_experts=shape.num_experts,
     )
@@ -169,7 +169,8 @@ def experts_loop(layer: Layer, num_tokens: int) -> Loop:
     ops, shape = layer.ops, layer.shape
 
     def body(rows: Any, routing: Routing, gain: Any, weights: Any) -> Any:
-        return ops.add_experts(rows, routing, products_of(shape, weights, RowNorm(gain, NORM_EPS)), rows)
+        normed = ops.norm(rows, RowNorm(gain, NORM_EPS))
+        return ops.add_experts(normed, routing, products_of(shape, weights), rows)
 
     gain = jnp.ones(shape.hidden, jnp.bfloat16)
     return Loop(body, layer.rows(num_tokens), (layer.routing(num_tokens, num_tokens), gain, layer.weights))
@@ -180,8 +181,9 @@ def dense_loop(layer: Layer, num_tokens: int, num_experts: int) -> Loop:
     ops, hidden, inner = layer.ops, layer.shape.hidden, num_experts * layer.shape.inner
 
     def body(rows: Any, gain: Any, weights: Any) -> Any:
-        both = products_of(ExpertShape(1, 1, hidden, inner), weights, RowNorm(gain, NORM_EPS))
-        return ops.chain(rows, [both.gate_up, replace(both.down, adds_to_stream=True)], rows)[0]
+        both = products_of(ExpertShape(1, 1, hidden, inner), weights)
+        gate_up = replace(both.gate_up, norm=RowNorm(gain, NORM_EPS))
+        return ops.chain(rows, [gate_up, replace(both.down, adds_to_stream=True)], rows)[0]
 
     weights = [
         random_numbers(jax.random.key(each), ops.matrix_shape(*sizes, "bfloat16"), jnp.bfloat16)
