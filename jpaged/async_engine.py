@@ -248,7 +248,7 @@ class AsyncEngine:
         self.core.is_paused = False
         self.core.wake()
 
-    async def stats(self) -> dict[str, float | int]:
+    async def stats(self) -> dict[str, Any]:
         """Return counters and sizes; see `Engine.stats`."""
         return await self._result(partial(self.core.call, self.engine.stats))
 

@@ -356,9 +356,28 @@ class Engine(ResearchCalls):
         """Forget all cached prefixes. Running requests keep their pages; pins hold for pages computed from now on."""
         self.loop.call("reset_prefix_cache", self.blocks.prefixes.reset)
 
-    def stats(self) -> dict[str, float | int]:
-        """Return counters since the start and present sizes; `blocks` count pages, `*_bytes` are bytes."""
-        return {**self.loop.stats(), "end_tokens": len(self.handle.eos_token_ids)}
+    def stats(self) -> dict[str, Any]:
+        """Return counters since the start and present sizes; `blocks` count pages, `*_bytes` are bytes.
+
+        With `count_expert_tokens` they have `expert_tokens`, see there.
+        """
+        stats: dict[str, Any] = {**self.loop.stats(), "end_tokens": len(self.handle.eos_token_ids)}
+        if (expert_tokens := self.expert_tokens()) is not None:
+            stats["expert_tokens"] = expert_tokens
+        return stats
+
+    def expert_tokens(self) -> list[list[int]] | None:
+        """Return how many tokens have chosen each expert, [layer][expert]; None without `count_expert_tokens`.
+
+        A layer without experts has zeros. Every token that a step has computed counts: those of prompts too and, after
+        a preemption by recompute, those that are computed again; tokens of cached prefixes are not computed. Padding
+        does not count, nor do rows of sequences that one of their first four stop tokens has ended. This waits for the
+        steps in flight, whose counts a fault of the device may lose.
+        """
+        if not self.runner.counts_expert_tokens:
+            return None
+        found: list[list[int]] = self.loop.call("stats", self.runner.expert_tokens).tolist()
+        return found
 
     def shutdown(self) -> None:
         """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.layer_ops import Heads, Product, RowNorm, scaled
 from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
@@ -201,19 +201,20 @@ class DecoderLayer(nnx.Module):
     @jax.jit
     def after(
         self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
-    ) -> Float[Array, "T D"]:
+    ) -> tuple[Float[Array, "T D"], Int[Array, " E"] | None]:
         """Return the residual stream after the layer: attention's output and the MLP's are added to `x_TD`.
 
         `out_TNH`, [T, N heads, head size], is what `cache.attend` returned for the T tokens of the step. Each output is
         normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` say which tokens
-        are padding, which goes to no expert.
+        are padding, which goes to no expert, and which ones are counted: the second result is how many of these have
+        chosen each of E experts, and None in a layer without experts or where nothing is counted.
         """
         rows, norm = out_TNH.reshape(x_TD.shape[0], -1), self._norm(self.norms_in_front, "mlp")
         o_proj = self.attention.o_proj.as_product(**self._adds("attention"))
         if isinstance(self.mlp, SparseMLP):
             stream = self.chain(rows, [o_proj], x_TD)
-            return self.mlp.add_to(stream, norm, inputs.num_tokens, **self._adds("mlp"))
-        return self.chain(rows, [o_proj, *self.mlp.as_products(norm, **self._adds("mlp"))], x_TD)
+            return self.mlp.add_to(stream, norm, inputs, **self._adds("mlp"))
+        return self.chain(rows, [o_proj, *self.mlp.as_products(norm, **self._adds("mlp"))], x_TD), None
 
     def chain(
         self, rows: Float[Array, "T I"], products: Sequence[Product], stream: Float[Array, "T D"] | None = None
@@ -340,15 +341,30 @@ class Decoder(nnx.Module):
         attends; then the layer adds its outputs to the stream (`after`). Layers with equal rotary embeddings share one
         computation of cosines and sines; None stands for a layer without one.
         """
-        x_TD = self.embedded(inputs)
+        hidden_TD, cache, _ = self.with_expert_tokens(inputs, cache)
+        return hidden_TD, cache
+
+    def with_expert_tokens(
+        self, inputs: ModelInputs, cache: AttentionCache
+    ) -> tuple[Float[Array, "T D"], Any, Int[Array, "L E"] | None]:
+        """Return what `__call__` returns, and how many of the tokens `inputs.counted` have chosen each expert.
+
+        The counts have a row for each of L layers, zeros for one without experts; they are None if nothing is counted.
+        """
+        x_TD, counts = self.embedded(inputs), list[Array | None]()
         rotations = {rope: self._rotation(rope, inputs) for rope in dict.fromkeys(self.ropes)}
         for index, layer in enumerate(self.layers):
             q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[self.ropes[index]], inputs)
             options = {"scale": self.scales[index], "window": self.windows[index], "soft_cap": self.soft_cap}
             sinks = layer.attention.sink_logits()
             out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, inputs.attention, sinks=sinks, **options)
-            x_TD = layer.after(x_TD, out_TNH, inputs)
-        return self.norm(x_TD), cache
+            x_TD, expert_tokens = layer.after(x_TD, out_TNH, inputs)
+            counts.append(expert_tokens)
+        if (of_a_layer := next((each for each in counts if each is not None), None)) is None:
+            return self.norm(x_TD), cache, None
+        nothing = jnp.zeros_like(of_a_layer)
+        expert_tokens = jnp.stack([nothing if each is None else each for each in counts])
+        return self.norm(x_TD), cache, expert_tokens
 
     def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
         """Return the residual stream before the first layer."""

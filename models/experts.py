@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels.expert_shares import add_experts_over_devices
 from ..pallas_kernels.grouped import Routing
@@ -21,6 +21,7 @@ from ..sharding import TENSOR_AXIS
 from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
 from .config.shares import Run
+from .inputs import ModelInputs
 from .layers import Linear, WeightMaker, stored_matrix
 from .recipe import Source
 
@@ -76,6 +77,12 @@ def other_sources(module: str, name: str, experts: ExpertsConfig | None) -> tupl
     blocks = {"gate_proj": ((0, width),), "up_proj": ((width, 2 * width),)}.get(part)
     joined = "model.layers.{i}.mlp.experts." + ("gate_up_proj" if blocks else part)
     return Source(name.replace(".{e}", "")), Source(joined, blocks, ends={"weight": ""})
+
+
+def tokens_of_experts(experts: Int[Array, "T k"], counted: Bool[Array, " T"], num_experts: int) -> Int[Array, " E"]:
+    """Return how many of the `counted` tokens have chosen each expert; numbers from `num_experts` on are no expert."""
+    is_chosen = experts[:, :, None] == jnp.arange(num_experts, dtype=experts.dtype)[None, None]
+    return jnp.sum(is_chosen & counted[:, None, None], axis=(0, 1), dtype=jnp.int32)
 
 
 def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -238,23 +245,27 @@ class SparseMLP(nnx.Module):
             self.shared_gate = Linear(config.hidden_size, 1, axes=axes, bias=False, make=float_maker)
 
     def add_to(
-        self, stream: Float[Array, "T D"], norm: RowNorm | None, num_tokens: Int[Array, ""] | int, **ends: Any
-    ) -> Float[Array, "T D"]:
-        """Return the stream plus what experts and the shared MLP make of its normed rows.
+        self, stream: Float[Array, "T D"], norm: RowNorm | None, inputs: ModelInputs, **ends: Any
+    ) -> tuple[Float[Array, "T D"], Int[Array, " E"] | None]:
+        """Return the stream plus what experts and the shared MLP make of its normed rows, and the tokens of experts.
 
-        Rows from `num_tokens` on are padding, which goes to no expert. `ends` say how outputs are added: see `Product`.
+        Padding goes to no expert. `inputs.counted` says which tokens count for the experts that they have chosen; None
+        is returned for their numbers if it is None. `ends` say how outputs are added: see `Product`.
         """
         ops = self.router.weight.ops
         rows = stream if norm is None else ops.norm(stream, norm)
         routing = self.router.choose(rows)
-        is_token = jnp.arange(rows.shape[0]) < num_tokens
+        is_token = jnp.arange(rows.shape[0]) < inputs.num_tokens
         chosen = jnp.where(is_token[:, None], routing.experts, self.experts.num_experts)
         routing = Routing(chosen, routing.weights)
         products = self.experts.as_products(self._shared_products(rows), **ends)
         if products.mesh is not None:
-            return add_experts_over_devices(ops, rows, routing, products, stream)
-        added: Array = ops.add_experts(rows, routing, products, stream)
-        return added
+            added = add_experts_over_devices(ops, rows, routing, products, stream)
+        else:
+            added = ops.add_experts(rows, routing, products, stream)
+        if inputs.counted is None:
+            return added, None
+        return added, tokens_of_experts(chosen, inputs.counted, self.router.config.num_experts)
 
     def _shared_products(self, rows: Float[Array, "T D"]) -> SharedProducts | None:
         """Return the shared MLP as products, with its gate for these rows, which are normed; None without one."""

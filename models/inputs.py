@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
@@ -30,6 +30,8 @@ class ModelInputs:
     """int32; those of padding tokens are arbitrary but valid."""
     attention: AttentionMetadata
     """What `cache.attend` takes as its `step`; `attention.positions` are the positions of the tokens."""
+    counted: Bool[Array, " T"] | None = None
+    """Which tokens a sparse layer counts for the experts that they choose; None where nothing is counted."""
 
     @property
     def num_tokens(self) -> Int[Array, ""] | int:

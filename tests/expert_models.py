@@ -1,6 +1,8 @@
-"""Writes small random models with experts as checkpoints of Hugging Face."""
+"""Writes small random models with experts as checkpoints of Hugging Face, and gives their tensors other forms."""
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """Family → what its config.json has beside the name of the class."""
 
 
+Tree = dict[str, np.ndarray]
+
+
 def write_model(directory: Path, family: str, dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Write a random model to a directory, and return the content of its config.json and its tensors."""
     config = {"architectures": [f"{family}ForCausalLM"], **MODELS[family]}
@@ -39,3 +44,39 @@ def write_model(directory: Path, family: str, dtype: Any = np.float32) -> tuple[
     tensors = {name: random.uniform(-0.9, 0.9, shape).astype(dtype) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
     return config, tensors
+
+
+def joined(tree: Tree, pattern: str, name: str) -> Tree:
+    """Return a tree in which all tensors that differ in a number of their names are one array, in its order."""
+    arrays = defaultdict[str, dict[int, np.ndarray]](dict)
+    others = {}
+    for key, leaf in tree.items():
+        if match := re.search(pattern, key):
+            arrays[key.replace(match[0], name)][int(match[1])] = leaf
+        else:
+            others[key] = leaf
+    return others | {key: np.stack([leaves[i] for i in sorted(leaves)]) for key, leaves in arrays.items()}
+
+
+def of_all_experts(tree: Tree) -> Tree:
+    return joined(tree, r"\.experts\.(\d+)\.", ".experts.")
+
+
+def of_all_layers(tree: Tree) -> Tree:
+    return joined(tree, r"\.layers\.(\d+)\.", ".layers.")
+
+
+def in_memory_of_transformers(tree: Tree) -> Tree:
+    """Return a tree of a module of transformers 5: gates and ups of all experts in one array [E, 2 F, D]."""
+    for old, new in (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        tree = {name.replace(old, new): leaf for name, leaf in tree.items()}
+    found = {}
+    for name, leaf in of_all_experts(tree).items():
+        if ".experts." not in name:
+            found[name] = leaf
+        elif name.endswith("down_proj.weight"):
+            found[name.removesuffix(".weight")] = leaf
+        elif name.endswith("gate_proj.weight"):
+            ups = of_all_experts(tree)[name.replace("gate_proj", "up_proj")]
+            found[name.replace("gate_proj.weight", "gate_up_proj")] = np.concatenate([leaf, ups], axis=1)
+    return found

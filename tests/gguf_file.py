@@ -60,10 +60,11 @@ def write_gguf(path, metadata=(), tensors=(), *, architecture="llama"):
     return path
 
 
-def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, metadata=()):
+def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, metadata=(), is_by_expert=False):
     """Write a model as llama.cpp's converter does, its matrices quantized to `kind`, and return `path`.
 
-    `kind` may be a function that gives the type of each matrix by its name.
+    `kind` may be a function that gives the type of each matrix by its name. With `is_by_expert` there is a tensor for
+    each expert, as in files of Mixtral from before April 2024.
     `metadata` is added, such as that of a tokenizer. `config` is the content of config.json, and `tensors` are float32
     under Hugging Face's names. Source of what the converter changes: llama.cpp, conversion/llama.py, gemma.py.
     """
@@ -82,6 +83,8 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, met
         stays_floats = values.ndim == 1 or name.endswith((".gate.weight", ".router.weight", ".bias"))
         quantized = values if stays_floats else (gguf.quantize(values, kind_here), kind_here)
         stored[names.get_name(name, (".weight", ".bias"))] = quantized
+    if is_by_expert:
+        stored = dict(each for item in stored.items() for each in by_expert(*item))
     metadata = dict(metadata) | {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
     metadata[f"{architecture}.attention.value_length"] = config.get("head_dim")
     if architecture == "gpt-oss":
@@ -107,6 +110,16 @@ def stacked_experts(tensors):
             found[name] = values
     stacked = {name: np.stack([of_expert[e] for e in sorted(of_expert)]) for name, of_expert in experts.items()}
     return {name: np.ascontiguousarray(values) for name, values in (found | stacked).items()}
+
+
+def by_expert(name, stored):
+    """Yield a tensor of all experts as one for each of them, and any other as it is."""
+    if "_exps." not in name:
+        yield name, stored
+        return
+    values, kind = stored
+    for expert, matrix in enumerate(values):
+        yield name.replace("_exps.", f".{expert}."), (matrix, kind)
 
 
 def interleaved(values, num_heads):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
@@ -94,6 +94,8 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
         f"throughput: {stats['generation_tokens'] / elapsed_s:.1f} output tokens/s, "
         f"{stats['prompt_tokens'] / elapsed_s:.1f} prompt tokens/s over {elapsed_s:.1f} s (compilation excluded)"
     )
+    if "expert_tokens" in stats:
+        yield f"expert tokens: {balance_of_experts(stats['expert_tokens'])}"
     recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
     pages = [
         f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens{sizes.arithmetic.in_groups}",
@@ -108,3 +110,17 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
     ]
     # A part is 0 instead of a text if it does not apply.
     yield f"pages: {' · '.join(str(part) for part in pages if part)}"
+
+
+def balance_of_experts(by_layer: Sequence[Sequence[int]]) -> str:
+    """Return in words how evenly tokens have chosen experts, given the tokens of each expert of each layer.
+
+    Example: "the busiest expert of a layer has 1.4 to 3.2 times the mean, 5 of 96 have none".
+    """
+    sparse = [counts for counts in by_layer if any(counts)]
+    if not sparse:
+        return "none were computed"
+    shares = [max(counts) * len(counts) / sum(counts) for counts in sparse]
+    num_idle, num_experts = sum(counts.count(0) for counts in map(list, sparse)), sum(map(len, sparse))
+    times = f"{min(shares):.1f} to {max(shares):.1f} times"
+    return f"the busiest expert of a layer has {times} the mean, {num_idle} of {num_experts} have none"

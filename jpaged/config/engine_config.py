@@ -117,6 +117,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         False, "give each device whole experts of a sparse MLP; without it each has a share of every expert", boolean
     )
     """Refused for a model without experts, and on one device."""
+    count_expert_tokens: bool = _option(
+        False, "count the tokens that choose each expert of each layer, for stats() and the summary", boolean
+    )
+    """`Engine.stats()` then has them as `expert_tokens`. Refused for a model without experts."""
     mesh: Any = field(default=None, metadata={"rule": rules.trainer_mesh, "help": MESH_HELP})
     """A `jax.sharding.Mesh` of devices of this process, such as a trainer's. Those along its axes for tensors serve, in
     their order, from index 0 of every other axis. That is its axis tensor, or the only one, unless `sharding_rules` say

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 from .page_pool import PageKey, PagePool
@@ -141,3 +143,15 @@ class PageStore:
         if key is not None:
             self.host.publish(copy, key)
         return copy
+
+
+def move_batches(moves: list[PageMove], max_moves: int) -> Iterator[tuple[MoveKind, list[PageMove]]]:
+    """Yield (kind, moves) for runs of consecutive moves of one kind, cut to at most `max_moves` moves, in order.
+
+    With `max_moves` 8, ten copies, then a swap-out and then a copy give four batches: 8 copies, 2 copies, the swap-out,
+    and the last copy. Without moves nothing is yielded.
+    """
+    for kind, run in groupby(moves, key=lambda move: move.kind):
+        moves_of_kind = list(run)
+        for start in range(0, len(moves_of_kind), max_moves):
+            yield kind, moves_of_kind[start : start + max_moves]

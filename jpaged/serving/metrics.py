@@ -176,6 +176,13 @@ class ServerMetrics:
         for reason in FINISH_REASONS:
             success.add_metric([*label_values, reason], self.finished[reason])
         yield success
+        if self._engine is not None and (by_layer := self._engine.expert_tokens()) is not None:
+            text = "Tokens that have chosen each expert of each layer."
+            chosen = CounterMetricFamily(f"{self.prefix}:expert_tokens", text, labels=[*labels, "layer", "expert"])
+            for layer, counts in enumerate(by_layer):
+                for expert, count in enumerate(counts):
+                    chosen.add_metric([*label_values, str(layer), str(expert)], count)
+            yield chosen
         for name, histogram in self.histograms.items():
             family = HistogramMetricFamily(f"{self.prefix}:{name}", HISTOGRAM_TEXTS[name], labels=labels)
             family.add_metric(label_values, histogram.buckets(), histogram.sum)

@@ -39,8 +39,9 @@ from ..sharding import TENSOR_AXIS, sharding_of
 from ..step.compile_plan import Key
 from ..step.jax_settings import trace_settings
 from ..step.kv_measure import MEASURE_KEY, NUM_PARTS, PART_TOKENS, PageScales, measured_tokens
+from ..step.model_calls import merged_model
 from ..step.programs import ProgramOptions, Programs, cache_arrays
-from ..step.step import merged_model, trial
+from ..step.step import trial
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention.choice import attention_shape, block_size_of
@@ -66,6 +67,8 @@ class AbstractEngine:
     """Most tokens of a sequence in one dispatch."""
     formats: StoredFormats = ()
     """The formats of a checkpoint's tensors, if those that are codes are to stay so."""
+    counts_expert_tokens: bool = False
+    """Whether steps count the tokens of each expert; only for a model that has experts."""
 
     @cached_property
     def groups(self) -> LayerGroups:
@@ -159,7 +162,9 @@ class AbstractEngine:
         cache = PagedCache((), layout, layers, self.backend, scales, mesh=mesh, mesh_axis=TENSOR_AXIS)
         has_own_code = isinstance(self.model, OwnModel) or bool(settings.processors)
         is_kept = self.platform == "cpu" and self.num_chips == 1 and not has_own_code
-        options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks, kept_in if is_kept else None)
+        options = ProgramOptions(
+            settings, self.num_decode_steps, num_host_blocks, kept_in if is_kept else None, self._expert_counts()
+        )
         weights = self.weights(sizes.dtype)
         if isinstance(self.model, OwnModel):
             weights = replace(weights, stream_dtype=self._checked_stream_dtype(weights, cache, builder))
@@ -170,6 +175,14 @@ class AbstractEngine:
             for name, run, arguments in programs.programs_to_trace():
                 self._traced(f"its {name} program", partial(jax.eval_shape, run), *arguments)
         return programs
+
+    def _expert_counts(self) -> tuple[int, int] | None:
+        """Return the numbers of layers and of experts that steps count tokens for; None if they count none."""
+        if not self.counts_expert_tokens:
+            return None
+        assert isinstance(self.model, DecoderConfig), "experts of a caller's own module are not known"
+        assert self.model.experts is not None, "a model without experts has none to count"
+        return self.model.num_layers, self.model.experts.num_experts
 
     def page_scales(
         self, sizes: StepSizes, encode: Callable[[str], Sequence[int]] | None, checkpoint: Checkpoint | None

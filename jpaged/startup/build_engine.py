@@ -46,7 +46,7 @@ from .attention.check_process import check_before_opening, check_in_subprocess, 
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .caches import NO_CACHE, use_compilation_cache, weights_cache
 from .devices import log_devices, serving_devices
-from .experts import check_has_mesh, experts_note, with_spread_experts
+from .experts import check_experts_can_be_counted, check_has_mesh, experts_note, with_spread_experts
 from .open_model import ModelHandle, checkpoint_again
 from .prepared_engine import PreparedEngine, free_memory, prepare_engine
 from .sizing.device_memory import unreserved_memory_note
@@ -120,6 +120,7 @@ def build_engine(
     if config.compilation_cache_dir is not None or not is_own:
         use_compilation_cache(config.compilation_cache_dir)
     max_model_len = requested_max_len(config, handle.spec)
+    check_experts_can_be_counted(config, handle.config)
     handle = replace(handle, config=with_spread_experts(config, handle.config).without_idle_windows(max_model_len))
     on_chip = handle.config.spec_on_chip(config.num_devices or 1)
     check_before_opening(config, on_chip, _phase(progress, "check"))

@@ -17,8 +17,6 @@ from ..models.own_model import OwnModel
 from ..models.weights.loading import Weights
 from ..pallas_kernels.layer_ops import LayerOps
 
-NAME = "enable_expert_parallel"
-
 
 def with_spread_experts(config: EngineConfig, model: DecoderConfig | OwnModel) -> DecoderConfig | OwnModel:
     """Return the model's config, with whole experts on each device if `enable_expert_parallel` asks for that.
@@ -28,20 +26,36 @@ def with_spread_experts(config: EngineConfig, model: DecoderConfig | OwnModel) -
     """
     if not config.enable_expert_parallel:
         return model
+    way_out = 'give its variables the logical axis expert, as nnx.Param(array, logical_axes=("expert", None, None))'
+    return replace(_with_experts("enable_expert_parallel", model, way_out), spreads_experts=True)
+
+
+def check_experts_can_be_counted(config: EngineConfig, model: DecoderConfig | OwnModel) -> None:
+    """Raise ConfigError if the tokens of experts are to be counted and the model is not known to have experts."""
+    if config.count_expert_tokens:
+        _with_experts("count_expert_tokens", model, "count them in the module itself")
+
+
+def _with_experts(option: str, model: DecoderConfig | OwnModel, own_way_out: str) -> DecoderConfig:
+    """Return the config of a model with experts. Raises ConfigError, which names the `option`, for any other model.
+
+    `own_way_out` is what the error advises for a module of the caller's own.
+    """
     if not isinstance(model, DecoderConfig):
-        way_out = 'give its variables the logical axis expert, as nnx.Param(array, logical_axes=("expert", None, None))'
-        raise refusal(NAME, f"true for {model.name}", "false for a module of your own", way_out, error=ConfigError)
+        fault = f"true for {model.name}"
+        raise refusal(option, fault, "false for a module of your own", own_way_out, error=ConfigError)
     if model.experts is None or not any(model.experts.sparse_layers):
         got = f"true for a {model.architecture}, which has no experts"
-        raise refusal(NAME, got, "false, or a model with experts", "leave it out", error=ConfigError)
-    return replace(model, spreads_experts=True)
+        raise refusal(option, got, "false, or a model with experts", "leave it out", error=ConfigError)
+    return model
 
 
 def check_has_mesh(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
     """Raise ConfigError if experts are to be spread over one device."""
     if config.enable_expert_parallel and len(devices) == 1:
         way_out = "give tensor_parallel_size, or leave it out"
-        raise refusal(NAME, "true with 1 device", "false, or 2 devices and more", way_out, error=ConfigError)
+        fault, allowed = "true with 1 device", "false, or 2 devices and more"
+        raise refusal("enable_expert_parallel", fault, allowed, way_out, error=ConfigError)
 
 
 def experts_note(weights: Weights, ops: LayerOps, devices: Sequence[Any]) -> str:

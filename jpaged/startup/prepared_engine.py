@@ -99,6 +99,7 @@ def prepare_engine(
         SampleSettings(processors, config.max_logprobs, config.logprobs_mode),
         num_decode_steps(config, device.platform),
         () if config.quantization == "none" else formats,
+        counts_expert_tokens=config.count_expert_tokens,
     )
     dtype, _ = chosen_dtypes(config, on_chip, device.platform)
     if device.platform == "gpu" and engine.num_decode_steps > 1 and has_group_scales(engine.weights(dtype).state):

@@ -25,7 +25,7 @@ from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales
 from .compile_plan import Key, Lower
 from .kept_programs import Program
-from .step import merged_model
+from .model_calls import merged_model
 
 MEASURE_KEY = ("measure_kv",)
 PART_TOKENS = 128

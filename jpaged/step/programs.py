@@ -44,7 +44,7 @@ from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
 from .kept_programs import KeptPrograms, Program
-from .scoring import score_tokens
+from .model_calls import score_tokens
 from .step import DecodeSampling, DeviceState, SamplingState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
 from .step_layout import CHANGE_FIELDS, StepLayout
@@ -126,6 +126,8 @@ class ProgramOptions:
     """Pages of the host pool; with 0 there are no swap programs."""
     kept_in: Path | None = field(default=None, repr=False)
     """Directory in which step programs are kept for later starts, which then trace nothing; None for none."""
+    expert_counts: tuple[int, int] | None = None
+    """Numbers of layers and of experts, where steps count the tokens of each expert; None where they do not."""
 
 
 class Programs:
@@ -165,6 +167,7 @@ class Programs:
             last_tokens=self._shape((self._num_slots,), jnp.int32),
             # Room for the hidden states of the largest step.
             hidden=self._shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
+            expert_tokens=self._shape(options.expert_counts, jnp.int32) if options.expert_counts else None,
         )
         """Shapes of the device state with their placement."""
         self._kept: KeptPrograms | None = None

@@ -15,9 +15,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..checks import one_line
-from ..kv_cache.page_store import MoveKind, PageMove
+from ..kv_cache.page_store import MoveKind, PageMove, move_batches
 from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
@@ -46,6 +46,8 @@ logger = logging.getLogger("jpaged")
 
 MAX_SWAPS_UNDER_WAY = 4
 """Batches of swapped pages that are being copied at the same time: each takes device memory for its pages."""
+MAX_UNREAD_TOKENS = 1 << 30
+"""Tokens of steps after which the device's counts of experts' tokens, int32, are added to the host's."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Runner:
         self._allocate()
         self.has_state = True
         """Whether there is a device state, so that steps can run."""
+        counts = self.state.expert_tokens
+        self._expert_tokens = None if counts is None else np.zeros(counts.shape, np.int64)
+        """Tokens that have chosen each expert of each layer, without those that the device has counted since."""
+        self._num_unread_tokens = 0
+        """Tokens of the steps that the device has counted since, padding included."""
         self.buckets = buckets
         cache = self.state.cache
         self.page_bytes = cache.layout.page_bytes
@@ -162,6 +169,40 @@ class Runner:
         assert outputs.columns is not None, "the step has no sampler to start"
         return StepOutputs(self._sample(outputs.columns, step, masks), outputs.scored)
 
+    @property
+    def counts_expert_tokens(self) -> bool:
+        """Return whether steps count the tokens of each expert."""
+        return self._expert_tokens is not None
+
+    def expert_tokens(self) -> np.ndarray:
+        """Return how many tokens have chosen each expert in all steps so far, int64 [layers, experts].
+
+        This waits for the steps in flight, and must not be called while another thread dispatches one.
+        """
+        assert self._expert_tokens is not None, "experts are not counted"
+        if self.has_state:
+            self._read_expert_tokens()
+        return self._expert_tokens.copy()
+
+    def _read_expert_tokens(self) -> None:
+        """Add the device's counts of experts' tokens to the host's, if there are any, and let them begin at 0 again."""
+        if self._expert_tokens is not None:
+            self._expert_tokens += np.asarray(self.state.expert_tokens)
+            self._clear_expert_tokens()
+
+    def _clear_expert_tokens(self) -> None:
+        if (counts := self.state.expert_tokens) is not None:
+            zeros = jax.device_put(np.zeros(counts.shape, np.int32), counts.sharding)
+            self.state, self._num_unread_tokens = replace(self.state, expert_tokens=zeros), 0
+
+    def _will_compute(self, num_tokens: int) -> None:
+        """Take note that the next program computes so many tokens, and read the counts of experts before they are
+        full."""
+        self._num_unread_tokens += num_tokens
+        if self._num_unread_tokens > MAX_UNREAD_TOKENS:
+            self._read_expert_tokens()
+            self._num_unread_tokens = num_tokens
+
     def measure_swap(self) -> float:
         """Return the bytes per second of swapping pages, measured on a round trip of MAX_MOVES pages.
 
@@ -185,7 +226,9 @@ class Runner:
         Running a step changes the pages that it names; `StepInputBuilder.null_prefill` makes one that names null pages
         alone. This waits for the device, and must not be called while a step is in flight.
         """
-        return _shortest_s(lambda: jax.block_until_ready(self._forward(step)))
+        seconds = _shortest_s(lambda: jax.block_until_ready(self._forward(step)))
+        self._clear_expert_tokens()  # The tokens of the measurement are no request's.
+        return seconds
 
     def reset(self) -> None:
         """Make a new device state and new logit rules, and drop the host pages.
@@ -245,6 +288,7 @@ class Runner:
         """
         assert step.layout is not None  # A step without rows has neither layout nor buffer, and runs no program.
         assert step.packed is not None
+        self._will_compute(step.layout.num_tokens)
         packed = self._put(step.packed)
         self.state, columns = self._run(layout_key(step.layout), self.store.leaves, self.state, packed)
         return columns
@@ -261,6 +305,7 @@ class Runner:
         assert step.packed is not None
         mode = self.buckets.decode_mode_for(step.mode)  # The scheduler uses `decode_lens` in modes with a program only.
         key = "decode", step.layout.num_tokens, mode
+        self._will_compute(step.layout.num_tokens * max(step.decode_lens))
         state = self.state, self.rules if mode is SampleMode.FULL else None
         (self.state, rules), sampled = self._run(key, self.store.leaves, state, self._put(step.packed))
         self.rules = rules or self.rules
@@ -303,7 +348,7 @@ class Runner:
         of a swap-in are page numbers of the host pool. A swap-out stores its pages in `_host_pages`, where they stay
         until they are written again. Swapped bytes, not those of copies, are added to `swap_bytes`.
         """
-        for kind, batch in _batches(moves):
+        for kind, batch in move_batches(moves, MAX_MOVES):
             sources = [move.source for move in batch]
             destinations = [move.destination for move in batch]
             if kind is not MoveKind.COPY:
@@ -376,22 +421,13 @@ class Runner:
 
         `reset` makes the state and the rules anew.
         """
+        if self.has_state:
+            with suppress(RuntimeError):  # A step that failed may have destroyed the counts: its own are lost.
+                self._read_expert_tokens()
         self.has_state = False
         self._swaps_under_way.clear()
         self._host_pages.clear()
         _delete((self.state, self.rules))
-
-
-def _batches(moves: list[PageMove]) -> Iterator[tuple[MoveKind, list[PageMove]]]:
-    """Yield (kind, moves) for runs of consecutive moves of one kind, cut to at most MAX_MOVES moves, in order.
-
-    With MAX_MOVES = 8, ten copies, then a swap-out and then a copy give four batches: 8 copies, 2 copies, the swap-out,
-    and the last copy. Without moves nothing is yielded.
-    """
-    for kind, run in groupby(moves, key=lambda move: move.kind):
-        moves_of_kind = list(run)
-        for start in range(0, len(moves_of_kind), MAX_MOVES):
-            yield kind, moves_of_kind[start : start + MAX_MOVES]
 
 
 def _shortest_s(run: Callable[[], object]) -> float:

@@ -13,21 +13,19 @@ one decode. programs.py compiles these functions for every padded size, runner.p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from ..models.checked_cache import CheckedCache, check_all_layers_attended
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs
-from ..models.served import ModelGraph, ModuleGraph, ServedModule
+from ..models.served import ModelGraph, ServedModule
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
@@ -35,25 +33,11 @@ from ..sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows
 from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
-from ..sharding import TENSOR_AXIS
+from .model_calls import hidden_and_counts, merged_model, whole_logits
 from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepLayout
 
 Sections = dict[str, Array]
 """Name of a section of the packed buffer → its values, as step_layout.py lists them."""
-Cache = TypeVar("Cache")
-
-
-class Model(Protocol):
-    """A module that a step runs: a Decoder, or a caller's own."""
-
-    def __call__(self, inputs: ModelInputs, cache: Cache) -> tuple[Float[Array, "T D"], Cache]:
-        """Return the hidden states of the step's tokens, and the cache with their keys and values."""
-        ...
-
-    def logits(self, hidden_RD: Float[Array, "R D"]) -> Float[Array, "R X"]:
-        """Return the logits of hidden states; on a mesh each device has those of a part of the vocabulary."""
-        ...
-
 
 SamplingState = tuple[Int[Array, " slots"], LogitRulesState | None]
 """The state that samplers keep by state slot: the last token, and the logit rules, which are None in modes that read
@@ -74,6 +58,8 @@ class DeviceState:
     """The token sampled last in each state slot, which the host may not have read yet."""
     hidden: Float[Array, "T D"]
     """Hidden states of the last forward program's tokens, for the samplers after it."""
+    expert_tokens: Int[Array, "L E"] | None = None
+    """How many tokens have chosen each expert of each layer since the counts were last read; None: not counted."""
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
@@ -86,7 +72,9 @@ def new_state(shapes: DeviceState) -> DeviceState:
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
     scales = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes.cache.scales)
     zeros = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (shapes.page_tables, shapes.last_tokens, shapes.hidden))
-    return DeviceState(replace(shapes.cache, pages=pages, scales=scales), *zeros)
+    counts = shapes.expert_tokens
+    counts = None if counts is None else jnp.zeros(counts.shape, counts.dtype)
+    return DeviceState(replace(shapes.cache, pages=pages, scales=scales), *zeros, expert_tokens=counts)
 
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:
@@ -114,10 +102,33 @@ def forward(
     from_slot = state.last_tokens[jnp.where(packed_ids <= -2, -packed_ids - 1, 0)]
     model = merged_model(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
-    inputs = ModelInputs(token_ids=jnp.where(packed_ids <= -2, from_slot, packed_ids), attention=step)
-    hidden_TD, cache = model(inputs, state.cache)
+    token_ids, samples = jnp.where(packed_ids <= -2, from_slot, packed_ids), view["samples"]
+    counted = None if state.expert_tokens is None else _counted_tokens(view, from_slot)
+    inputs = ModelInputs(token_ids=token_ids, attention=step, counted=counted)
+    hidden_TD, cache, counts = hidden_and_counts(model, inputs, state.cache)
     hidden = lax.dynamic_update_slice(state.hidden, hidden_TD.astype(state.hidden.dtype), (0, 0))
-    return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
+    state = replace(state, cache=cache, page_tables=tables, hidden=hidden, expert_tokens=_sum(state, counts))
+    return state, samples
+
+
+def _counted_tokens(view: Sections, from_slot: Int[Array, " T"]) -> Bool[Array, " T"]:
+    """Return which tokens of a step are neither padding nor the last ones of sequences that these have ended.
+
+    The host starts a step before it has read the tokens of the one before, so that a row may follow the token that ends
+    its sequence. `from_slot` has the last token of the sequence of each such row.
+    """
+    counts, ids = _counts(view), view["token_ids"]
+    token = view["samples"][TOKEN]
+    stop_ids = view["samples"][SAMPLE_FIELDS.index(STOP_FIELDS[0]) :]
+    is_sample = jnp.arange(len(token)) < counts["num_samples"]
+    is_ended = is_sample & (ids[token] <= -2) & (from_slot[token][None] == stop_ids).any(axis=0)
+    is_token = jnp.arange(len(ids)) < view["query_starts"][-1]
+    return is_token.at[jnp.where(is_ended, token, len(ids))].set(False, mode="drop")
+
+
+def _sum(state: DeviceState | _DecodeCarry, counts: Int[Array, "L E"] | None) -> Int[Array, "L E"] | None:
+    """Return the counts of experts' tokens in a state with some more added; None if they are not counted."""
+    return None if state.expert_tokens is None or counts is None else state.expert_tokens + counts
 
 
 def trial(
@@ -148,17 +159,6 @@ def trial(
     check_all_layers_attended(cache_after, layers)
     statistics = model.statistics if isinstance(model, ServedModule) else []
     return hidden_TD, cache_after.num_layers_attended, statistics
-
-
-def merged_model(graph: ModelGraph, weights: nnx.State) -> Model:
-    """Return the model that `graph` and `weights` are the two halves of.
-
-    `jax.tree.map` rebuilds the state, so that the model's nnx variables are new and belong to the present JAX trace.
-    `nnx.merge` alone would keep the state's variables. Another trace may have made these, and nnx's transforms would
-    refuse them.
-    """
-    weights = jax.tree.map(lambda leaf: leaf, weights)
-    return graph.merge(weights) if isinstance(graph, ModuleGraph) else nnx.merge(graph, weights)
 
 
 def _metadata(view: Sections, tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
@@ -212,27 +212,6 @@ def sample_rows(
     if rules is not None:
         rules = record_tokens(rules, rows.ruled_slot, sampled.token_ids)
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
-
-
-def whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
-    """Return the logits of the whole vocabulary on every device, in float32 whatever dtype the model returns.
-
-    On a mesh each device computes its share of the logits [R, X], where X is V padded to equal shares, and gathers the
-    other shares, so that all devices draw the same tokens. The gather stands outside of the sampler's loops and
-    branches, because the compiler for TPUs hangs on communication in a branch. It is explicit, because XLA would
-    otherwise gather the weights of the model's head. Without a mesh the model's logits are [R, V] already.
-    """
-    logits_RX = model.logits(hidden_RD)
-    if mesh is None:
-        return logits_RX.astype(jnp.float32)
-    gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
-    by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-    gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # The slice cuts off the padding of a Decoder; a caller's own module has no `vocab_size` and no padding. The layout
-    # is set to row-major, because a GPU's sampler sums along rows: XLA would leave the logits column-major, as they
-    # were gathered.
-    whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
-    return with_layout_constraint(whole_RV, Layout((0, 1)))
 
 
 @dataclass(frozen=True)
@@ -293,8 +272,8 @@ def decode(
     repeat_while = sampling.settings.control_flow.repeat_while
     start = loop.start(state, rules)
     end = repeat_while(lambda carry: carry.is_live.any(), loop.decode_one, start, max_steps=sampling.num_steps)
-    state = replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens)
-    return (state, end.rules), end.rows
+    changes = {"last_tokens": end.last_tokens, "expert_tokens": end.expert_tokens}
+    return (replace(state, cache=end.cache, page_tables=tables, **changes), end.rules), end.rows
 
 
 @jax.tree_util.register_dataclass
@@ -315,6 +294,8 @@ class _DecodeCarry:
     """Iterations done."""
     rows: SampledRows
     """Results of the samples by iteration, [K, R]."""
+    expert_tokens: Int[Array, "L E"] | None
+    """As in `DeviceState`, with those of the iterations done; a row that is not live is not counted."""
 
 
 @dataclass(frozen=True)
@@ -372,6 +353,7 @@ class _DecodeLoop:
             num_done=jnp.int32(0),
             # Results of iterations that do not run: True in bool arrays (`is_finite`), 0 in all others (token 0).
             rows=jax.tree.map(lambda row: jnp.full((num_steps, *row.shape), row.dtype == bool, row.dtype), drawn),
+            expert_tokens=state.expert_tokens,
         )
 
     def decode_one(self, carry: _DecodeCarry) -> _DecodeCarry:
@@ -386,7 +368,9 @@ class _DecodeLoop:
         # The model is merged inside the loop's body, because nnx's transforms, which a caller's own module may use,
         # refuse variables that were made in another trace. A loop's body has a trace of its own.
         model = merged_model(self.graph, self.weights)
-        hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=step), carry.cache)
+        counted = None if carry.expert_tokens is None else self._rows_with_samples(carry.is_live)
+        inputs = ModelInputs(token_ids=carry.token_ids, attention=step, counted=counted)
+        hidden_RD, cache, counts = hidden_and_counts(model, inputs, carry.cache)
         sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
         logits_RV = whole_logits(model, sampled_hidden_RD, self.sampling.mesh)
         params = replace(self.params, output_index=self.params.output_index + carry.num_done)
@@ -407,6 +391,7 @@ class _DecodeLoop:
             is_live=is_live,
             num_done=num_done,
             rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
+            expert_tokens=_sum(carry, counts),
         )
 
     def _advanced_step(self, num_ahead: Int[Array, " R"]) -> AttentionMetadata:

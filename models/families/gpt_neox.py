@@ -44,17 +44,18 @@ class GPTNeoXLayer(DecoderLayer):
     @jax.jit
     def after(
         self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
-    ) -> Float[Array, "T D"]:
+    ) -> tuple[Float[Array, "T D"], None]:
         """Return the residual stream after the layer: the outputs of attention and MLP are added to `x_TD`.
 
         `out_TNH` is what `cache.attend` returned; `inputs` are unused. In a parallel layer the MLP reads `x_TD`, and
-        otherwise the stream with attention's output added.
+        otherwise the stream with attention's output added. There are no experts, and so no counts of their tokens.
         """
         if not self.is_parallel:
-            return super().after(x_TD, out_TNH, inputs)
+            stream_TD, _ = super().after(x_TD, out_TNH, inputs)
+            return stream_TD, None
         # transformers adds both outputs first; another order would round differently.
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-        return x_TD + (self.chain(x_TD, self.mlp.as_products(self.mlp_norm.as_row_norm())) + attended_TD)
+        return x_TD + (self.chain(x_TD, self.mlp.as_products(self.mlp_norm.as_row_norm())) + attended_TD), None
 
 
 class GPTNeoX(Decoder):

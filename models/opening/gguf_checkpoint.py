@@ -17,7 +17,9 @@ from ..formats.checkpoint import WHOLE, bounds_of
 from ..formats.gguf import GGUFFile
 from ..formats.gguf_codes import codes_of
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(
+    r"blk\.(?P<layer>0|[1-9][0-9]*)\.(?P<part>[a-z_]+)(\.(?P<expert>0|[1-9][0-9]*))?\.(?P<end>weight|bias)"
+)
 NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -41,12 +43,12 @@ MIXTRAL_NAMES = {
     "ffn_up_exps": "block_sparse_moe.experts.w3",
     "ffn_down_exps": "block_sparse_moe.experts.w2",
 }
-EXPERT_NAMES = {
+STACKED_EXPERT_NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-QWEN_EXPERT_NAMES = EXPERT_NAMES | {
+QWEN_MOE_NAMES = STACKED_EXPERT_NAMES | {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -54,7 +56,7 @@ QWEN_EXPERT_NAMES = EXPERT_NAMES | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 SINKS = "attn_sinks"
-GPT_OSS_NAMES = EXPERT_NAMES | {
+GPT_OSS_NAMES = STACKED_EXPERT_NAMES | {
     "ffn_gate_inp": "mlp.router",
     "post_attention_norm": "post_attention_layernorm",
     SINKS: "self_attn.sinks",
@@ -85,8 +87,8 @@ FORMATS = {
     "llama": GGUFFormat(LAYER_NAMES | MIXTRAL_NAMES, permutes_heads=True),
     "qwen2": GGUFFormat(LAYER_NAMES),
     "qwen3": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES),
-    "qwen2moe": GGUFFormat(LAYER_NAMES | QWEN_EXPERT_NAMES),
-    "qwen3moe": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES | QWEN_EXPERT_NAMES),
+    "qwen2moe": GGUFFormat(LAYER_NAMES | QWEN_MOE_NAMES),
+    "qwen3moe": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES | QWEN_MOE_NAMES),
     "gpt-oss": GGUFFormat(LAYER_NAMES | GPT_OSS_NAMES),
     "gemma2": GGUFFormat(GEMMA_LAYER_NAMES, norms_hold_one_more=True),
     "gemma3": GGUFFormat(GEMMA_LAYER_NAMES | QK_NORM_NAMES, norms_hold_one_more=True),
@@ -184,10 +186,16 @@ class GGUFCheckpoint:
     def _hf_name(self, gguf_name: str) -> str:
         """Return Hugging Face's name of a tensor, or its own name if there is none.
 
-        Example: "blk.3.attn_q.weight" becomes "model.layers.3.self_attn.q_proj.weight".
+        Examples: "blk.3.attn_q.weight" becomes "model.layers.3.self_attn.q_proj.weight", and "blk.3.ffn_gate.7.weight",
+        as files of Mixtral from before April 2024 call the matrix of one expert,
+        "model.layers.3.block_sparse_moe.experts.7.w1.weight".
         """
         match = _LAYER.fullmatch(gguf_name)
-        if match and match[2] in self._format.layer_names:
-            end = "" if match[2] == SINKS else f".{match[3]}"
-            return f"model.layers.{match[1]}.{self._format.layer_names[match[2]]}{end}"
-        return NAMES.get(gguf_name, gguf_name)
+        part = "" if match is None else match["part"] + ("" if match["expert"] is None else "_exps")
+        if match is None or part not in self._format.layer_names:
+            return NAMES.get(gguf_name, gguf_name)
+        name, end = self._format.layer_names[part], "" if part == SINKS else f".{match['end']}"
+        if match["expert"] is not None:
+            module, _, projection = name.rpartition(".")
+            name = f"{module}.{match['expert']}.{projection}"
+        return f"model.layers.{match['layer']}.{name}{end}"

@@ -32,7 +32,7 @@ from ..families.table import model_class
 from ..formats.checkpoint import Checkpoint
 from ..layers import Axes
 from ..recipe import Piece, Recipes
-from .live_origins import Origins, weight_of
+from .live_origins import Origins, Place, weight_of
 from .live_tree import TreeLayout
 from .live_weights import LiveWeights
 from .loading import abstract_weights, check_tensors, load_arrays, recipes_for
@@ -148,20 +148,10 @@ class CheckpointModule(nnx.Module):
             for path, origin in plan.origins.items()
             for pair in zip(origin.places, origins[path].places, strict=True)
         ]
-        for place, in_tree in places:
-            # Tensors of experts may lie in other arrays, and not as others: gates and ups in one, or W for Wᵀ.
-            is_same = len(place.names) == len(in_tree.names)
-            if not is_same or _orientations(place.recipe.pieces) != _orientations(in_tree.recipe.pieces):
-                names = " and ".join(in_tree.names)
-                raise ModelLoadError(
-                    f"params: got {names}, wanted {' and '.join(place.names)}, in the module's own form"
-                )
-        for place, in_tree in places:
-            # A parameter that holds all experts is given as a whole.
-            index = in_tree.numbers[: len(in_tree.numbers) - len(place.numbers)]
-            for name, name_in_tree in zip(place.names, in_tree.names, strict=True):
-                param = self._param(name)
-                param.set_value(_copied(checked.arrays[name_in_tree][index], param.get_value()))
+        given = [each for place, in_tree in places for each in _given_tensors(place, in_tree)]
+        for tensor in given:
+            param = self._param(tensor.name)
+            param.set_value(_copied(tensor.part_of(checked.arrays[tensor.array]), param.get_value()))
 
     def _param(self, name: str) -> Any:
         """Return the parameter of a tensor."""
@@ -197,6 +187,60 @@ def _decoder(origin: ModuleOrigin, tensors: Mapping[str, Array]) -> Decoder:
     made = {path: leaves[path].replace(weight_of(weight, tensors)) for path, weight in plan.origins.items()}
     decoder: Decoder = nnx.merge(plan.live.abstract.graph, nnx.from_flat_state(made))
     return decoder
+
+
+@dataclass(frozen=True)
+class _GivenTensor:
+    """Where a tree holds a parameter: in one of its arrays, as a whole or as a part of it."""
+
+    name: str
+    """The name of the parameter's tensor."""
+    array: str
+    """The name of the array in the tree."""
+    numbers: tuple[int, ...]
+    """Where it lies along the first axes of the array: a layer, an expert, or both."""
+    block: Piece | None = None
+    """The block of what lies there; None for all of it."""
+    is_transposed: bool = False
+    """Whether the parameter is W, where a block is one of Wᵀ."""
+
+    def part_of(self, array: Any) -> Any:
+        """Return the parameter's values in the array of the tree."""
+        part = array[self.numbers]
+        if self.block is None:
+            return part
+        values = self.block.block_of(part)
+        return values.T if self.is_transposed else values
+
+
+def _given_tensors(place: Place, in_tree: Place) -> list[_GivenTensor]:
+    """Return where a tree, which holds a weight's tensors at `in_tree`, has the parameters that are at `place`.
+
+    Tensors of experts may be parts of other arrays than the module's: gates and ups are in one in modules of
+    transformers 5. Raises ModelLoadError for a tree in which a parameter is not one block of an array.
+    """
+    pieces, pieces_in_tree = place.recipe.pieces, in_tree.recipe.pieces
+    if len(place.names) == len(in_tree.names) and _orientations(pieces) == _orientations(pieces_in_tree):
+        # A parameter that holds all experts is given as a whole.
+        numbers = in_tree.numbers[: len(in_tree.numbers) - len(place.numbers)]
+        return [_GivenTensor(name, array, numbers) for name, array in zip(place.names, in_tree.names, strict=True)]
+    is_block = [piece.target for piece in pieces] == [piece.target for piece in pieces_in_tree] and not place.numbers
+    for piece in pieces:
+        whole = tuple((0, size) for size in place.recipe.tensors[int(piece.tensor)])
+        is_block &= piece.source == (whole[::-1] if piece.is_transposed else whole)
+    if not is_block:
+        names, wanted = " and ".join(in_tree.names), " and ".join(place.names)
+        raise ModelLoadError(f"params: got {names}, wanted {wanted}, in the module's own form")
+    return [
+        _GivenTensor(
+            place.names[int(piece.tensor)],
+            in_tree.names[int(block.tensor)],
+            in_tree.numbers,
+            block,
+            piece.is_transposed,
+        )
+        for piece, block in zip(pieces, pieces_in_tree, strict=True)
+    ]
 
 
 def _orientations(pieces: Sequence[Piece]) -> list[tuple[bool, int]]:

@@ -87,7 +87,9 @@ def main() -> None:
             devices["tensor_parallel_size"] = None
             devices["mesh"] = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])
         has_tokenizer = (directory / "tokenizer.json").is_file()
+        has_experts = "num_local_experts" in json.loads((directory / "config.json").read_text())
         options = {**SIZES, **devices, "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": not has_tokenizer}
+        options["count_expert_tokens"] = has_experts
         with Engine(str(directory), **options) as engine:
             found, stats = draw(engine, tokens), engine.stats()
             if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
@@ -102,6 +104,8 @@ def main() -> None:
                 held.append(sum(shard.data.nbytes for shard in shards))
             planned = [engine.sizes.memory.weights_bytes, engine.sizes.memory.pool_bytes]
         counts = {name: stats[name] for name in ("preemptions_swap", "preemptions_recompute", "recompiles")}
+        if has_experts:
+            found["expert_tokens"] = stats["expert_tokens"]
         sizes_found = {"first": first, "held": held, "planned": planned, "hits": stats["prefix_cache_hits"]}
         print(json.dumps({**sizes_found, **counts, **found}))
 

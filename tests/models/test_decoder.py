@@ -44,7 +44,7 @@ def test_a_layer_is_made_with_its_index_and_sees_the_inputs_in_one_trace_for_all
         def after(self, x_TD: Any, out_TNH: Any, inputs: Any) -> Any:
             traced.append("after")
             added_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-            return x_TD + jnp.where(inputs.token_ids[:, None] == 7, 0, added_TD)
+            return x_TD + jnp.where(inputs.token_ids[:, None] == 7, 0, added_TD), None
 
     model, config = small(Layer)
     logits = np.asarray(dense_logits(model, jnp.array([[3, 7, 5]])))[0]

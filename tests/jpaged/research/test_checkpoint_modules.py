@@ -25,6 +25,7 @@ from jpaged import CheckpointModule, ConfigError, Engine, ModelLoadError, Sampli
 from jpaged.models.dense import dense_logprobs
 
 from ... import quick_compile
+from ...expert_models import in_memory_of_transformers, of_all_layers
 from ..tiny_model import write_tiny_model
 from .test_trained_modules import SIZES as OWN_SIZES
 from .test_trained_modules import Normed
@@ -156,7 +157,11 @@ def test_parameters_are_the_tensors_of_the_checkpoint_both_ways(name, tmp_path):
     stacked = other.hf_state(stacked=True)
     assert len(stacked) < len(wanted)
     assert {len(values) for key, values in stacked.items() if key not in wanted} == {config_layers(config)}
-    for tree in (stacked, {"model_params": {key: 3 * values for key, values in other.hf_state().items()}}):
+    tripled = {key: 3 * values for key, values in other.hf_state().items()}
+    trees = [stacked, {"model_params": tripled}, stacked]
+    if name == "qwen3_moe":
+        trees += [in_memory_of_transformers(tripled), stacked, of_all_layers(in_memory_of_transformers(tripled))]
+    for tree in trees:
         module.load_hf_state(tree)
         assert_equal(module.hf_state(), 1.0 if tree is stacked else 3.0)
     module.load_hf_state(nnx.state(other))

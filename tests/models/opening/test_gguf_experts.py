@@ -30,11 +30,16 @@ YARN_METADATA = {
 }
 
 
-def write_both(directory: Path, family: str, kind: Any = GGMLQuantizationType.F32) -> Path:
+FORMS = *MODELS, "Mixtral by expert"
+
+
+def write_both(directory: Path, form: str, kind: Any = GGMLQuantizationType.F32) -> Path:
     """Write a random model as a directory and as a GGUF file in it, and return the path of the file."""
+    family, _, by_expert = form.partition(" ")
     config, tensors = write_model(directory, family)
     metadata = YARN_METADATA if family == "GptOss" else {}
-    return convert_to_gguf(directory / "m.gguf", config, tensors, kind=kind, metadata=metadata)
+    options = {"kind": kind, "metadata": metadata, "is_by_expert": bool(by_expert)}
+    return convert_to_gguf(directory / "m.gguf", config, tensors, **options)
 
 
 def load(path: Path, ops: LayerOps = XLA_OPS, *, keeps_codes: bool = False):
@@ -45,7 +50,7 @@ def load(path: Path, ops: LayerOps = XLA_OPS, *, keeps_codes: bool = False):
     return config, load_weights(abstract, config, checkpoint)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FORMS)
 def test_a_gguf_file_with_experts_loads_as_the_directory_it_was_converted_from(tmp_path, family):
     (config, weights), (expected_config, expected) = load(write_both(tmp_path, family)), load(tmp_path)
     fields = {**vars(config), "source": None, "norm_eps": pytest.approx(config.norm_eps, rel=1e-6)}
@@ -55,7 +60,7 @@ def test_a_gguf_file_with_experts_loads_as_the_directory_it_was_converted_from(t
         np.testing.assert_array_equal(leaves[path][...], leaf[...], err_msg=str(path))
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FORMS)
 def test_codes_of_experts_are_kept_and_stand_for_the_numbers_that_the_file_gives(tmp_path, family):
     """Routers and gates of shared experts stay floats."""
     path = write_both(tmp_path, family, GGMLQuantizationType.Q8_0)

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 
 from ... import quick_compile
+from ...expert_models import in_memory_of_transformers, of_all_experts, of_all_layers
 from ...jpaged.tiny_model import SIZES
 from .test_live_weights import GOLDEN, MESH, compiled, tensors_of
 
 ROOT = Path(__file__).parents[3]
-Tree = dict[str, np.ndarray]
 
 
 def live_and_loaded(
@@ -49,42 +48,6 @@ def live_and_loaded(
     mesh = device_mesh(jax.devices("cpu")[:num_devices])
     abstract = abstract_weights(config, dtype, mesh, ops, stored_formats(checkpoint))
     return LiveWeights(abstract, mesh), load_weights(abstract, config, checkpoint)
-
-
-def joined(tree: Tree, pattern: str, name: str) -> Tree:
-    """Return a tree in which all tensors that differ in a number of their names are one array, in its order."""
-    arrays = defaultdict[str, dict[int, np.ndarray]](dict)
-    others = {}
-    for key, leaf in tree.items():
-        if match := re.search(pattern, key):
-            arrays[key.replace(match[0], name)][int(match[1])] = leaf
-        else:
-            others[key] = leaf
-    return others | {key: np.stack([leaves[i] for i in sorted(leaves)]) for key, leaves in arrays.items()}
-
-
-def of_all_experts(tree: Tree) -> Tree:
-    return joined(tree, r"\.experts\.(\d+)\.", ".experts.")
-
-
-def of_all_layers(tree: Tree) -> Tree:
-    return joined(tree, r"\.layers\.(\d+)\.", ".layers.")
-
-
-def in_memory_of_transformers(tree: Tree) -> Tree:
-    """Return a tree of a module of transformers 5: gates and ups of all experts in one array [E, 2 F, D]."""
-    for old, new in (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
-        tree = {name.replace(old, new): leaf for name, leaf in tree.items()}
-    found = {}
-    for name, leaf in of_all_experts(tree).items():
-        if ".experts." not in name:
-            found[name] = leaf
-        elif name.endswith("down_proj.weight"):
-            found[name.removesuffix(".weight")] = leaf
-        elif name.endswith("gate_proj.weight"):
-            ups = of_all_experts(tree)[name.replace("gate_proj", "up_proj")]
-            found[name.replace("gate_proj.weight", "gate_up_proj")] = np.concatenate([leaf, ups], axis=1)
-    return found
 
 
 def check_equal(made: Weights, loaded: Weights) -> None:

@@ -1,0 +1,111 @@
+"""Calls of a model that programs share: for hidden states, for logits on all devices, for scores of given tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from ..models.decoder import Decoder
+from ..models.inputs import ModelInputs
+from ..models.served import ModelGraph, ModuleGraph
+from ..sampling.sample_columns import SCORE_FIELDS
+from ..sampling.sampler import SampledRows, is_finite_row
+from ..sampling.sampling_params import ScoreKind
+from ..sampling.token_scores import TokenScores, given_scores
+from ..sampling.top_blocks import block_rows
+from ..sharding import TENSOR_AXIS
+
+Cache = TypeVar("Cache")
+
+
+class Model(Protocol):
+    """A module that a step runs: a Decoder, or a caller's own."""
+
+    def __call__(self, inputs: ModelInputs, cache: Cache) -> tuple[Float[Array, "T D"], Cache]:
+        """Return the hidden states of the step's tokens, and the cache with their keys and values."""
+        ...
+
+    def logits(self, hidden_RD: Float[Array, "R D"]) -> Float[Array, "R X"]:
+        """Return the logits of hidden states; on a mesh each device has those of a part of the vocabulary."""
+        ...
+
+
+def merged_model(graph: ModelGraph, weights: nnx.State) -> Model:
+    """Return the model that `graph` and `weights` are the two halves of.
+
+    `jax.tree.map` rebuilds the state, so that the model's nnx variables are new and belong to the present JAX trace.
+    `nnx.merge` alone would keep the state's variables. Another trace may have made these, and nnx's transforms would
+    refuse them.
+    """
+    weights = jax.tree.map(lambda leaf: leaf, weights)
+    return graph.merge(weights) if isinstance(graph, ModuleGraph) else nnx.merge(graph, weights)
+
+
+def hidden_and_counts(
+    model: Model, inputs: ModelInputs, cache: Any
+) -> tuple[Float[Array, "T D"], Any, Int[Array, "L E"] | None]:
+    """Return the hidden states of a step's tokens, the written cache, and how many tokens have chosen each expert.
+
+    The numbers, by layer, are those of the tokens `inputs.counted`; they are None where nothing is counted.
+    """
+    if inputs.counted is None:
+        return *model(inputs, cache), None
+    assert isinstance(model, Decoder), "experts of a caller's own module are not known"
+    return model.with_expert_tokens(inputs, cache)
+
+
+def whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
+    """Return the logits of the whole vocabulary on every device, in float32 whatever dtype the model returns.
+
+    On a mesh each device computes its share of the logits [R, X], where X is V padded to equal shares, and gathers the
+    other shares, so that all devices draw the same tokens. The gather stands outside of the sampler's loops and
+    branches, because the compiler for TPUs hangs on communication in a branch. It is explicit, because XLA would
+    otherwise gather the weights of the model's head. Without a mesh the model's logits are [R, V] already.
+    """
+    logits_RX = model.logits(hidden_RD)
+    if mesh is None:
+        return logits_RX.astype(jnp.float32)
+    gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
+    by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+    gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
+    # The slice cuts off the padding of a Decoder; a caller's own module has no `vocab_size` and no padding. The layout
+    # is set to row-major, because a GPU's sampler sums along rows: XLA would leave the logits column-major, as they
+    # were gathered.
+    whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
+    return with_layout_constraint(whole_RV, Layout((0, 1)))
+
+
+def score_tokens(
+    graph: ModelGraph,
+    weights: nnx.State,
+    hidden_TD: Float[Array, "T D"],
+    columns: Int[Array, "fields R"],
+    asked: Int[Array, "R S"] | None,
+    kind: ScoreKind,
+    mesh: Mesh | None = None,
+) -> SampledRows:
+    """Return the scores of one given token for each of R rows, padding included.
+
+    `graph` and `weights` are the two halves of the model (`merged_model`); only the weights that logits need are used,
+    and none for hidden states alone. `columns` are the SCORE_FIELDS of the rows, `asked` the other tokens that a kind
+    with `num_asked` scores. A temperature of 0 stands for 1. `mesh` is None on a single device.
+    """
+    token, target, temperature = (columns[SCORE_FIELDS.index(name)] for name in ("token", "target", "temperature"))
+    hidden_RD = hidden_TD[token]
+    if kind.is_hidden:
+        rows = hidden_RD.astype(jnp.float32)
+        nothing = jnp.zeros(len(target), jnp.float32)
+        return SampledRows(target, jnp.isfinite(rows).all(axis=1), TokenScores(nothing, target, hidden=rows))
+    logits_RV = whole_logits(merged_model(graph, weights), hidden_RD, mesh)
+    logits, temperatures = block_rows(logits_RV), lax.bitcast_convert_type(temperature, jnp.float32)
+    temperatures = jnp.where(temperatures > 0, temperatures, 1.0)
+    scores = given_scores(logits, target, temperatures, kind, asked, vocab_size=logits_RV.shape[1])
+    return SampledRows(target, is_finite_row(logits), scores)
