@@ -71,10 +71,11 @@ def new_state(shapes: DeviceState) -> DeviceState:
     ops = shapes.cache.backend.layer_ops
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
     scales = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes.cache.scales)
-    zeros = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in (shapes.page_tables, shapes.last_tokens, shapes.hidden))
-    counts = shapes.expert_tokens
-    counts = None if counts is None else jnp.zeros(counts.shape, counts.dtype)
-    return DeviceState(replace(shapes.cache, pages=pages, scales=scales), *zeros, expert_tokens=counts)
+    page_tables, last_tokens, hidden = (
+        jnp.zeros(leaf.shape, leaf.dtype) for leaf in (shapes.page_tables, shapes.last_tokens, shapes.hidden)
+    )
+    counts = None if shapes.expert_tokens is None else jnp.zeros_like(shapes.expert_tokens)
+    return DeviceState(replace(shapes.cache, pages=pages, scales=scales), page_tables, last_tokens, hidden, counts)
 
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:
@@ -272,8 +273,8 @@ def decode(
     repeat_while = sampling.settings.control_flow.repeat_while
     start = loop.start(state, rules)
     end = repeat_while(lambda carry: carry.is_live.any(), loop.decode_one, start, max_steps=sampling.num_steps)
-    changes = {"last_tokens": end.last_tokens, "expert_tokens": end.expert_tokens}
-    return (replace(state, cache=end.cache, page_tables=tables, **changes), end.rules), end.rows
+    state = replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens)
+    return (replace(state, expert_tokens=end.expert_tokens), end.rules), end.rows
 
 
 @jax.tree_util.register_dataclass

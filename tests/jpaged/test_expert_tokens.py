@@ -74,6 +74,10 @@ def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode
         ends = [free[name][6] for name in prompts]
         drawn = run(engine, prompts, replace(PARAMS, stop_token_ids=ends), cycle([PreemptionMode.SWAP]))
         assert any(len(drawn[name]) < len(free[name]) for name in prompts)
+        # Undisturbed, so that a dispatch decodes several tokens of rows that end before others.
+        params = [replace(PARAMS, max_tokens=3 * len(name)) for name in prompts]
+        outputs = engine.generate(list(prompts.values()), params, use_tqdm=False)
+        alone = {name: list(output.outputs[0].token_ids) for name, output in zip(prompts, outputs, strict=True)}
         stats = engine.stats()
         assert stats["preemptions_swap"] > 0
         assert stats["recompiles"] == 0
@@ -86,7 +90,7 @@ def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode
         engine.sleep(level=1)
         assert engine.stats()["expert_tokens"] == stats["expert_tokens"]
     # The last token of a sequence is drawn and not computed.
-    sequences = [prompts[name] + found[name][:-1] for found in (free, drawn) for name in prompts]
+    sequences = [prompts[name] + found[name][:-1] for found in (free, drawn, alone) for name in prompts]
     np.testing.assert_array_equal(stats["expert_tokens"], counts_of(sequences))
     config = engine.handle.decoder.experts
     total = sum(map(len, sequences)) * config.num_chosen
