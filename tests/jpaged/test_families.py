@@ -64,14 +64,16 @@ EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe_some_dense_win
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native", "xla"])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_serve_cached_prefixes_loops_of_decodes_and_beams(name: str) -> None:
+def test_experts_serve_cached_prefixes_loops_of_decodes_and_beams(name: str, backend: str) -> None:
     """Four tokens a dispatch, one prompt twice, then beams: a pass over all tokens of a beam gives its logprobs too."""
     directory = next(path for path in FOLDERS if path.name == name)
     tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
     prompt = tokens[: PROMPT_LENS[0]]
     params = replace(PARAMS, max_tokens=NUM_TOKENS - len(prompt))
-    with Engine(str(directory), **{**SIZES, "enable_prefix_caching": True, "num_decode_steps": 4}) as engine:
+    options = {**SIZES, "enable_prefix_caching": True, "num_decode_steps": 4, "attention_backend": backend}
+    with Engine(str(directory), **options) as engine:
         for _ in range(2):
             (output,) = engine.generate([prompt], params, use_tqdm=False)
             assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]

@@ -228,6 +228,10 @@ MADE |= {"mixtral": random_mixtral}
             for name in SLOW
         ),
         *(
+            pytest.param(name, (1, 2, "2e", 8, "8e"), "one_mode", "auto", id=f"{name}-all", marks=pytest.mark.slow)
+            for name in ("gpt_oss", "qwen2_moe")
+        ),
+        *(
             pytest.param("three_kv_heads", (1, 2, 8), "one_mode", dtype, id=f"pages-{dtype}", marks=pytest.mark.slow)
             for dtype in ("int8", "fp8")
         ),

@@ -15,8 +15,10 @@ import pytest
 from safetensors import safe_open
 
 from jpaged.models.config.experts import ExpertsConfig, read_grouped_routing
-from jpaged.models.experts import route
+from jpaged.models.experts import SparseMLP, route
 from jpaged.models.fields import Fields
+from jpaged.models.layers import WeightMaker
+from jpaged.models.opening.open_checkpoint import open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "routers.safetensors"
 RTOL = 3e-6
@@ -106,3 +108,15 @@ def test_the_weights_of_a_row_have_the_same_bits_in_any_company(scoring: str, nu
     for num_rows in (1, 2, 16):
         apart = [np.asarray(run(logits[row : row + num_rows])) for row in range(0, 256, num_rows)]
         np.testing.assert_array_equal(np.concatenate(apart), together)
+
+
+def test_padding_goes_to_no_expert() -> None:
+    """Nothing is added to the stream of rows behind a step's tokens."""
+    config, _ = open_checkpoint(GOLDEN.parent / "families" / "mixtral")
+    rng = np.random.default_rng(0)
+    make = WeightMaker(lambda shape, axes, fill: jnp.asarray(rng.normal(size=shape), jnp.float32), 1, "float32")
+    mlp = SparseMLP(config, mlp_class=None, make=make)
+    stream = rng.normal(size=(5, config.hidden_size)).astype(np.float32)
+    added = np.asarray(jax.jit(lambda stream: mlp.add_to(stream, None, 3))(stream)) - stream
+    assert np.abs(added[:3]).max(axis=1).all()
+    np.testing.assert_array_equal(added[3:], 0)

@@ -179,16 +179,19 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
         np.testing.assert_array_equal(bits(found), together[part])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_that_no_row_has_chosen_may_hold_nan(dtype: str) -> None:
-    experts = Experts(dtype, has_biases=True)
+@pytest.mark.parametrize("stored", [*DTYPES, pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_K+Q6_K"])
+def test_experts_that_no_row_has_chosen_may_hold_nan(stored: str) -> None:
+    """As numbers, or as the scales of codes."""
+    experts = Experts(stored, has_biases=True)
     rows, routing, stream = experts.inputs(40)
     routing = replace(routing, experts=jnp.where(routing.experts == 1, 4, routing.experts))
     wanted = experts.add(rows, routing, stream)
     for product in (experts.products.gate_up, experts.products.down):
-        panels_of_expert = product.weight.shape[0] // 4
-        spoilt = product.weight.at[panels_of_expert : 2 * panels_of_expert].set(jnp.nan)
-        object.__setattr__(product, "weight", spoilt)
+        is_coded = isinstance(product.weight, CodedMatrix)
+        array = product.weight.data if is_coded else product.weight
+        size = array.shape[0] // 4
+        spoilt = array.at[size : 2 * size].set(255 if is_coded else np.nan)  # Bytes of 255 are a NaN in float16.
+        object.__setattr__(product, "weight", replace(product.weight, data=spoilt) if is_coded else spoilt)
     np.testing.assert_array_equal(bits(experts.add(rows, routing, stream)), bits(wanted))
 
 
