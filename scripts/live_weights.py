@@ -7,6 +7,12 @@ update is timed beside one copy of the same bytes by `jnp.copy`, in turn; figure
 the process. First the engine sleeps and wakes 20 times at each level, with the requests held. Exit status 1 says that a
 figure is beyond its limit, a token before an update or of a request after it is not that of an engine without updates,
 or something was compiled once updates had become usual.
+
+    python scripts/live_weights.py --experts checkpoints/L --output docs/measurements/live_weights_experts.json
+
+measures a model with experts instead, whose checkpoint has a tensor for each expert (scripts/bench/experts.py writes
+such a one): an engine of dummy weights gets the checkpoint as it is, another one gets the tensors of all layers and
+experts as one, [L, E, …]. Each is updated three times, and then draws what an engine of these weights draws.
 """
 
 from __future__ import annotations
@@ -53,11 +59,16 @@ def tensors_of(engine: Engine) -> dict[str, jax.Array]:
 
 
 def stacked(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the tensors of all layers in one array each, under their names without a number."""
-    found: dict[str, list[jax.Array]] = {}
-    for name in sorted(tree, key=lambda one: [int(part) if part.isdigit() else 0 for part in one.split(".")]):
-        found.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(tree[name])
-    return {name: jnp.stack(leaves) if len(leaves) > 1 else leaves[0] for name, leaves in found.items()}
+    """Return the tensors of all layers in one array each, [L, …] or [L, E, …], under their names without numbers."""
+    found: dict[str, dict[tuple[int, ...], jax.Array]] = {}
+    for name, leaf in tree.items():
+        numbers = tuple(int(part) for part in name.split(".") if part.isdigit())
+        found.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), {})[numbers] = leaf
+    stacks = {}
+    for name, leaves in found.items():
+        last, parts = max(leaves), [leaves[numbers] for numbers in sorted(leaves)]
+        stacks[name] = jnp.stack(parts).reshape(*(number + 1 for number in last), *parts[0].shape) if last else parts[0]
+    return stacks
 
 
 def own(engine: Engine) -> dict[str, jax.Array]:
@@ -95,6 +106,13 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     before = resident_bytes("VmRSS")
     run()
     return resident_bytes("VmHWM") - before
+
+
+def seconds_and_peak(run: Callable[[], Any]) -> tuple[float, int]:
+    """Return the seconds that something takes, and by how many bytes the process grew at most meanwhile."""
+    times: list[float] = []
+    peak = peak_bytes(lambda: times.append(seconds(run)))
+    return times[0], peak
 
 
 def begin(engine: Engine) -> None:
@@ -183,13 +201,49 @@ def run_sleep(engine: Engine, level: int, num_sleeps: int) -> dict[str, Any]:
     return {"sleeps": num_sleeps, "wrong": wrong, "least_freed": min(freed), "most_left_after_waking": max(left)}
 
 
+def measure_experts(model: str, options: dict[str, Any], output: Path | None) -> int:
+    """Update engines of dummy weights by both trees of a checkpoint and write the report; return the exit status."""
+    with Engine(model, **options) as engine:
+        wanted = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+        tree = tensors_of(engine)
+    trees: dict[str, dict[str, Any]] = {}
+    for name in ("tensors", "stacked"):
+        if name == "stacked":
+            tree = stacked(tree)
+        with Engine(model, load_format="dummy", **options) as engine:
+            updates, found = list[tuple[float, int]](), list[list[int]]()
+            for _ in range(3):
+                begin(engine)
+                updates.append(seconds_and_peak(partial(engine.update_params, tree, in_flight="abort")))
+                finish(engine)
+                found.append([output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)])
+            both = engine.runner.weights.size_bytes + sum(leaf.nbytes for leaf in tree.values())
+            trees[name] = {
+                "arrays": len(tree),
+                "update_s": [update_s for update_s, _ in updates],
+                "copy_s": min(seconds(partial(copy, tree)) for _ in range(3)),
+                "peak_beside_both_trees": [peak / both for _, peak in updates],
+                "wrong": sum(tokens != wanted for tokens in found),
+                "recompiles": engine.stats()["recompiles"],
+            }
+        print(name, trees[name], flush=True)
+    report = {"model": Path(model).name, "dtype": "float32", "trees": trees, "processor": processor()}
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2) + "\n")
+    is_right = not any(each["wrong"] or each["recompiles"] for each in trees.values())
+    return 0 if is_right and max(max(each["peak_beside_both_trees"]) for each in trees.values()) <= 0.05 else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--num-updates", type=int, default=100)
+    parser.add_argument("--experts", help="measure this model with experts, a directory without a tokenizer")
     args = parser.parse_args()
     jax.monitoring.register_event_duration_secs_listener(count_compilation)
     options = {"max_num_seqs": NUM_REQUESTS, "max_model_len": 512, "num_blocks": 200, "num_decode_steps": 2}
+    if args.experts:
+        return measure_experts(args.experts, {"skip_tokenizer_init": True, "dtype": "float32", **options}, args.output)
     with Engine(quantization="none", **options) as engine:
         first = tensors_of(engine)
         trees = {"tensors": [first, {name: leaf * 1.01 for name, leaf in first.items()}]}
