@@ -17,6 +17,7 @@ from safetensors import safe_open
 from jpaged.models.config.experts import ExpertsConfig, read_grouped_routing
 from jpaged.models.experts import SparseMLP, route
 from jpaged.models.fields import Fields
+from jpaged.models.inputs import unpaged_inputs
 from jpaged.models.layers import WeightMaker
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 
@@ -117,6 +118,8 @@ def test_padding_goes_to_no_expert() -> None:
     make = WeightMaker(lambda shape, axes, fill: jnp.asarray(rng.normal(size=shape), jnp.float32), 1, "float32")
     mlp = SparseMLP(config, mlp_class=None, make=make)
     stream = rng.normal(size=(5, config.hidden_size)).astype(np.float32)
-    added = np.asarray(jax.jit(lambda stream: mlp.add_to(stream, None, 3))(stream)) - stream
+    inputs = unpaged_inputs(jnp.zeros(5, jnp.int32), jnp.arange(5))
+    inputs = replace(inputs, attention=replace(inputs.attention, query_starts=jnp.array([0, 3])))
+    added = np.asarray(jax.jit(lambda stream: mlp.add_to(stream, None, inputs)[0])(stream)) - stream
     assert np.abs(added[:3]).max(axis=1).all()
     np.testing.assert_array_equal(added[3:], 0)
