@@ -23,6 +23,7 @@ from ...pallas_kernels.layer_ops import LayerOps
 from ..config.shares import Run
 from .code_arrays import HeldCodes, quantized_rows
 from .loading import Weights
+from .weight_recipe import parts_of_expert
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,6 @@ class ExpertLayout:
     num_shards: int
 
 
-Drawn = tuple[int, ...] | ExpertLayout
-"""The shape [out, in] that numbers are drawn in, or the layout of experts, whose numbers are drawn one by one."""
 SEED = 0
 STANDARD_DEVIATION = 147.8
 """Standard deviation of odd integers that are drawn evenly from −255 to 255."""
@@ -80,16 +79,19 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
         return jax.jit(make, out_shardings=leaf.sharding)()
     # Numbers are drawn in the shape that a checkpoint has, so that they do not depend on how a backend stores a matrix:
     # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table [V, D] as it is.
-    shape: Drawn = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
-    if "num_experts" in metadata:
-        shape = _layout_of(metadata)
+    shape = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
+    codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
+    if "num_experts" in metadata:
+        storage = _Storage(
+            leaf.shape, leaf.dtype, metadata["ops"], codes, metadata.get("held"), metadata.get("is_scales", False)
+        )
+        return _maker_of_experts(_layout_of(metadata), storage, leaf.sharding)(key)
     if "held" in metadata:
         return _maker_of_codes(
             shape, leaf.shape, metadata["held"], leaf.sharding, is_scales=metadata.get("is_scales", False)
         )(key)
     ops = metadata["ops"] if "matrix" in metadata else None
-    codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
     return _maker(shape, leaf.dtype, ops, leaf.sharding, codes)(key)
 
 
@@ -108,7 +110,7 @@ def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
 
 @lru_cache(maxsize=64)
 def _maker(
-    shape: Drawn,
+    shape: tuple[int, ...],
     dtype: Any,
     ops: LayerOps | None,
     sharding: jax.sharding.Sharding,
@@ -120,7 +122,7 @@ def _maker(
 
 @lru_cache(maxsize=64)
 def _maker_of_codes(
-    shape: Drawn,
+    shape: tuple[int, ...],
     stored_shape: tuple[int, ...],
     held: HeldCodes,
     sharding: jax.sharding.Sharding,
@@ -139,46 +141,83 @@ def _maker_of_codes(
 def _random(
     key: jax.Array,
     *,
-    shape: Drawn,
+    shape: tuple[int, ...],
     dtype: Any,
     ops: LayerOps | None,
     codes: tuple[CodeParts, str] | None,
 ) -> jax.Array:
     """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
 
-    A layout of experts in place of a shape gives their matrices as `ops` store them. With `codes`, the formats of its
-    columns and the dtype that these are decoded to, it is stored as codes.
+    With `codes`, the formats of its columns and the dtype that these are decoded to, it is stored as codes.
     """
     numbers = _random_numbers(key, shape)
     if codes is not None:
         assert ops is not None
         return ops.store_codes(numbers.astype(jnp.bfloat16), *codes)
     rows = numbers.astype(dtype)
-    if isinstance(shape, ExpertLayout) and ops is not None and ops.stores_experts_apart:
-        return rows.reshape(shape.num_experts, shape.rows_of_expert, shape.num_in).swapaxes(1, 2)
     return rows if ops is None else ops.store(rows.T)
 
 
-def _random_experts(key: jax.Array, layout: ExpertLayout) -> jax.Array:
-    """Return random rows [experts × rows of one, in] of the matrices of experts; all that is padding is zero.
+@dataclass(frozen=True)
+class _Storage:
+    """How the weight of all experts is stored. Codes have the formats of `codes` or of `held`, floats have neither."""
 
-    The numbers of each part of each expert are drawn on their own, in their shape in a checkpoint: neither the number
-    of experts nor any padding changes them.
+    shape: tuple[int, ...]
+    dtype: Any
+    ops: LayerOps
+    codes: tuple[CodeParts, str] | None
+    held: HeldCodes | None
+    is_scales: bool
+
+    def part(self, rows: jax.Array) -> jax.Array:
+        """Return the part of the weight that the rows of one expert make, float32 [rows of one, in]."""
+        if self.held is not None:
+            held = replace(self.held, arrays=replace(self.held.arrays, num_experts=1))
+            codes, scales = quantized_rows(rows, held)
+            return held.arrays.stored(scales if self.is_scales else codes, (1, *self.shape[1:]))
+        if self.codes is not None:
+            code_parts, decoded_dtype = self.codes
+            return self.ops.store_codes(
+                rows.astype(jnp.bfloat16), parts_of_expert(code_parts, len(rows)), decoded_dtype
+            )
+        matrix = rows.astype(self.dtype).T
+        return matrix if self.ops.stores_experts_apart else self.ops.store(matrix)
+
+
+@lru_cache(maxsize=64)
+def _maker_of_experts(
+    layout: ExpertLayout, storage: _Storage, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a jitted function from a random key to the weight of all experts.
+
+    Experts are drawn one after the other: beside the weight, memory holds the float32 numbers of one of them.
+    """
+
+    def make(key: jax.Array) -> jax.Array:
+        def part(expert: jax.Array) -> jax.Array:
+            return storage.part(_rows_of_expert(key, layout, expert))
+
+        return jax.lax.map(part, jnp.arange(layout.num_experts, dtype=jnp.uint32)).reshape(storage.shape)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _rows_of_expert(key: jax.Array, layout: ExpertLayout, expert: jax.Array) -> jax.Array:
+    """Return the random rows [rows of one, in] of an expert's matrix; all that is padding is zero.
+
+    The numbers of each part are drawn on their own, in their shape in a checkpoint: neither the number of experts nor
+    any padding changes them.
     """
     width, placed = _true_size(layout.columns), list[jax.Array]()
     for index, (size, runs) in enumerate(layout.parts):
-
-        def draw(expert: jax.Array, index: int = index, shape: tuple[int, int] = (_true_size(runs), width)) -> Any:
-            return _random_numbers(jax.random.fold_in(jax.random.fold_in(key, expert), index), shape)
-
-        values = jax.vmap(draw)(jnp.arange(layout.true_experts, dtype=jnp.uint32))
-        part = _placed(_placed(values, layout.columns, layout.num_in, 2), runs, size, 1)
+        part_key = jax.random.fold_in(jax.random.fold_in(key, expert), index)
+        values = _random_numbers(part_key, (_true_size(runs), width))
+        part = _placed(_placed(values, layout.columns, layout.num_in, 1), runs, size, 0)
         # Each device's shard holds its share of every part.
-        placed.append(part.reshape(layout.true_experts, layout.num_shards, size // layout.num_shards, layout.num_in))
-    rows = jnp.concatenate(placed, axis=2).reshape(layout.true_experts, -1, layout.num_in)
-    padding = layout.num_experts - layout.true_experts, layout.rows_of_expert - rows.shape[1]
-    rows = jnp.pad(rows, ((0, padding[0]), (0, padding[1]), (0, 0)))
-    return rows.reshape(-1, layout.num_in)
+        placed.append(part.reshape(layout.num_shards, size // layout.num_shards, layout.num_in))
+    rows = jnp.concatenate(placed, axis=1).reshape(-1, layout.num_in)
+    rows = jnp.pad(rows, ((0, layout.rows_of_expert - len(rows)), (0, 0)))
+    return jnp.where(expert < layout.true_experts, rows, 0)
 
 
 def _true_size(runs: tuple[Run, ...]) -> int:
@@ -194,16 +233,14 @@ def _placed(values: jax.Array, runs: tuple[Run, ...], size: int, axis: int) -> j
     return out
 
 
-def _random_numbers(key: jax.Array, shape: Drawn) -> jax.Array:
-    """Return random numbers of the `shape` [out, in], float32; of a layout of experts those of `_random_experts`.
+def _random_numbers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return random numbers of the `shape` [out, in], float32.
 
     A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
     is nearest, in its exponent, to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their
     standard deviation is about 1 ÷ √in. Example: for 1024 inputs the factor is 2⁻¹², so values lie between ±0.0623 and
     have a standard deviation of 0.036, where 1 ÷ √1024 is 0.031.
     """
-    if isinstance(shape, ExpertLayout):
-        return _random_experts(key, shape)
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
     return odd * 2.0**exponent

@@ -170,8 +170,17 @@ def own_origin(path: Path, leaf: Any) -> Origin:
 
 def weight_of(origin: Origin, tensors: Mapping[str, jax.Array]) -> jax.Array:
     """Return the array of a weight of floats, on one device, made of tensors by their names, which may be traced."""
-    made = list[jax.Array]()
-    for place in origin.places:
-        recipe = place.recipe.of_expert if origin.is_by_expert else place.recipe
-        made += make_weight(recipe, [tensors[name] for name in place.names], *place.numbers)
-    return jnp.concatenate(made) if origin.is_by_expert else made[0]
+    first, *others = origin.places
+    if not origin.is_by_expert:
+        return make_weight(first.recipe, [tensors[name] for name in first.names], *first.numbers)[0]
+    (recipe,) = origin.recipes  # Those of experts differ in the formats of their codes alone.
+    if first.numbers:  # Each array is that of all experts.
+        of_all = [tensors[name] for name in first.names]
+    else:
+        # One array of all experts' tensors, since programs that make one expert after the other take long to compile.
+        of_all = [
+            jnp.concatenate([tensors[name] for name in names]).reshape(len(names), *tensors[names[0]].shape)
+            for names in zip(first.names, *(place.names for place in others), strict=True)
+        ]
+    of_each = jax.vmap(lambda of_one: make_weight(recipe.of_expert, of_one)[0])(of_all)
+    return of_each.reshape(recipe.shape)

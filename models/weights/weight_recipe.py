@@ -92,7 +92,7 @@ def recipe_of(
             stored["matrix"] = num_in, num_out // num_experts
         if "codes" in stored:
             code_parts, decoded_dtype = stored["codes"]
-            stored["codes"] = _parts_of_expert(code_parts, stored["matrix"][1]), decoded_dtype
+            stored["codes"] = parts_of_expert(code_parts, stored["matrix"][1]), decoded_dtype
         if "held" in stored:
             held = stored["held"]
             arrays, formats = replace(held.arrays, num_experts=1), held.formats
@@ -100,7 +100,7 @@ def recipe_of(
     return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
 
 
-def _parts_of_expert(parts: CodeParts, num_columns: int) -> CodeParts:
+def parts_of_expert(parts: CodeParts, num_columns: int) -> CodeParts:
     """Return the formats of the `num_columns` columns of one expert; in bytes of codes all experts have the same."""
     first = list[tuple[CodeFormat, int]]()
     for code_format, size in parts:
