@@ -95,21 +95,21 @@ def _product_by_tiles(
 
     The number of tiles is static, the most that C rows can need: a GPU's host would have to read another one in each
     iteration. A tile may reach into the rows of the next expert, whose tiles come later and write over its results.
-    Tiles that are not needed multiply zeros, by the matrix of the last one that was.
+    Tiles that are not needed multiply zeros, by the matrix of the last one that was. Example: with tiles of 8 rows and
+    experts of 3, 0 and 9 rows, the tiles begin at the rows 0, 3 and 11, of the experts 0, 2 and 2.
     """
     (num_rows, _), num_experts = rows.shape, sizes.shape[0]
     tile = tile_rows(num_rows, num_experts)
     num_tiles = min(num_rows, -(-num_rows // tile) + num_experts - 1)
-    tile_ends = jnp.cumsum(-(-sizes // tile))
-    first_rows, first_tiles = (
-        jnp.cumsum(sizes) - sizes,
-        jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]]),
-    )
-    numbers = jnp.arange(num_tiles, dtype=tile_ends.dtype)
-    is_needed = numbers < tile_ends[-1]
-    needed = jnp.minimum(numbers, jnp.maximum(tile_ends[-1] - 1, 0))
-    experts = jnp.minimum(jnp.searchsorted(tile_ends, needed, side="right"), num_experts - 1)
-    starts = jnp.where(is_needed, first_rows[experts] + (numbers - first_tiles[experts]) * tile, num_rows)
+    tiles_of_expert = -(-sizes // tile)
+    tile_ends = jnp.cumsum(tiles_of_expert)
+    first_rows, first_tiles = jnp.cumsum(sizes) - sizes, tile_ends - tiles_of_expert
+    tile_numbers = jnp.arange(num_tiles, dtype=tile_ends.dtype)
+    is_needed = tile_numbers < tile_ends[-1]
+    last_needed = jnp.maximum(tile_ends[-1] - 1, 0)
+    experts = jnp.searchsorted(tile_ends, jnp.minimum(tile_numbers, last_needed), side="right")
+    experts = jnp.minimum(experts, num_experts - 1)
+    starts = jnp.where(is_needed, first_rows[experts] + (tile_numbers - first_tiles[experts]) * tile, num_rows)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
 
     def multiply_tile(index: Int[Array, ""], out: Float[Array, "M N"]) -> Float[Array, "M N"]:
