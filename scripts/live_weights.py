@@ -211,7 +211,7 @@ def measure_experts(model: str, options: dict[str, Any], output: Path | None) ->
         if name == "stacked":
             tree = stacked(tree)
         with Engine(model, load_format="dummy", **options) as engine:
-            updates, found = list[tuple[float, int]](), list[list[int]]()
+            updates, found = list[tuple[float, int]](), list[list[tuple[int, ...]]]()
             for _ in range(3):
                 begin(engine)
                 updates.append(seconds_and_peak(partial(engine.update_params, tree, in_flight="abort")))
