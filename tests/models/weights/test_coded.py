@@ -162,8 +162,16 @@ def logprobs_of(engine: Engine) -> list[Any]:
     return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", AT_LOAD)
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        *(("int8", "bfloat16"), ("fp8", "float32"), ("int4", "bfloat16")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("int8", "float32"), ("fp8", "bfloat16"), ("int4", "float32"))
+        ),
+    ],
+)
 def test_floats_are_quantized_as_they_are_read_and_as_they_are_given(
     tmp_path: Path, quantization: str, dtype: str
 ) -> None:

@@ -196,11 +196,19 @@ def test_tokens_see_what_attention_says(
     assert (out[-3:] == 0).all(), "padding"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("has_pairs", "has_avx512"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("has_sinks", [True])
+@pytest.mark.parametrize(
+    ("has_pairs", "has_avx512", "dtype"),
+    [
+        *((False, False, dtype) for dtype in DTYPES),
+        (True, True, "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((False, True, "float32"), (False, True, "bfloat16"), (True, True, "float32"))
+        ),
+    ],
+)
 def test_other_processors_attend_as_well(
-    monkeypatch: pytest.MonkeyPatch, has_sinks: bool, has_pairs: bool, has_avx512: bool, dtype: str
+    monkeypatch: pytest.MonkeyPatch, has_pairs: bool, has_avx512: bool, dtype: str
 ) -> None:
     """Processors without AMX, with and without AVX512-BF16, with vectors of sixteen lanes and of eight."""
     if has_pairs and not llvm.host_has("avx512bf16"):
@@ -213,7 +221,7 @@ def test_other_processors_attend_as_well(
     for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
         pages = random_pages(rng, heads, head_size, page_size, dtype)
         step = random_step(rng, pages, group, [70, 20, 61], (7,), window=20)
-        step.sinks = rng.normal(size=(heads, group)).astype(np.float32) if has_sinks else None
+        step.sinks = rng.normal(size=(heads, group)).astype(np.float32)
         assert step.error(step.attend()) < 2e-6
 
 
@@ -262,8 +270,13 @@ def test_a_token_has_the_same_bits_in_any_tile(dtype: str, page_size: int, windo
         assert np.array_equal(alone.attend().view(np.int32)[0], whole[token])
 
 
-@pytest.mark.parametrize(("dtype", "page_size"), [*PAGES, ("bfloat16", 128)])
-@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize(
+    ("group", "dtype", "page_size"),
+    [
+        *((8, *pages) for pages in (*PAGES, ("bfloat16", 128))),
+        *(pytest.param(1, *pages, marks=pytest.mark.slow) for pages in (*PAGES, ("bfloat16", 128))),
+    ],
+)
 def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str, page_size: int) -> None:
     """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt.
 
@@ -290,8 +303,14 @@ def test_shared_pages_are_read_from_the_first_rows_table() -> None:
     assert np.array_equal(replace(step, shared=[([0, 2, 1], 3)]).attend(), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("page_size", "head_size"), [(64, 64), (32, 96), (16, 64), (4, 24), (1, 64)])
+@pytest.mark.parametrize(
+    ("page_size", "head_size", "dtype"),
+    [
+        pytest.param(*size, dtype, marks=() if place == index % 2 else pytest.mark.slow)
+        for index, size in enumerate([(64, 64), (32, 96), (16, 64), (4, 24), (1, 64)], 1)
+        for place, dtype in enumerate(DTYPES)
+    ],
+)
 def test_dead_slots_are_not_looked_at(page_size: int, head_size: int, dtype: str) -> None:
     """Pages begin with whatever was there: nothing of it comes through, not even what is no number."""
     rng = np.random.default_rng(0)
