@@ -7,7 +7,7 @@ of a GGUF file as floats, quantized at load; `Q4_0` are the same floats quantize
 floats. Pages of one byte are measured with unquantized weights. Divergence is that of the quantized distribution from
 the unquantized one, mean of all places: over the unquantized model's 500 likeliest tokens, with all others as one, so
 that it is a lower bound, and a tight one, since these others have little weight. Exit status 1 says that a limit of
-LIMITS is passed.
+GATES is missed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "pages int8": {"quantization": "none", "kv_cache_dtype": "int8"},
     "pages fp8": {"quantization": "none", "kv_cache_dtype": "fp8"},
 }
-LIMITS = {
+GATES = {
     "int8": ("floats", 1.01, 0.005), "fp8": ("floats", 1.015, 0.02), "int4": ("Q4_0", 1.01, math.inf),
     "pages int8": ("floats", 1.005, math.inf), "pages fp8": ("floats", 1.005, math.inf),
 }  # fmt: skip
@@ -102,15 +102,15 @@ def measure(model: str, num_tokens: int, ways: list[str]) -> dict[str, Any]:
             own, found = predictions(engine, pieces, tops)
         results[name] = {"perplexity": math.exp(-own.mean()), "divergence": divergence(wanted, found)}
         print(model, name, results[name], flush=True)
-    passed = []
+    missed = []
     for name in ways:
-        if name not in LIMITS or (other := LIMITS[name][0]) not in results:
+        if name not in GATES or (other := GATES[name][0]) not in results:
             continue
         ratio = results[name]["perplexity"] / results[other]["perplexity"]
         results[name][f"perplexity ÷ {other}"] = ratio
-        if ratio > LIMITS[name][1] or results[name]["divergence"] > LIMITS[name][2]:
-            passed.append(name)
-    return {"tokens": pieces.size, "results": results, "limits passed": passed}
+        if ratio > GATES[name][1] or results[name]["divergence"] > GATES[name][2]:
+            missed.append(name)
+    return {"tokens": pieces.size, "results": results, "gates missed": missed}
 
 
 def main() -> int:
@@ -125,7 +125,7 @@ def main() -> int:
     print(json.dumps(report, indent=2, ensure_ascii=False))
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    return 1 if any(each["limits passed"] for each in models.values()) else 0
+    return 1 if any(each["gates missed"] for each in models.values()) else 0
 
 
 if __name__ == "__main__":
