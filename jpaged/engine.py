@@ -371,8 +371,9 @@ class Engine(ResearchCalls):
 
         A layer without experts has zeros. Every token that a step has computed counts: those of prompts too and, after
         a preemption by recompute, those that are computed again; tokens of cached prefixes are not computed. Padding
-        does not count, nor do rows of sequences that one of their first four stop tokens has ended. This waits for the
-        steps in flight, whose counts a fault of the device may lose.
+        does not count, nor does a row that one of its four lowest stop tokens has ended; other ends are known only when
+        the host reads a step, and the tokens of steps that it has started by then count. This waits for the steps in
+        flight, whose counts a fault of the device may lose.
         """
         if not self.runner.counts_expert_tokens:
             return None

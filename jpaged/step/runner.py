@@ -185,10 +185,14 @@ class Runner:
         return self._expert_tokens.copy()
 
     def _read_expert_tokens(self) -> None:
-        """Add the device's counts of experts' tokens to the host's, if there are any, and let them begin at 0 again."""
+        """Add the device's counts of experts' tokens to the host's, if there are any, and let them begin at 0 again.
+
+        Counts that a failed step has destroyed are lost. Its failure is raised where its results are read, not here.
+        """
         if self._expert_tokens is not None:
-            self._expert_tokens += np.asarray(self.state.expert_tokens)
-            self._clear_expert_tokens()
+            with suppress(RuntimeError):
+                self._expert_tokens += np.asarray(self.state.expert_tokens)
+                self._clear_expert_tokens()
 
     def _clear_expert_tokens(self) -> None:
         if (counts := self.state.expert_tokens) is not None:
@@ -196,8 +200,7 @@ class Runner:
             self.state, self._num_unread_tokens = replace(self.state, expert_tokens=zeros), 0
 
     def _will_compute(self, num_tokens: int) -> None:
-        """Take note that the next program computes so many tokens, and read the counts of experts before they are
-        full."""
+        """Count the next program's tokens, padding too, and read the device's counts before they could overflow."""
         self._num_unread_tokens += num_tokens
         if self._num_unread_tokens > MAX_UNREAD_TOKENS:
             self._read_expert_tokens()
@@ -422,8 +425,7 @@ class Runner:
         `reset` makes the state and the rules anew.
         """
         if self.has_state:
-            with suppress(RuntimeError):  # A step that failed may have destroyed the counts: its own are lost.
-                self._read_expert_tokens()
+            self._read_expert_tokens()
         self.has_state = False
         self._swaps_under_way.clear()
         self._host_pages.clear()

@@ -18,6 +18,7 @@ from jpaged.models.experts import tokens_of_experts
 from jpaged.models.inputs import ModelInputs, unpaged_inputs
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.serving.metrics import ServerMetrics
+from jpaged.step import runner
 
 DIRECTORY = Path(__file__).parents[1] / "golden" / "families" / "qwen3_moe_some_dense_window"
 PROMPT_LENS = (30, 21, 9, 4)
@@ -67,8 +68,14 @@ def counts_of(sequences: list[list[int]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_decode_steps", [1, 4])
-def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode_steps: int, prompts) -> None:
-    """Prompts come in chunks beside other rows and padding; sequences are swapped, and some end before steps ahead."""
+def test_every_computed_token_is_counted_once_and_none_behind_the_end(
+    num_decode_steps: int, prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come in chunks beside other rows and padding; sequences are swapped, and some end before steps ahead.
+
+    The device's counts are read several times, as if 100 tokens filled them.
+    """
+    monkeypatch.setattr(runner, "MAX_UNREAD_TOKENS", 100)
     with Engine(str(DIRECTORY), **SIZES, num_decode_steps=num_decode_steps) as engine:
         free = run(engine, prompts, PARAMS, cycle([PreemptionMode.SWAP]))
         ends = [free[name][6] for name in prompts]
@@ -105,6 +112,8 @@ def test_tokens_that_are_computed_again_count_again(prompts) -> None:
         assert not np.any(engine.stats()["expert_tokens"]), "what the start measures belongs to no request"
         drawn = run(engine, prompts, PARAMS, cycle([PreemptionMode.RECOMPUTE]))
         stats, config = engine.stats(), engine.handle.decoder.experts
+        engine.runner.state.expert_tokens.delete()  # As a step that fails may do.
+        assert engine.stats()["expert_tokens"] == stats["expert_tokens"]
     num_once = sum(len(prompt) for prompt in prompts.values()) + sum(len(tokens) - 1 for tokens in drawn.values())
     assert stats["step_tokens"] > num_once
     assert {sum(counts) for counts in stats["expert_tokens"]} == {0, stats["step_tokens"] * config.num_chosen}
