@@ -76,7 +76,7 @@ def _code_parts(
     """Return the formats of a matrix's columns; None if it is not stored as codes.
 
     It is if its pieces are whole rows of tensors that are stored as codes, one behind the other without gaps, and all
-    but the last one are as many rows as layer operations store together. All experts must have the formats of the first.
+    but the last one are as many rows as layer operations store together. All experts have the formats of the first one.
     """
     if "matrix" not in metadata or metadata.get("stays_floats"):
         return None
