@@ -351,7 +351,7 @@ class Decoder(nnx.Module):
 
         The counts have a row for each of L layers, zeros for one without experts; they are None if nothing is counted.
         """
-        x_TD, counts = self.embedded(inputs), list[Array | None]()
+        x_TD, counts_by_layer = self.embedded(inputs), list[Array | None]()
         rotations = {rope: self._rotation(rope, inputs) for rope in dict.fromkeys(self.ropes)}
         for index, layer in enumerate(self.layers):
             q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[self.ropes[index]], inputs)
@@ -359,11 +359,11 @@ class Decoder(nnx.Module):
             sinks = layer.attention.sink_logits()
             out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, inputs.attention, sinks=sinks, **options)
             x_TD, expert_tokens = layer.after(x_TD, out_TNH, inputs)
-            counts.append(expert_tokens)
-        if (of_a_layer := next((each for each in counts if each is not None), None)) is None:
+            counts_by_layer.append(expert_tokens)
+        zeros = next((jnp.zeros_like(counts) for counts in counts_by_layer if counts is not None), None)
+        if zeros is None:
             return self.norm(x_TD), cache, None
-        nothing = jnp.zeros_like(of_a_layer)
-        expert_tokens = jnp.stack([nothing if each is None else each for each in counts])
+        expert_tokens = jnp.stack([zeros if counts is None else counts for counts in counts_by_layer])
         return self.norm(x_TD), cache, expert_tokens
 
     def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:

@@ -108,7 +108,8 @@ def forward(
     inputs = ModelInputs(token_ids=token_ids, attention=step, counted=counted)
     hidden_TD, cache, counts = hidden_and_counts(model, inputs, state.cache)
     hidden = lax.dynamic_update_slice(state.hidden, hidden_TD.astype(state.hidden.dtype), (0, 0))
-    state = replace(state, cache=cache, page_tables=tables, hidden=hidden, expert_tokens=_sum(state, counts))
+    expert_tokens = _total_expert_tokens(state, counts)
+    state = replace(state, cache=cache, page_tables=tables, hidden=hidden, expert_tokens=expert_tokens)
     return state, samples
 
 
@@ -127,8 +128,10 @@ def _counted_tokens(view: Sections, from_slot: Int[Array, " T"]) -> Bool[Array, 
     return is_token.at[jnp.where(is_ended, token, len(ids))].set(False, mode="drop")
 
 
-def _sum(state: DeviceState | _DecodeCarry, counts: Int[Array, "L E"] | None) -> Int[Array, "L E"] | None:
-    """Return the counts of experts' tokens in a state with some more added; None if they are not counted."""
+def _total_expert_tokens(
+    state: DeviceState | _DecodeCarry, counts: Int[Array, "L E"] | None
+) -> Int[Array, "L E"] | None:
+    """Return the `expert_tokens` of a state plus the counts of one call of the model; None if none are counted."""
     return None if state.expert_tokens is None or counts is None else state.expert_tokens + counts
 
 
@@ -392,7 +395,7 @@ class _DecodeLoop:
             is_live=is_live,
             num_done=num_done,
             rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
-            expert_tokens=_sum(carry, counts),
+            expert_tokens=_total_expert_tokens(carry, counts),
         )
 
     def _advanced_step(self, num_ahead: Int[Array, " R"]) -> AttentionMetadata:
