@@ -377,7 +377,7 @@ class Engine(ResearchCalls):
         """
         if not self.runner.counts_expert_tokens:
             return None
-        found: list[list[int]] = self.loop.call("stats", self.runner.expert_tokens).tolist()
+        found: list[list[int]] = self.loop.lock.read("stats", self.runner.expert_tokens).tolist()
         return found
 
     def shutdown(self) -> None:

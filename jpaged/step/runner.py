@@ -36,6 +36,7 @@ from ..scheduling.buckets import Buckets
 from ..sharding import replicated
 from . import programs
 from .compile_plan import CompilePlan, Key
+from .jax_settings import engine_settings
 from .kv_measure import MEASURE_KEY, PageScales
 from .programs import layout_key, sample_key, score_key
 from .step import DeviceState
@@ -190,7 +191,7 @@ class Runner:
         Counts that a failed step has destroyed are lost. Its failure is raised where its results are read, not here.
         """
         if self._expert_tokens is not None:
-            with suppress(RuntimeError):
+            with engine_settings(), suppress(RuntimeError):
                 self._expert_tokens += np.asarray(self.state.expert_tokens)
                 self._clear_expert_tokens()
 

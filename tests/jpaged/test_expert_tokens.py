@@ -110,8 +110,12 @@ def test_tokens_that_are_computed_again_count_again(prompts) -> None:
     options = SIZES | {"async_scheduling": False, "num_decode_steps": 1, "preemption_mode": "auto"}
     with Engine(str(DIRECTORY), **options) as engine:
         assert not np.any(engine.stats()["expert_tokens"]), "what the start measures belongs to no request"
+        seen, clock = list[Any](), engine.scheduler.clock
+        engine.scheduler.clock = lambda: (seen.append(engine.stats()), clock())[1]  # Inside of steps.
         drawn = run(engine, prompts, PARAMS, cycle([PreemptionMode.RECOMPUTE]))
+        engine.scheduler.clock = clock
         stats, config = engine.stats(), engine.handle.decoder.experts
+        assert any(np.any(each["expert_tokens"]) for each in seen)
         engine.runner.state.expert_tokens.delete()  # As a step that fails may do.
         assert engine.stats()["expert_tokens"] == stats["expert_tokens"]
     num_once = sum(len(prompt) for prompt in prompts.values()) + sum(len(tokens) - 1 for tokens in drawn.values())
