@@ -55,6 +55,7 @@ RANGES = {
     "data_parallel_size": ([1, np.int64(1)], [0, 2, None, True, "1"]),
     "pipeline_parallel_size": ([1], [0, 2, None, True]),
     "enable_expert_parallel": BOOLEAN,
+    "count_expert_tokens": BOOLEAN,
     "mesh": ([None, MESH], [5, "tensor", ("data", "tensor")]),
     "sharding_rules": ([None], [5, "tp", ("heads", "tp"), [("heads", "tp")], {5: "tp"}]),
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, "5"]),
