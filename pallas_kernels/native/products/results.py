@@ -155,6 +155,7 @@ def add_weighted_rows(stage_code: StageCode, unit: ir.Value) -> None:
     lanes, sums = lanes_for(stage.num_results), stage_code.arrays.sums
 
     def add_row(row: ir.Value) -> None:
+        """Add the weighted sum of one row's results to that row of the stream."""
         first_choice, start = build.mul(row, groups.num_per_row), build.mul(row, I64(stage.num_results))
         end_choice = build.add(first_choice, groups.num_per_row)
 
