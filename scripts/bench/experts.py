@@ -6,8 +6,9 @@
 
 Models have seeded weights in float32. S has SmolLM2-135M's width, with 8 experts of which a token takes 2; L has 32 of
 which it takes 4. The dense twin is a Llama whose MLP is as wide as the experts of a token together. The checkpoints
-are written at first, the GGUF file of the same values with them. Engines and llama.cpp (scripts/peers) take turns, and
-medians over the rounds are compared. A decode step is what more tokens take beyond the first ones, per step.
+are written at first, the GGUF file of the same values with them. Engines and llama.cpp (scripts/peers) take turns.
+Ratios are those of one round, and figures their medians over the rounds. A decode step is what more tokens take beyond
+the first ones, per step.
 
 The experts that 16 rows choose in the steps that are timed are counted afterwards, by the same model without pages;
 their bytes, each expert's once a step and layer, in the time of a step are compared with what two threads read.
@@ -210,15 +211,22 @@ def experts_of_steps(engine: Engine, vocab_size: int) -> float:
     return statistics.mean(counts)
 
 
-def figures(medians: dict[str, dict[str, float]], expert_bytes: float, other_bytes: int, read: float) -> dict[str, Any]:
-    """Return what is compared with GATES, and the share of reads of all weights; `read` is in GB/s."""
-    ours = medians["jpaged"]
-    found = {f"{cell} ÷ dense": ours[cell] / medians["dense"][cell] for cell in ("one stream", "prompt", "16 rows")}
+def figures(
+    seconds: dict[str, dict[str, float]], expert_bytes: float, other_bytes: int, read: float
+) -> dict[str, float]:
+    """Return the figures of one round: what GATES names, and the share of reads of all weights; `read` is in GB/s."""
+    ours = seconds["jpaged"]
+    found = {f"{cell} ÷ dense": ours[cell] / seconds["dense"][cell] for cell in ours}
     found["16 rows, share of reads"] = expert_bytes / ours["16 rows"] / read / 1e9
     found["16 rows, share of reads, all weights"] = (expert_bytes + other_bytes) / ours["16 rows"] / read / 1e9
-    if llama := medians.get("llama.cpp"):
+    if llama := seconds.get("llama.cpp"):
         found |= {f"{cell}, speed ÷ llama.cpp": llama[cell] / ours[cell] for cell in ours}
-    return {name: round(value, 3) for name, value in found.items()}
+    return found
+
+
+def medians(rounds: list[dict[str, float]], digits: int) -> dict[str, float]:
+    """Return the median over rounds of each figure."""
+    return {name: round(statistics.median(each[name] for each in rounds), digits) for name in rounds[0]}
 
 
 def main() -> int:
@@ -243,7 +251,7 @@ def main() -> int:
         "dtype": "float32", "max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
     }  # fmt: skip
-    seconds: dict[str, dict[str, list[float]]] = {}
+    rounds: list[dict[str, dict[str, float]]] = []
     peaks: list[dict[str, float]] = []
     with ExitStack() as stack:
         engines = {name: stack.enter_context(Engine(str(path), **options)) for name, path in directories.items()}
@@ -255,23 +263,26 @@ def main() -> int:
             baselines["llama.cpp"], ready = peer, peer.ready
         cells = {name: timers(baseline, config["vocab_size"]) for name, baseline in baselines.items()}
         for round_number in range(-1, args.rounds):  # The first round, which compiles, is not counted.
-            if round_number >= 0:
-                peaks.append(measured_peaks(args.peaks))
+            measured = measured_peaks(args.peaks)
+            seconds: dict[str, dict[str, float]] = {name: {} for name in baselines}
             for cell in ("one stream", "prompt", "16 rows"):
                 for name in baselines:
-                    cell_s = cells[name][cell]()
-                    if round_number >= 0:
-                        seconds.setdefault(name, {}).setdefault(cell, []).append(cell_s)
-                    print(f"{round_number}: {cell}, {name}: {1e3 * cell_s:.2f} ms", file=sys.stderr, flush=True)
+                    seconds[name][cell] = cells[name][cell]()
+                    print(f"{round_number}: {cell}, {name}: {1e3 * seconds[name][cell]:.2f} ms", file=sys.stderr)
+            if round_number >= 0:
+                peaks.append(measured)
+                rounds.append(seconds)
         num_experts = experts_of_steps(engines["jpaged"], config["vocab_size"])
         bytes_of_expert = 4 * 3 * config["hidden_size"] * config["intermediate_size"]
         all_experts = config["num_hidden_layers"] * config["num_local_experts"] * bytes_of_expert
         weight_bytes = step_bytes(engines["jpaged"].runner.weights)
         device = engines["jpaged"].device
-    medians = {name: {cell: statistics.median(found) for cell, found in each.items()} for name, each in seconds.items()}
     expert_bytes = config["num_hidden_layers"] * num_experts * bytes_of_expert
-    median_peaks = {name: statistics.median(each[name] for each in peaks) for name in peaks[0]}
-    found = figures(medians, expert_bytes, weight_bytes - all_experts, median_peaks["read"])
+    by_round = [
+        figures(each, expert_bytes, weight_bytes - all_experts, measured["read"])
+        for each, measured in zip(rounds, peaks, strict=True)
+    ]
+    found = medians(by_round, digits=3)
     missed = [
         name
         for name, (is_least, limit) in GATES.items()
@@ -282,20 +293,24 @@ def main() -> int:
         "config": config,
         "figures": found,
         "gates missed": missed,
-        "ms": {name: {cell: round(1e3 * each, 3) for cell, each in cells.items()} for name, cells in medians.items()},
-        "peaks": median_peaks,
+        "ms": {
+            name: medians([{cell: 1e3 * each for cell, each in one[name].items()} for one in rounds], digits=3)
+            for name in rounds[0]
+        },
+        "peaks": medians(peaks, digits=3),
         "experts of a layer in a step of 16 rows": num_experts,
         "bytes of experts in a step of 16 rows": round(expert_bytes),
         "other bytes of weights in a step": weight_bytes - all_experts,
         "llama.cpp": ready,
         "rounds": args.rounds,
-        "seconds": {
-            name: {cell: [round(one, 5) for one in each] for cell, each in cells.items()}
-            for name, cells in seconds.items()
-        },
+        "rounds of each": [
+            {"seconds": each, "peaks": measured, "figures": found_then}
+            for each, measured, found_then in zip(rounds, peaks, by_round, strict=True)
+        ],
         **machine(device),
     }
-    print(json.dumps({key: value for key, value in report.items() if key != "seconds"}, indent=1, ensure_ascii=False))
+    summary = {key: value for key, value in report.items() if key != "rounds of each"}
+    print(json.dumps(summary, indent=1, ensure_ascii=False))
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return 1 if missed else 0
