@@ -145,31 +145,41 @@ def _link_kept(name: str) -> bool:
 
 
 def _compile(build: Build) -> _ObjectCode:
-    """Return the object code of a newly written module, optimised for this processor."""
+    """Return the object code of a newly written module, for this processor."""
     num_linked = len(_linked)
     parsed = llvm.parse_assembly(str(build()))
     parsed.verify()
     machine = _target_machine()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    options = llvm.create_pipeline_tuning_options(speed_level=_optimization_level())
+    passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(parsed, passes)
     return _ObjectCode(machine.emit_object(parsed), list(dict.fromkeys(_linked[num_linked:])))
+
+
+def _optimization_level() -> int:
+    """Return LLVM's level: the highest, or none while `jax_disable_most_optimizations` is set, as for XLA's programs.
+
+    Without optimizations modules compile twenty times as fast, and run up to 1.6 times as long; results have the same
+    bits, since no operation may be joined with another. A module that is registered stays as it was compiled.
+    """
+    return 0 if jax.config.read("jax_disable_most_optimizations") else 3
 
 
 def _target_machine() -> llvm.TargetMachine:
     """Return LLVM's code generator for this processor; an execution engine that it is given to frees it."""
     features = host_features().flatten()  # It also registers LLVM's code generator.
     target, cpu = llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
-    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+    return target.create_target_machine(cpu=cpu, features=features, opt=_optimization_level(), jit=True)
 
 
 def _path_of(name: str) -> Path | None:
     """Return where the object code of a module is kept, in JAX's compilation cache; None if there is no cache.
 
     The file's name is a hash of all that the code depends on: our sources, the versions of LLVM (llvmlite's) and of
-    XLA, the processor and the module's name.
+    XLA, the processor, how far it is optimized, and the module's name.
     """
     directory = jax.config.values.get("jax_compilation_cache_dir")
-    parts = _SOURCES_HASH, llvmlite.__version__, version("jaxlib"), processor(), name
+    parts = _SOURCES_HASH, llvmlite.__version__, version("jaxlib"), processor(), str(_optimization_level()), name
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(directory, f"native_{key}.o") if directory else None
 
