@@ -373,12 +373,21 @@ class Engine(ResearchCalls):
         a preemption by recompute, those that are computed again; tokens of cached prefixes are not computed. Padding
         does not count, nor does a row that one of its four lowest stop tokens has ended; other ends are known only when
         the host reads a step, and the tokens of steps that it has started by then count. This waits for the steps in
-        flight, whose counts a fault of the device may lose.
+        flight. The counts of a step that fails are lost.
         """
-        if not self.runner.counts_expert_tokens:
-            return None
-        found: list[list[int]] = self.loop.lock.read("stats", self.runner.expert_tokens).tolist()
-        return found
+        counted = self.runner.expert_tokens
+        return None if counted is None else counted.of_all_steps().tolist()
+
+    def expert_tokens_by_layer(self) -> dict[int, list[int]]:
+        """Return the `expert_tokens` of the steps that the device is done with, for each layer that has experts.
+
+        This never waits, neither for a step nor for a device, and holds no step up. Nothing is returned without
+        `count_expert_tokens`.
+        """
+        if (counted := self.runner.expert_tokens) is None:
+            return {}
+        by_layer = enumerate(counted.of_ended_steps().tolist())
+        return {layer: counts for layer, counts in by_layer if self.handle.decoder.is_sparse(layer)}
 
     def shutdown(self) -> None:
         """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again."""

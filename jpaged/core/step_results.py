@@ -24,7 +24,7 @@ from .step_record import StepRecord
 
 if TYPE_CHECKING:
     from ..sampling.sampler import SampledRows
-    from ..step.runner import StepOutputs
+    from ..step.step_outputs import StepOutputs
     from ..step.step_records import ScoredPositions, StepInputs, StepRows
     from ..text.output_processor import OutputProcessor
 

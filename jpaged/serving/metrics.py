@@ -176,10 +176,10 @@ class ServerMetrics:
         for reason in FINISH_REASONS:
             success.add_metric([*label_values, reason], self.finished[reason])
         yield success
-        if self._engine is not None and (by_layer := self._engine.expert_tokens()) is not None:
+        if self._engine is not None and (by_layer := self._engine.expert_tokens_by_layer()):
             text = "Tokens that have chosen each expert of each layer."
             chosen = CounterMetricFamily(f"{self.prefix}:expert_tokens", text, labels=[*labels, "layer", "expert"])
-            for layer, counts in enumerate(by_layer):
+            for layer, counts in by_layer.items():
                 for expert, count in enumerate(counts):
                     chosen.add_metric([*label_values, str(layer), str(expert)], count)
             yield chosen

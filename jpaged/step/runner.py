@@ -15,8 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax.sharding import Mesh
 from ..checks import one_line
 from ..kv_cache.page_store import MoveKind, PageMove, move_batches
 from ..models.weights.loading import Weights
+from ..models.weights.weight_store import WeightStore
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
 from ..sampling.logit_rules import LogitRulesState
@@ -36,49 +36,16 @@ from ..scheduling.buckets import Buckets
 from ..sharding import replicated
 from . import programs
 from .compile_plan import CompilePlan, Key
-from .jax_settings import engine_settings
 from .kv_measure import MEASURE_KEY, PageScales
 from .programs import layout_key, sample_key, score_key
 from .step import DeviceState
+from .step_outputs import ExpertTokens, StepOutputs
 from .step_records import StepInputs
-from .weight_store import WeightStore
 
 logger = logging.getLogger("jpaged")
 
 MAX_SWAPS_UNDER_WAY = 4
 """Batches of swapped pages that are being copied at the same time: each takes device memory for its pages."""
-MAX_UNREAD_TOKENS = 1 << 30
-"""Tokens of steps after which the device's counts of experts' tokens, int32, are added to the host's."""
-
-
-@dataclass(frozen=True)
-class StepOutputs:
-    """The results of a dispatched step, on the device: an entry for each sampled row, in order, then padding.
-
-    Their copy to the host begins as soon as the step is done, before `read` is called.
-    """
-
-    sampled: SampledRows | None
-    """None if no row is sampled, or if `Runner.sample` has still to be called."""
-    scored: tuple[SampledRows, ...] = ()
-    """Scores of given tokens, one object for each of `StepInputs.scores`."""
-    columns: jax.Array | None = None
-    """SAMPLE_FIELDS of the rows, int32 [fields, S], while `Runner.sample` has still to be called; None otherwise."""
-
-    def __post_init__(self) -> None:
-        for array in jax.tree.leaves((self.sampled, self.scored)):
-            array.copy_to_host_async()
-
-    def read(self) -> SampledRows | None:
-        """Wait for the step and return its sampled rows as numpy; None if no row was sampled.
-
-        Their arrays are [R], or [K, R] if a decode program computed K tokens of each row. R includes padding rows.
-        """
-        return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
-
-    def read_scores(self) -> list[SampledRows]:
-        """Wait for the step and return the scores of given tokens as numpy, one object for each of its batches."""
-        return [jax.tree.map(np.asarray, batch) for batch in self.scored]
 
 
 class Runner:
@@ -110,10 +77,8 @@ class Runner:
         self.has_state = True
         """Whether there is a device state, so that steps can run."""
         counts = self.state.expert_tokens
-        self._expert_tokens = None if counts is None else np.zeros(counts.shape, np.int64)
-        """Tokens that have chosen each expert of each layer, without those that the device has counted since."""
-        self._num_unread_tokens = 0
-        """Tokens of the steps that the device has counted since, padding included."""
+        self.expert_tokens = None if counts is None else ExpertTokens(counts)
+        """Tokens that have chosen each expert in all steps so far; None if they are not counted."""
         self.buckets = buckets
         cache = self.state.cache
         self.page_bytes = cache.layout.page_bytes
@@ -153,8 +118,11 @@ class Runner:
         if step.layout is None:
             return StepOutputs(None)
         if step.decode_lens:
-            return StepOutputs(self._decode(step))
+            sampled = self._decode(step)
+            self._count_expert_tokens()
+            return StepOutputs(sampled)
         columns = self._forward(step)
+        self._count_expert_tokens()
         scored = tuple(self._score(step))
         if step.has_masks:
             return StepOutputs(None, scored, columns)
@@ -170,42 +138,22 @@ class Runner:
         assert outputs.columns is not None, "the step has no sampler to start"
         return StepOutputs(self._sample(outputs.columns, step, masks), outputs.scored)
 
-    @property
-    def counts_expert_tokens(self) -> bool:
-        """Return whether steps count the tokens of each expert."""
-        return self._expert_tokens is not None
+    def _count_expert_tokens(self) -> None:
+        """Add the experts' tokens of the program just started to those of all steps, if they are counted."""
+        counts = self._take_expert_tokens()
+        if self.expert_tokens is not None and counts is not None:
+            self.expert_tokens.add(counts)
 
-    def expert_tokens(self) -> np.ndarray:
-        """Return how many tokens have chosen each expert in all steps so far, int64 [layers, experts].
+    def _take_expert_tokens(self) -> jax.Array | None:
+        """Return the counts of experts' tokens in the device state, and put zeros in their place, if there are any.
 
-        This waits for the steps in flight, and must not be called while another thread dispatches one.
+        No later program takes the returned array as a donated argument, so that it can be read at any time.
         """
-        assert self._expert_tokens is not None, "experts are not counted"
-        if self.has_state:
-            self._read_expert_tokens()
-        return self._expert_tokens.copy()
-
-    def _read_expert_tokens(self) -> None:
-        """Add the device's counts of experts' tokens to the host's, if there are any, and let them begin at 0 again.
-
-        Counts that a failed step has destroyed are lost. Its failure is raised where its results are read, not here.
-        """
-        if self._expert_tokens is not None:
-            with engine_settings(), suppress(RuntimeError):
-                self._expert_tokens += np.asarray(self.state.expert_tokens)
-                self._clear_expert_tokens()
-
-    def _clear_expert_tokens(self) -> None:
-        if (counts := self.state.expert_tokens) is not None:
-            zeros = jax.device_put(np.zeros(counts.shape, np.int32), counts.sharding)
-            self.state, self._num_unread_tokens = replace(self.state, expert_tokens=zeros), 0
-
-    def _will_compute(self, num_tokens: int) -> None:
-        """Count the next program's tokens, padding too, and read the device's counts before they could overflow."""
-        self._num_unread_tokens += num_tokens
-        if self._num_unread_tokens > MAX_UNREAD_TOKENS:
-            self._read_expert_tokens()
-            self._num_unread_tokens = num_tokens
+        counts = self.state.expert_tokens
+        if counts is not None:
+            zeros = jax.device_put(np.zeros(counts.shape, counts.dtype), counts.sharding)
+            self.state = replace(self.state, expert_tokens=zeros)
+        return counts
 
     def measure_swap(self) -> float:
         """Return the bytes per second of swapping pages, measured on a round trip of MAX_MOVES pages.
@@ -231,7 +179,7 @@ class Runner:
         alone. This waits for the device, and must not be called while a step is in flight.
         """
         seconds = _shortest_s(lambda: jax.block_until_ready(self._forward(step)))
-        self._clear_expert_tokens()  # The tokens of the measurement are no request's.
+        self._take_expert_tokens()  # The tokens of the measurement are no request's.
         return seconds
 
     def reset(self) -> None:
@@ -292,7 +240,6 @@ class Runner:
         """
         assert step.layout is not None  # A step without rows has neither layout nor buffer, and runs no program.
         assert step.packed is not None
-        self._will_compute(step.layout.num_tokens)
         packed = self._put(step.packed)
         self.state, columns = self._run(layout_key(step.layout), self.store.leaves, self.state, packed)
         return columns
@@ -309,7 +256,6 @@ class Runner:
         assert step.packed is not None
         mode = self.buckets.decode_mode_for(step.mode)  # The scheduler uses `decode_lens` in modes with a program only.
         key = "decode", step.layout.num_tokens, mode
-        self._will_compute(step.layout.num_tokens * max(step.decode_lens))
         state = self.state, self.rules if mode is SampleMode.FULL else None
         (self.state, rules), sampled = self._run(key, self.store.leaves, state, self._put(step.packed))
         self.rules = rules or self.rules
@@ -425,8 +371,6 @@ class Runner:
 
         `reset` makes the state and the rules anew.
         """
-        if self.has_state:
-            self._read_expert_tokens()
         self.has_state = False
         self._swaps_under_way.clear()
         self._host_pages.clear()

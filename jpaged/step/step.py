@@ -59,7 +59,7 @@ class DeviceState:
     hidden: Float[Array, "T D"]
     """Hidden states of the last forward program's tokens, for the samplers after it."""
     expert_tokens: Int[Array, "L E"] | None = None
-    """How many tokens have chosen each expert of each layer since the counts were last read; None: not counted."""
+    """How many tokens have chosen each expert of each layer since the runner took the counts; None: not counted."""
 
 
 def new_state(shapes: DeviceState) -> DeviceState:

@@ -21,10 +21,12 @@ from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_fin
 from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
 from ...sharding import sharding_of
 from ..errors import ModelLoadError
-from ..recipe import Bounds, Piece, Recipes, of_expert
+from ..recipe import Bounds, Path, Piece, Recipes, of_expert
 
 FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"
 """The dtype of codes of 4 bits: compiled programs of older versions of JAX refuse arrays of int4."""
+EXPERTS_WANTED = "the same formats for all experts, by rows of Wᵀ whose number and length are multiples of 32"
+"""What codes of experts are kept for by every backend, as a clause for the log."""
 FLOAT8_CAPABILITY = 8, 9
 """Compute capability of the first GPUs whose code converts float8."""
 
@@ -83,10 +85,13 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
         held = held_codes(
             pieces, recipes.shapes, formats, inputs_per_device, target, is_table=is_table, num_experts=num_experts
         )
-        if held is not None and (reason := _not_fused(held, target, is_table=is_table)):
-            module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
-            continue
         if held is None:
+            reason = experts_as_floats((*path, "weight"), pieces, formats, metadata)
+        else:
+            reason = _not_fused(held, target, is_table=is_table)
+        if reason is not None:
+            module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
+        if held is None or reason is not None:
             continue
         arrays = held.arrays
         shared = {**metadata, "held": held, "code_parts": _parts(pieces, held.formats), "decoded_dtype": target.dtype}
@@ -102,6 +107,23 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
         ]
         module.weight = nnx.Param(shapes[0], **shared)
         module.scales = nnx.Param(shapes[1], **shared, tensor="weight", is_scales=True)
+
+
+def experts_as_floats(
+    path: Path, pieces: Sequence[Piece], formats: Mapping[str, CodeFormat | None], metadata: Mapping[str, Any]
+) -> str | None:
+    """Return why a matrix whose codes cannot be kept becomes floats, as a clause for the log that names its module.
+
+    The result is None unless it is a matrix of experts, and some of its tensors are stored as codes. Layers whose
+    experts are stored alike have the same reason.
+    """
+    stored = dict.fromkeys(formats.get(piece.tensor) for piece in pieces)
+    if "num_experts" not in metadata or not any(stored):
+        return None
+    names = " and ".join("floats" if code_format is None else code_format.name for code_format in stored)
+    sizes = f"{metadata['matrix'][0]} inputs and {metadata['rows_of_expert']} outputs of an expert"
+    got = f"{path[-2]} of experts becomes floats: got {names} for {sizes}"
+    return f"{got}, wanted {EXPERTS_WANTED}; a file that stores them so keeps its codes"
 
 
 def converted_bytes(state: Any) -> int:

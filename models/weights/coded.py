@@ -15,7 +15,7 @@ from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
-from .code_arrays import HeldCodes, num_bytes, read_piece_codes, with_held_scales
+from .code_arrays import HeldCodes, experts_as_floats, num_bytes, read_piece_codes, with_held_scales
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -31,10 +31,6 @@ class CodedCheckpoint(Checkpoint, Protocol):
         """Return rows of a tensor that is stored as codes."""
 
 
-EXPERTS_AS_FLOATS = (
-    "codes of experts are kept where all have one format and a multiple of 32 inputs and outputs, stored by rows"
-)
-"""Why the codes of some experts become floats, as a clause for the log."""
 StoredFormats = tuple[tuple[str, CodeFormat | None], ...]
 """Each tensor of a checkpoint, with the format of its codes."""
 
@@ -56,8 +52,8 @@ def with_codes(state: Any, recipes: Recipes, formats: Mapping[str, CodeFormat | 
     for path, leaf in nnx.to_flat_state(state):
         metadata, pieces = leaf.get_metadata(), recipes.pieces[path]
         parts = _code_parts(pieces, recipes.shapes, formats, metadata)
-        if parts is None and "num_experts" in metadata and all(formats.get(piece.tensor) for piece in pieces):
-            leaf = leaf.replace(leaf.get_value(), becomes_floats=EXPERTS_AS_FLOATS)
+        if parts is None and (reason := experts_as_floats(path, pieces, formats, metadata)):
+            leaf = leaf.replace(leaf.get_value(), becomes_floats=reason)
         if parts is not None:
             num_in, _ = metadata["matrix"]
             shape = metadata["ops"].coded_shape(num_in, parts)

@@ -14,8 +14,9 @@ import pytest
 from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.commands.generate import EXIT_SOME_FAILED, main
 from jpaged.request import RequestState
-from jpaged.step.runner import Runner, StepOutputs
+from jpaged.step.runner import Runner
 from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_outputs import StepOutputs
 from jpaged.text.output_processor import OutputProcessor
 
 from .sampling.test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of

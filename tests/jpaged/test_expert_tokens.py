@@ -1,5 +1,6 @@
 """Tokens are counted for the experts that they choose, once for each time that a step computes them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, cycle
 from pathlib import Path
@@ -18,7 +19,6 @@ from jpaged.models.experts import tokens_of_experts
 from jpaged.models.inputs import ModelInputs, unpaged_inputs
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.serving.metrics import ServerMetrics
-from jpaged.step import runner
 
 DIRECTORY = Path(__file__).parents[1] / "golden" / "families" / "qwen3_moe_some_dense_window"
 PROMPT_LENS = (30, 21, 9, 4)
@@ -67,15 +67,33 @@ def counts_of(sequences: list[list[int]]) -> np.ndarray:
     return np.asarray(count_all(inputs))
 
 
-@pytest.mark.parametrize("num_decode_steps", [1, 4])
-def test_every_computed_token_is_counted_once_and_none_behind_the_end(
-    num_decode_steps: int, prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts come in chunks beside other rows and padding; sequences are swapped, and some end before steps ahead.
+def series_of_experts(engine: Engine) -> set[str]:
+    """Return the lines of /metrics that count the tokens of experts."""
+    metrics = ServerMetrics("tiny")
+    metrics.watch(engine)
+    lines = metrics.text().decode().splitlines()
+    return {line for line in lines if line.startswith("jpaged:expert_tokens_total")}
 
-    The device's counts are read several times, as if 100 tokens filled them.
-    """
-    monkeypatch.setattr(runner, "MAX_UNREAD_TOKENS", 100)
+
+class RunningStep:
+    """The counts of a step that the device never ends: reading them would wait for ever."""
+
+    def copy_to_host_async(self) -> None:
+        """Begin nothing."""
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        raise AssertionError("a scrape waits for the device")
+
+    def __array__(self, *_: object) -> np.ndarray:
+        raise AssertionError("the counts were read before the device was done")
+
+
+@pytest.mark.parametrize("num_decode_steps", [1, 4])
+def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode_steps: int, prompts) -> None:
+    """Prompts come in chunks beside other rows and padding; sequences are swapped, and some end before steps ahead."""
     with Engine(str(DIRECTORY), **SIZES, num_decode_steps=num_decode_steps) as engine:
         free = run(engine, prompts, PARAMS, cycle([PreemptionMode.SWAP]))
         ends = [free[name][6] for name in prompts]
@@ -88,18 +106,20 @@ def test_every_computed_token_is_counted_once_and_none_behind_the_end(
         stats = engine.stats()
         assert stats["preemptions_swap"] > 0
         assert stats["recompiles"] == 0
-        metrics = ServerMetrics("tiny")
-        metrics.watch(engine)
-        counter = (
-            f'jpaged:expert_tokens_total{{expert="2",layer="1",model_name="tiny"}} {stats["expert_tokens"][1][2]}.0'
-        )
-        assert counter in metrics.text().decode().splitlines()
+        config = engine.handle.decoder.experts
+        wanted = {
+            f'jpaged:expert_tokens_total{{expert="{expert}",layer="{layer}",model_name="tiny"}} {count}.0'
+            for layer, counts in enumerate(stats["expert_tokens"]) if config.sparse_layers[layer]
+            for expert, count in enumerate(counts)
+        }  # fmt: skip
+        assert not all(config.sparse_layers), "a layer without experts has no counters"
+        assert wanted == series_of_experts(engine)
         engine.sleep(level=1)
         assert engine.stats()["expert_tokens"] == stats["expert_tokens"]
+        assert wanted == series_of_experts(engine)
     # The last token of a sequence is drawn and not computed.
     sequences = [prompts[name] + found[name][:-1] for found in (free, drawn, alone) for name in prompts]
     np.testing.assert_array_equal(stats["expert_tokens"], counts_of(sequences))
-    config = engine.handle.decoder.experts
     total = sum(map(len, sequences)) * config.num_chosen
     assert [sum(counts) for counts in stats["expert_tokens"]] == [
         total * is_sparse for is_sparse in config.sparse_layers
@@ -116,8 +136,10 @@ def test_tokens_that_are_computed_again_count_again(prompts) -> None:
         engine.scheduler.clock = clock
         stats, config = engine.stats(), engine.handle.decoder.experts
         assert any(np.any(each["expert_tokens"]) for each in seen)
-        engine.runner.state.expert_tokens.delete()  # As a step that fails may do.
-        assert engine.stats()["expert_tokens"] == stats["expert_tokens"]
+        series = series_of_experts(engine)
+        engine.runner.expert_tokens.add(RunningStep())
+        with ThreadPoolExecutor(1) as other_thread, engine.loop.turn("step"):
+            assert other_thread.submit(series_of_experts, engine).result(timeout=20) == series
     num_once = sum(len(prompt) for prompt in prompts.values()) + sum(len(tokens) - 1 for tokens in drawn.values())
     assert stats["step_tokens"] > num_once
     assert {sum(counts) for counts in stats["expert_tokens"]} == {0, stats["step_tokens"] * config.num_chosen}

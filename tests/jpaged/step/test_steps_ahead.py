@@ -12,7 +12,7 @@ from jpaged.core.step_record import StepRecord
 from jpaged.sampling.sampling_params import SampleMode
 from jpaged.scheduling.buckets import make_buckets
 from jpaged.step import step_sizes
-from jpaged.step.runner import StepOutputs
+from jpaged.step.step_outputs import StepOutputs
 from jpaged.step.step_records import StepInputs
 
 from ..tiny_model import SIZES

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.layers import stored_matrix
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.coded import EXPERTS_AS_FLOATS, codes_note, reasons_for_floats, stored_formats
+from jpaged.models.weights.coded import codes_note, reasons_for_floats, stored_formats
 from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
@@ -79,16 +79,23 @@ def test_codes_of_experts_are_kept_and_stand_for_the_numbers_that_the_file_gives
     assert "are kept as codes of Q8_0" in note
 
 
-def test_experts_of_one_matrix_in_several_formats_become_floats(tmp_path):
-    """Those of another matrix or layer stay codes, and the start says why."""
+@pytest.mark.parametrize(
+    ("ops", "other", "name"), [(NATIVE_OPS, "Q4_0", "Q4_0"), (NATIVE_OPS, None, "floats"), (XLA_OPS, None, "floats")]
+)
+def test_experts_of_one_matrix_in_several_formats_become_floats(tmp_path, ops, other, name):
+    """Those of another matrix or layer stay codes, and the start says once which become floats, and why."""
     config, checkpoint = open_checkpoint(write_both(tmp_path, "Mixtral by expert", GGMLQuantizationType.Q8_0))
     formats = dict(stored_formats(checkpoint))
-    formats["model.layers.0.block_sparse_moe.experts.1.w1.weight"] = CODE_FORMATS["Q4_0"]
-    state = abstract_weights(config, "float32", MESH, NATIVE_OPS, tuple(formats.items())).state
+    formats["model.layers.0.block_sparse_moe.experts.1.w1.weight"] = CODE_FORMATS.get(other)
+    state = abstract_weights(config, "float32", MESH, ops, tuple(formats.items())).state
     experts = {path: leaf.get_metadata() for path, leaf in nnx.to_flat_state(state) if "experts" in path}
-    floats = [path for path, metadata in experts.items() if "code_parts" not in metadata]
-    assert floats == [("layers", 0, "mlp", "experts", "gate_up_proj", "weight")]
-    assert reasons_for_floats(state) == [EXPERTS_AS_FLOATS]
+    floats = {path for path, metadata in experts.items() if "code_parts" not in metadata}
+    assert floats == {("layers", 0, "mlp", "experts", "gate_up_proj", "weight")}
+    assert reasons_for_floats(state) == [
+        f"gate_up_proj of experts becomes floats: got Q8_0 and {name} for 64 inputs and 64 outputs of an expert, "
+        "wanted the same formats for all experts, by rows of Wᵀ whose number and length are multiples of 32; a file "
+        "that stores them so keeps its codes"
+    ]
 
 
 def _all_rows(leaf: Any) -> jax.Array:

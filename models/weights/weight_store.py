@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..models.recipe import Path
-from ..models.weights.live_weights import CheckedWeights, LiveWeights
-from ..models.weights.loading import Weights
+from ..recipe import Path
+from .live_weights import CheckedWeights, LiveWeights
+from .loading import Weights
 
 MAX_PENDING = 4
 """Weights that are being made at the same time, beside which their tensors may take memory for a while."""

@@ -1,0 +1,87 @@
+"""What a dispatched step gives: its sampled rows and scores, and how many of its tokens have chosen each expert."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from ..sampling.sampler import SampledRows
+from .jax_settings import engine_settings
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """The results of a dispatched step, on the device: an entry for each sampled row, in order, then padding.
+
+    Their copy to the host begins as soon as the step is done, before `read` is called.
+    """
+
+    sampled: SampledRows | None
+    """None if no row is sampled, or if `Runner.sample` has still to be called."""
+    scored: tuple[SampledRows, ...] = ()
+    """Scores of given tokens, one object for each of `StepInputs.scores`."""
+    columns: jax.Array | None = None
+    """SAMPLE_FIELDS of the rows, int32 [fields, S], while `Runner.sample` has still to be called; None otherwise."""
+
+    def __post_init__(self) -> None:
+        for array in jax.tree.leaves((self.sampled, self.scored)):
+            array.copy_to_host_async()
+
+    def read(self) -> SampledRows | None:
+        """Wait for the step and return its sampled rows as numpy; None if no row was sampled.
+
+        Their arrays are [R], or [K, R] if a decode program computed K tokens of each row. R includes padding rows.
+        """
+        return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
+
+    def read_scores(self) -> list[SampledRows]:
+        """Wait for the step and return the scores of given tokens as numpy, one object for each of its batches."""
+        return [jax.tree.map(np.asarray, batch) for batch in self.scored]
+
+
+class ExpertTokens:
+    """How many tokens have chosen each expert of each layer, in all steps so far.
+
+    Each step gives its counts as an array of its own, which no program takes as a donated argument. So any thread may
+    read the sums at any time, without the lock of steps. Counts of a step that has failed are lost.
+    """
+
+    def __init__(self, counts: Array):
+        """Begin at 0 for counts of the shape of `counts`, [layers, experts]."""
+        self._total = np.zeros(counts.shape, np.int64)
+        self._pending = deque[Array]()
+        """Counts of steps that are not in `_total` yet, oldest first."""
+        self._lock = threading.Lock()
+        """Held while arrays that are done move from `_pending` to `_total`, never while a thread waits for a device."""
+
+    def add(self, counts: Int[Array, "L E"]) -> None:
+        """Add the counts of a step that has been dispatched, once the device is done with it. Does not wait."""
+        counts.copy_to_host_async()
+        self._pending.append(counts)
+        self._add_pending()
+
+    def of_ended_steps(self) -> Int[np.ndarray, "L E"]:
+        """Return the sums, int64, over the steps that the device is done with. Does not wait."""
+        return self._add_pending()
+
+    def of_all_steps(self) -> Int[np.ndarray, "L E"]:
+        """Return the sums, int64, over all dispatched steps. Waits for those that the device still computes."""
+        for counts in tuple(self._pending):
+            with suppress(RuntimeError):  # The failure of a step is raised where its tokens are read.
+                counts.block_until_ready()
+        return self._add_pending()
+
+    def _add_pending(self) -> Int[np.ndarray, "L E"]:
+        """Add the counts of the steps that are done, in the order of their dispatch, and return a copy of the sums."""
+        with self._lock, engine_settings():
+            while self._pending and self._pending[0].is_ready():  # type: ignore[attr-defined]
+                counts = self._pending.popleft()
+                with suppress(RuntimeError):
+                    self._total += np.asarray(counts)
+            return self._total.copy()
