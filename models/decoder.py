@@ -21,7 +21,7 @@ from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from ..pallas_kernels.rotation import Rotation
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
-from .experts import SparseMLP, other_sources
+from .experts import LayerOutput, SparseMLP, other_sources
 from .fields import Fields
 from .inputs import ModelInputs
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
@@ -199,22 +199,19 @@ class DecoderLayer(nnx.Module):
         return self.attention.project(x_TD, rotation, self._norm(self.norms_in_front, "attention"))
 
     @jax.jit
-    def after(
-        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
-    ) -> tuple[Float[Array, "T D"], Int[Array, " E"] | None]:
+    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs) -> LayerOutput:
         """Return the residual stream after the layer: attention's output and the MLP's are added to `x_TD`.
 
         `out_TNH`, [T, N heads, head size], is what `cache.attend` returned for the T tokens of the step. Each output is
         normed, if the family has norms behind its blocks, and scaled, before it is added. `inputs` say which tokens
-        are padding, which goes to no expert, and which ones are counted: the second result is how many of these have
-        chosen each of E experts, and None in a layer without experts or where nothing is counted.
+        are padding, which goes to no expert, and which ones are counted for the experts that they choose.
         """
         rows, norm = out_TNH.reshape(x_TD.shape[0], -1), self._norm(self.norms_in_front, "mlp")
         o_proj = self.attention.o_proj.as_product(**self._adds("attention"))
         if isinstance(self.mlp, SparseMLP):
             stream = self.chain(rows, [o_proj], x_TD)
             return self.mlp.add_to(stream, norm, inputs, **self._adds("mlp"))
-        return self.chain(rows, [o_proj, *self.mlp.as_products(norm, **self._adds("mlp"))], x_TD), None
+        return LayerOutput(self.chain(rows, [o_proj, *self.mlp.as_products(norm, **self._adds("mlp"))], x_TD))
 
     def chain(
         self, rows: Float[Array, "T I"], products: Sequence[Product], stream: Float[Array, "T D"] | None = None
@@ -358,8 +355,9 @@ class Decoder(nnx.Module):
             options = {"scale": self.scales[index], "window": self.windows[index], "soft_cap": self.soft_cap}
             sinks = layer.attention.sink_logits()
             out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, inputs.attention, sinks=sinks, **options)
-            x_TD, expert_tokens = layer.after(x_TD, out_TNH, inputs)
-            counts_by_layer.append(expert_tokens)
+            output = layer.after(x_TD, out_TNH, inputs)
+            x_TD = output.stream
+            counts_by_layer.append(output.expert_tokens)
         zeros = next((jnp.zeros_like(counts) for counts in counts_by_layer if counts is not None), None)
         if zeros is None:
             return self.norm(x_TD), cache, None

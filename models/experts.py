@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,16 @@ class Experts(nnx.Module):
         )
 
 
+class LayerOutput(NamedTuple):
+    """What a layer of the model, or its MLP, gives."""
+
+    stream: Float[Array, "T D"]
+    """The residual stream with what the layer adds to it."""
+    expert_tokens: Int[Array, " E"] | None = None
+    """How many of the step's tokens `ModelInputs.counted` have chosen each expert; None without experts, and where
+    nothing is counted."""
+
+
 class SparseMLP(nnx.Module):
     """Experts with their router and, in some families, an MLP that all rows take."""
 
@@ -246,11 +256,10 @@ class SparseMLP(nnx.Module):
 
     def add_to(
         self, stream: Float[Array, "T D"], norm: RowNorm | None, inputs: ModelInputs, **ends: Any
-    ) -> tuple[Float[Array, "T D"], Int[Array, " E"] | None]:
+    ) -> LayerOutput:
         """Return the stream plus what experts and the shared MLP make of its normed rows, and the tokens of experts.
 
-        Padding goes to no expert. `inputs.counted` says which tokens count for the experts that they have chosen; None
-        is returned for their numbers if it is None. `ends` say how outputs are added: see `Product`.
+        Padding goes to no expert. `ends` say how outputs are added: see `Product`.
         """
         ops = self.router.weight.ops
         rows = stream if norm is None else ops.norm(stream, norm)
@@ -264,8 +273,8 @@ class SparseMLP(nnx.Module):
         else:
             added = ops.add_experts(rows, routing, products, stream)
         if inputs.counted is None:
-            return added, None
-        return added, tokens_of_experts(chosen, inputs.counted, self.router.config.num_experts)
+            return LayerOutput(added)
+        return LayerOutput(added, tokens_of_experts(chosen, inputs.counted, self.router.config.num_experts))
 
     def _shared_products(self, rows: Float[Array, "T D"]) -> SharedProducts | None:
         """Return the shared MLP as products, with its gate for these rows, which are normed; None without one."""

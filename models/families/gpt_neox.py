@@ -16,6 +16,7 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..config.rope import context_len, read_rope, rope_fields
 from ..decoder import MLP, Decoder, DecoderLayer
+from ..experts import LayerOutput
 from ..fields import Fields
 from ..inputs import ModelInputs
 from ..layers import LayerNorm, WeightMaker
@@ -42,20 +43,18 @@ class GPTNeoXLayer(DecoderLayer):
         self.is_parallel = config.is_parallel
 
     @jax.jit
-    def after(
-        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
-    ) -> tuple[Float[Array, "T D"], None]:
+    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs) -> LayerOutput:
         """Return the residual stream after the layer: the outputs of attention and MLP are added to `x_TD`.
 
         `out_TNH` is what `cache.attend` returned; `inputs` are unused. In a parallel layer the MLP reads `x_TD`, and
-        otherwise the stream with attention's output added. There are no experts, and so no counts of their tokens.
+        otherwise the stream with attention's output added.
         """
         if not self.is_parallel:
-            stream_TD, _ = super().after(x_TD, out_TNH, inputs)
-            return stream_TD, None
+            return super().after(x_TD, out_TNH, inputs)
         # transformers adds both outputs first; another order would round differently.
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-        return x_TD + (self.chain(x_TD, self.mlp.as_products(self.mlp_norm.as_row_norm())) + attended_TD), None
+        mlp_TD = self.chain(x_TD, self.mlp.as_products(self.mlp_norm.as_row_norm()))
+        return LayerOutput(x_TD + (mlp_TD + attended_TD))
 
 
 class GPTNeoX(Decoder):

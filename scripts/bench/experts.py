@@ -193,7 +193,7 @@ def chosen_experts(engine: Engine, ids_BN: np.ndarray) -> Iterator[np.ndarray]:
         attended = layer.chain(out.reshape(stream.shape[0], -1), [o_proj], stream)
         routing = layer.mlp.router.choose(layer.mlp_norm(attended))
         yield np.asarray(routing.experts).reshape(num_rows, length, -1)
-        stream, _ = layer.after(stream, out, inputs)
+        stream = layer.after(stream, out, inputs).stream
 
 
 def experts_of_steps(engine: Engine, vocab_size: int) -> float:

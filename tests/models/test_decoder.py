@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.decoder import DecoderLayer
 from jpaged.models.dense import dense_logits
+from jpaged.models.experts import LayerOutput
 from jpaged.models.families.smollm3 import SmolLM3
 from jpaged.models.layers import WeightMaker
 from jpaged.models.opening.open_checkpoint import read_config
@@ -44,7 +46,7 @@ def test_a_layer_is_made_with_its_index_and_sees_the_inputs_in_one_trace_for_all
         def after(self, x_TD: Any, out_TNH: Any, inputs: Any) -> Any:
             traced.append("after")
             added_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-            return x_TD + jnp.where(inputs.token_ids[:, None] == 7, 0, added_TD), None
+            return LayerOutput(x_TD + jnp.where(inputs.token_ids[:, None] == 7, 0, added_TD))
 
     model, config = small(Layer)
     logits = np.asarray(dense_logits(model, jnp.array([[3, 7, 5]])))[0]
@@ -56,3 +58,14 @@ def test_a_layer_is_made_with_its_index_and_sees_the_inputs_in_one_trace_for_all
     plain = np.asarray(model.logits(model.norm(model.embed(jnp.array([3, 7, 5])))))
     # Nothing is computed for the token 7, so that sums alone may be ordered otherwise.
     assert [bool(np.abs(logits[token] - plain[token]).max() < 1e-4) for token in range(3)] == [False, True, False]
+
+
+def test_a_layer_that_returns_the_stream_alone_is_not_taken_for_one_that_counts_experts() -> None:
+    class Layer(DecoderLayer):
+        """A layer that adds nothing, and gives no `LayerOutput`."""
+
+        def after(self, x_TD: Any, out_TNH: Any, inputs: Any) -> Any:
+            return x_TD
+
+    with pytest.raises(AttributeError, match="stream"):
+        dense_logits(small(Layer)[0], jnp.array([[3, 7]]))  # Two tokens, as many as a pair has parts.
