@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ..sharding import AxisTable, split_at
 from .config.shares import Shares
 from .config.spec import AttentionLayer, ModelSpec
@@ -58,11 +59,12 @@ class OwnModel:
         layer = self.spec.layers[0]
         return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.spec.vocab_size)
 
-    def spec_on_chip(self, num_shards: int) -> ModelSpec:
+    def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS) -> ModelSpec:
         """Return the spec with the number of heads that one of `num_shards` devices has in each layer.
 
-        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`. Query
-        heads are a multiple of the KV heads, so they need no check.
+        `ops` change nothing of it: how many values a program holds is what the module's spec says. Raises
+        ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`. Query heads
+        are a multiple of the KV heads, so they need no check.
         """
         counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.spec.vocab_size]}
         for what, numbers in counts.items():

@@ -212,6 +212,20 @@ class LayerOps:
         """Return the shape of the array that stores the matrices W [num_in, num_out] of experts."""
         return num_experts, num_in, num_out
 
+    def choice_values(self, hidden: int, inner: int) -> int:
+        """Return an estimate of how many values a program holds at once for each choice of an expert.
+
+        The expert's MLP has the widths `hidden` and `inner`. A value takes the bytes of one of the hidden states.
+        """
+        return 2 * hidden + 3 * inner
+
+    def expert_values(self, num_experts: int, hidden: int, inner: int) -> int:
+        """Return an estimate of how many values a program holds for experts, whatever the number of its tokens.
+
+        XLA copies an expert's larger matrix, [hidden, 2 × inner], in front of a product.
+        """
+        return 2 * hidden * inner
+
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         """Return the columns `ids` of a stored matrix W [num_in, O] as rows."""
         if isinstance(weight, ScaledMatrix):

@@ -1,20 +1,22 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
     python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
-        [--pages N] [--quantization FORMAT [--tied] [--decodes-only]] [--expert-parallel]
+        [--pages N] [--tokens N] [--quantization FORMAT [--tied] [--decodes-only]] [--expert-parallel]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
 with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; steps with prompts are then smaller, for chips
 there is one number of pages, and for a TPU alone only the forward programs. `xla`: attention in plain XLA. `--config`
 names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds;
-`page_bytes` are then those of a page on a chip for all layers. `--pages`: so many pages per chip. `--quantization`:
+`page_bytes` are then those of a page on a chip for all layers. `--pages`: so many pages per chip. `--tokens`: so many
+tokens in the largest step, of a cut model too, and in the plan of memory. `--quantization`:
 matrices are codes, as int8, fp8 and int4 make them of floats, or as files of Q8_0, AWQ and fp8 blocks hold them, of a
 model with 7e10 parameters on several devices. `converted` are then the arrays of another dtype that are as large as one
 of them, and `true_bytes` are what a program's arguments should take. `--tied`: the embedding table makes the logits.
 `--decodes-only`: of all programs only that of a step of decoding rows. `--expert-parallel`: whole experts on each
 device. Of a model with experts the forward programs are compiled, on any devices; `beyond_choices` are then the arrays
-that are larger than what all choices read and give, and than a matrix of one expert.
+that are larger than what all choices read and give, and than a matrix of one expert. On one CPU device these are also
+the results of the custom calls of native code and the arrays that it keeps between its phases.
 """
 
 import argparse
@@ -55,6 +57,8 @@ STARTED = re.compile(r"= \(\w+\[([\d,]*)\](\S*) .* copy-start\(")
 """An asynchronous copy; the layout names S(1) where its destination is not the chip's main memory."""
 GPU_KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
 """A call of a kernel of ours on a GPU."""
+NATIVE_CALL = re.compile(r" = \((.*)\) custom-call\(.*jpaged_products")
+"""The results of a call of native products, which hold what it keeps between its phases too."""
 COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
 )
@@ -118,12 +122,14 @@ def beyond_choices(hlo, programs, num_tokens):
     """Return the arrays of a step with experts, on one chip, that are larger than those that it needs.
 
     It needs the rows that the choices of all tokens read and give, with a tile, and one expert's matrix. The cache, the
-    hidden states of all tokens and weights that are none of experts may be moved whole.
+    hidden states of all tokens and weights that are none of experts may be moved whole. Native code keeps rows of all
+    choices between its phases, those of each expert in whole tiles; XLA sees them as results of its custom calls.
     """
     import jax
     from flax import nnx
 
     from jpaged.pallas_kernels.grouped import MAX_TILE
+    from jpaged.pallas_kernels.native.amx import TILE
 
     config = programs.weights.config
     experts = config.experts
@@ -145,6 +151,11 @@ def beyond_choices(hlo, programs, num_tokens):
                 is_made = kind not in ("parameter", "get-tuple-element", "bitcast")
                 if is_made and _count_text(dims) > largest and _count_text(dims) not in others:
                     found.add(f"{kind} {dtype}[{dims}]")
+    native_rows = num_tokens * experts.num_chosen + experts.num_experts * 2 * TILE
+    for results in NATIVE_CALL.findall(hlo):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", results):
+            if _count_text(dims) > native_rows * widest and _count_text(dims) not in others:
+                found.add(f"native code {dtype}[{dims}]")
     return sorted(found)
 
 
@@ -341,6 +352,7 @@ def main() -> None:
     parser.add_argument("backend", choices=["xla"], nargs="?")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--pages", type=int, nargs="+", default=NUM_PAGES)
+    parser.add_argument("--tokens", type=int)
     parser.add_argument("--quantization", choices=["int8", "fp8", "int4", *STORED])
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--decodes-only", action="store_true")
@@ -373,6 +385,7 @@ def main() -> None:
         shape["num_hidden_layers"] = args.num_layers
     model = replace(config_from_hf(shape, Path("config.json")), spreads_experts=args.expert_parallel)
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
+    num_tokens = args.tokens or num_tokens
     if gate is None:
         backend = NativeBackend() if num_devices == 1 else XlaBackend(platform="cpu")
     elif target == "h100" and (args.backend == "xla" or jax.__version_info__ < (0, 11)):
@@ -383,7 +396,7 @@ def main() -> None:
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     found |= {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
-    on_chip = model.spec_on_chip(num_devices)
+    on_chip = model.spec_on_chip(num_devices, backend.layer_ops)
     found["kept"] = estimated_program_bytes(on_chip, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     formats = formats_of(args.quantization, tensor_shapes(model, mesh)) if args.quantization else ()
@@ -408,7 +421,8 @@ def main() -> None:
                 rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample_masked", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
-            keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, decode_mode)
+            prompt_tokens = 2 * num_seqs if is_cut and args.tokens is None else num_tokens
+            keys = decodes, ("forward", prompt_tokens), ("decode", num_seqs, decode_mode)
             if args.quantization:
                 # A GPU has no loop of decode steps where groups have scales.
                 has_loop = target != "h100" or not has_group_scales(programs.weights.state)

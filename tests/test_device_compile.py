@@ -279,6 +279,19 @@ def test_a_layer_of_experts_holds_what_its_choices_need(name, num_devices, optio
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", dict(EXPERTS))
+def test_a_layer_of_experts_on_a_cpu_holds_what_its_choices_need(name):
+    """Native code is one custom call of XLA: what it keeps between its phases has rows for choices, not for all
+    experts, and each product reads the experts' panels as they are stored."""
+    config = ROOT / "tests" / "public_configs" / f"{name}.json"
+    steps = output_of("compile_step.py", "cpu", 1, "bfloat16", "1", "--config", str(config), "--pages", "128")
+    for step, (found,) in steps["steps"].items():
+        assert found["beyond_choices"] == [], step
+        assert found["large"] == [], step
+        assert found["own"] <= steps["kept"], step
+
+
+@pytest.mark.slow
 def test_attention_in_plain_xla_has_one_or_two_loops_a_layer_whose_length_a_gpus_host_reads():
     steps = output_of("compile_step.py", "h100", 1, "bfloat16", "2", "xla")["steps"]
     loops = {name.split()[0]: found["unknown_loops"] for name, (found,) in steps.items()}

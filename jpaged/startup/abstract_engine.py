@@ -115,7 +115,8 @@ class AbstractEngine:
         if not is_quantized(jnp.dtype(kv_dtype)):
             return 0
         itemsize = 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
-        return measured_bytes(self.model.spec_on_chip(self.num_chips), itemsize, NUM_PARTS * PART_TOKENS)
+        on_chip = self.model.spec_on_chip(self.num_chips, self.backend.layer_ops)
+        return measured_bytes(on_chip, itemsize, NUM_PARTS * PART_TOKENS)
 
     def builder(self, sizes: StepSizes) -> StepInputBuilder:
         """Return the builder of step inputs for an engine of these sizes and the buckets of its platform.

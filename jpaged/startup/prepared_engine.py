@@ -85,7 +85,7 @@ def prepare_engine(
     files do not have its tensors.
     """
     # `on_chip` has the heads and activations of one device, as all sizes here are counted per device.
-    device, on_chip = devices[0], handle.config.spec_on_chip(len(devices))
+    device, on_chip = devices[0], handle.config.spec_on_chip(len(devices), backend.layer_ops)
     processors = config.logits_processors
     check_processors(processors, on_chip.vocab_size)
     mesh, formats = device_mesh(list(devices)), stored_formats(handle.checkpoint)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from .experts import ExpertsConfig
 from .rope import RopeConfig
 from .shares import Shares
@@ -98,8 +99,8 @@ class DecoderConfig:
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
-    def spec_on_chip(self, num_shards: int) -> ModelSpec:
-        """Return the model's spec as one of `num_shards` devices sees it.
+    def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS) -> ModelSpec:
+        """Return the model's spec as one of `num_shards` devices sees it, if `ops` compute its layers.
 
         Heads and `activation_width` are those of one device: its share of the query heads, of the KV heads and of the
         MLP columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3 KV heads on
@@ -109,43 +110,43 @@ class DecoderConfig:
         num_kv_heads = shares.stored_kv_heads // num_shards
         num_heads = num_kv_heads * shares.group_size
         layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
-        width = self._activation_width(num_shards, num_heads)
+        width = self._activation_width(num_shards, num_heads, ops)
         # XLA on a GPU sums over devices in float32, so each value of such a sum takes the memory of two 16-bit values.
         reduction_width = 2 * self.hidden_size if num_shards > 1 else 0
         return replace(
             self.spec,
             layers=tuple(layers),
             activation_width=width + reduction_width,
-            program_values=self._expert_values(num_shards),
+            program_values=self._expert_values(num_shards, ops),
         )
 
-    def _activation_width(self, num_shards: int, num_heads: int) -> int:
+    def _activation_width(self, num_shards: int, num_heads: int, ops: LayerOps) -> int:
         """Return an estimate of how many values per token a forward program holds at once on one device.
 
         `num_shards` counts the devices, and `num_heads` are the query heads of one. The factors 4, 3 and 2 estimate how
         many arrays of each width, of the model, the MLP and all query heads, are alive at the same time.
         """
-        return 4 * self.hidden_size + self._mlp_width(num_shards) + 2 * num_heads * self.head_size
+        return 4 * self.hidden_size + self._mlp_width(num_shards, ops) + 2 * num_heads * self.head_size
 
-    def _mlp_width(self, num_shards: int) -> int:
+    def _mlp_width(self, num_shards: int, ops: LayerOps) -> int:
         """Return the values per token of the MLP that holds most, of all layers.
 
-        Each of a token's experts has the values of its MLP, what that reads and what it gives. A device with whole
-        experts has room for all of a token's.
+        Each of a token's experts has what its MLP reads and gives. A device with whole experts has room for all of a
+        token's.
         """
         dense = 3 * self.shares(num_shards).stored_inner // num_shards
         if self.experts is None:
             return dense
         experts = self.experts
         shared = 3 * -(-experts.shared_width // num_shards)
-        sparse = experts.num_chosen * (2 * self.hidden_size + 3 * self._expert_inner(num_shards)) + shared
+        sparse = experts.num_chosen * ops.choice_values(self.hidden_size, self._expert_inner(num_shards)) + shared
         return sparse if all(experts.sparse_layers) else max(dense, sparse)
 
-    def _expert_values(self, num_shards: int) -> int:
-        """Return the values of an expert's largest matrix on one device, which XLA copies in front of a product."""
+    def _expert_values(self, num_shards: int, ops: LayerOps) -> int:
+        """Return the values that experts take in a program whatever its tokens; 0 without experts."""
         if self.experts is None:
             return 0
-        return 2 * self.hidden_size * self._expert_inner(num_shards)
+        return ops.expert_values(self.experts.num_experts, self.hidden_size, self._expert_inner(num_shards))
 
     def _expert_inner(self, num_shards: int) -> int:
         """Return the inner width of an expert on one device."""
@@ -196,8 +197,8 @@ class DecoderConfig:
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             max_context_len=self.max_context_len,
-            activation_width=self._activation_width(1, self.num_heads),
-            program_values=self._expert_values(1),
+            activation_width=self._activation_width(1, self.num_heads, XLA_OPS),
+            program_values=self._expert_values(1, XLA_OPS),
             layers=tuple(AttentionLayer(**heads, window=window) for window in self.windows),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,

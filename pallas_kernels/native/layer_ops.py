@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +33,7 @@ from ..layer_ops import (
 from ..scaled_matrix import ScaledMatrix
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS, NATIVE_GATES
-from .products.chain import check_panels, multiplier_for, product, run_chain, stored_array
+from .products.chain import check_panels, multiplier_for, multiplier_of, product, run_chain, stored_array
 from .products.code_panels import are_panels_finite, decoded_columns, pack_codes, stored_bytes
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
 from .products.stages import HeadShape, Stage
@@ -164,6 +165,18 @@ class NativeOps(LayerOps):
         """See `LayerOps.experts_shape`. The matrices lie side by side as one, each padded to whole panels by zeros."""
         return self.matrix_shape(num_in, num_experts * self.expert_columns(num_out), dtype)
 
+    def choice_values(self, hidden: int, inner: int) -> int:
+        """See `LayerOps.choice_values`: packed rows of both products, and results until those of a row are added up.
+
+        They are those of float32 weights; packed rows take half or a third of it with others.
+        """
+        return _packed_values(hidden) + _packed_values(inner) + hidden
+
+    def expert_values(self, num_experts: int, hidden: int, inner: int) -> int:
+        """See `LayerOps.expert_values`: in front of each expert's packed rows some may be left out."""
+        num_left_out = multiplier_of(None, hidden, jnp.dtype(jnp.float32)).row_alignment - 1
+        return num_experts * num_left_out * self.choice_values(hidden, inner)
+
     def add_experts(
         self,
         rows: Float[Array, "T D"],
@@ -217,6 +230,13 @@ class NativeOps(LayerOps):
 
 
 NATIVE_OPS = NativeOps()
+
+
+def _packed_values(depth: int) -> int:
+    """Return how many float32 a packed row of `depth` values takes, for float32 weights."""
+    multiplier = multiplier_of(None, depth, jnp.dtype(jnp.float32))
+    shape, dtype = multiplier.packed_shape(multiplier.row_alignment)
+    return math.prod(shape) * jnp.dtype(dtype).itemsize // (4 * multiplier.row_alignment)
 
 
 def _panels(weight: StoredMatrix) -> Array | CodedMatrix:

@@ -145,7 +145,7 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
 
     `num_rows` is None for any number, which differs from block to block.
     """
-    decoded = _multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
+    decoded = multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
     if isinstance(panels, CodedMatrix):
         vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
         parts, num_repeats = repeated_parts(joined_parts(panels.parts))
@@ -153,8 +153,8 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
     return decoded
 
 
-def _multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> Multiplier:
-    """Return how this processor multiplies rows of `depth` values with a weight of a dtype."""
+def multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> Multiplier:
+    """Return how this processor multiplies rows of `depth` values with a weight of a dtype, see `multiplier_for`."""
     is_bf16, has_avx512 = dtype == jnp.bfloat16, host_has_avx512()
     if has_amx_unit():
         return TileMultiplier(depth, host_has("avx512bf16")) if is_bf16 else PartMultiplier(depth)

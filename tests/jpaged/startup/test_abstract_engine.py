@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import pytest
 from jax.sharding import AbstractMesh
 
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.weights.at_load import formats_at_load
 from jpaged.models.weights.loading import tensor_shapes
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
@@ -55,3 +57,21 @@ def test_a_matrix_of_codes_that_becomes_floats_on_a_cpu_fits_the_plan():
     program = scales.programs(programs.weights, programs.lower_program)[MEASURE_KEY]().compile()
     assert measured / 3 < own_bytes(program) < measured
     assert engine.measure_bytes("float32", "float32") == 0
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend(platform="cpu")], ids=lambda backend: backend.name)
+def test_a_step_of_experts_takes_what_is_kept_and_at_least_three_quarters_of_it(backend):
+    """It has rows for each choice of an expert: none of all experts, whose matrices and results would be larger."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    shape |= {"num_local_experts": 64, "num_experts_per_tok": 8}
+    family = {"architectures": ["MixtralForCausalLM"]}
+    config = config_from_hf({**LLAMA2_7B, **shape, **family}, Path("config.json"))
+    engine = AbstractEngine(config, device_mesh(jax.devices()[:1]), backend, LogitRulesSpec(64))
+    sizes = StepSizes("float32", "float32", 64, 256, 8, 256)
+    programs = engine.programs(engine.builder(sizes), num_blocks=9)
+    needed = own_bytes(programs.lower["forward", 256]().compile())
+    spec = config.spec_on_chip(1, backend.layer_ops)
+    kept = 4 * (256 * spec.activation_width + spec.program_values)
+    assert 0.75 * kept < needed < kept
