@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 
 from .config.shares import Run
-from .errors import ModelLoadError
-from .formats.checkpoint import Checkpoint
+from .formats.checkpoint import Checkpoint, read_finite, rows_among_experts
 
 Bounds = tuple[int, int]
 """Start and stop of a range of rows or columns."""
@@ -121,65 +120,61 @@ def make_recipes(
     2 and 3 of k, then of v. So the recipe is four pieces: rows (0, 2) and (2, 4) of the tensor of k at rows (0, 2) and
     (4, 6) of the weight, and those of the tensor of v at rows (2, 4) and (6, 8).
     """
-    pieces: dict[Path, tuple[Piece, ...]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    stacked: dict[str, StackedName] = {}
-    held = frozenset(held)
+    pieces, tensors = dict[Path, tuple[Piece, ...]](), _Tensors(stored_name, frozenset(held))
     for path, leaf in nnx.to_flat_state(state):
-        # A matrix W [in, out] is counted as Wᵀ, so its (in, out) is reversed; tables and vectors are counted as they
-        # are. `widths` holds the number of columns, and is empty for a vector, which has rows only.
-        metadata = leaf.get_metadata()
-        num_experts = metadata.get("true_experts")
-        # The scales of a quantized matrix have its metadata, and are made of the same rows and columns.
-        is_biases = num_experts is not None and "matrix" not in metadata
-        table = (leaf.size,) if is_biases else metadata.get("table", leaf.shape)
-        num_rows, *widths = metadata["matrix"][::-1] if "matrix" in metadata else table
-        rows_of_expert = metadata.get("rows_of_expert", num_rows)
-        variable = metadata.get("tensor", path[-1])
-        # A weight without runs has no padding, so one run covers all columns or rows.
-        column_runs = metadata.get("columns") or [(0, 0, width) for width in widths]
-        tensor_widths = [_true_size(column_runs)] if widths else []
-        columns = _column_ranges(column_runs, is_vector=not widths)
-        # Parts of a fused weight lie one after the other within each device's shard of the weight.
-        parts, num_shards, part_start = list[_Part](), metadata.get("num_shards", 1), 0
-        for name, size in metadata.get("parts", ((None, num_rows if num_experts is None else rows_of_expert),)):
-            module = path[:-1] if name is None else (*path[:-2], name)
-            module = module if num_experts is None else (*module[:-1], 0, module[-1])
-            source, numbers = _source(sources, module)
-            source = _held_source(source, variable, numbers, stored_name, held)
-            runs = dict(metadata.get("rows", ())).get(name) or ((0, 0, size),)
-            blocks = source.blocks or ((0, _true_size(runs)),)  # Without blocks the part is a whole tensor.
-            shards = _ShardRows(part_start, size // num_shards, rows_of_expert // num_shards)
-            row_ranges = tuple(_cut(blocks, source.step, runs, shards))
-            parts.append(_Part(source, numbers, max(stop for _, stop in blocks), row_ranges))
-            part_start += size // num_shards
-        weight_pieces = list[Piece]()
-        for expert in (None,) if num_experts is None else range(num_experts):
-            first_row = (expert or 0) * rows_of_expert
-            for part in parts:
-                source, numbers = part.source, part.numbers if expert is None else {**part.numbers, "e": expert}
-                tensor = stored_name(source.tensor(variable, numbers))
-                # A tree that holds all layers in one array has no layer number in the array's name.
-                stacked_name = stored_name(source.tensor(variable, numbers, has_layer=False))
-                stacked[tensor] = StackedName(stacked_name, numbers.get("i"))
-                is_transposed = source.is_transposed and bool(widths)  # The bias of such a module is a vector.
-                # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
-                of_all = expert if "{e}" not in source.name else None
-                experts_axis = () if of_all is None else (num_experts,)
-                known_rows = shapes.get(tensor, (0, 0, 0))[len(experts_axis) + is_transposed]
-                shape = (max(known_rows, part.min_rows), *tensor_widths)
-                shapes[tensor] = *experts_axis, *(shape[::-1] if is_transposed else shape)
-                for rows in part.row_ranges:
-                    weight_rows = rows.weight[0] + first_row, rows.weight[1] + first_row
-                    weight_pieces += [
-                        Piece(
-                            tensor, (rows.tensor, *each.tensor), (weight_rows, *each.weight),
-                            is_transposed, of_all, source.step,
-                        )
-                        for each in columns
-                    ]  # fmt: skip
-        pieces[path] = tuple(weight_pieces)
-    return Recipes(pieces, shapes, stacked)
+        layout = _layout_of(path, leaf)
+        parts = list(_parts_of(layout, sources, tensors))
+        experts = (None,) if layout.num_experts is None else range(layout.num_experts)
+        pieces[path] = tuple(
+            piece for expert in experts for part in parts for piece in _pieces_of(part, layout, expert, tensors)
+        )
+    return Recipes(pieces, tensors.shapes, tensors.stacked)
+
+
+class _Layout(NamedTuple):
+    """The rows and columns of Wᵀ that a weight has, or each expert of it, with padding; a vector has rows only."""
+
+    path: Path
+    variable: str
+    """What checkpoints call the variable: "weight", "bias" or another name."""
+    num_rows: int
+    parts: tuple[tuple[str | None, int], ...]
+    """Name and number of rows of each part of a fused weight; one part without a name of any other weight."""
+    row_runs: Mapping[str | None, tuple[Run, ...]]
+    """Name of a part → the runs of its rows; the rows of a part that is not here are all the model's own."""
+    column_runs: tuple[Run, ...]
+    """The runs of the columns; () for a vector."""
+    num_shards: int
+    num_experts: int | None
+    """Experts of the model whose rows lie one after the other; None for a weight that is not of experts."""
+
+    def module(self, part: str | None) -> Path:
+        """Return the path of a part's module, with expert 0 for a weight of experts."""
+        module = self.path[:-1] if part is None else (*self.path[:-2], part)
+        return module if self.num_experts is None else (*module[:-1], 0, module[-1])
+
+
+def _layout_of(path: Path, leaf: Any) -> _Layout:
+    """Return the layout of the weight `leaf` by its metadata, which `make_recipes` explains."""
+    metadata = leaf.get_metadata()
+    num_experts = metadata.get("true_experts")
+    if "matrix" in metadata:  # Also of the scales of a quantized matrix, made of the same rows and columns.
+        num_rows, *widths = metadata["matrix"][::-1]
+    elif num_experts is not None:  # Biases [E, out] are counted as one vector.
+        num_rows, *widths = (leaf.size,)
+    else:
+        num_rows, *widths = metadata.get("table", leaf.shape)
+    num_rows = metadata.get("rows_of_expert", num_rows)
+    return _Layout(
+        path=path,
+        variable=metadata.get("tensor", path[-1]),
+        num_rows=num_rows,
+        parts=metadata.get("parts", ((None, num_rows),)),
+        row_runs={name: runs for name, runs in metadata.get("rows", ()) if runs},
+        column_runs=tuple(metadata.get("columns") or ((0, 0, width) for width in widths)) if widths else (),
+        num_shards=metadata.get("num_shards", 1),
+        num_experts=num_experts,
+    )
 
 
 class _Part(NamedTuple):
@@ -192,35 +187,89 @@ class _Part(NamedTuple):
     """Rows that its tensor has at least."""
     row_ranges: tuple[_RowRanges, ...]
     """Its rows, in weights of several experts those of the first one."""
+    is_transposed: bool
+    """Whether its tensor is stored as W [in, out]."""
+
+    def expert_in_tensor(self, expert: int | None) -> int | None:
+        """Return which matrix of its tensor is that of an expert; None if the tensor is that of the expert alone."""
+        return None if "{e}" in self.source.name else expert
+
+
+def _parts_of(layout: _Layout, sources: Mapping[str, Source], tensors: _Tensors) -> Iterator[_Part]:
+    """Yield the parts of a weight. Within each device's shard of the weight they lie one after the other."""
+    part_start = 0
+    for name, num_rows in layout.parts:
+        source, numbers = _source(sources, layout.module(name))
+        source = tensors.held_source(source, layout.variable, numbers)
+        runs = layout.row_runs.get(name) or ((0, 0, num_rows),)
+        blocks = source.blocks or ((0, _true_size(runs)),)  # Without blocks the part is a whole tensor.
+        rows_in_shard = num_rows // layout.num_shards
+        shards = _ShardRows(part_start, rows_in_shard, layout.num_rows // layout.num_shards)
+        ranges = tuple(_cut(blocks, source.step, runs, shards))
+        is_transposed = source.is_transposed and bool(layout.column_runs)  # The bias of such a module is a vector.
+        yield _Part(source, numbers, max(stop for _, stop in blocks), ranges, is_transposed)
+        part_start += rows_in_shard
+
+
+def _pieces_of(part: _Part, layout: _Layout, expert: int | None, tensors: _Tensors) -> Iterator[Piece]:
+    """Yield the pieces of one part, of one expert for a weight of experts, and note their tensor among `tensors`."""
+    tensor = tensors.add(part, layout, expert)
+    expert_row = (expert or 0) * layout.num_rows
+    # For each run of columns, the columns of the tensor and of the weight; nothing of both for a vector.
+    columns: list[tuple[tuple[Bounds, ...], tuple[Bounds, ...]]] = [((), ())]
+    if layout.column_runs:
+        columns = [(((true, true + n),), ((stored, stored + n),)) for stored, true, n in layout.column_runs]
+    options = part.is_transposed, part.expert_in_tensor(expert), part.source.step
+    for rows in part.row_ranges:
+        weight_rows = rows.weight[0] + expert_row, rows.weight[1] + expert_row
+        for tensor_columns, weight_columns in columns:
+            yield Piece(tensor, (rows.tensor, *tensor_columns), (weight_rows, *weight_columns), *options)
+
+
+class _Tensors:
+    """The tensors that recipes need, as a checkpoint names them."""
+
+    def __init__(self, stored_name: Callable[[str], str], held: frozenset[str]) -> None:
+        """`stored_name` gives a tensor's name in the checkpoint, which holds the names `held`."""
+        self._stored_name, self._held = stored_name, held
+        self.shapes = dict[str, tuple[int, ...]]()
+        self.stacked = dict[str, StackedName]()
+        """Both as in `Recipes`."""
+
+    def held_source(self, source: Source, variable: str, numbers: Mapping[str, int]) -> Source:
+        """Return the first of a source and its others whose tensor the checkpoint holds; the source itself if none is.
+
+        Trees that hold the layers of a kind in one array have names without the layer.
+        """
+        for each in (source, *source.others) if source.others else ():
+            names = (each.tensor(variable, numbers, has_layer=has_layer) for has_layer in (True, False))
+            if not self._held.isdisjoint(map(self._stored_name, names)):
+                return each
+        return source
+
+    def add(self, part: _Part, layout: _Layout, expert: int | None) -> str:
+        """Note the shape of the tensor of a part, and its name in stacked trees; return its name in the checkpoint.
+
+        Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
+        """
+        numbers = part.numbers if expert is None else {**part.numbers, "e": expert}
+        name = self._stored_name(part.source.tensor(layout.variable, numbers))
+        stacked_name = self._stored_name(part.source.tensor(layout.variable, numbers, has_layer=False))
+        experts_axis = () if part.expert_in_tensor(expert) is None else (layout.num_experts or 0,)
+        known_rows = self.shapes.get(name, (0, 0, 0))[len(experts_axis) + part.is_transposed]
+        widths = (_true_size(layout.column_runs),) if layout.column_runs else ()
+        shape = (max(known_rows, part.min_rows), *widths)
+        self.shapes[name] = *experts_axis, *(shape[::-1] if part.is_transposed else shape)
+        self.stacked[name] = StackedName(stacked_name, numbers.get("i"))
+        return name
 
 
 def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, dict[str, int]]:
-    """Return the source of a module, and the layer and the expert in its path, as `numbers_in` does.
-
-    Raises KeyError if no template in `sources` matches the path.
-    """
+    """Return a module's source, and the numbers in its path by `numbers_in`. Raises KeyError if no template matches."""
     for template, source in sources.items():
         if (numbers := numbers_in(template, module)) is not None:
             return source, numbers
     raise KeyError(module)
-
-
-def _held_source(
-    source: Source,
-    variable: str,
-    numbers: Mapping[str, int],
-    stored_name: Callable[[str], str],
-    held: frozenset[str],
-) -> Source:
-    """Return the first of a source and its others whose tensor a checkpoint holds; the source itself if none does.
-
-    Trees that hold the layers of a kind in one array have names without the layer.
-    """
-    for each in (source, *source.others) if source.others else ():
-        names = (each.tensor(variable, numbers, has_layer=has_layer) for has_layer in (True, False))
-        if not held.isdisjoint(map(stored_name, names)):
-            return each
-    return source
 
 
 def numbers_in(template: str, module: Path) -> dict[str, int] | None:
@@ -261,20 +310,6 @@ class _RowRanges(NamedTuple):
 
     tensor: Bounds
     weight: Bounds
-
-
-class _ColumnRanges(NamedTuple):
-    """Columns of a tensor, and the equally many columns of the weight that they become; both are () for a vector."""
-
-    tensor: tuple[Bounds, ...]
-    weight: tuple[Bounds, ...]
-
-
-def _column_ranges(runs: Iterable[Run], *, is_vector: bool) -> list[_ColumnRanges]:
-    """Return, for each run, the columns of the tensor and of the weight; one empty entry for a vector."""
-    if is_vector:
-        return [_ColumnRanges((), ())]
-    return [_ColumnRanges(((true, true + count),), ((stored, stored + count),)) for stored, true, count in runs]
 
 
 def _cut(blocks: tuple[Bounds, ...], step: int, runs: tuple[Run, ...], shards: _ShardRows) -> Iterator[_RowRanges]:
@@ -401,7 +436,7 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]
         experts, *of_matrix = axes
         shape = checkpoint.shape(piece.tensor)
         matrices = [
-            read_finite(checkpoint, piece.tensor, of_expert(of_matrix[0], expert, shape), of_matrix[1])
+            read_finite(checkpoint, piece.tensor, rows_among_experts(of_matrix[0], expert, shape), of_matrix[1])
             for expert in range(experts.start, experts.stop)
         ]
         return np.stack(matrices)
@@ -409,22 +444,7 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]
     if piece.expert is not None and len(axes) == 1:  # Biases [E, out].
         axes = [slice(piece.expert, piece.expert + 1), *axes]
     elif piece.expert is not None:
-        axes[0] = of_expert(axes[0], piece.expert, checkpoint.shape(piece.tensor))
+        axes[0] = rows_among_experts(axes[0], piece.expert, checkpoint.shape(piece.tensor))
     values = read_finite(checkpoint, piece.tensor, *axes)
     values = values[0] if len(axes) > len(bounds) else values
     return (values.T if piece.is_transposed else values)[:: piece.step]
-
-
-def of_expert(rows: slice, expert: int, shape: tuple[int, ...]) -> slice:
-    """Return rows of an expert's matrix in a tensor [E, R, C] as checkpoints count them: among its E × R rows."""
-    first_row = expert * shape[1]
-    return slice(first_row + rows.start, first_row + rows.stop, rows.step)
-
-
-def read_finite(checkpoint: Checkpoint, name: str, rows: slice, *columns: slice) -> np.ndarray:
-    """Return a block of a tensor. Raises ModelLoadError, which names it and the rows, for a NaN or an infinity."""
-    values = checkpoint.read(name, rows, *columns)
-    if not np.isfinite(values).all():
-        where = f"rows {rows.start} to {rows.stop - 1}"
-        raise ModelLoadError(f"{checkpoint.path}: tensor {name} holds a NaN or an infinity in {where}; fetch it again")
-    return values

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..errors import ModelLoadError
+
 WHOLE = slice(None)
 DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that tensors are read and written in."""
@@ -165,3 +167,18 @@ def block_of(shape: tuple[int, ...], rows: slice, columns: slice) -> tuple[slice
 def as_matrix(block: np.ndarray) -> np.ndarray:
     """Return a block of a tensor [E, R, C] as rows [rows, C], and any other as it is."""
     return block.reshape(-1, block.shape[-1]) if block.ndim == 3 else block
+
+
+def rows_among_experts(rows: slice, expert: int, shape: tuple[int, ...]) -> slice:
+    """Return where `rows` of one expert's matrix are among the E × R rows of a tensor of this `shape`, [E, R, C]."""
+    first_row = expert * shape[1]
+    return slice(first_row + rows.start, first_row + rows.stop, rows.step)
+
+
+def read_finite(checkpoint: Checkpoint, name: str, rows: slice, *columns: slice) -> np.ndarray:
+    """Return a block of a tensor. Raises ModelLoadError, which names it and the rows, for a NaN or an infinity."""
+    values = checkpoint.read(name, rows, *columns)
+    if not np.isfinite(values).all():
+        where = f"rows {rows.start} to {rows.stop - 1}"
+        raise ModelLoadError(f"{checkpoint.path}: tensor {name} holds a NaN or an infinity in {where}; fetch it again")
+    return values

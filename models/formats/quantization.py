@@ -61,6 +61,11 @@ class Quantization:
     has_expert_blocks: bool = False
     """Whether tensors of all experts are blocks of floats of 4 bits, as in GPT-OSS."""
 
+    @property
+    def has_matrices(self) -> bool:
+        """Return whether matrices are quantized, and not only activations, keys or values."""
+        return self.float8 is not None or bool(self.packed) or self.has_expert_blocks
+
 
 def read_quantization(fields: Fields) -> Quantization | None:
     """Return how the matrices of a checkpoint are quantized; None for a config without quantization.

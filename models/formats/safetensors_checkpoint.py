@@ -98,7 +98,9 @@ class SafetensorsCheckpoint:
     def notes(self) -> list[str]:
         """Return clauses for the log about what is not as the quantization says."""
         clauses = []
-        if self.quantization is not None and self.quantization.has_activation_scheme:
+        if self.quantization is not None and self.quantization.has_matrices and not self._matrices:
+            clauses.append(f"no tensor is quantized, although quantization_config names {self.quantization.method}")
+        elif self.quantization is not None and self.quantization.has_activation_scheme:
             scheme = f"the scheme that {self.quantization.method} has for activations is not used"
             clauses.append(f"{scheme}, they stay floats")
         if num_ordered := sum(matrix.order is not None for matrix in self._matrices.values()):

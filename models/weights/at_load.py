@@ -14,8 +14,7 @@ from ...pallas_kernels.code_formats import (
     quantize,
 )
 from ..errors import ModelLoadError
-from ..formats.checkpoint import Checkpoint, CheckpointView
-from ..recipe import read_finite
+from ..formats.checkpoint import Checkpoint, CheckpointView, read_finite
 from .coded import FLOAT32_MAX, StoredFormats
 
 AT_LOAD: Mapping[str, Callable[[int], CodeFormat]] = {

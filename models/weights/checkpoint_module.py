@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -148,7 +148,7 @@ class CheckpointModule(nnx.Module):
             for path, origin in plan.origins.items()
             for pair in zip(origin.places, origins[path].places, strict=True)
         ]
-        given = [each for place, in_tree in places for each in _given_tensors(place, in_tree)]
+        given = [tensor for place, place_in_tree in places for tensor in _given_tensors(place, place_in_tree)]
         for tensor in given:
             param = self._param(tensor.name)
             param.set_value(_copied(tensor.part_of(checked.arrays[tensor.array]), param.get_value()))
@@ -213,39 +213,49 @@ class _GivenTensor:
         return values.T if self.is_transposed else values
 
 
-def _given_tensors(place: Place, in_tree: Place) -> list[_GivenTensor]:
-    """Return where a tree, which holds a weight's tensors at `in_tree`, has the parameters that are at `place`.
+def _given_tensors(place: Place, place_in_tree: Place) -> list[_GivenTensor]:
+    """Return where a tree has the parameters of one weight, or of one of its experts.
 
-    Tensors of experts may be parts of other arrays than the module's: gates and ups are in one in modules of
+    `place` has the names of the parameters, `place_in_tree` those of the arrays that the tree has in their stead. These
+    may hold tensors of all layers or experts, or several parameters: gates and ups are in one array in modules of
     transformers 5. Raises ModelLoadError for a tree in which a parameter is not one block of an array.
     """
-    pieces, pieces_in_tree = place.recipe.pieces, in_tree.recipe.pieces
-    if len(place.names) == len(in_tree.names) and _orientations(pieces) == _orientations(pieces_in_tree):
-        # A parameter that holds all experts is given as a whole.
-        numbers = in_tree.numbers[: len(in_tree.numbers) - len(place.numbers)]
-        return [_GivenTensor(name, array, numbers) for name, array in zip(place.names, in_tree.names, strict=True)]
-    is_block = [piece.target for piece in pieces] == [piece.target for piece in pieces_in_tree] and not place.numbers
-    for piece in pieces:
-        whole = tuple((0, size) for size in place.recipe.tensors[int(piece.tensor)])
-        is_block &= piece.source == (whole[::-1] if piece.is_transposed else whole)
-    if not is_block:
-        names, wanted = " and ".join(in_tree.names), " and ".join(place.names)
-        raise ModelLoadError(f"params: got {names}, wanted {wanted}, in the module's own form")
+    if _has_same_tensors(place, place_in_tree):
+        # Where a parameter holds all experts, so does the array: the numbers lead to what the parameter holds.
+        numbers = place_in_tree.numbers[: len(place_in_tree.numbers) - len(place.numbers)]
+        names = zip(place.names, place_in_tree.names, strict=True)
+        return [_GivenTensor(name, array, numbers) for name, array in names]
+    if not _is_each_one_block(place, place_in_tree):
+        names_in_tree, wanted = " and ".join(place_in_tree.names), " and ".join(place.names)
+        raise ModelLoadError(f"params: got {names_in_tree}, wanted {wanted}, in the module's own form")
     return [
         _GivenTensor(
-            place.names[int(piece.tensor)],
-            in_tree.names[int(block.tensor)],
-            in_tree.numbers,
-            block,
-            piece.is_transposed,
+            name=place.names[int(piece.tensor)],
+            array=place_in_tree.names[int(block.tensor)],
+            numbers=place_in_tree.numbers,
+            block=block,
+            is_transposed=piece.is_transposed,
         )
-        for piece, block in zip(pieces, pieces_in_tree, strict=True)
+        for piece, block in zip(place.recipe.pieces, place_in_tree.recipe.pieces, strict=True)
     ]
 
 
-def _orientations(pieces: Sequence[Piece]) -> list[tuple[bool, int]]:
-    """Return for each piece whether its tensor is stored as W, and the distance of its rows."""
-    return [(piece.is_transposed, piece.step) for piece in pieces]
+def _has_same_tensors(place: Place, place_in_tree: Place) -> bool:
+    """Return whether a tree has a parameter's tensor, or a stack of such tensors, for each parameter of a place."""
+    orientations = [
+        [(piece.is_transposed, piece.step) for piece in each.recipe.pieces] for each in (place, place_in_tree)
+    ]
+    return len(place.names) == len(place_in_tree.names) and orientations[0] == orientations[1]
+
+
+def _is_each_one_block(place: Place, place_in_tree: Place) -> bool:
+    """Return whether each parameter of a place is one block of an array of the tree, and is no stack of experts."""
+    targets = [[piece.target for piece in each.recipe.pieces] for each in (place, place_in_tree)]
+    are_whole = True
+    for piece in place.recipe.pieces:
+        rows_first = tuple((0, size) for size in place.recipe.tensors[int(piece.tensor)])
+        are_whole &= piece.source == (rows_first[::-1] if piece.is_transposed else rows_first)
+    return are_whole and targets[0] == targets[1] and not place.numbers
 
 
 def _copied(array: Any, like: jax.Array) -> jax.Array:

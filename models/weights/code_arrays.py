@@ -21,7 +21,8 @@ from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_fin
 from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
 from ...sharding import sharding_of
 from ..errors import ModelLoadError
-from ..recipe import Bounds, Path, Piece, Recipes, of_expert
+from ..formats.checkpoint import rows_among_experts
+from ..recipe import Bounds, Path, Piece, Recipes
 
 FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"
 """The dtype of codes of 4 bits: compiled programs of older versions of JAX refuse arrays of int4."""
@@ -319,7 +320,7 @@ def read_piece_codes(checkpoint: Any, piece: Piece, bounds: Bounds, code_format:
     """
     rows = piece.rows(*bounds)
     if piece.expert is not None:
-        rows = of_expert(rows, piece.expert, checkpoint.shape(piece.tensor))
+        rows = rows_among_experts(rows, piece.expert, checkpoint.shape(piece.tensor))
     is_quantizing, whole_rows = isinstance(checkpoint, QuantizingCheckpoint), slice(rows.start, rows.stop)
     codes: Codes
     if is_quantizing:

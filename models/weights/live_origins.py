@@ -6,7 +6,7 @@ A tree has one array for each tensor of a checkpoint, or one for the tensors of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -115,36 +115,64 @@ def names_of_forms(abstract: Weights) -> list[list[str]]:
 def _origin_of(leaf: Any, scales: Any, pieces: tuple[Piece, ...], shapes: Mapping[str, tuple[int, ...]]) -> Origin:
     """Return where a weight is in a tree of a checkpoint's tensors, which have these shapes.
 
-    Recipes name tensors by index and not by name, and count an expert's pieces from its first row, so that the layers
-    of a model, and its experts, have equal recipes.
+    `leaf` is the weight, `scales` has the shape of the scales that are made with it, and is None without any. Recipes
+    name tensors by their index and count an expert's pieces from its first row, so that the layers of a model, and its
+    experts, have equal recipes. Raises ModelLoadError for a weight of an expert that is made of tensors of two forms.
     """
-    metadata, places, known = leaf.get_metadata(), list[Place](), dict[Any, WeightRecipe]()
-    num_rows, held = metadata.get("rows_of_expert"), metadata.get("held")
-    first_piece = 0
-    # The pieces of an expert follow each other.
-    for expert, pieces_of_expert in groupby(
-        pieces, lambda piece: 0 if num_rows is None else piece.target[0][0] // num_rows
-    ):
-        own_pieces = tuple(pieces_of_expert)
-        names = tuple(dict.fromkeys(piece.tensor for piece in own_pieces))
-        experts = tuple(dict.fromkeys(piece.expert for piece in own_pieces))
-        if len(experts) > 1:
-            both = " and ".join(names)
-            raise ModelLoadError(f"params: got {both}, one of an expert and one of all, wanted one form for both")
-        first_row = expert * (num_rows or 0)
-        numbered = tuple(_of_one(piece, names.index(piece.tensor), first_row) for piece in own_pieces)
-        index = () if experts[0] is None else (experts[0],)
-        tensor_shapes = tuple(shapes[name][len(index) :] for name in names)
-        key = numbered, tensor_shapes, held and held.formats[first_piece : first_piece + len(own_pieces)]
-        if key not in known:
-            known[key] = recipe_of(leaf, scales, tensor_shapes, numbered, first_piece=first_piece)
-        places.append(Place(known[key], names, index))
-        first_piece += len(own_pieces)
+    metadata, places, recipes = leaf.get_metadata(), list[Place](), dict[Any, WeightRecipe]()
+    for group in _by_expert(pieces, metadata.get("rows_of_expert")):
+        names = tuple(dict.fromkeys(piece.tensor for piece in group.pieces))
+        numbers = _numbers_in_tensors(group.pieces, names)
+        tensor_shapes = tuple(shapes[name][len(numbers) :] for name in names)
+        own_pieces = tuple(_in_own_rows(piece, names.index(piece.tensor), group.first_row) for piece in group.pieces)
+        # Experts whose codes have other formats have other recipes.
+        formats = metadata["held"].formats[group.first_piece :][: len(own_pieces)] if "held" in metadata else ()
+        key = own_pieces, tensor_shapes, formats
+        if key not in recipes:
+            recipes[key] = recipe_of(leaf, scales, tensor_shapes, own_pieces, first_piece=group.first_piece)
+        places.append(Place(recipes[key], names, numbers))
     return Origin(tuple(places), shapes[pieces[0].tensor][: len(places[0].numbers)])
 
 
-def _of_one(piece: Piece, tensor: int, first_row: int) -> Piece:
-    """Return a piece of one expert's weight, whose tensor has a number, in the weight's own rows."""
+class _ExpertPieces(NamedTuple):
+    """The pieces of one expert's part of a weight, or all pieces of a weight that is not of experts."""
+
+    pieces: tuple[Piece, ...]
+    first_piece: int
+    """The number of the first one among all pieces of the weight."""
+    first_row: int
+    """The first row of the part among all rows of the weight."""
+
+
+def _by_expert(pieces: Sequence[Piece], rows_of_expert: int | None) -> Iterator[_ExpertPieces]:
+    """Yield the pieces of each expert, which follow each other; all pieces at once if `rows_of_expert` is None."""
+    if rows_of_expert is None:
+        yield _ExpertPieces(tuple(pieces), 0, 0)
+        return
+    first_piece = 0
+    for expert, of_expert in groupby(pieces, lambda piece: piece.target[0][0] // rows_of_expert):
+        own_pieces = tuple(of_expert)
+        yield _ExpertPieces(own_pieces, first_piece, expert * rows_of_expert)
+        first_piece += len(own_pieces)
+
+
+def _numbers_in_tensors(pieces: Iterable[Piece], names: Sequence[str]) -> tuple[int, ...]:
+    """Return (expert,) for the pieces of one expert in tensors of all experts; () for tensors of their own.
+
+    Raises ModelLoadError, with the `names` of the tensors, if there are some of each form.
+    """
+    first, *others = dict.fromkeys(piece.expert for piece in pieces)
+    if others:
+        both = " and ".join(names)
+        raise ModelLoadError(f"params: got {both}, one of an expert and one of all, wanted one form for both")
+    return () if first is None else (first,)
+
+
+def _in_own_rows(piece: Piece, tensor: int, first_row: int) -> Piece:
+    """Return a piece of an expert's part, which begins at `first_row`, in the part's own rows; its tensor is a number.
+
+    The piece then names no expert, since its tensor is that of one expert where a program reads it.
+    """
     bounds = piece.target
     if bounds:  # A scalar has none.
         (start, stop), *columns = bounds

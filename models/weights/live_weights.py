@@ -23,7 +23,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from ...pallas_kernels.code_formats import CodeFormat
 from ...sharding import replicated, reshard
 from ..errors import ModelLoadError
 from ..families.table import model_class
@@ -102,31 +101,47 @@ class LiveWeights:
         arrays = self._own_part(leaves)
         if missing := self._statistics - arrays.keys():
             arrays |= {name: present[name] for name in missing if name in present} | elsewhere(missing, leaves)
-        # `max` takes the first of equals. Checkpoint layouts come first, so that errors name a checkpoint's tensors if
-        # the tree fits no layout.
+        wanted, origins = self._likeliest_layout(arrays)
+        places = [place for origin in origins.values() for place in origin.places]
+        self._refuse_mixed_forms(places)
+        if wanted.layout is not TreeLayout.OWN:
+            refuse_floats(self._leaves.values())
+        checked = check_tree(arrays, wanted, [place.names for place in places])
+        self._check_numbers(checked, origins)
+        return checked, origins
+
+    def _likeliest_layout(self, arrays: Mapping[str, Any]) -> tuple[WantedTree, Origins]:
+        """Return what the layout with the most names of `arrays` wants, and where each weight is in such a tree.
+
+        A checkpoint's layouts come first, and the first of equals is taken, so that errors name a checkpoint's tensors
+        if a tree fits no layout.
+        """
         origins_of = {**self.checkpoint_origins(arrays), TreeLayout.OWN: self._own_origins}
         unread, twin = self._unread(arrays), self._twin(arrays)
         wanted_trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
         wanted = max(wanted_trees, key=lambda candidate: sum(name in arrays for name in candidate.shapes))
-        origins = origins_of[wanted.layout]
-        for place in (place for origin in origins.values() for place in origin.places):
+        return wanted, origins_of[wanted.layout]
+
+    def _refuse_mixed_forms(self, places: Iterable[Place]) -> None:
+        """Raise ModelLoadError for tensors of two forms that make one weight, for which there is no program."""
+        for place in places:
             if place.recipe not in self._recipe_ids:
-                names = " and ".join(place.names)
-                raise ModelLoadError(
-                    f"params: got {names} for one weight of experts, wanted tensors of one form for it"
-                )
-        if wanted.layout is not TreeLayout.OWN:
-            refuse_floats(self._leaves.values())
-        checked = check_tree(arrays, wanted, [place.names for origin in origins.values() for place in origin.places])
-        largest = dict[str, CodeFormat]()
-        for path, origin in origins.items():
-            if wanted.layout is TreeLayout.OWN:
+                got = f"got {' and '.join(place.names)} for one weight of experts"
+                raise ModelLoadError(f"params: {got}, wanted tensors of one form for it")
+
+    def _check_numbers(self, checked: CheckedTree, origins: Origins) -> None:
+        """Raise ModelLoadError for codes of numbers that are not finite, and for numbers too large to become codes."""
+        if checked.layout is TreeLayout.OWN:
+            for path, origin in origins.items():
                 check_given_codes(self._leaves[path], {name: checked.arrays[name] for name in origin.names})
-            for code_format in formats_of([self._leaves[path]]):
-                largest |= {name: code_format for name in origin.names}
-        if wanted.layout is not TreeLayout.OWN:
-            check_sizes(checked.arrays, largest)
-        return checked, origins
+            return
+        formats = {
+            name: code_format
+            for path, origin in origins.items()
+            for code_format in formats_of([self._leaves[path]])
+            for name in origin.names
+        }
+        check_sizes(checked.arrays, formats)
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of the model in a tree, which may be a whole training state, without their common prefix.

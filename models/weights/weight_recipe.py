@@ -80,24 +80,35 @@ def recipe_of(
     those of one of them, which begin with number `first_piece` among all of the weight.
     """
     metadata = leaf.get_metadata()
-    stored: dict[str, Any] = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
-    if "held" in metadata:
-        stored |= {"held": metadata["held"], "scales": scales.get_value()}
-    elif "code_parts" in metadata:
-        stored["codes"] = metadata["code_parts"], metadata["decoded_dtype"]
-    if (num_experts := metadata.get("num_experts")) is not None:
-        stored["num_experts"] = num_experts
-        if "matrix" in stored:
-            num_in, num_out = stored["matrix"]
-            stored["matrix"] = num_in, num_out // num_experts
-        if "codes" in stored:
-            code_parts, decoded_dtype = stored["codes"]
-            stored["codes"] = parts_of_expert(code_parts, stored["matrix"][1]), decoded_dtype
-        if "held" in stored:
-            held = stored["held"]
-            arrays, formats = replace(held.arrays, num_experts=1), held.formats
-            stored["held"] = replace(held, arrays=arrays, formats=formats[first_piece : first_piece + len(pieces)])
-    return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
+    recipe = WeightRecipe(
+        shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding,
+        matrix=metadata.get("matrix"),
+        ops=metadata["ops"] if "matrix" in metadata else None,
+        held=metadata.get("held"),
+        scales=scales.get_value() if "held" in metadata else None,
+    )  # fmt: skip
+    if "code_parts" in metadata and "held" not in metadata:
+        recipe = replace(recipe, codes=(metadata["code_parts"], metadata["decoded_dtype"]))
+    if "num_experts" in metadata:
+        recipe = _with_one_expert(recipe, metadata["num_experts"], first_piece)
+    return recipe
+
+
+def _with_one_expert(recipe: WeightRecipe, num_experts: int, first_piece: int) -> WeightRecipe:
+    """Return the recipe of a weight of experts with the outputs and the formats of one expert.
+
+    `recipe` has those of all experts, but only the pieces of one of them, from number `first_piece` on.
+    """
+    matrix, codes, held = recipe.matrix, recipe.codes, recipe.held
+    if matrix is not None:
+        matrix = matrix[0], matrix[1] // num_experts
+    if codes is not None:
+        assert matrix is not None, "codes are those of a matrix"
+        codes = parts_of_expert(codes[0], matrix[1]), codes[1]
+    if held is not None:
+        formats = held.formats[first_piece : first_piece + len(recipe.pieces)]
+        held = replace(held, arrays=replace(held.arrays, num_experts=1), formats=formats)
+    return replace(recipe, matrix=matrix, codes=codes, held=held, num_experts=num_experts)
 
 
 def parts_of_expert(parts: CodeParts, num_columns: int) -> CodeParts:

@@ -331,10 +331,14 @@ def test_weights_are_floats_where_only_keys_and_values_are_quantized(tmp_path):
     weight = np.ones((64, 128), np.float32)
     config = {"format": "dense", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     gone = {end: None for end in ("weight_packed", "weight_scale", "weight_shape")}
-    checkpoint = changed(
-        tmp_path, "compressed_int4_group", tensors={**gone, "weight": weight}.items(), config=config.items()
-    )
+    tensors = {**gone, "weight": weight}.items()
+    checkpoint = changed(tmp_path, "compressed_int4_group", tensors=tensors, config=config.items())
     np.testing.assert_array_equal(read(checkpoint), weight)
+    assert checkpoint.notes() == []
+    (tmp_path / "stale").mkdir()
+    stale = changed(tmp_path / "stale", "compressed_int4_group", tensors=tensors)
+    assert stale.notes() == ["no tensor is quantized, although quantization_config names compressed-tensors"]
+    np.testing.assert_array_equal(read(stale), weight)
 
 
 ERRORS_OF_GROUPS = {
