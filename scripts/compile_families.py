@@ -2,11 +2,13 @@
 
     pip install -e ".[aot]"       # Python 3.12, for the kernels of the GPU
     python scripts/compile_families.py --output docs/measurements/compile_families.json
+    python scripts/compile_families.py Qwen__Qwen3-8B --output docs/measurements/compile_families.json   # a row anew
 
 A model is cut to two layers of its kinds, and bfloat16. Three programs are compiled for each: a step of 256 decode
-rows, one of 512 tokens of prompts, and the drawing of tokens for 8 rows. Prints a line for each model, and exits with 1
-if one does not compile, copies an array as large as a layer's keys, does not hold its cache in place, or hands a GPU
-kernel an array where it cannot read.
+rows, one of 512 tokens of prompts, and the drawing of tokens for 8 rows; of a model with experts only the steps. Prints
+a line for each model, and exits with 1 if one does not compile, copies an array as large as a layer's keys, makes one
+larger than the choices of experts need, does not hold its cache in place, or hands a GPU kernel an array where it
+cannot read.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ def faults_of(found: dict[str, Any]) -> list[str]:
     for name, (step,) in found["steps"].items():
         if step["large"]:
             faults.append(f"{name} makes {', '.join(step['large'])}")
+        if step["beyond_choices"]:
+            faults.append(f"{name} makes {', '.join(step['beyond_choices'])}, more than the choices of experts need")
         if step["misaligned"]:
             faults.append(f"{name} has kernels that read {', '.join(step['misaligned'])}")
         if name.startswith("forward") and step["aliased"] < step["cache"]:
@@ -71,6 +75,19 @@ def write_report(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -
     path.write_text(f'{json.dumps({"date": str(date.today()), **head})[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
+def read_rows(path: Path | None, versions: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of a report by model and chip, each with its date; none without such a file.
+
+    Raises ValueError if they were made with other versions than these.
+    """
+    if path is None or not path.exists():
+        return {}
+    report = json.loads(path.read_text())
+    if versions != report["versions"]:
+        raise ValueError(f"{path}: made with {report['versions']}, here are {versions}: take another file")
+    return {(row["model"], row["chip"]): {"date": report["date"], **row} for row in report["rows"]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -78,22 +95,23 @@ def main() -> int:
         "names", nargs="*", default=MODELS, metavar="NAME", help=f"of {', '.join(names)}; default: one of each family"
     )
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
-    parser.add_argument("--output", type=Path, help="write what was found here, as JSON")
+    parser.add_argument("--output", type=Path, help="write rows here, as JSON; those of other models and chips stay")
     args = parser.parse_args()
-    compilers = {"v6e": "libtpu", "h100": "jax-cuda12-plugin"}
-    versions = {name: version(name) for name in ("jax", "jaxlib", *(compilers[chip] for chip in args.chips))}
-    rows, num_faults = [], 0
+    versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")}
+    rows, num_faults = read_rows(args.output, versions), 0
     for name in args.names:
         for chip in args.chips:
             found = compile_model(CONFIGS / f"{name}.json", chip)
             faults = faults_of(found)
             num_faults += bool(faults)
             steps = {key: step for key, (step,) in found.get("steps", {}).items()}
-            row = {"model": name.replace("__", "/"), "chip": chip, "backend": found.get("backend"), "faults": faults}
-            rows.append({**row, **steps})
+            row = {"model": name.replace("__", "/"), "chip": chip, "date": str(date.today())}
+            row |= {"backend": found.get("backend"), "faults": faults}
+            rows[row["model"], chip] = {**row, **steps}
             print(f"{name} on {chip}: {'; '.join(faults) or 'compiles'}", flush=True)
     if args.output:
-        write_report(args.output, {"versions": versions}, rows)
+        by_name = sorted(rows, key=lambda place: (place[0].lower(), CHIPS.index(place[1])))
+        write_report(args.output, {"versions": versions}, [rows[place] for place in by_name])
     return int(num_faults > 0)
 
 
