@@ -46,17 +46,25 @@ def route(
     if config.scoring == "softmax" and correction_bias is None and config.num_groups == 1:
         wanted = logits
     if config.num_chosen_groups < config.num_groups:
-        by_group = wanted.reshape(len(wanted), config.num_groups, -1)
-        best, _ = jax.lax.top_k(by_group, config.scores_of_group)
-        _, groups = jax.lax.top_k(_sum_of_last_axis(best), config.num_chosen_groups)
-        is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups)[None, None], axis=1)
-        wanted = jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(wanted.shape)
+        wanted = _within_best_groups(wanted, config)
     _, experts = jax.lax.top_k(wanted, config.num_chosen)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.renormalizes:
         # Sigmoids may all be 0 in float32. As in DeepSeek-V3, their weights are then 0 too; other sums do not change.
         weights = weights / (_sum_of_last_axis(weights)[:, None] + 1e-20)
     return Routing(experts.astype(jnp.int32), weights * config.scale)
+
+
+def _within_best_groups(wanted: Float[Array, "T E"], config: ExpertsConfig) -> Float[Array, "T E"]:
+    """Return scores of experts with −∞ outside of each row's best groups; of equal groups the lower number is better.
+
+    A group is E ÷ `num_groups` experts beside each other, and its score the sum of its `scores_of_group` best ones.
+    """
+    by_group = wanted.reshape(len(wanted), config.num_groups, -1)
+    best, _ = jax.lax.top_k(by_group, config.scores_of_group)
+    _, groups = jax.lax.top_k(_sum_of_last_axis(best), config.num_chosen_groups)
+    is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups)[None, None], axis=1)
+    return jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(wanted.shape)
 
 
 def other_sources(module: str, name: str, experts: ExpertsConfig | None) -> tuple[Source, ...]:

@@ -202,32 +202,44 @@ def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
     """
     num_rows, depth = rows.shape
     groups = rows.astype(xp.float32).reshape(num_rows, depth // code_format.group, code_format.group)
-    largest = xp.abs(groups).max(axis=-1)
+    scales = _scales_of_groups(groups, code_format, xp)
+    divisors = scales.astype(xp.float32)
+    inverses = xp.where(divisors == 0, xp.float32(0), 1 / xp.where(divisors == 0, xp.float32(1), divisors))
+    divided = groups * inverses[..., None]
+    codes = _nearest_codes(divided, code_format, xp)
+    return Codes(codes.reshape(num_rows, depth), [scales], [])
+
+
+def _code_limit(code_format: CodeFormat) -> float:
+    """Return the magnitude, in scales, of the lowest code that `quantize` gives."""
     if code_format.mantissa_bits is not None:
-        limit = float(ml_dtypes.finfo(SMALL_FLOATS[code_format.mantissa_bits]).max)
-        scales = largest * xp.float32(1 / limit)  # XLA makes a product of a division by a constant.
-    elif code_format.bits == 8:
-        limit = 127.0
+        return float(ml_dtypes.finfo(code_format.small_float).max)
+    return 127.0 if code_format.bits == 8 else float(code_format.zero)
+
+
+def _scales_of_groups(groups: Any, code_format: CodeFormat, xp: ModuleType) -> Any:
+    """Return the scale of each group of float32 numbers [N, groups, group], as the format stores it: [N, groups]."""
+    largest, limit = xp.abs(groups).max(axis=-1), _code_limit(code_format)
+    # Reciprocals of constants multiply here: XLA makes a product of a division by a constant.
+    if code_format.mantissa_bits is not None or code_format.bits == 8:
         scales = largest * xp.float32(1 / limit)
     else:
         # The number of the largest magnitude becomes the lowest code, which has no positive counterpart.
         signed = xp.where(groups.max(axis=-1) == largest, largest, -largest)
-        limit = float(code_format.zero)
         scales = signed * xp.float32(-1 / limit)
     with np.errstate(over="ignore"):
-        stored = xp.where(xp.abs(scales) < SMALLEST, xp.float32(0), scales).astype(code_format.scale_dtype)
-    divisors = stored.astype(xp.float32)
-    inverses = xp.where(divisors == 0, xp.float32(0), 1 / xp.where(divisors == 0, xp.float32(1), divisors))
-    divided = groups * inverses[..., None]
+        return xp.where(xp.abs(scales) < SMALLEST, xp.float32(0), scales).astype(code_format.scale_dtype)
+
+
+def _nearest_codes(divided: Any, code_format: CodeFormat, xp: ModuleType) -> Any:
+    """Return the nearest code of each number, which was divided by its scale before, as bytes."""
+    limit = _code_limit(code_format)
     if code_format.mantissa_bits is not None:
-        small = xp.clip(divided, -limit, limit).astype(SMALL_FLOATS[code_format.mantissa_bits])
-        codes = small.view(xp.uint8)
-    else:
-        # The clip keeps NaN from becoming an integer: the scale tells that it was one.
-        whole = xp.nan_to_num(xp.rint(divided), nan=0.0)
-        highest = 127.0 if code_format.bits == 8 else limit - 1
-        codes = (xp.clip(whole, -limit, highest) + xp.float32(code_format.zero)).astype(xp.uint8)
-    return Codes(codes.reshape(num_rows, depth), [stored], [])
+        return xp.clip(divided, -limit, limit).astype(code_format.small_float).view(xp.uint8)
+    # Scales tell which numbers were NaN; a conversion of NaN to an integer would be undefined.
+    whole = xp.nan_to_num(xp.rint(divided), nan=0.0)
+    highest = 127.0 if code_format.bits == 8 else limit - 1
+    return (xp.clip(whole, -limit, highest) + xp.float32(code_format.zero)).astype(xp.uint8)
 
 
 def decode(codes: Codes, code_format: CodeFormat, xp: ModuleType = np) -> Any:

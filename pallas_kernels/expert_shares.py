@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .code_formats import CodedMatrix
 from .grouped import Routing
-from .layer_ops import ExpertProducts, LayerOps, Product, StoredMatrix
+from .layer_ops import ExpertProducts, LayerOps, Product, SharedProducts, StoredMatrix
 from .scaled_matrix import ScaledMatrix
 
 WHOLE = PartitionSpec()
@@ -30,15 +30,37 @@ class _Arrays(NamedTuple):
     bias: Any
 
 
-class _Spread(NamedTuple):
-    """How a product's arrays are spread over devices, by the numbers of their axes."""
+class _SpreadProduct(NamedTuple):
+    """A product as it is on one device, and how its arrays are spread over devices, by the numbers of their axes."""
 
-    inputs: int
+    product: Product
+    """It still has the arrays of all devices."""
+    input_axis: int
     """The axis of the weight that counts inputs."""
-    weight: int
+    weight_axis: int
     """The axis of the weight that is spread."""
-    bias: int | None
+    bias_axis: int | None
     """That of the bias; None for a bias of sums over all devices, which is whole on each."""
+
+    @property
+    def arrays(self) -> _Arrays:
+        """Return the arrays of all devices."""
+        return _Arrays(self.product.weight, self.product.bias)
+
+    def specs(self, mesh_axis: str) -> _Arrays:
+        """Return how the arrays are spread along an axis of the mesh."""
+        weight = _spec_of_matrix(self.product.weight, self.weight_axis, self.input_axis, mesh_axis)
+        return _Arrays(weight, _spec(self.product.bias, self.bias_axis, mesh_axis))
+
+    def on_device(self, arrays: _Arrays, device: Int[Array, ""]) -> Product:
+        """Return the product with a device's arrays, without a norm behind, which is for the sum over all devices.
+
+        Of a bias that is whole on each device only the first one adds anything.
+        """
+        bias = arrays.bias
+        if self.bias_axis is None and bias is not None:
+            bias = jnp.where(device == 0, arrays.bias, 0)
+        return replace(self.product, weight=arrays.weight, bias=bias, norm_behind=None)
 
 
 def add_experts_over_devices(
@@ -57,67 +79,72 @@ def _sum_over_devices(
 ) -> Float[Array, "T D"]:
     """Return the sums of experts and of the shared MLP, added up over all devices, in float32.
 
-    Each device computes them for all rows with its share of the weights. A device with whole experts counts its own
-    from 0, and choices of others' experts become those of none. Biases of sums over all devices are added on the first
-    device alone.
+    Each device computes them for all rows with its share of the weights.
     """
-    mesh, axis, shared, is_by_expert = experts.mesh, experts.mesh_axis, experts.shared, experts.is_spread_by_expert
+    mesh, axis, shared = experts.mesh, experts.mesh_axis, experts.shared
     assert mesh is not None, "one device has nothing to add up"
     num_devices = mesh.shape[axis]
-    num_here = experts.num_experts // num_devices if is_by_expert else experts.num_experts
-    gate_up = experts.gate_up if is_by_expert else _share_of(experts.gate_up, num_devices)
-    products = [gate_up, experts.down]
-    # Weights of experts, [E, D, 2 F] and [E, F, D], are spread along E or F; those of the shared MLP, [D, 2 F] and
-    # [F, D], along its F.
-    spreads = [_Spread(1, 0, 0), _Spread(1, 0, 0)] if is_by_expert else [_Spread(1, 2, 1), _Spread(1, 1, None)]
-    if shared is not None:
-        products += [_share_of(shared.first, num_devices), shared.down]
-        spreads += [_Spread(0, 1, 0), _Spread(0, 0, None)]
-    arrays = [_Arrays(each.weight, each.bias) for each in products]
-    specs = [
-        _Arrays(
-            _spec_of_matrix(product.weight, spread.weight, spread.inputs, axis),
-            _spec(product.bias, spread.bias, axis),
-        )
-        for product, spread in zip(products, spreads, strict=True)
-    ]
-    weights = None if shared is None else shared.weights
+    num_here = experts.num_experts // num_devices if experts.is_spread_by_expert else experts.num_experts
+    spread = {**_spread_experts(experts, num_devices), **_spread_shared(shared, num_devices)}
+    shared_weights = None if shared is None else shared.weights
 
-    def sum_here(rows: Array, routing: Routing, arrays: list[_Arrays], weights: Array | None) -> Array:
+    def sum_here(rows: Array, routing: Routing, arrays: dict[str, _Arrays], shared_weights: Array | None) -> Array:
         """Return the sums of one device, given its parts of the arrays, with those of all devices added."""
         device = lax.axis_index(axis)
-        here = [
-            _with_arrays(product, of_device, None if spread.bias is not None else device)
-            for product, of_device, spread in zip(products, arrays, spreads, strict=True)
-        ]
-        if is_by_expert:
-            experts_here = routing.experts - device * num_here
-            is_here = (experts_here >= 0) & (experts_here < num_here)
-            routing = replace(routing, experts=jnp.where(is_here, experts_here, num_here))
-        local = replace(experts, num_experts=num_here, gate_up=here[0], down=here[1], mesh=None)
+        here = {name: each.on_device(arrays[name], device) for name, each in spread.items()}
+        if experts.is_spread_by_expert:
+            routing = _routing_here(routing, device, num_here)
+        local = replace(experts, num_experts=num_here, gate_up=here["gate_up"], down=here["down"], mesh=None)
         if shared is not None:
-            local = replace(local, shared=replace(shared, first=here[2], down=here[3], weights=weights))
+            first, down = here["shared_first"], here["shared_down"]
+            local = replace(local, shared=replace(shared, first=first, down=down, weights=shared_weights))
         return lax.psum(ops.sum_of_experts(rows, routing, local), axis)
 
+    specs = {name: each.specs(axis) for name, each in spread.items()}
     # JAX cannot check how the results vary over the mesh: kernels do not say it.
     summed = jax.shard_map(sum_here, mesh=mesh, in_specs=(WHOLE, WHOLE, specs, WHOLE), out_specs=WHOLE, check_vma=False)
-    total: Array = summed(rows, routing, arrays, weights)
+    total: Array = summed(rows, routing, {name: each.arrays for name, each in spread.items()}, shared_weights)
     return total
+
+
+def _spread_experts(experts: ExpertProducts, num_devices: int) -> dict[str, _SpreadProduct]:
+    """Return the products of experts by name. Weights [E, D, 2 F] and [E, F, D] are spread along E or along F."""
+    gate_up, down = experts.gate_up, experts.down
+    if experts.is_spread_by_expert:
+        return {
+            "gate_up": _SpreadProduct(gate_up, input_axis=1, weight_axis=0, bias_axis=0),
+            "down": _SpreadProduct(down, input_axis=1, weight_axis=0, bias_axis=0),
+        }
+    return {
+        "gate_up": _SpreadProduct(_share_of(gate_up, num_devices), input_axis=1, weight_axis=2, bias_axis=1),
+        "down": _SpreadProduct(down, input_axis=1, weight_axis=1, bias_axis=None),
+    }
+
+
+def _spread_shared(shared: SharedProducts | None, num_devices: int) -> dict[str, _SpreadProduct]:
+    """Return the products of the shared MLP by name. Weights [D, 2 F] and [F, D] are spread along F."""
+    if shared is None:
+        return {}
+    return {
+        "shared_first": _SpreadProduct(_share_of(shared.first, num_devices), input_axis=0, weight_axis=1, bias_axis=0),
+        "shared_down": _SpreadProduct(shared.down, input_axis=0, weight_axis=0, bias_axis=None),
+    }
+
+
+def _routing_here(routing: Routing, device: Int[Array, ""], num_here: int) -> Routing:
+    """Return the choices of rows among the `num_here` whole experts of a device, which are counted from 0.
+
+    Choices of other devices' experts become those of none.
+    """
+    experts_here = routing.experts - device * num_here
+    is_here = (experts_here >= 0) & (experts_here < num_here)
+    return replace(routing, experts=jnp.where(is_here, experts_here, num_here))
 
 
 def _share_of(product: Product, num_devices: int) -> Product:
     """Return a product whose columns are spread over devices as it is on one of them."""
     parts = tuple(size // num_devices for size in product.parts)
     return replace(product, parts=parts, num_out=product.num_out // num_devices, num_shards=1)
-
-
-def _with_arrays(product: Product, arrays: _Arrays, device: Int[Array, ""] | None) -> Product:
-    """Return a product with a device's arrays and without a norm behind, which is for the sum over all devices.
-
-    The bias is that of all devices if `device` is given, and then only the first one adds it.
-    """
-    bias = arrays.bias if device is None or arrays.bias is None else jnp.where(device == 0, arrays.bias, 0)
-    return replace(product, weight=arrays.weight, bias=bias, norm_behind=None)
 
 
 def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int, axis: str) -> Any:

@@ -93,33 +93,53 @@ def _product_by_tiles(
 ) -> Float[Array, "C N"]:
     """Return what `grouped_product` returns, by a loop over tiles of rows, each with a slice of one expert's matrix.
 
-    The number of tiles is static, the most that C rows can need: a GPU's host would have to read another one in each
-    iteration. A tile may reach into the rows of the next expert, whose tiles come later and write over its results.
-    Tiles that are not needed multiply zeros, by the matrix of the last one that was. Example: with tiles of 8 rows and
-    experts of 3, 0 and 9 rows, the tiles begin at the rows 0, 3 and 11, of the experts 0, 2 and 2.
+    A tile may reach into the rows of the next expert, whose tiles come later and write over its results. Tiles that are
+    not needed multiply zeros and write behind the last row.
     """
-    (num_rows, _), num_experts = rows.shape, sizes.shape[0]
-    tile = tile_rows(num_rows, num_experts)
+    num_rows = rows.shape[0]
+    tile = tile_rows(num_rows, sizes.shape[0])
+    tiles = _tiles_of(sizes, num_rows, tile)
+    padded = jnp.pad(rows, ((0, tile), (0, 0)))
+
+    def multiply_tile(index: Int[Array, ""], out: Float[Array, "M N"]) -> Float[Array, "M N"]:
+        first_row = tiles.first_rows[index]
+        tile_of_rows = lax.dynamic_slice_in_dim(padded, first_row, tile)
+        results = _product_of_expert(tile_of_rows, weight, tiles.experts[index])
+        return lax.dynamic_update_slice_in_dim(out, results, first_row, 0)
+
+    num_out = jax.eval_shape(_product_of_expert, rows, weight, tiles.experts[0]).shape[1]
+    out = jnp.zeros((num_rows + tile, num_out), jnp.float32)
+    return lax.fori_loop(0, tiles.experts.shape[0], multiply_tile, out)[:num_rows]
+
+
+class _Tiles(NamedTuple):
+    """The tiles that sorted rows are cut into."""
+
+    first_rows: Int[Array, " tiles"]
+    """The first row of each tile; the number of all rows for a tile that is not needed."""
+    experts: Int[Array, " tiles"]
+    """The expert whose matrix a tile is multiplied by; that of the last needed one for a tile that is not needed."""
+
+
+def _tiles_of(sizes: Int[Array, " E"], num_rows: int, tile: int) -> _Tiles:
+    """Return the tiles of `tile` rows that `num_rows` sorted rows are cut into, `sizes` for each expert.
+
+    Their number is static, the most that so many rows can need: a GPU's host would have to read another one in each
+    iteration of a loop. Example: with tiles of 8 rows and experts of 3, 0 and 9 rows, the tiles begin at the rows 0, 3
+    and 11, of the experts 0, 2 and 2.
+    """
+    num_experts = sizes.shape[0]
     num_tiles = min(num_rows, -(-num_rows // tile) + num_experts - 1)
     tiles_of_expert = -(-sizes // tile)
     tile_ends = jnp.cumsum(tiles_of_expert)
     first_rows, first_tiles = jnp.cumsum(sizes) - sizes, tile_ends - tiles_of_expert
     tile_numbers = jnp.arange(num_tiles, dtype=tile_ends.dtype)
-    is_needed = tile_numbers < tile_ends[-1]
     last_needed = jnp.maximum(tile_ends[-1] - 1, 0)
     experts = jnp.searchsorted(tile_ends, jnp.minimum(tile_numbers, last_needed), side="right")
     experts = jnp.minimum(experts, num_experts - 1)
-    starts = jnp.where(is_needed, first_rows[experts] + (tile_numbers - first_tiles[experts]) * tile, num_rows)
-    padded = jnp.pad(rows, ((0, tile), (0, 0)))
-
-    def multiply_tile(index: Int[Array, ""], out: Float[Array, "M N"]) -> Float[Array, "M N"]:
-        start = starts[index]
-        results = _product_of_expert(lax.dynamic_slice_in_dim(padded, start, tile), weight, experts[index])
-        return lax.dynamic_update_slice_in_dim(out, results, start, 0)
-
-    num_out = jax.eval_shape(_product_of_expert, rows, weight, experts[0]).shape[1]
-    out = lax.fori_loop(0, num_tiles, multiply_tile, jnp.zeros((num_rows + tile, num_out), jnp.float32))
-    return out[:num_rows]
+    is_needed = tile_numbers < tile_ends[-1]
+    starts = first_rows[experts] + (tile_numbers - first_tiles[experts]) * tile
+    return _Tiles(jnp.where(is_needed, starts, num_rows), experts)
 
 
 def _product_of_expert(

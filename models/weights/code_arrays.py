@@ -79,8 +79,6 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
             continue
         is_table = "matrix" not in metadata
         axes = metadata["logical_axes"][::-1] if is_table else metadata["logical_axes"]
-        # An axis of experts comes first, and not in the shapes of a matrix.
-        *expert_axis, axis_in, axis_out = axes
         num_in, num_out = weight.shape[::-1] if is_table else weight.shape[-2:]
         inputs_per_device = weight.sharding.shard_shape(weight.shape)[1 if is_table else -2]
         held = held_codes(
@@ -94,20 +92,30 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
             module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
         if held is None or reason is not None:
             continue
-        arrays = held.arrays
         shared = {**metadata, "held": held, "code_parts": _parts(pieces, held.formats), "decoded_dtype": target.dtype}
         if is_table:
             shared["table"] = tuple(weight.shape)
-        codes = arrays.codes_shape(num_in, num_out), arrays.dtype, arrays.codes_axes(axis_in, axis_out)
-        scales = arrays.scales_shape(num_in, num_out), arrays.scale_dtype, arrays.scales_axes(axis_in, axis_out)
-        shapes = [
-            jax.ShapeDtypeStruct(
-                shape, jnp.dtype(dtype), sharding=sharding_of(target.mesh, (*expert_axis, *logical_axes))
-            )
-            for shape, dtype, logical_axes in (codes, scales)
-        ]
-        module.weight = nnx.Param(shapes[0], **shared)
-        module.scales = nnx.Param(shapes[1], **shared, tensor="weight", is_scales=True)
+        codes, scales = _abstract_arrays(held.arrays, (num_in, num_out), axes, target.mesh)
+        module.weight = nnx.Param(codes, **shared)
+        module.scales = nnx.Param(scales, **shared, tensor="weight", is_scales=True)
+
+
+def _abstract_arrays(
+    arrays: CodeArrays, matrix: tuple[int, int], axes: Sequence[str | None], mesh: Mesh
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the shapes of the codes and of the scales of a matrix W, placed on a mesh.
+
+    `matrix` is (inputs, outputs) of one matrix, and `axes` are the logical axes of inputs and outputs, behind that of
+    experts if there is one.
+    """
+    *expert_axis, axis_in, axis_out = axes
+    codes = arrays.codes_shape(*matrix), arrays.dtype, arrays.codes_axes(axis_in, axis_out)
+    scales = arrays.scales_shape(*matrix), arrays.scale_dtype, arrays.scales_axes(axis_in, axis_out)
+    of_codes, of_scales = (
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding_of(mesh, (*expert_axis, *logical_axes)))
+        for shape, dtype, logical_axes in (codes, scales)
+    )
+    return of_codes, of_scales
 
 
 def experts_as_floats(
@@ -243,13 +251,15 @@ def _dtype_of(code_format: CodeFormat, target: Target, *, has_experts: bool) -> 
         return None
     needs_bytes = has_experts and target.platform == "cpu"
     if code_format.mantissa_bits is not None:
-        is_small = code_format.mantissa_bits == 1 and has_experts
+        is_float4 = code_format.mantissa_bits == 1 and has_experts
         if needs_bytes:
-            return "int8" if is_small else "uint8"
-        return "float4_e2m1fn" if is_small and FOUR_BITS == "int4" else "float8_e4m3fn"
-    lowest, highest = -code_format.zero, 2**code_format.bits - 1 - code_format.zero
+            return "int8" if is_float4 else "uint8"
+        return "float4_e2m1fn" if is_float4 and FOUR_BITS == "int4" else "float8_e4m3fn"
+    largest_code = 2**code_format.bits - 1
+    # Codes are held with their zero subtracted; zeros of groups may be any code.
+    lowest, highest = -code_format.zero, largest_code - code_format.zero
     if code_format.has_zeros:
-        lowest, highest = -(2**code_format.bits - 1), 2**code_format.bits - 1
+        lowest, highest = -largest_code, largest_code
     if lowest >= -8 and highest <= 7:
         return "int8" if needs_bytes else FOUR_BITS
     return "int8" if lowest >= -128 and highest <= 127 else None

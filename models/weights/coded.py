@@ -83,19 +83,21 @@ def _code_parts(
         return None
     parts, next_row = list[tuple[CodeFormat, int]](), 0
     for piece, code_format in zip(pieces, stored, strict=True):
-        whole = 0, num_in
-        (start, stop), *columns = piece.target
-        has_whole_rows = columns == [whole] and list(piece.source[1:]) == [whole] and not piece.is_transposed
-        if code_format is None or not has_whole_rows or start != next_row or start % columns_of_codes:
+        start, stop = piece.target[0]
+        if code_format is None or num_in % code_format.block or not _has_whole_rows(piece, shapes, num_in):
             return None
-        if shapes[piece.tensor][-1] != num_in or num_in % code_format.block:
+        if start != next_row or start % columns_of_codes:
             return None
-        if parts and parts[-1][0] == code_format:
-            parts[-1] = code_format, parts[-1][1] + stop - start
-        else:
-            parts.append((code_format, stop - start))
+        num_joined = parts.pop()[1] if parts and parts[-1][0] == code_format else 0
+        parts.append((code_format, num_joined + stop - start))
         next_row = stop
     return tuple(parts) if next_row == num_out else None
+
+
+def _has_whole_rows(piece: Piece, shapes: Mapping[str, tuple[int, ...]], num_in: int) -> bool:
+    """Return whether a piece has whole rows, of `num_in` numbers, of a tensor that is stored as Wᵀ."""
+    columns = [*piece.source[1:], *piece.target[1:]]
+    return columns == [(0, num_in)] * 2 and shapes[piece.tensor][-1] == num_in and not piece.is_transposed
 
 
 def coded_weights(state: Any) -> list[tuple[Any, ...]]:

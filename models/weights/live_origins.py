@@ -18,7 +18,7 @@ from flax import nnx
 
 from ..errors import ModelLoadError
 from ..families.table import model_class
-from ..recipe import Path, Piece
+from ..recipe import Path, Piece, StackedName
 from .loading import Weights, recipes_for
 from .weight_recipe import WeightRecipe, make_weight, recipe_of
 
@@ -80,36 +80,51 @@ def origins_of(abstract: Weights, names_in_tree: Collection[str]) -> tuple[Origi
         if "is_scales" in leaves[path].get_metadata():
             continue  # They are made with the codes, of the same tensors.
         tensors[path] = _origin_of(leaves[path], leaves.get(scales_path(path)), pieces, recipes.shapes)
-        first = recipes.stacked[pieces[0].tensor]  # All tensors of a weight belong to its layer.
-        # Arrays have the layers of one kind, such as those with experts, in order.
-        layers = sorted(layers_of[first.name])
-        index = () if first.layer is None else (layers.index(first.layer),)
-        places = tuple(
-            place._replace(
-                names=tuple(recipes.stacked[name].name for name in place.names), numbers=(*index, *place.numbers)
-            )
-            for place in tensors[path].places
-        )
-        sizes = (len(layers),) * len(index)
-        stacked[path] = Origin(places, (*sizes, *tensors[path].stack_shape))
+        stacked[path] = _stacked_origin(tensors[path], recipes.stacked, layers_of)
     return tensors, stacked
 
 
+def _stacked_origin(
+    origin: Origin, stacked_names: Mapping[str, StackedName], layers_of: Mapping[str, Collection[int]]
+) -> Origin:
+    """Return where a weight is in a tree whose arrays hold the layers of one kind, such as those with experts.
+
+    `origin` is where it is in a tree of tensors, `stacked_names` has the array of each tensor, and `layers_of` the
+    layers that each array holds, in order. A weight that belongs to no layer is where it was, under the array's name.
+    """
+    array, layer = stacked_names[origin.names[0]]  # All tensors of a weight belong to its layer.
+    layers = [] if layer is None else sorted(layers_of[array])
+    numbers = () if layer is None else (layers.index(layer),)
+    places = tuple(
+        Place(place.recipe, tuple(stacked_names[name].name for name in place.names), (*numbers, *place.numbers))
+        for place in origin.places
+    )
+    num_layers = () if layer is None else (len(layers),)
+    return Origin(places, (*num_layers, *origin.stack_shape))
+
+
 def names_of_forms(abstract: Weights) -> list[list[str]]:
-    """Return names of tensors that select each form in which the model's family may store its weights."""
+    """Return the names of tensors that a tree must have to be read in each form of the model's family.
+
+    The first form is the family's own, which needs no names; the others are those of `Source.others`, in order. Names
+    are those of expert 0, and lack the layer's number.
+    """
     config = abstract.config
     if config is None:
         return []
-    forms_of = [(source, *source.others) for source in model_class(config.architecture).sources(config).values()]
-    return [
+    sources = model_class(config.architecture).sources(config).values()
+    num_forms = 1 + max(len(source.others) for source in sources)
+    own_form = list[str]()
+    other_forms = [
         [
-            forms[number].tensor(variable, {"e": 0}, has_layer=False)
-            for forms in forms_of
+            source.others[number].tensor(variable, {"e": 0}, has_layer=False)
+            for source in sources
             for variable in ("weight", "bias")
-            if 0 < number < len(forms)
+            if number < len(source.others)
         ]
-        for number in range(max(map(len, forms_of)))
+        for number in range(num_forms - 1)
     ]
+    return [own_form, *other_forms]
 
 
 def _origin_of(leaf: Any, scales: Any, pieces: tuple[Piece, ...], shapes: Mapping[str, tuple[int, ...]]) -> Origin:

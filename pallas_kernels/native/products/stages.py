@@ -188,35 +188,40 @@ class ChainData(NamedTuple):
 
 
 def chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData:
-    """Return the values of a job by their names: the number of rows, and the addresses of arguments and results."""
+    """Return the values of a job by their names: the number of rows, and the addresses of arguments and results.
+
+    Their order: threads, rows R, with experts k and the number of blocks; rows and old stream; with experts those of
+    the choices and their factors; the weights of each stage; stream and outputs; with experts the tables of groups;
+    and the scratch arrays of each stage.
+    """
     following: Iterator[ir.Value] = iter(values)
 
     def take(count: int) -> list[ir.Value]:
         return [next(following) for _ in range(count)]
 
-    adds = any(stage.adds for stage in stages)
-
     def take_if(is_there: bool) -> ir.Value | None:
         return next(following) if is_there else None
 
-    has_experts = stages[0].num_experts > 0
+    adds, has_experts = any(stage.adds for stage in stages), stages[0].num_experts > 0
     num_threads, num_rows = take(2)
-    counts = take(2 if has_experts else 0)
+    num_per_row, num_blocks = take_if(has_experts), take_if(has_experts)
     rows, old_stream = next(following), take_if(adds)
-    # Behind the experts of the choices, which only the sort reads.
-    factors = take(1 + adds)[1:] if has_experts else []
-    weights = []
+    take_if(has_experts)  # The experts of the choices, which only the sort reads.
+    factors = take_if(has_experts and adds)
+    weights = list[dict[str, Any]]()
     for stage in stages:
         weight, bias = next(following), take_if(stage.has_bias)
-        norms = [take(norm.num_vectors if norm else 0) for norm in (stage.norm, stage.norm_behind)]
-        weights.append((weight, bias, norms, take(stage.heads.num_vectors if stage.heads else 0)))
+        norm, norm_behind = (take(kind.num_vectors if kind else 0) for kind in (stage.norm, stage.norm_behind))
+        heads = take(stage.heads.num_vectors if stage.heads else 0)
+        weights.append({"weight": weight, "bias": bias, "norm": norm, "norm_behind": norm_behind, "heads": heads})
     stream, outputs = take_if(adds), take(len(stages[-1].parts))
-    tables = GroupTables(*take(3)) if has_experts else None
-    groups = Groups(counts[0], counts[1], factors[0] if factors else None, tables) if tables else None
+    groups: Groups | None = None
+    if num_per_row is not None and num_blocks is not None:
+        groups = Groups(num_per_row, num_blocks, factors, GroupTables(*take(3)))
     data = []
-    for stage, (weight, bias, (norm, norm_behind), heads) in zip(stages, weights, strict=True):
-        scratch = next(following), take_if(stage.keeps_results), take_if(stage.keeps_sums)
-        data.append(StageData(weight, bias, norm, norm_behind, heads, *scratch))
+    for stage, of_stage in zip(stages, weights, strict=True):
+        packed, results, sums = next(following), take_if(stage.keeps_results), take_if(stage.keeps_sums)
+        data.append(StageData(**of_stage, packed=packed, results=results, sums=sums))
     return ChainData(num_threads, num_rows, groups, rows, old_stream, stream, outputs, data)
 
 
