@@ -127,7 +127,8 @@ def experts_as_floats(
     experts are stored alike have the same reason.
     """
     stored = dict.fromkeys(formats.get(piece.tensor) for piece in pieces)
-    if "num_experts" not in metadata or not any(stored):
+    # Biases of experts have an axis of experts too, and a tensor of all of them may have a matrix's shape.
+    if "num_experts" not in metadata or "matrix" not in metadata or not any(stored):
         return None
     names = " and ".join("floats" if code_format is None else code_format.name for code_format in stored)
     sizes = f"{metadata['matrix'][0]} inputs and {metadata['rows_of_expert']} outputs of an expert"

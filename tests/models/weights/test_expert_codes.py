@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.recipe import Piece
 from jpaged.models.weights.at_load import QuantizedCheckpoint
 from jpaged.models.weights.code_arrays import FOUR_BITS, Target, held_codes, read_held
-from jpaged.models.weights.coded import stored_formats
+from jpaged.models.weights.coded import codes_note, stored_formats
 from jpaged.models.weights.loading import abstract_weights, load_weights
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS, Codes, decode, float8_format, int8_format, quantize
 from jpaged.pallas_kernels.grouped import grouped_product
-from jpaged.pallas_kernels.layer_ops import XLA_OPS
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns
 from jpaged.sharding import device_mesh
 from jpaged.startup.attention.expected import random_codes
@@ -67,6 +69,18 @@ def test_logits_are_those_of_the_numbers_that_codes_of_experts_stand_for(platfor
     errors = errors_over(1, AT_LOAD)
     abstract_weights.cache_clear()
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("ops", [XLA_OPS, NATIVE_OPS], ids=["xla", "native"])
+def test_experts_of_gpt_oss_are_not_quantized_nor_are_their_biases_and_the_log_says_why(ops: LayerOps) -> None:
+    """Tensors of all experts hold W, whose rows are no rows of Wᵀ, and biases have the shape of a matrix."""
+    config, _ = open_checkpoint(GOLDEN / "gpt_oss")
+    formats = stored_formats(QuantizedCheckpoint(TreeCheckpoint(tensors_of("gpt_oss")), "int8"))
+    state = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]), ops, formats).state
+    leaves = nnx.to_flat_state(state["layers"][0]["mlp"]["experts"])
+    assert {(path[-1], leaf.dtype.name) for path, leaf in leaves} == {("weight", "float32"), ("bias", "float32")}
+    note = codes_note(state, formats) or ""
+    assert note.count("becomes floats: got int8") == 2, "gate_up_proj and down_proj"
 
 
 OVER_DEVICES = """
