@@ -119,6 +119,14 @@ class Linear(nnx.Module):
         return _product(x, self)
 
 
+def has_expert_axis(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a weight of this metadata is an array of all experts, of matrices [E, in, out] or biases [E, out].
+
+    Other operations store the matrices of experts side by side, as one matrix.
+    """
+    return "num_experts" in metadata and ("matrix" not in metadata or metadata["ops"].stores_experts_apart)
+
+
 def stored_matrix(weight: nnx.Variable[Any], scales: nnx.Variable[Any] | None = None) -> StoredMatrix:
     """Return a matrix as its layer operations take it: its array, or the codes that it holds.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .config.shares import Run
+from .config.shares import Run, true_size
 from .formats.checkpoint import Checkpoint, read_finite, rows_among_experts
 
 Bounds = tuple[int, int]
@@ -202,7 +202,7 @@ def _parts_of(layout: _Layout, sources: Mapping[str, Source], tensors: _Tensors)
         source, numbers = _source(sources, layout.module(name))
         source = tensors.held_source(source, layout.variable, numbers)
         runs = layout.row_runs.get(name) or ((0, 0, num_rows),)
-        blocks = source.blocks or ((0, _true_size(runs)),)  # Without blocks the part is a whole tensor.
+        blocks = source.blocks or ((0, true_size(runs)),)  # Without blocks the part is a whole tensor.
         rows_in_shard = num_rows // layout.num_shards
         shards = _ShardRows(part_start, rows_in_shard, layout.num_rows // layout.num_shards)
         ranges = tuple(_cut(blocks, source.step, runs, shards))
@@ -257,7 +257,7 @@ class _Tensors:
         stacked_name = self._stored_name(part.source.tensor(layout.variable, numbers, has_layer=False))
         experts_axis = () if part.expert_in_tensor(expert) is None else (layout.num_experts or 0,)
         known_rows = self.shapes.get(name, (0, 0, 0))[len(experts_axis) + part.is_transposed]
-        widths = (_true_size(layout.column_runs),) if layout.column_runs else ()
+        widths = (true_size(layout.column_runs),) if layout.column_runs else ()
         shape = (max(known_rows, part.min_rows), *widths)
         self.shapes[name] = *experts_axis, *(shape[::-1] if part.is_transposed else shape)
         self.stacked[name] = StackedName(stacked_name, numbers.get("i"))
@@ -287,11 +287,6 @@ def numbers_in(template: str, module: Path) -> dict[str, int] | None:
         elif name != part:
             return None
     return numbers if len(names) == len(module) else None
-
-
-def _true_size(runs: Iterable[Run]) -> int:
-    """Return how many rows or columns the model has, without padding: one more than the last that a run covers."""
-    return max(true + count for _, true, count in runs)
 
 
 class _ShardRows(NamedTuple):

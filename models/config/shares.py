@@ -6,11 +6,17 @@ out of results, and is not saved.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 Run = tuple[int, int, int]
 """(first stored row, first row of the model, number of rows). Stored rows that no run covers are zero."""
+
+
+def true_size(runs: Iterable[Run]) -> int:
+    """Return how many rows or columns the model has, without padding: one more than the last that a run covers."""
+    return max(true + count for _, true, count in runs)
 
 
 @dataclass(frozen=True)

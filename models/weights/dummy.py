@@ -20,10 +20,14 @@ from flax import nnx
 
 from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
-from ..config.shares import Run
+from ..config.shares import Run, true_size
 from .code_arrays import HeldCodes, quantized_rows
 from .loading import Weights
 from .weight_recipe import parts_of_expert
+
+SEED = 0
+STANDARD_DEVIATION = 147.8
+"""Standard deviation of odd integers that are drawn evenly from −255 to 255."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,6 @@ class ExpertLayout:
     """Rows of each part of a fused matrix, with padding, and its runs: see `recipe.make_recipes`."""
     columns: tuple[Run, ...]
     num_shards: int
-
-
-SEED = 0
-STANDARD_DEVIATION = 147.8
-"""Standard deviation of odd integers that are drawn evenly from −255 to 255."""
 
 
 def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | None = None) -> Weights:
@@ -68,11 +67,10 @@ def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | N
 def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.Array:
     """Return the array of one weight on its devices: constant if its metadata has a "fill", else random.
 
-    A matrix that is stored as codes has random numbers that are quantized.
-
     `leaf` is an nnx variable with the weight's shape, dtype and sharding and no values yet. `name` is the weight's
     dotted path, such as "layers.3.mlp.down_proj.weight". It seeds the random numbers: the seed is SEED, folded with
-    the path's CRC-32, which is the same on every machine.
+    the path's CRC-32, which is the same on every machine. The numbers of a matrix that is stored as codes are
+    quantized.
     """
     if "fill" in metadata:
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
@@ -82,15 +80,13 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
     shape = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
     codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
+    is_scales = metadata.get("is_scales", False)
     if "num_experts" in metadata:
-        storage = _Storage(
-            leaf.shape, leaf.dtype, metadata["ops"], codes, metadata.get("held"), metadata.get("is_scales", False)
-        )
+        held, ops = metadata.get("held"), metadata["ops"]
+        storage = _Storage(leaf.shape, leaf.dtype, ops, codes=codes, held=held, is_scales=is_scales)
         return _maker_of_experts(_layout_of(metadata), storage, leaf.sharding)(key)
     if "held" in metadata:
-        return _maker_of_codes(
-            shape, leaf.shape, metadata["held"], leaf.sharding, is_scales=metadata.get("is_scales", False)
-        )(key)
+        return _maker_of_codes(shape, leaf.shape, metadata["held"], leaf.sharding, is_scales=is_scales)(key)
     ops = metadata["ops"] if "matrix" in metadata else None
     return _maker(shape, leaf.dtype, ops, leaf.sharding, codes)(key)
 
@@ -208,20 +204,16 @@ def _rows_of_expert(key: jax.Array, layout: ExpertLayout, expert: jax.Array) -> 
     The numbers of each part are drawn on their own, in their shape in a checkpoint: neither the number of experts nor
     any padding changes them.
     """
-    width, placed = _true_size(layout.columns), list[jax.Array]()
+    width, placed = true_size(layout.columns), list[jax.Array]()
     for index, (size, runs) in enumerate(layout.parts):
         part_key = jax.random.fold_in(jax.random.fold_in(key, expert), index)
-        values = _random_numbers(part_key, (_true_size(runs), width))
+        values = _random_numbers(part_key, (true_size(runs), width))
         part = _placed(_placed(values, layout.columns, layout.num_in, 1), runs, size, 0)
         # Each device's shard holds its share of every part.
         placed.append(part.reshape(layout.num_shards, size // layout.num_shards, layout.num_in))
     rows = jnp.concatenate(placed, axis=1).reshape(-1, layout.num_in)
     rows = jnp.pad(rows, ((0, layout.rows_of_expert - len(rows)), (0, 0)))
     return jnp.where(expert < layout.true_experts, rows, 0)
-
-
-def _true_size(runs: tuple[Run, ...]) -> int:
-    return max(true + count for _, true, count in runs)
 
 
 def _placed(values: jax.Array, runs: tuple[Run, ...], size: int, axis: int) -> jax.Array:

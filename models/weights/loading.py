@@ -29,7 +29,7 @@ from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import Checkpoint
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
-from ..layers import Axes, WeightMaker
+from ..layers import Axes, WeightMaker, has_expert_axis
 from ..recipe import Bounds, OrderedPieces, Path, Piece, Recipes, make_recipes, read_rows
 from .code_arrays import Target, hold_codes, num_bytes, read_held
 from .coded import StoredFormats, check_codes, read_coded, with_codes
@@ -313,7 +313,7 @@ def _read_weight(
         read_coded(checkpoint, pieces, out, metadata, CHUNK_BYTES // 4)
         return
     ordered = OrderedPieces(pieces)
-    if "num_experts" in metadata and ("matrix" not in metadata or metadata["ops"].stores_experts_apart):
+    if has_expert_axis(metadata):
         *inputs, (start, stop) = bounds[1:]
         for expert, of_expert in enumerate(out, start=bounds[0][0]):
             # The rows of Wᵀ [experts × out, in], or the values of biases [experts × out], that are those of one expert.

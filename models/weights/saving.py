@@ -26,7 +26,7 @@ from ..formats.files import CONFIG_FILE, TREE_FILE, write_manifest
 from ..formats.orbax_checkpoint import write_orbax
 from ..formats.quantization import CONFIG_KEYS
 from ..formats.safetensors_writing import write_safetensors
-from ..layers import stored_matrix
+from ..layers import has_expert_axis, stored_matrix
 from ..recipe import Piece, make_recipes
 from .loading import CHUNK_BYTES, Weights
 
@@ -197,7 +197,7 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[_Sto
 def _rows_of(stored: _Stored, rows: np.ndarray) -> jax.Array:
     """Return the given rows of a weight: of Wᵀ for a matrix W, of a table, or of a vector."""
     metadata = stored.weight.get_metadata()
-    if "num_experts" in metadata and ("matrix" not in metadata or metadata["ops"].stores_experts_apart):
+    if has_expert_axis(metadata):
         return _take_of_experts(stored_matrix(*stored), *np.divmod(rows, metadata["rows_of_expert"]))
     if "matrix" not in metadata and stored.scales is None:
         return _take(stored.weight[...], rows, None, 0)
