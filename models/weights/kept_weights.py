@@ -1,4 +1,4 @@
-"""Weights kept on disk as an engine on a CPU holds them: a later start maps the file and converts nothing.
+"""Weights kept on disk as an engine on a CPU holds them: a later start reads the file and converts nothing.
 
 A file has the arrays one after the other, in the order of the model's leaves, then a sum of each chunk, and a checksum
 of these sums. Its name is a hash of what its bytes depend on: the model's files and config, how the engine stores
@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import mmap
 import os
 import shutil
 import stat
@@ -27,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from ...pallas_kernels.kept_files import hash_of_sources, new_file
-from .loading import ALIGNMENT, NUM_READERS, Weights
+from .loading import ALIGNMENT, NUM_READERS, WeightMemory, Weights
 
 logger = logging.getLogger("jpaged")
 
@@ -112,7 +111,7 @@ class KeptWeights:
         self.path = directory / f"{PREFIX}{hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Weights | None:
-        """Return the kept weights, mapped from the file; None if it is not there, or, with a line in the log, torn.
+        """Return the kept weights; None if the file is not there, or, with a line in the log, if it is torn.
 
         `progress(done, total)`, if given, is called with the numbers of chunks.
         """
@@ -155,40 +154,39 @@ class KeptWeights:
             logger.warning("weights: not kept, each start converts the model's files anew: %s", error)
 
     def _read(self, file: IO[bytes], progress: Callable[[int, int], None] | None) -> list[np.ndarray]:
-        """Return the arrays as views of the file's mapping; ValueError if a checksum does not match."""
+        """Return the arrays, read into large pages; ValueError if a checksum does not match.
+
+        Pages of a file that is mapped lie in memory as they happened to be read: steps took up to a third longer.
+        """
         end = max((chunk.offset + _padded(chunk.num_bytes) for chunk in self._chunks), default=0)
         trailer_bytes = len(self._chunks) * SUM_BYTES + CHECKSUM_BYTES
         if os.fstat(file.fileno()).st_size != end + trailer_bytes:
             raise ValueError(f"{self.path} is torn")
-        # A private mapping: if a program wrote to it, the file would stay as it is.
-        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), np.uint8)
-        trailer = mapped[end:].tobytes()
+        trailer = os.pread(file.fileno(), trailer_bytes, end)
         sums, checksum = trailer[:-CHECKSUM_BYTES], trailer[-CHECKSUM_BYTES:]
         if checksum != hashlib.sha256(sums).digest():
             raise ValueError(f"{self.path} is torn")
+        memory = WeightMemory()
+        arrays = [memory.allocate(leaf.shape, leaf.dtype) for _, leaf in self._leaves]
 
-        def check(chunk: _Chunk, wanted_sum: int) -> None:
-            if _sum(mapped[chunk.offset : chunk.offset + chunk.num_bytes]) != wanted_sum:
+        def read(chunk: _Chunk, wanted_sum: int) -> None:
+            part = _part(arrays, chunk)
+            num_read = os.preadv(file.fileno(), [part.data], chunk.offset)
+            if num_read != chunk.num_bytes or _sum(part) != wanted_sum:
                 raise ValueError(f"{self.path} is torn at byte {chunk.offset}")
 
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            results = readers.map(check, self._chunks, np.frombuffer(sums, np.uint64).tolist())
+            results = readers.map(read, self._chunks, np.frombuffer(sums, np.uint64).tolist())
             for num_done, _ in enumerate(results, 1):
                 if progress is not None:
                     progress(num_done, len(self._chunks))
-        first_offsets = {chunk.array: chunk.offset for chunk in reversed(self._chunks)}
-        return [
-            mapped[first_offsets.get(array, 0) :][: leaf.size * leaf.dtype.itemsize]
-            .view(leaf.dtype)
-            .reshape(leaf.shape)
-            for array, (_, leaf) in enumerate(self._leaves)
-        ]
+        return arrays
 
     def _write(self, file: IO[bytes], arrays: Sequence[np.ndarray]) -> None:
         """Write the arrays, the sums of their chunks and the checksum of these."""
         sums = []
         for chunk in self._chunks:
-            part = arrays[chunk.array].reshape(-1).view(np.uint8)[chunk.start : chunk.start + chunk.num_bytes]
+            part = _part(arrays, chunk)
             file.write(part.data)
             file.write(bytes(_padded(len(part)) - len(part)))
             sums.append(_sum(part))
@@ -209,6 +207,11 @@ def _chunks(sizes: Sequence[int]) -> Iterator[_Chunk]:
             num_bytes = min(CHUNK_BYTES, size - start)
             yield _Chunk(array, start, num_bytes, offset)
             offset += _padded(num_bytes)
+
+
+def _part(arrays: Sequence[np.ndarray], chunk: _Chunk) -> np.ndarray:
+    """Return a view of the bytes of a chunk."""
+    return arrays[chunk.array].reshape(-1).view(np.uint8)[chunk.start : chunk.start + chunk.num_bytes]
 
 
 def _padded(num_bytes: int) -> int:

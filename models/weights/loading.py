@@ -189,7 +189,7 @@ def load_arrays(
     Both have the same keys. An array without a sharding lies on JAX's default device, uncommitted, so that a jitted
     function may move it. See `load_weights` for how the arrays are read, for `progress`, and for errors.
     """
-    memory = _WeightMemory()
+    memory = WeightMemory()
 
     def load(path: Path) -> list[tuple[Path, jax.Array]]:
         """Return the weight at `path` as an array, and the scales of one that is codes by their path.
@@ -335,7 +335,7 @@ def _read_matrix(
         write(row - first_row, values)
 
 
-class _WeightMemory:
+class WeightMemory:
     """Allocates host memory for weights, in blocks that are large enough for the system's large pages.
 
     Large pages cost a processor fewer address translations. Threads may share one instance.

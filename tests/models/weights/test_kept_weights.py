@@ -51,7 +51,7 @@ def refuse_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_later_start_maps_the_same_bits(model: Path, tmp_path: Path, dtype: str, monkeypatch) -> None:
+def test_a_later_start_has_the_same_bits(model: Path, tmp_path: Path, dtype: str, monkeypatch) -> None:
     tokens, weights = served(model, "off", dtype)
     assert served(model, tmp_path / "cache", dtype)[0] == tokens
     refuse_to_convert(monkeypatch)
