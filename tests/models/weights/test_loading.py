@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.loading import Weights, _WeightMemory, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.loading import Weights, WeightMemory, abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
@@ -157,13 +157,13 @@ def test_tied_tensors_that_are_no_matrices_are_refused_by_their_shape(shape: tup
 def test_jax_aliases_the_loaders_buffers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU then holds no second copy of the weights."""
     buffers: list[int] = []
-    allocate = _WeightMemory.allocate
+    allocate = WeightMemory.allocate
 
-    def recorded(self: _WeightMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    def recorded(self: WeightMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         buffers.append((array := allocate(self, shape, dtype)).ctypes.data)
         return array
 
-    monkeypatch.setattr(_WeightMemory, "allocate", recorded)
+    monkeypatch.setattr(WeightMemory, "allocate", recorded)
     leaves = jax.tree.leaves(load(LLAMA).state)
     assert sorted(leaf.unsafe_buffer_pointer() for leaf in leaves) == sorted(buffers)
 
