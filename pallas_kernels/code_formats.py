@@ -11,6 +11,7 @@ gives which multiplies before it subtracts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from types import ModuleType
@@ -290,6 +291,15 @@ def _as_floats(codes: np.ndarray, mantissa_bits: int) -> np.ndarray:
 
 CodeParts = tuple[tuple[CodeFormat, int], ...]
 """Formats of a matrix W [K, N], each with the number of columns that are stored in it, in order."""
+
+
+def joined_parts(parts: Iterable[tuple[CodeFormat, int]]) -> CodeParts:
+    """Return the parts of a matrix with those of one format that follow each other joined."""
+    joined = list[tuple[CodeFormat, int]]()
+    for code_format, size in parts:
+        num_before = joined.pop()[1] if joined and joined[-1][0] == code_format else 0
+        joined.append((code_format, num_before + size))
+    return tuple(joined)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["depth", "parts", "dtype"])

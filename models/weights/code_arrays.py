@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, are_finite, quantize
+from ...pallas_kernels.code_formats import CodeFormat, Codes, are_finite, joined_parts, quantize
 from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
 from ...sharding import sharding_of
 from ..errors import ModelLoadError
@@ -92,7 +92,9 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
             module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
         if held is None or reason is not None:
             continue
-        shared = {**metadata, "held": held, "code_parts": _parts(pieces, held.formats), "decoded_dtype": target.dtype}
+        sizes = (piece.target[0][1] - piece.target[0][0] for piece in pieces)
+        parts = joined_parts(zip(held.formats, sizes, strict=True))
+        shared = {**metadata, "held": held, "code_parts": parts, "decoded_dtype": target.dtype}
         if is_table:
             shared["table"] = tuple(weight.shape)
         codes, scales = _abstract_arrays(held.arrays, (num_in, num_out), axes, target.mesh)
@@ -276,16 +278,6 @@ def _scale_dtype(formats: Iterable[CodeFormat], target: Target) -> str:
     # bfloat16 has the exponents of float32, and so all powers of two.
     kinds = {"bfloat16" if code_format.scale == "power" else code_format.scale for code_format in formats}
     return kinds.pop() if len(kinds) == 1 and kinds <= {"float16", "bfloat16"} else "float32"
-
-
-def _parts(pieces: Sequence[Piece], formats: Sequence[CodeFormat]) -> CodeParts:
-    """Return the formats of the rows of Wᵀ, each with how many follow each other."""
-    parts = list[tuple[CodeFormat, int]]()
-    for piece, code_format in zip(pieces, formats, strict=True):
-        start, stop = piece.target[0]
-        before = parts.pop()[1] if parts and parts[-1][0] == code_format else 0
-        parts.append((code_format, before + stop - start))
-    return tuple(parts)
 
 
 def read_held(

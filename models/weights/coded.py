@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes
+from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, joined_parts
 from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
@@ -88,10 +88,9 @@ def _code_parts(
             return None
         if start != next_row or start % columns_of_codes:
             return None
-        num_joined = parts.pop()[1] if parts and parts[-1][0] == code_format else 0
-        parts.append((code_format, num_joined + stop - start))
+        parts.append((code_format, stop - start))
         next_row = stop
-    return tuple(parts) if next_row == num_out else None
+    return joined_parts(parts) if next_row == num_out else None
 
 
 def _has_whole_rows(piece: Piece, shapes: Mapping[str, tuple[int, ...]], num_in: int) -> bool:

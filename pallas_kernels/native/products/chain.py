@@ -18,7 +18,7 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
-from ...code_formats import CodedMatrix
+from ...code_formats import CodedMatrix, joined_parts
 from ...grouped import Routing
 from ..amx import has_amx_unit
 from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for
@@ -27,7 +27,7 @@ from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .code_decoder import Vectors
 from .code_panels import stored_bytes
-from .coded import CodedMultiplier, joined_parts, repeated_parts
+from .coded import CodedMultiplier, repeated_parts
 from .groups import GroupShape, GroupTables, emit_groups, group_shape
 from .heads import finish_heads
 from .multiplier import Batch, Multiplier, Panel, StepTask

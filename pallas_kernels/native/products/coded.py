@@ -30,19 +30,6 @@ class CodedTools(NamedTuple):
     """Address of the decoded panel."""
 
 
-def joined_parts(parts: CodeParts) -> CodeParts:
-    """Return the parts of a matrix with those of one format that follow each other joined: code is the same for them.
-
-    Each part but the last has a multiple of 32 columns.
-    """
-    joined = list[tuple[CodeFormat, int]]()
-    for code_format, size in parts:
-        if joined and joined[-1][0] == code_format:
-            size += joined.pop()[1]
-        joined.append((code_format, size))
-    return tuple(joined)
-
-
 def repeated_parts(parts: CodeParts) -> tuple[CodeParts, int]:
     """Return the shortest sequence of parts that makes up a matrix if it is repeated, and how often it is.
 
