@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.code_formats import CodedMatrix
 from ..pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm, StoredMatrix
 from ..pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns, scaled_product
+from ..sharding import TENSOR_AXIS
 from .config.shares import Run
 
 Axes = tuple[str | None, ...]
@@ -229,15 +230,20 @@ class Embedding(nnx.Module):
         a table as the matrix of that product, the weight is W [hidden_size, vocab_size], and so it is wherever
         `make.keeps_codes`; else it is a table [vocab_size, hidden_size]. `runs`, (first stored row, first row of the
         model, number of rows), say which of the `vocab_size` rows the model has; the others are zero padding. None
-        means that nothing is padded. `stays_floats` says that the table is never quantized.
+        means that nothing is padded. A table may have further columns, of zeros, as `make.ops` wants it. `stays_floats`
+        says that the table is never quantized.
         """
         axes, self.scales = (axis, "embed"), nnx.data(None)
         self.is_matrix = make.keeps_codes or (is_tied and make.ops.stores_tied_table_as_matrix)
         if self.is_matrix:
             self.weight = make.matrix(hidden_size, vocab_size, axes, rows=((None, runs),))
         else:
-            table = make.new((vocab_size, hidden_size), axes, None)
-            self.weight = nnx.Param(table, logical_axes=axes, rows=((None, runs),), stays_floats=stays_floats)
+            table = make.new((vocab_size, make.ops.table_columns(hidden_size)), axes, None)
+            layout: dict[str, Any] = {"rows": ((None, runs),), "columns": ((0, 0, hidden_size),)}
+            self.weight = nnx.Param(table, logical_axes=axes, stays_floats=stays_floats, **layout)
+        self.hidden_size, self.num_columns = hidden_size, make.ops.table_columns(hidden_size)
+        # The mesh whose devices cut the rows of a padded table before these are added up; None if none has to.
+        self.cut_on = make.mesh if axis is not None and self.num_columns > hidden_size else None
         self.stream_dtype = make.ops.stream_dtype(make.dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -248,25 +254,53 @@ class Embedding(nnx.Module):
         """
         if self.is_matrix:
             # The weight is W [D, V], perhaps in a layout that only its layer operations `ops` can read: column v is the
-            # vector of token v. `columns` returns them as rows [T, D]; `matrix` is (D, V), whatever that layout is.
-            hidden_size, _ = self.weight.matrix
-            rows = self.weight.ops.columns(stored_matrix(self.weight), token_ids, hidden_size)
+            # vector of token v. `columns` returns them as rows [T, D], whatever that layout is.
+            rows = self.weight.ops.columns(stored_matrix(self.weight), token_ids, self.hidden_size)
         elif isinstance(matrix := stored_matrix(self.weight, self.scales), ScaledMatrix):
-            rows = scaled_columns(matrix, token_ids)
+            rows = scaled_columns(matrix, token_ids)[:, : self.hidden_size]
+        elif self.cut_on is not None:
+            rows = _rows_over_devices(self.weight[...], token_ids, self.hidden_size, self.cut_on)
         else:
-            rows = jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
+            rows = _rows(self.weight[...], token_ids)[:, : self.hidden_size]
         return rows.astype(self.stream_dtype)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Return the scores of all rows of the table, padding included, in float32."""
         if self.is_matrix:
             return _product(x_RD, self)
+        x_RD = jnp.pad(x_RD, ((0, 0), (0, self.num_columns - self.hidden_size)))
         if isinstance(matrix := stored_matrix(self.weight, self.scales), ScaledMatrix):
             return scaled_product(x_RD, matrix)
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
 
 
+def _rows_over_devices(
+    table: Float[Array, "V C"], ids: Int[Array, " T"], num_columns: int, mesh: Mesh
+) -> Float[Array, "T D"]:
+    """Return the first columns of the rows `ids` of a table whose rows are spread over the devices of a mesh.
+
+    Each device looks up the ids that it has, and the others are zeros in its share of the sum. XLA would add up whole
+    rows, and cut them then. A lookup of a part of each row would be a loop over ids on a TPU.
+    """
+
+    def rows_here(table: Float[Array, "W C"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        ids_here = ids - jax.lax.axis_index(TENSOR_AXIS) * table.shape[0]
+        is_here = (ids_here >= 0) & (ids_here < table.shape[0])
+        rows = _rows(table, jnp.where(is_here, ids_here, 0))[:, :num_columns]
+        return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR_AXIS)
+
+    specs = PartitionSpec(TENSOR_AXIS), PartitionSpec()
+    summed = jax.shard_map(rows_here, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    rows: Array = summed(table, ids)
+    return rows
+
+
 def _rows(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """Return the rows `ids` of the table."""
+    return jax.lax.platform_dependent(table, ids, cpu=_rows_by_bits, default=_rows_as_stored)
+
+
+def _rows_as_stored(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
     return table[ids]
 
 
@@ -276,7 +310,7 @@ def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Ar
     XLA on a CPU converts a whole bfloat16 table to float32 before it looks up a row, and does not convert integers.
     """
     if table.dtype != jnp.bfloat16:
-        return _rows(table, ids)
+        return _rows_as_stored(table, ids)
     # The barrier keeps XLA from moving a conversion of the whole table in front of the loop that decodes tokens.
     table, ids = jax.lax.optimization_barrier((table, ids))
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)

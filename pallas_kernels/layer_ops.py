@@ -193,11 +193,15 @@ class LayerOps:
     ) -> Float[Array, "C N"]:
         """Return the product of each row with its expert's matrix, of `num_out` columns; see `grouped_product`."""
         assert not isinstance(weight, CodedMatrix), "bytes of codes are read by native code alone"
-        return grouped_product(rows, weight, sizes)
+        return grouped_product(rows, weight, sizes)[:, :num_out]
 
     def expert_columns(self, num_out: int) -> int:
         """Return how many columns the matrices of experts with `num_out` columns are padded to."""
         return num_out
+
+    def table_columns(self, hidden_size: int) -> int:
+        """Return how many columns an embedding table, whose rows are vectors of this size, is padded to."""
+        return hidden_size
 
     def expert_share(self, num_experts: int, width: int, num_devices: int, *, is_by_expert: bool) -> tuple[int, int]:
         """Return how many experts are stored, and their inner width, both with what pads them.
@@ -210,7 +214,7 @@ class LayerOps:
 
     def experts_shape(self, num_experts: int, num_in: int, num_out: int, dtype: DTypeLike) -> tuple[int, ...]:
         """Return the shape of the array that stores the matrices W [num_in, num_out] of experts."""
-        return num_experts, num_in, num_out
+        return num_experts, num_in, self.expert_columns(num_out)
 
     def choice_values(self, hidden: int, inner: int) -> int:
         """Return an estimate of how many values a program holds at once for each choice of an expert.

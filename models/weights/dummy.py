@@ -76,8 +76,13 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
         return jax.jit(make, out_shardings=leaf.sharding)()
     # Numbers are drawn in the shape that a checkpoint has, so that they do not depend on how a backend stores a matrix:
-    # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table [V, D] as it is.
-    shape = metadata["matrix"][::-1] if "matrix" in metadata else metadata.get("table", leaf.shape)
+    # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table as [V, D], which zeros pad.
+    if "matrix" in metadata:
+        shape, padding = metadata["matrix"][::-1], 0
+    else:
+        num_rows, num_columns = metadata.get("table", leaf.shape)
+        shape = num_rows, true_size(metadata["columns"])
+        padding = num_columns - shape[1]
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
     codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
     is_scales = metadata.get("is_scales", False)
@@ -86,9 +91,9 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
         storage = _Storage(leaf.shape, leaf.dtype, ops, codes=codes, held=held, is_scales=is_scales)
         return _maker_of_experts(_layout_of(metadata), storage, leaf.sharding)(key)
     if "held" in metadata:
-        return _maker_of_codes(shape, leaf.shape, metadata["held"], leaf.sharding, is_scales=is_scales)(key)
+        return _maker_of_codes(shape, padding, leaf.shape, metadata["held"], leaf.sharding, is_scales=is_scales)(key)
     ops = metadata["ops"] if "matrix" in metadata else None
-    return _maker(shape, leaf.dtype, ops, leaf.sharding, codes)(key)
+    return _maker(shape, padding, leaf.dtype, ops, leaf.sharding, codes)(key)
 
 
 def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
@@ -107,18 +112,21 @@ def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
 @lru_cache(maxsize=64)
 def _maker(
     shape: tuple[int, ...],
+    padding: int,
     dtype: Any,
     ops: LayerOps | None,
     sharding: jax.sharding.Sharding,
     codes: tuple[CodeParts, str] | None,
 ) -> Callable[[jax.Array], jax.Array]:
     """Return a jitted function from a random key to a weight; weights with equal arguments share one program."""
-    return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops, codes=codes), out_shardings=sharding)
+    make = partial(_random, shape=shape, padding=padding, dtype=dtype, ops=ops, codes=codes)
+    return jax.jit(make, out_shardings=sharding)
 
 
 @lru_cache(maxsize=64)
 def _maker_of_codes(
     shape: tuple[int, ...],
+    padding: int,
     stored_shape: tuple[int, ...],
     held: HeldCodes,
     sharding: jax.sharding.Sharding,
@@ -128,7 +136,7 @@ def _maker_of_codes(
     """Return a jitted function from a random key to the codes or the scales of a matrix that is kept as both."""
 
     def make(key: jax.Array) -> jax.Array:
-        codes, scales = quantized_rows(_random_numbers(key, shape), held)
+        codes, scales = quantized_rows(_random_numbers(key, shape, padding), held)
         return held.arrays.stored(scales if is_scales else codes, stored_shape)
 
     return jax.jit(make, out_shardings=sharding)
@@ -138,15 +146,17 @@ def _random(
     key: jax.Array,
     *,
     shape: tuple[int, ...],
+    padding: int,
     dtype: Any,
     ops: LayerOps | None,
     codes: tuple[CodeParts, str] | None,
 ) -> jax.Array:
     """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
 
-    With `codes`, the formats of its columns and the dtype that these are decoded to, it is stored as codes.
+    `padding` zeros follow each row of a table. With `codes`, the formats of its columns and the dtype that these are
+    decoded to, it is stored as codes.
     """
-    numbers = _random_numbers(key, shape)
+    numbers = _random_numbers(key, shape, padding)
     if codes is not None:
         assert ops is not None
         return ops.store_codes(numbers.astype(jnp.bfloat16), *codes)
@@ -225,8 +235,8 @@ def _placed(values: jax.Array, runs: tuple[Run, ...], size: int, axis: int) -> j
     return out
 
 
-def _random_numbers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return random numbers of the `shape` [out, in], float32.
+def _random_numbers(key: jax.Array, shape: tuple[int, ...], padding: int = 0) -> jax.Array:
+    """Return random numbers of the `shape` [out, in], float32, and behind each row `padding` zeros.
 
     A random byte b gives the odd integer 2 b − 255, from −255 to 255. Integers are multiplied by the power of two that
     is nearest, in its exponent, to 1 ÷ (STANDARD_DEVIATION × √in). So bfloat16 holds the values exactly, and their
@@ -235,4 +245,4 @@ def _random_numbers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
-    return odd * 2.0**exponent
+    return jnp.pad(odd * 2.0**exponent, ((0, 0), (0, padding)))

@@ -1,9 +1,9 @@
 """Runs one engine after another over virtual devices of a CPU, and prints as JSON what each has drawn.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
-        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE[e]…
+        python -m tests.jpaged.mesh_engine DIRECTORY BUCKETS KV_CACHE_DTYPE TENSOR_PARALLEL_SIZE[e][t]…
 
-An e stands for whole experts on each device.
+An e stands for whole experts on each device, and a t for weights that are stored as on TPUs.
 BUCKETS are `make_buckets`, or fewer, which take less time to compile: `fewest_buckets` or `one_mode`.
 The requests are the same for each: greedy and drawn samples, logprobs, penalties, structured output, a fork and beams,
 with prompts in chunks beside each other, sequences that lose their pages by swap and by recompute, and a prompt that
@@ -21,6 +21,8 @@ import jax
 from safetensors.numpy import load_file
 
 from jpaged import BeamSearchParams, Engine, SamplingParams
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.scheduling.buckets import make_buckets
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.step import step_sizes
@@ -81,8 +83,10 @@ def main() -> None:
     step_sizes.make_buckets = BUCKETS[sys.argv[2]]
     tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
     for size in sys.argv[4:]:
-        num_devices = int(size.removesuffix("e"))
-        devices: dict[str, Any] = {"enable_expert_parallel": size.endswith("e"), "tensor_parallel_size": num_devices}
+        num_devices = int(size.rstrip("et"))
+        devices: dict[str, Any] = {"enable_expert_parallel": "e" in size, "tensor_parallel_size": num_devices}
+        if "t" in size:
+            devices["attention_backend"], XlaBackend.layer_ops = "xla", TPU_OPS
         if num_devices == 2:  # A mesh of the caller's own devices.
             devices["tensor_parallel_size"] = None
             devices["mesh"] = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])

@@ -51,8 +51,10 @@ def process(*arguments: str, num_devices: int = 8, num_threads: int = 16, given:
 
 
 def run(directory: Path, buckets: str, kv_cache_dtype: str, *sizes: int | str) -> list[dict[str, Any]]:
-    """Return what engines over so many devices drew with these buckets and pages; an e stands for whole experts on
-    each."""
+    """Return what engines over so many devices drew with these buckets and pages.
+
+    An e stands for whole experts on each, and a t for weights that are stored as on TPUs.
+    """
     arguments = "-m", "tests.jpaged.mesh_engine", str(directory), buckets, kv_cache_dtype, *map(str, sizes)
     return [json.loads(line) for line in process(*arguments).splitlines()]
 
@@ -231,6 +233,7 @@ MADE |= {"mixtral": random_mixtral}
             pytest.param(name, (1, 2, "2e", 8, "8e"), "one_mode", "auto", id=f"{name}-all", marks=pytest.mark.slow)
             for name in ("gpt_oss", "qwen2_moe")
         ),
+        pytest.param("gpt_oss", ("1t", "8t"), "one_mode", "auto", id="gpt_oss-weights of TPUs", marks=pytest.mark.slow),
         *(
             pytest.param("three_kv_heads", (1, 2, 8), "one_mode", dtype, id=f"pages-{dtype}", marks=pytest.mark.slow)
             for dtype in ("int8", "fp8")
@@ -246,7 +249,7 @@ def test_engines_over_several_devices_draw_the_same_tokens(
     whole, *spread = run(directory, buckets, kv_cache_dtype, *sizes)
     num_kv_heads = read_config(directory).num_kv_heads
     for size, found in zip(sizes[1:], spread, strict=True):
-        num_devices = int(str(size).removesuffix("e"))
+        num_devices = int(str(size).rstrip("et"))
         assert found.pop("first") == (6 if num_devices == 2 else 0), "the devices of the caller's mesh, or the first"
         assert found.pop("planned") == found["held"], "bytes of weights and of pages on a device"
         (weights, pages), (all_weights, all_pages) = found.pop("held"), whole["held"]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels.layer_ops import LayerOps
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 
 from .check_scripts import Script
 
@@ -35,6 +36,11 @@ def error(script: Script, ops: LayerOps) -> float:
 @pytest.mark.slow
 def test_wrong_weights_are_more_than_is_forgiven(script: Script) -> None:
     assert error(script, Unweighted()) > 5 * script("device_checks.experts_check").MOST_ERROR
+
+
+@pytest.mark.slow
+def test_columns_that_pad_experts_on_a_tpu_may_hold_anything(script: Script) -> None:
+    assert error(script, TPU_OPS) < script("device_checks.experts_check").MOST_ERROR
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from ...checks import one_line
 from ...models.config.spec import ModelSpec
 from ...pallas_kernels.code_formats import CodedMatrix, CodeFormat, decode
 from ...pallas_kernels.kept_files import hash_of_folder
-from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from ...pallas_kernels.layer_ops import LayerOps
 from ...pallas_kernels.ragged_paged_attention.interface import (
     AttentionShape,
     Backend,
@@ -100,7 +100,7 @@ def find_failure(
             logger.warning(EACH_START, backend.name, problem)
         with _watchdog(backend):
             error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
-        if backend.layer_ops != XLA_OPS:
+        if backend.layer_ops.columns_of_codes is not None:  # Native code; other products are plain XLA.
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, device))
             if formats:
                 error = max(error, codes_error(backend.layer_ops, formats, dtype, device))

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ...tpu_ops import TPU_OPS
 from ..interface import AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
 from ..kv_scales import QUANTIZED_DTYPES, kv_cache_dtype, quantize
 from .decode import decode_attention, decode_vmem_bytes
@@ -110,6 +111,7 @@ class TpuBackend(Backend):
     # Page tables lie in a core's scalar memory of 1 MiB; beside its page numbers a row takes its lengths, and its share
     # of the plan of prefill's tiles.
     page_table_limit = PageTableLimit(max_entries=255_000, row_entries=8)
+    layer_ops = TPU_OPS
     tuned_table = "tpu.json"
     check_guard = CheckGuard.WATCHDOG
 

@@ -13,6 +13,7 @@ from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.weights.loading import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.startup.experts import check_has_mesh, experts_note, with_spread_experts
 
 from ..tiny_model import CONFIG
@@ -50,9 +51,15 @@ def test_whole_experts_are_refused_without_experts_and_on_one_device():
     ("config", "ops", "devices", "words"),
     [
         (SPARSE, NATIVE_OPS, ["cpu"], "products by native code"),
-        (SPARSE, XLA_OPS, ["tpu"], "products by ragged_dot"),
+        (SPARSE, TPU_OPS, ["tpu"], "products by ragged_dot"),
         (SPARSE, XLA_OPS, ["gpu"] * 7, "each cut over 7 devices; products by tiles of rows in plain XLA"),
-        (SPARSE, XLA_OPS, ["tpu"] * 8, "each cut over 8 devices (24 columns for 21); products by ragged_dot"),
+        (
+            SPARSE,
+            XLA_OPS,
+            ["gpu"] * 8,
+            "each cut over 8 devices (24 columns for 21); products by tiles of rows in plain XLA",
+        ),
+        (SPARSE, TPU_OPS, ["tpu"] * 8, "each cut over 8 devices (512 columns for 21); products by ragged_dot"),
         (
             replace(SPARSE, spreads_experts=True),
             XLA_OPS,
@@ -60,7 +67,7 @@ def test_whole_experts_are_refused_without_experts_and_on_one_device():
             "8 on each of 8 devices, whole (64 stored for 60); products by tiles of rows in plain XLA",
         ),
     ],
-    ids=["native", "ragged", "cut", "padded", "whole"],
+    ids=["native", "ragged", "cut", "padded", "in tiles", "whole"],
 )
 def test_the_start_says_how_experts_are_spread_and_what_multiplies(config, ops, devices, words):
     layers = DENSE.num_layers

@@ -28,6 +28,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVSh
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh
 
 from ...paged_steps import metadata, nan_cache
@@ -52,12 +53,21 @@ SLOW = {
 }  # fmt: skip
 """Further models of families with experts: one of each is for every run."""
 FAST_XLA = ("gemma3", "gpt2", "gpt_oss", "llama")
+TPU_FOLDERS = {"gpt2", "gpt_oss", "llama_tied", "qwen2_moe"}
+"""Models whose weights are compared as TPUs store them: their widths, 32 and 64, are padded to 128 columns."""
 
 
-BACKENDS = {
-    "native": NativeBackend(),
-    "xla": XlaBackend(Tiles(kv_splits=8, decode_keys=32, queries=16, prefill_keys=16, shared_rows=8)),
-}
+class StoresForTpus(XlaBackend):
+    """Plain XLA with the layer operations of TPUs."""
+
+    layer_ops = TPU_OPS
+
+
+TILES = Tiles(kv_splits=8, decode_keys=32, queries=16, prefill_keys=16, shared_rows=8)
+BACKENDS = {"native": NativeBackend(), "xla": XlaBackend(TILES), "weights of TPUs": StoresForTpus(TILES)}
+COMPARED = {"native": {path.name for path in FOLDERS}, "xla": XLA_FOLDERS, "weights of TPUs": TPU_FOLDERS}
+FAST = {"native": COMPARED["native"] - SLOW, "xla": FAST_XLA, "weights of TPUs": {"gpt_oss"}}
+"""Backend → the folders of every run."""
 
 
 def open_family(directory: Path, backend: Backend) -> tuple[DecoderConfig, Weights]:
@@ -117,11 +127,11 @@ def chunked_logits(
             path,
             backend,
             id=f"{path.name}, {name}",
-            marks=[pytest.mark.slow] * (path.name in SLOW or (name == "xla" and path.name not in FAST_XLA)),
+            marks=[pytest.mark.slow] * (path.name not in FAST[name]),
         )
         for path in FOLDERS
         for name, backend in BACKENDS.items()
-        if name == "native" or path.name in XLA_FOLDERS
+        if path.name in COMPARED[name]
     ],
 )
 def test_logits_are_those_of_transformers(directory: Path, backend: Backend) -> None:

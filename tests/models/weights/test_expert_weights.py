@@ -39,6 +39,7 @@ from jpaged.models.weights.saving import _rows_of, _Stored, save_checkpoint
 from jpaged.pallas_kernels.code_formats import decode, int8_format, quantize
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh, sharding_of
 
 from ...expert_models import write_model
@@ -135,6 +136,9 @@ PLACES: dict[str, tuple[LayerOps, int, dict[str, Any]]] = {
     "native in bfloat16": (NATIVE_OPS, 1, {"dtype": "bfloat16"}),
     "a part of each on 4 devices": (XLA_OPS, 4, {}),
     "whole ones on 2 devices": (XLA_OPS, 2, {"is_by_expert": True}),
+    "a TPU": (TPU_OPS, 1, {}),
+    "a part of each on 4 TPUs": (TPU_OPS, 4, {}),
+    "whole ones on 2 TPUs": (TPU_OPS, 2, {"is_by_expert": True}),
 }
 FORMS: dict[str, tuple[dict[str, Source], Callable[[Numbers], dict[str, np.ndarray]]]] = {
     "by expert": (BY_EXPERT, tensors_by_expert),
@@ -250,7 +254,11 @@ def decoded_rows(leaf: Any, scales: Any = None) -> np.ndarray:
 @pytest.mark.parametrize(
     "family", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("Mixtral", "Qwen2Moe")), "GptOss"]
 )
-@pytest.mark.parametrize(("ops", "dtype"), [(NATIVE_OPS, "bfloat16"), (XLA_OPS, "float32")], ids=["native", "XLA"])
+@pytest.mark.parametrize(
+    ("ops", "dtype"),
+    [(NATIVE_OPS, "bfloat16"), (XLA_OPS, "float32"), (TPU_OPS, "bfloat16")],
+    ids=["native", "XLA", "TPU"],
+)
 def test_a_saved_model_has_the_tensors_that_it_was_loaded_from(tmp_path: Path, family: str, ops: LayerOps, dtype: str):
     """Routers are float32 in memory, and saved so; all other tensors have the dtype of the run."""
     _, tensors = write_model(tmp_path, family, ml_dtypes.bfloat16)
@@ -286,7 +294,10 @@ def test_experts_are_quantized_at_load_each_as_a_matrix_of_its_own(tmp_path: Pat
 
 
 def test_codes_of_gpt_oss_are_kept_and_stand_for_the_numbers_of_its_format(tmp_path: Path):
-    """Each byte has two neighbouring inputs, the first in its lower half; 32 share a power of two."""
+    """Each byte has two neighbouring inputs, the first in its lower half; 32 share a power of two.
+
+    What pads inputs and outputs, on a TPU, is zero.
+    """
     content, tensors = write_model(tmp_path, "GptOss", ml_dtypes.bfloat16)
     random, numbers = np.random.default_rng(2), dict[str, np.ndarray]()
     values_of_codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -302,7 +313,7 @@ def test_codes_of_gpt_oss_are_kept_and_stand_for_the_numbers_of_its_format(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": quantization}))
     config, checkpoint = open_checkpoint(tmp_path)
     kept = stored_formats(checkpoint)
-    for ops, formats in ((XLA_OPS, ()), (XLA_OPS, kept), (NATIVE_OPS, kept)):
+    for ops, formats in ((XLA_OPS, ()), (XLA_OPS, kept), (NATIVE_OPS, kept), (TPU_OPS, kept)):
         abstract = abstract_weights(config, "float32", MESH, ops, formats)
         check_tensors(abstract, config, checkpoint)
         leaves = dict(nnx.to_flat_state(load_weights(abstract, config, checkpoint).state))
@@ -313,9 +324,11 @@ def test_codes_of_gpt_oss_are_kept_and_stand_for_the_numbers_of_its_format(tmp_p
             gates_and_ups = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
             apart = np.concatenate([gates_and_ups[:, ::2], gates_and_ups[:, 1::2]], axis=1)
             scales = [leaves.get((*experts, name, "scales")) for name in ("gate_up_proj", "down_proj")]
-            np.testing.assert_array_equal(decoded_rows(gate_up, scales[0]), apart.reshape(-1, 64))
-            downs = numbers[f"model.layers.{layer}.mlp.experts.down_proj"]
-            np.testing.assert_array_equal(decoded_rows(down, scales[1]), downs.reshape(-1, 32))
+            found = decoded_rows(gate_up, scales[0]).reshape(3, 2, -1, 64)
+            np.testing.assert_array_equal(found[:, :, :32], apart.reshape(3, 2, 32, 64))
+            downs = decoded_rows(down, scales[1]).reshape(3, -1, down.matrix[0])
+            np.testing.assert_array_equal(downs[:, :64, :32], numbers[f"model.layers.{layer}.mlp.experts.down_proj"])
+            assert not any(padding.any() for padding in (found[:, :, 32:], downs[:, 64:], downs[:, :, 32:]))
 
 
 def test_blocks_of_gpt_oss_without_their_scales_are_refused(tmp_path: Path):

@@ -23,6 +23,8 @@ from jpaged.models.weights.loading import Weights, abstract_weights, load_weight
 from jpaged.models.weights.saving import save_checkpoint
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh
 
 from ... import quick_compile
@@ -59,7 +61,11 @@ def check_equal(made: Weights, loaded: Weights) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe_some_dense_window", "gpt_oss"]
 )
-@pytest.mark.parametrize(("ops", "dtype"), [(XLA_OPS, "float32"), (NATIVE_OPS, "bfloat16")], ids=["xla", "native"])
+@pytest.mark.parametrize(
+    ("ops", "dtype"),
+    [(XLA_OPS, "float32"), (NATIVE_OPS, "bfloat16"), (TPU_OPS, "float32")],
+    ids=["xla", "native", "tpu"],
+)
 def test_a_tree_becomes_what_is_loaded_in_the_memory_of_the_old_weights(name: str, ops: LayerOps, dtype: str) -> None:
     """Layers and experts are apart, or together in one array each or in one for both; some layers have no experts."""
     live, loaded = live_and_loaded(name, ops, dtype)
@@ -97,7 +103,7 @@ def test_programs_are_as_many_for_each_number_of_experts_and_take_the_tensors_of
 @pytest.mark.parametrize(
     "quantization", ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "int4"))]
 )
-@pytest.mark.parametrize("ops", [XLA_OPS, NATIVE_OPS], ids=["xla", "native"])
+@pytest.mark.parametrize("ops", [XLA_OPS, NATIVE_OPS, TPU_OPS], ids=["xla", "native", "tpu"])
 def test_experts_are_quantized_to_the_codes_that_loading_makes(ops: LayerOps, quantization: str) -> None:
     """The inner width is one that bytes of native code have."""
     config, _ = open_checkpoint(GOLDEN / "mixtral")
@@ -158,12 +164,20 @@ def test_routers_stay_float32_whatever_dtype_a_tree_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "quantization"), [pytest.param("xla", "int8", marks=pytest.mark.slow), ("native", "none")]
+    ("backend", "quantization", "ops"),
+    [
+        pytest.param("xla", "int8", XLA_OPS, marks=pytest.mark.slow),
+        ("native", "none", NATIVE_OPS),
+        pytest.param("xla", "none", TPU_OPS, marks=pytest.mark.slow),
+    ],
+    ids=["xla", "native", "tpu"],
 )
 def test_an_engine_takes_trees_of_experts_sleeps_and_saves_them(
-    backend: str, quantization: str, tmp_path: Path
+    backend: str, quantization: str, ops: LayerOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees by expert, of transformers' module with layers stacked, and of the engine's own weights give its tokens."""
+    if backend == "xla":
+        monkeypatch.setattr(XlaBackend, "layer_ops", ops)
     options: dict[str, Any] = SIZES | {
         "max_model_len": 64, "attention_backend": backend, "quantization": quantization, "skip_tokenizer_init": True,
     }  # fmt: skip

@@ -15,6 +15,7 @@ from jpaged.models.weights.live_weights import LiveWeights
 from jpaged.models.weights.loading import abstract_weights, load_weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "families"
@@ -72,6 +73,7 @@ def compiled(live: LiveWeights):
         (XLA_OPS, "float32"),
         (NATIVE_OPS, "bfloat16"),
         pytest.param(NATIVE_OPS, "float32", marks=pytest.mark.slow),
+        pytest.param(TPU_OPS, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_tree_in_any_layout_becomes_what_is_loaded_from_the_checkpoint(name, ops, dtype):
