@@ -14,6 +14,9 @@ from jaxtyping import Array, Int
 from ..sampling.sampler import SampledRows
 from .jax_settings import engine_settings
 
+MAX_PENDING = 64
+"""Steps whose counts of experts' tokens wait to be added up, unless the sums are read before."""
+
 
 @dataclass(frozen=True)
 class StepOutputs:
@@ -58,13 +61,15 @@ class ExpertTokens:
         self._pending = deque[Array]()
         """Counts of steps that are not in `_total` yet, oldest first."""
         self._lock = threading.Lock()
-        """Held while arrays that are done move from `_pending` to `_total`, never while a thread waits for a device."""
+        """Held while `_pending` and `_total` change, never while a thread waits for a device."""
 
     def add(self, counts: Int[Array, "L E"]) -> None:
         """Add the counts of a step that has been dispatched, once the device is done with it. Does not wait."""
         counts.copy_to_host_async()
-        self._pending.append(counts)
-        self._add_pending()
+        with self._lock:
+            self._pending.append(counts)
+        if len(self._pending) >= MAX_PENDING:
+            self._add_pending()
 
     def of_ended_steps(self) -> Int[np.ndarray, "L E"]:
         """Return the sums, int64, over the steps that the device is done with. Does not wait."""
@@ -72,7 +77,9 @@ class ExpertTokens:
 
     def of_all_steps(self) -> Int[np.ndarray, "L E"]:
         """Return the sums, int64, over all dispatched steps. Waits for those that the device still computes."""
-        for counts in tuple(self._pending):
+        with self._lock:
+            pending = tuple(self._pending)
+        for counts in pending:
             with suppress(RuntimeError):  # The failure of a step is raised where its tokens are read.
                 counts.block_until_ready()
         return self._add_pending()
