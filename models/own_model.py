@@ -59,12 +59,12 @@ class OwnModel:
         layer = self.spec.layers[0]
         return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.spec.vocab_size)
 
-    def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS) -> ModelSpec:
+    def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS, itemsize: int = 2) -> ModelSpec:
         """Return the spec with the number of heads that one of `num_shards` devices has in each layer.
 
-        `ops` change nothing of it: how many values a program holds is what the module's spec says. Raises
-        ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`. Query heads
-        are a multiple of the KV heads, so they need no check.
+        `ops` and `itemsize` change nothing of it: how many values a program holds is what the module's spec says.
+        Raises ModelLoadError if the KV heads of a layer, or the vocabulary, are not a multiple of `num_shards`. Query
+        heads are a multiple of the KV heads, so they need no check.
         """
         counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.spec.vocab_size]}
         for what, numbers in counts.items():

@@ -373,7 +373,7 @@ def main() -> None:
     from jpaged.sampling.sampler import SampleSettings
     from jpaged.sampling.sampling_params import SampleMode
     from jpaged.startup.abstract_engine import AbstractEngine
-    from jpaged.startup.sizing.step_memory import estimated_program_bytes
+    from jpaged.startup.sizing.step_memory import activation_bytes, estimated_program_bytes
     from jpaged.step.step_sizes import StepSizes
 
     large = LLAMA_70B if args.quantization and num_devices > 1 else LLAMA_8B
@@ -396,8 +396,9 @@ def main() -> None:
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     found |= {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
-    on_chip = model.spec_on_chip(num_devices, backend.layer_ops)
-    found["kept"] = estimated_program_bytes(on_chip, 4 if target == "cpu" else 2, num_tokens, num_seqs)
+    itemsize = activation_bytes(dtype, on_cpu=target == "cpu")
+    on_chip = model.spec_on_chip(num_devices, backend.layer_ops, itemsize)
+    found["kept"] = estimated_program_bytes(on_chip, itemsize, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     formats = formats_of(args.quantization, tensor_shapes(model, mesh)) if args.quantization else ()
     settings = SampleSettings(max_logprobs=20)

@@ -278,6 +278,17 @@ def test_a_layer_of_experts_holds_what_its_choices_need(name, num_devices, optio
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v6e", "h100"])
+def test_a_prompt_of_experts_takes_what_is_kept_and_at_least_three_quarters_of_it(chip):
+    """A step of the default size, whose rows of choices are most of what it takes."""
+    config = ROOT / "tests" / "public_configs" / "mistralai__Mixtral-8x7B-v0.1.json"
+    options = "bfloat16", "1", "--config", str(config), "--pages", "100", "--tokens", "8192"
+    steps = output_of("compile_step.py", chip, 1, *options)
+    (needed,) = [found["own"] for name, (found,) in steps["steps"].items() if name == "forward 8192"]
+    assert 0.75 * steps["kept"] < needed < steps["kept"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", dict(EXPERTS))
 def test_a_layer_of_experts_on_a_cpu_holds_what_its_choices_need(name):
     """Native code is one custom call of XLA: what it keeps between its phases has rows for choices, not for all

@@ -46,7 +46,7 @@ from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention.choice import attention_shape, block_size_of
 from .sizing.layer_groups import LayerGroups, group_layers
-from .sizing.step_memory import measured_bytes
+from .sizing.step_memory import activation_bytes, measured_bytes
 
 logger = logging.getLogger("jpaged")
 
@@ -114,8 +114,8 @@ class AbstractEngine:
         """Return the bytes that measuring the scales of pages takes beside weights; 0 for pages without scales."""
         if not is_quantized(jnp.dtype(kv_dtype)):
             return 0
-        itemsize = 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
-        on_chip = self.model.spec_on_chip(self.num_chips, self.backend.layer_ops)
+        itemsize = activation_bytes(dtype, on_cpu=self.platform == "cpu")
+        on_chip = self.model.spec_on_chip(self.num_chips, self.backend.layer_ops, itemsize)
         return measured_bytes(on_chip, itemsize, NUM_PARTS * PART_TOKENS)
 
     def builder(self, sizes: StepSizes) -> StepInputBuilder:

@@ -36,6 +36,7 @@ from .caches import compilation_cache
 from .open_model import ModelHandle
 from .sizing.host_memory import free_host_bytes, num_host_cores
 from .sizing.sizes import Demand, EngineSizes, FreeMemory, chosen_dtypes, num_decode_steps, size_engine
+from .sizing.step_memory import activation_bytes
 from .warmup import warmup_keys
 
 logger = logging.getLogger("jpaged")
@@ -85,7 +86,7 @@ def prepare_engine(
     files do not have its tensors.
     """
     # `on_chip` has the heads and activations of one device, as all sizes here are counted per device.
-    device, on_chip = devices[0], handle.config.spec_on_chip(len(devices), backend.layer_ops)
+    device, on_chip = devices[0], handle.config.spec_on_chip(len(devices))
     processors = config.logits_processors
     check_processors(processors, on_chip.vocab_size)
     mesh, formats = device_mesh(list(devices)), stored_formats(handle.checkpoint)
@@ -108,6 +109,8 @@ def prepare_engine(
         steps = engine.num_decode_steps
         reason = "a loop of steps would convert each matrix with scales of groups in front of its product"
         logger.info("num_decode_steps: %s; on a GPU %s", steps, reason)
+    itemsize = activation_bytes(dtype, on_cpu=device.platform == "cpu")
+    on_chip = handle.config.spec_on_chip(len(devices), backend.layer_ops, itemsize)
     sizes = size_engine(config, on_chip, engine, free, demands)
     # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))

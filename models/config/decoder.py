@@ -99,18 +99,19 @@ class DecoderConfig:
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
-    def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS) -> ModelSpec:
+    def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS, itemsize: int = 2) -> ModelSpec:
         """Return the model's spec as one of `num_shards` devices sees it, if `ops` compute its layers.
 
-        Heads and `activation_width` are those of one device: its share of the query heads, of the KV heads and of the
-        MLP columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3 KV heads on
-        2 devices are padded to 12 and 4, so one device has 6 and 2.
+        `itemsize` is the bytes of an activation; both are for the estimates of what experts take. Heads and
+        `activation_width` are those of one device: its share of the query heads, of the KV heads and of the MLP
+        columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3 KV heads on 2
+        devices are padded to 12 and 4, so one device has 6 and 2.
         """
         shares = self.shares(num_shards)
         num_kv_heads = shares.stored_kv_heads // num_shards
         num_heads = num_kv_heads * shares.group_size
         layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
-        width = self._activation_width(num_shards, num_heads, ops)
+        width = self._activation_width(num_shards, num_heads, ops, itemsize)
         # XLA on a GPU sums over devices in float32, so each value of such a sum takes the memory of two 16-bit values.
         reduction_width = 2 * self.hidden_size if num_shards > 1 else 0
         return replace(
@@ -120,27 +121,29 @@ class DecoderConfig:
             program_values=self._expert_values(num_shards, ops),
         )
 
-    def _activation_width(self, num_shards: int, num_heads: int, ops: LayerOps) -> int:
+    def _activation_width(self, num_shards: int, num_heads: int, ops: LayerOps, itemsize: int) -> int:
         """Return an estimate of how many values per token a forward program holds at once on one device.
 
         `num_shards` counts the devices, and `num_heads` are the query heads of one. The factors 4, 3 and 2 estimate how
-        many arrays of each width, of the model, the MLP and all query heads, are alive at the same time.
+        many arrays of each width, of the model, the MLP and all query heads, are alive at the same time. Experts take
+        so much more than heads that these are no longer alive beside them.
         """
-        return 4 * self.hidden_size + self._mlp_width(num_shards, ops) + 2 * num_heads * self.head_size
+        of_heads, of_mlp = 2 * num_heads * self.head_size, 3 * self.shares(num_shards).stored_inner // num_shards
+        if self.experts is None:
+            return 4 * self.hidden_size + of_mlp + of_heads
+        is_sparse = all(self.experts.sparse_layers)
+        of_layer = max(of_heads if is_sparse else of_heads + of_mlp, self._sparse_width(num_shards, ops, itemsize))
+        return 4 * self.hidden_size + of_layer
 
-    def _mlp_width(self, num_shards: int, ops: LayerOps) -> int:
-        """Return the values per token of the MLP that holds most, of all layers.
+    def _sparse_width(self, num_shards: int, ops: LayerOps, itemsize: int) -> int:
+        """Return the values per token of the experts of a layer, or of the MLP that all tokens take if that has more.
 
         Each of a token's experts has what its MLP reads and gives. A device with whole experts has room for all of a
         token's.
         """
-        dense = 3 * self.shares(num_shards).stored_inner // num_shards
-        if self.experts is None:
-            return dense
-        experts = self.experts
-        shared = 3 * -(-experts.shared_width // num_shards)
-        sparse = experts.num_chosen * ops.choice_values(self.hidden_size, self._expert_inner(num_shards)) + shared
-        return sparse if all(experts.sparse_layers) else max(dense, sparse)
+        assert self.experts is not None, "a model with experts"
+        num_values = ops.choice_values(self.hidden_size, self._expert_inner(num_shards), itemsize)
+        return max(self.experts.num_chosen * num_values, 3 * -(-self.experts.shared_width // num_shards))
 
     def _expert_values(self, num_shards: int, ops: LayerOps) -> int:
         """Return the values that experts take in a program whatever its tokens; 0 without experts."""
@@ -197,7 +200,7 @@ class DecoderConfig:
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             max_context_len=self.max_context_len,
-            activation_width=self._activation_width(1, self.num_heads, XLA_OPS),
+            activation_width=self._activation_width(1, self.num_heads, XLA_OPS, 2),
             program_values=self._expert_values(1, XLA_OPS),
             layers=tuple(AttentionLayer(**heads, window=window) for window in self.windows),
             bos_token_id=self.bos_token_id,

@@ -165,17 +165,17 @@ class NativeOps(LayerOps):
         """See `LayerOps.experts_shape`. The matrices lie side by side as one, each padded to whole panels by zeros."""
         return self.matrix_shape(num_in, num_experts * self.expert_columns(num_out), dtype)
 
-    def choice_values(self, hidden: int, inner: int) -> int:
+    def choice_values(self, hidden: int, inner: int, itemsize: int) -> int:
         """See `LayerOps.choice_values`: packed rows of both products, and results until those of a row are added up.
 
-        They are those of float32 weights; packed rows take half or a third of it with others.
+        They are those of float32 weights, whose packed rows are the largest, and values have 4 bytes.
         """
         return _packed_values(hidden) + _packed_values(inner) + hidden
 
     def expert_values(self, num_experts: int, hidden: int, inner: int) -> int:
         """See `LayerOps.expert_values`: in front of each expert's packed rows some may be left out."""
         num_left_out = multiplier_of(None, hidden, jnp.dtype(jnp.float32)).row_alignment - 1
-        return num_experts * num_left_out * self.choice_values(hidden, inner)
+        return num_experts * num_left_out * self.choice_values(hidden, inner, 4)
 
     def add_experts(
         self,

@@ -8,6 +8,8 @@ import pytest
 from jpaged.models.config.experts import ExpertsConfig
 from jpaged.models.config.shares import Shares
 from jpaged.models.opening.open_checkpoint import read_config
+from jpaged.pallas_kernels.layer_ops import XLA_OPS
+from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 
@@ -79,13 +81,23 @@ def test_a_step_of_experts_is_estimated_by_what_a_tokens_own_experts_hold():
     experts = ExpertsConfig(**shape, sparse_layers=(True,) * dense.num_layers)
     config, hidden = replace(dense, experts=experts), dense.hidden_size
 
-    def mlp_width(config, num_devices):
-        heads, sums = config.spec_on_chip(num_devices).layers[0].num_heads, 0 if num_devices == 1 else 2 * hidden
-        width = config.spec_on_chip(num_devices).activation_width
-        return width - sums - 4 * hidden - 2 * heads * config.head_size
+    def layer_width(config, num_devices, itemsize=2, ops=XLA_OPS):
+        width = config.spec_on_chip(num_devices, ops, itemsize).activation_width
+        return width - 4 * hidden - (0 if num_devices == 1 else 2 * hidden)
 
-    assert mlp_width(config, 1) == 2 * (2 * hidden + 3 * 50) + 3 * 30
-    assert mlp_width(config, 8) == 2 * (2 * hidden + 3 * 7) + 3 * 4
-    assert mlp_width(replace(config, spreads_experts=True), 8) == 2 * (2 * hidden + 3 * 50) + 3 * 4
+    # Rows, results of gate and up in float32, and those of the activation.
+    assert layer_width(config, 1) == 2 * (hidden + (2 * 2 + 1) * 50)
+    assert layer_width(config, 1, itemsize=4) == 2 * (2 * hidden + 2 * 50), "rows twice"
+    shared = replace(config, experts=replace(experts, shared_width=999))
+    assert layer_width(shared, 1) == 3 * 999, "the MLP that all tokens take is computed after the experts"
+    wide = replace(config, experts=replace(experts, width=200))
+    assert layer_width(wide, 1, itemsize=4) == 2 * (hidden + (2 + 1) * 200)
+    assert layer_width(wide, 1, ops=TPU_OPS) == 2 * (hidden + (2 * 2 + 2 + 1) * 200), "results in both dtypes"
+    assert layer_width(config, 8) == 2 * (2 * hidden + 2 * 7)
+    assert layer_width(config, 8, ops=TPU_OPS) == 2 * (2 * 2 * hidden + 7), "two arrays of float32 results"
+    assert layer_width(replace(config, spreads_experts=True), 8) == 2 * (hidden + 5 * 50)
     few = replace(experts, num_chosen=1, width=1, shared_width=0, sparse_layers=(False,) + (True,) * 9)
-    assert mlp_width(replace(config, experts=few, intermediate_size=999), 1) == 3 * 999
+    heads = 2 * dense.num_heads * dense.head_size
+    assert layer_width(replace(config, experts=few, intermediate_size=999), 1) == heads + 3 * 999
+    few = replace(few, sparse_layers=(True,) * 9)
+    assert layer_width(replace(config, experts=few), 1) == max(heads, 2 * hidden + 2)

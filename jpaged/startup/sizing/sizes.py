@@ -20,7 +20,7 @@ from ...scheduling.buckets import deterministic_tokens
 from ...step.step_sizes import StepSizes
 from .layer_groups import group_layers
 from .memory_costs import MemoryCosts
-from .step_memory import estimated_program_bytes, state_bytes
+from .step_memory import activation_bytes, estimated_program_bytes, state_bytes
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB  # Most bytes of pages that a CPU's pool takes by default.
@@ -277,8 +277,7 @@ def _pool(
     """
     page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
     weights_bytes = costs.weights_bytes(sizes.dtype)
-    # A CPU computes in float32 whatever the weights are.
-    itemsize = 4 if free.is_cpu or sizes.dtype == "float32" else 2
+    itemsize = activation_bytes(sizes.dtype, on_cpu=free.is_cpu)
     step_limits = itemsize, sizes.max_num_batched_tokens, sizes.max_num_seqs
     measure_bytes = costs.measure_bytes(sizes.dtype, sizes.kv_cache_dtype)
     program_bytes = max(estimated_program_bytes(model, *step_limits), measure_bytes)

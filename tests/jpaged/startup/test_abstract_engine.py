@@ -72,6 +72,6 @@ def test_a_step_of_experts_takes_what_is_kept_and_at_least_three_quarters_of_it(
     sizes = StepSizes("float32", "float32", 64, 256, 8, 256)
     programs = engine.programs(engine.builder(sizes), num_blocks=9)
     needed = own_bytes(programs.lower["forward", 256]().compile())
-    spec = config.spec_on_chip(1, backend.layer_ops)
+    spec = config.spec_on_chip(1, backend.layer_ops, itemsize=4)
     kept = 4 * (256 * spec.activation_width + spec.program_values)
     assert 0.75 * kept < needed < kept
