@@ -216,11 +216,12 @@ class LayerOps:
         """Return the shape of the array that stores the matrices W [num_in, num_out] of experts."""
         return num_experts, num_in, self.expert_columns(num_out)
 
-    def choice_values(self, hidden: int, inner: int, itemsize: int) -> int:
+    def choice_values(self, hidden: int, inner: int, itemsize: int, *, has_bias: bool = False) -> int:
         """Return an estimate of how many values of `itemsize` bytes a program holds for each choice of an expert.
 
-        The expert's MLP has the widths `hidden` and `inner`. XLA holds most between the two products, the rows, the
-        float32 results of gate and up, and what becomes of them; or before the first one, if `inner` is small.
+        The expert's MLP has the widths `hidden` and `inner`, and `has_bias` says whether its products have biases. XLA
+        holds most between the two products, the rows, the float32 results of gate and up, and what becomes of them; or
+        before the first one, if `inner` is small.
         """
         values_of_float32 = 4 // itemsize
         return max(hidden + (2 * values_of_float32 + 1) * inner, 2 * hidden + 2 * inner)

@@ -29,14 +29,15 @@ class TpuOps(LayerOps):
         num_shards = 1 if is_by_expert else num_devices
         return num_experts, num_shards * _round_up(width // num_shards, LANES // 2)
 
-    def choice_values(self, hidden: int, inner: int, itemsize: int) -> int:
-        """See `LayerOps.choice_values`. Gates and ups of 16 bits are an array beside their float32 results.
+    def choice_values(self, hidden: int, inner: int, itemsize: int, *, has_bias: bool = False) -> int:
+        """See `LayerOps.choice_values`.
 
+        Beside the float32 results of gate and up are their values of 16 bits, and the biases of each row in float32.
         If `inner` is small, a compiled step takes as much as two arrays of float32 results of the second product.
         """
         values_of_float32 = 4 // itemsize
-        values_of_both = values_of_float32 + (1 if itemsize < 4 else 0)
-        return max(hidden + (2 * values_of_both + 1) * inner, 2 * values_of_float32 * hidden + inner)
+        values_of_column = values_of_float32 * (2 if has_bias else 1) + (1 if itemsize < 4 else 0)
+        return max(hidden + (2 * values_of_column + 1) * inner, 2 * values_of_float32 * hidden + inner)
 
     def expert_values(self, num_experts: int, hidden: int, inner: int) -> int:
         """Return 0: no matrix is copied in front of a product."""

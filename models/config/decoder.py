@@ -141,9 +141,11 @@ class DecoderConfig:
         Each of a token's experts has what its MLP reads and gives. A device with whole experts has room for all of a
         token's.
         """
-        assert self.experts is not None, "a model with experts"
-        num_values = ops.choice_values(self.hidden_size, self._expert_inner(num_shards), itemsize)
-        return max(self.experts.num_chosen * num_values, 3 * -(-self.experts.shared_width // num_shards))
+        experts = self.experts
+        assert experts is not None, "a model with experts"
+        inner = self._expert_inner(num_shards)
+        num_values = ops.choice_values(self.hidden_size, inner, itemsize, has_bias=experts.expert_bias)
+        return max(experts.num_chosen * num_values, 3 * -(-experts.shared_width // num_shards))
 
     def _expert_values(self, num_shards: int, ops: LayerOps) -> int:
         """Return the values that experts take in a program whatever its tokens; 0 without experts."""

@@ -165,7 +165,7 @@ class NativeOps(LayerOps):
         """See `LayerOps.experts_shape`. The matrices lie side by side as one, each padded to whole panels by zeros."""
         return self.matrix_shape(num_in, num_experts * self.expert_columns(num_out), dtype)
 
-    def choice_values(self, hidden: int, inner: int, itemsize: int) -> int:
+    def choice_values(self, hidden: int, inner: int, itemsize: int, *, has_bias: bool = False) -> int:
         """See `LayerOps.choice_values`: packed rows of both products, and results until those of a row are added up.
 
         They are those of float32 weights, whose packed rows are the largest, and values have 4 bytes.

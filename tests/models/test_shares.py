@@ -93,6 +93,9 @@ def test_a_step_of_experts_is_estimated_by_what_a_tokens_own_experts_hold():
     wide = replace(config, experts=replace(experts, width=200))
     assert layer_width(wide, 1, itemsize=4) == 2 * (hidden + (2 + 1) * 200)
     assert layer_width(wide, 1, ops=TPU_OPS) == 2 * (hidden + (2 * 2 + 2 + 1) * 200), "results in both dtypes"
+    biased = replace(wide, experts=replace(wide.experts, expert_bias=True))
+    assert layer_width(biased, 1, ops=TPU_OPS) == 2 * (hidden + (2 * 4 + 2 + 1) * 200), "a bias for each row"
+    assert layer_width(biased, 1) == layer_width(wide, 1)
     assert layer_width(config, 8) == 2 * (2 * hidden + 2 * 7)
     assert layer_width(config, 8, ops=TPU_OPS) == 2 * (2 * 2 * hidden + 7), "two arrays of float32 results"
     assert layer_width(replace(config, spreads_experts=True), 8) == 2 * (hidden + 5 * 50)
