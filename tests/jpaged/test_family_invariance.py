@@ -28,14 +28,25 @@ def bits(output: RequestOutput) -> list[Any]:
     return [list(completion.token_ids), [{i: entry.logprob for i, entry in at.items()} for at in completion.logprobs]]
 
 
+BY_XLA = {"attention_backend": "xla", "deterministic": True}
+"""Products of XLA round by the size of the step, which `deterministic` keeps the same."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kv_cache_dtype"), [*((name, "auto") for name in FAMILIES), ("gemma2", "int8"), ("gemma2", "fp8")]
+    ("name", "options"),
+    [
+        *((name, {}) for name in FAMILIES),
+        *(("gemma2", {"kv_cache_dtype": dtype}) for dtype in ("int8", "fp8")),
+        *((name, BY_XLA) for name in ("mixtral", "qwen2_moe")),
+        ("gpt_oss", BY_XLA | {"dtype": "bfloat16"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "native",
 )
-def test_a_request_has_the_same_bits_alone_and_beside_others(name: str, kv_cache_dtype: str) -> None:
+def test_a_request_has_the_same_bits_alone_and_beside_others(name: str, options: dict[str, Any]) -> None:
     tokens = load_file(FOLDERS / name / "golden.safetensors")["tokens"].tolist()
     prompts = [tokens[:length] for length in (37, 5, 48, 1, 22, 30, 11)]
-    with Engine(str(FOLDERS / name), **SIZES, kv_cache_dtype=kv_cache_dtype) as engine:
+    with Engine(str(FOLDERS / name), **(SIZES | options)) as engine:
         alone = [bits(engine.generate([prompt], PARAMS, use_tqdm=False)[0]) for prompt in prompts[:3]]
         together = [bits(output) for output in engine.generate(prompts, PARAMS, use_tqdm=False)]
     assert together[:3] == alone
