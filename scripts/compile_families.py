@@ -18,8 +18,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,22 @@ def write_report(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -
     path.write_text(f'{json.dumps({"date": str(date.today()), **head})[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
-def read_rows(path: Path | None, versions: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the rows of a report by model and chip, each with its date; none without such a file.
+def read_report(
+    path: Path | None, versions: dict[str, str]
+) -> tuple[dict[str, str], dict[tuple[str, str], dict[str, Any]]]:
+    """Return the versions of a report and of these packages, and its rows by model and chip, each with its date.
 
-    Raises ValueError if they were made with other versions than these.
+    Without such a file there are no rows.
+
+    Raises ValueError if they were made with another version of one of these packages.
     """
     if path is None or not path.exists():
-        return {}
+        return versions, {}
     report = json.loads(path.read_text())
-    if versions != report["versions"]:
+    if any(report["versions"].get(name, here) != here for name, here in versions.items()):
         raise ValueError(f"{path}: made with {report['versions']}, here are {versions}: take another file")
-    return {(row["model"], row["chip"]): {"date": report["date"], **row} for row in report["rows"]}
+    rows = {(row["model"], row["chip"]): {"date": report["date"], **row} for row in report["rows"]}
+    return report["versions"] | versions, rows
 
 
 def main() -> int:
@@ -97,8 +103,12 @@ def main() -> int:
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
     parser.add_argument("--output", type=Path, help="write rows here, as JSON; those of other models and chips stay")
     args = parser.parse_args()
-    versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")}
-    rows, num_faults = read_rows(args.output, versions), 0
+    versions: dict[str, str] = {}
+    for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin"):
+        with suppress(PackageNotFoundError):  # Chips of one kind need one of the compilers.
+            versions[name] = version(name)
+    versions, rows = read_report(args.output, versions)
+    num_faults = 0
     for name in args.names:
         for chip in args.chips:
             found = compile_model(CONFIGS / f"{name}.json", chip)

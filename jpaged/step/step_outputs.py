@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from ..sampling.sampler import SampledRows
 from .jax_settings import engine_settings
 
-MAX_PENDING = 64
+MAX_UNADDED_STEPS = 64
 """Steps whose counts of experts' tokens wait to be added up, unless the sums are read before."""
 
 
@@ -68,7 +68,7 @@ class ExpertTokens:
         counts.copy_to_host_async()
         with self._lock:
             self._pending.append(counts)
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= MAX_UNADDED_STEPS:
             self._add_pending()
 
     def of_ended_steps(self) -> Int[np.ndarray, "L E"]:
@@ -87,8 +87,10 @@ class ExpertTokens:
     def _add_pending(self) -> Int[np.ndarray, "L E"]:
         """Add the counts of the steps that are done, in the order of their dispatch, and return a copy of the sums."""
         with self._lock, engine_settings():
-            while self._pending and self._pending[0].is_ready():  # type: ignore[attr-defined]
-                counts = self._pending.popleft()
-                with suppress(RuntimeError):
-                    self._total += np.asarray(counts)
+            while self._pending:
+                with suppress(RuntimeError):  # Counts of a step that fails are lost.
+                    if not self._pending[0].is_ready():  # type: ignore[attr-defined]
+                        break
+                    self._total += np.asarray(self._pending[0])
+                self._pending.popleft()
             return self._total.copy()

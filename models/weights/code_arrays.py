@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from ...pallas_kernels.code_formats import CodeFormat, Codes, are_finite, joined_parts, quantize
 from ...pallas_kernels.scaled_matrix import CodeArrays, code_numbers, group_scales
 from ...sharding import sharding_of
+from ..config.shares import true_size
 from ..errors import ModelLoadError
 from ..formats.checkpoint import rows_among_experts
 from ..recipe import Bounds, Path, Piece, Recipes
@@ -133,7 +134,8 @@ def experts_as_floats(
     if "num_experts" not in metadata or "matrix" not in metadata or not any(stored):
         return None
     names = " and ".join("floats" if code_format is None else code_format.name for code_format in stored)
-    sizes = f"{metadata['matrix'][0]} inputs and {metadata['rows_of_expert']} outputs of an expert"
+    num_out = sum(true_size(runs) for _, runs in metadata["rows"])
+    sizes = f"{true_size(metadata['columns'])} inputs and {num_out} outputs of an expert"
     got = f"{path[-2]} of experts becomes floats: got {names} for {sizes}"
     return f"{got}, wanted {EXPERTS_WANTED}; a file that stores them so keeps its codes"
 

@@ -170,8 +170,10 @@ class KeptWeights:
         arrays = [memory.allocate(leaf.shape, leaf.dtype) for _, leaf in self._leaves]
 
         def read(chunk: _Chunk, wanted_sum: int) -> None:
-            part = _part(arrays, chunk)
-            num_read = os.preadv(file.fileno(), [part.data], chunk.offset)
+            part, num_read = _part(arrays, chunk), 0
+            # A file system may give fewer bytes than are asked for; at the end of the file it gives none.
+            while num_new := os.preadv(file.fileno(), [part.data[num_read:]], chunk.offset + num_read):
+                num_read += num_new
             if num_read != chunk.num_bytes or _sum(part) != wanted_sum:
                 raise ValueError(f"{self.path} is torn at byte {chunk.offset}")
 

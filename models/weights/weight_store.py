@@ -15,7 +15,7 @@ from ..recipe import Path
 from .live_weights import CheckedWeights, LiveWeights
 from .loading import Weights
 
-MAX_PENDING = 4
+MAX_UNFINISHED_WEIGHTS = 4
 """Weights that are being made at the same time, beside which their tensors may take memory for a while."""
 
 
@@ -76,8 +76,8 @@ class WeightStore:
         returns the compiled program of `live` with that key. With `copy`, no new weight is one of the tree's own
         arrays. Without it, arrays of the tree that fit are taken as they are; they stay the caller's ("borrowed"), and
         the store never deletes them. No step may be in flight. Each old array is given up just before the new one is
-        made: beside the tree and the weights, memory holds at most MAX_PENDING weights that are being made. So a
-        failure leaves neither the old weights nor the new ones: the store is then empty.
+        made: beside the tree and the weights, memory holds at most MAX_UNFINISHED_WEIGHTS weights that are being made.
+        So a failure leaves neither the old weights nor the new ones: the store is then empty.
         """
         old, borrowed = self.by_path, self._borrowed  # `old` is empty after `drop`.
         tree, _ = checked
@@ -110,7 +110,7 @@ class WeightStore:
             if new.is_borrowed:
                 self._borrowed.add(new.path)
             pending.append(new.array)
-            if len(pending) == MAX_PENDING:
+            if len(pending) == MAX_UNFINISHED_WEIGHTS:
                 jax.block_until_ready(pending.popleft())
         jax.block_until_ready(list(pending))
         self._is_reusable = True  # JAX has allocated all of them except borrowed ones, which `take` never gives up.

@@ -19,6 +19,7 @@ from jpaged.models.experts import tokens_of_experts
 from jpaged.models.inputs import ModelInputs, unpaged_inputs
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.serving.metrics import ServerMetrics
+from jpaged.step.step_outputs import ExpertTokens
 
 DIRECTORY = Path(__file__).parents[1] / "golden" / "families" / "qwen3_moe_some_dense_window"
 PROMPT_LENS = (30, 21, 9, 4)
@@ -143,6 +144,23 @@ def test_tokens_that_are_computed_again_count_again(prompts) -> None:
     num_once = sum(len(prompt) for prompt in prompts.values()) + sum(len(tokens) - 1 for tokens in drawn.values())
     assert stats["step_tokens"] > num_once
     assert {sum(counts) for counts in stats["expert_tokens"]} == {0, stats["step_tokens"] * config.num_chosen}
+
+
+class FailedStep:
+    """The counts of a step that has failed."""
+
+    def copy_to_host_async(self) -> None:
+        """Begin nothing."""
+
+    def is_ready(self) -> bool:
+        raise RuntimeError("the step has failed")
+
+
+def test_counts_of_a_step_that_fails_are_lost_and_later_ones_are_not() -> None:
+    tokens = ExpertTokens(jnp.zeros((2, 3), jnp.int32))
+    tokens.add(FailedStep())
+    tokens.add(jnp.full((2, 3), 5, jnp.int32))
+    np.testing.assert_array_equal(tokens.of_ended_steps(), np.full((2, 3), 5))
 
 
 def test_choices_are_counted_as_numpy_counts_them() -> None:

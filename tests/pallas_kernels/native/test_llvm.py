@@ -97,6 +97,36 @@ def test_without_a_cache_each_process_compiles(tmp_path: Path) -> None:
     assert multiply(tmp_path / "file") == "compiles\n", "a directory that cannot be"
 
 
+BITS = """
+import hashlib
+import jax, jax.numpy as jnp, numpy as np
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from tests.pallas_kernels.native import test_codes as codes, test_products as products
+from tests.pallas_kernels.ragged_paged_attention.native import test_attention as attention
+found = []
+for dtype in "float32", "bfloat16":
+    rng = np.random.default_rng(0)
+    chain = jax.jit(products.chain_of(NATIVE_OPS, dtype, behind="rms", has_biases=True, num_rotated=0))
+    weights = codes.matrices([("Q4_K", 512)], 256, dtype)[0], codes.matrices([("Q6_K", 288)], 256, dtype)[0]
+    for num_rows in 1, 20:
+        sizes = products.HEADS, products.STREAM, 256, 288
+        rows, stream, x, other = (jnp.asarray(rng.normal(size=(num_rows, size)), jnp.float32) for size in sizes)
+        found += [*chain(rows, stream), codes.chain(x, weights, (512, 288), other)]
+    pages = attention.random_pages(rng, 2, 64, 16, dtype)
+    found.append(attention.random_step(rng, pages, 3, [70, 5, 40], (9,)).attend())
+for array in found:
+    print(hashlib.sha256(np.asarray(array).tobytes()).hexdigest())
+"""
+"""Hashes of what products of floats and of codes, norms and attention give."""
+
+
+def test_code_has_the_same_bits_without_optimizations() -> None:
+    """So what other tests find in quickly compiled code holds for the code that users run."""
+    quick, users = (output_of(BITS, JAX_DISABLE_MOST_OPTIMIZATIONS=value) for value in ("True", "False"))
+    assert quick.count("\n") == 2 * (2 * 5 + 1)
+    assert quick == users
+
+
 NAMED = """
 import os
 from pathlib import Path
