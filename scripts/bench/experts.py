@@ -214,13 +214,18 @@ def experts_of_steps(engine: Engine, vocab_size: int) -> float:
 def figures(
     seconds: dict[str, dict[str, float]], expert_bytes: float, other_bytes: int, read: float
 ) -> dict[str, float]:
-    """Return the figures of one round: what GATES names, and the share of reads of all weights; `read` is in GB/s."""
+    """Return the figures of one round: what GATES names, and others; `read` is in GB/s.
+
+    "of plain reads" is what no step of 16 rows can exceed: the speed at which its weights can be read at all.
+    """
     ours = seconds["jpaged"]
     found = {f"{cell} ÷ dense": ours[cell] / seconds["dense"][cell] for cell in ours}
     found["16 rows, share of reads"] = expert_bytes / ours["16 rows"] / read / 1e9
     found["16 rows, share of reads, all weights"] = (expert_bytes + other_bytes) / ours["16 rows"] / read / 1e9
     if llama := seconds.get("llama.cpp"):
         found |= {f"{cell}, speed ÷ llama.cpp": llama[cell] / ours[cell] for cell in ours}
+        of_reads = (expert_bytes + other_bytes) / read / 1e9
+        found["16 rows, speed ÷ llama.cpp, of plain reads"] = llama["16 rows"] / of_reads
     return found
 
 
