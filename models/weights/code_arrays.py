@@ -46,6 +46,11 @@ class HeldCodes:
     formats: tuple[CodeFormat, ...]
     """The format of the tensor of each piece of the matrix's recipe, in order, as `with_held_scales` returns it."""
 
+    @property
+    def of_expert(self) -> HeldCodes:
+        """Return how the matrix of one expert is kept, in arrays of so many; the formats are the same."""
+        return replace(self, arrays=replace(self.arrays, num_experts=1))
+
 
 @dataclass(frozen=True)
 class Target:

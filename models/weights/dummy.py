@@ -178,7 +178,7 @@ class _Storage:
     def part(self, rows: jax.Array) -> jax.Array:
         """Return the part of the weight that the rows of one expert make, float32 [rows of one, in]."""
         if self.held is not None:
-            held = replace(self.held, arrays=replace(self.held.arrays, num_experts=1))
+            held = self.held.of_expert
             codes, scales = quantized_rows(rows, held)
             return held.arrays.stored(scales if self.is_scales else codes, (1, *self.shape[1:]))
         if self.codes is not None:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ...pallas_kernels.code_formats import CodeFormat
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..recipe import Path, Piece, StackedName
 from .loading import Weights, recipes_for
-from .weight_recipe import WeightRecipe, make_weight, recipe_of
+from .weight_recipe import RecipeInputs, WeightRecipe, make_weight, recipe_of
 
 
 class Place(NamedTuple):
@@ -90,17 +91,27 @@ def _stacked_origin(
     """Return where a weight is in a tree whose arrays hold the layers of one kind, such as those with experts.
 
     `origin` is where it is in a tree of tensors, `stacked_names` has the array of each tensor, and `layers_of` the
-    layers that each array holds, in order. A weight that belongs to no layer is where it was, under the array's name.
+    numbers of the layers that each array holds, in rising order. A weight that belongs to no layer is where it was,
+    under the array's name.
+
+    Example: only the layers 1 and 3 have a tensor "layers.{i}.up", so "layers.up" is an array [2, …], and the weight of
+    layer 3 is at number 1 along its first axis. If these tensors hold E experts each, the array is [2, E, …], and
+    expert e of layer 3 is at (1, e).
     """
-    array, layer = stacked_names[origin.names[0]]  # All tensors of a weight belong to its layer.
-    layers = [] if layer is None else sorted(layers_of[array])
-    numbers = () if layer is None else (layers.index(layer),)
+    array_name, layer = stacked_names[origin.names[0]]  # All tensors of a weight belong to its layer.
+    layer_index, layer_axis = tuple[int, ...](), tuple[int, ...]()  # Without a layer there is no such axis.
+    if layer is not None:
+        layers = sorted(layers_of[array_name])
+        layer_index, layer_axis = (layers.index(layer),), (len(layers),)
     places = tuple(
-        Place(place.recipe, tuple(stacked_names[name].name for name in place.names), (*numbers, *place.numbers))
+        Place(
+            place.recipe,
+            names=tuple(stacked_names[name].name for name in place.names),
+            numbers=(*layer_index, *place.numbers),
+        )
         for place in origin.places
     )
-    num_layers = () if layer is None else (len(layers),)
-    return Origin(places, (*num_layers, *origin.stack_shape))
+    return Origin(places, stack_shape=(*layer_axis, *origin.stack_shape))
 
 
 def names_of_forms(abstract: Weights) -> list[list[str]]:
@@ -127,48 +138,66 @@ def names_of_forms(abstract: Weights) -> list[list[str]]:
     return [own_form, *other_forms]
 
 
-def _origin_of(leaf: Any, scales: Any, pieces: tuple[Piece, ...], shapes: Mapping[str, tuple[int, ...]]) -> Origin:
-    """Return where a weight is in a tree of a checkpoint's tensors, which have these shapes.
+def _origin_of(
+    weight: nnx.Variable[Any],
+    scales: nnx.Variable[Any] | None,
+    pieces: tuple[Piece, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Origin:
+    """Return where a weight, which consists of these `pieces`, is in a tree of a checkpoint's tensors.
 
-    `leaf` is the weight, `scales` has the shape of the scales that are made with it, and is None without any. Recipes
-    name tensors by their index and count an expert's pieces from its first row, so that the layers of a model, and its
-    experts, have equal recipes. Raises ModelLoadError for a weight of an expert that is made of tensors of two forms.
+    `weight` and `scales` are as in `recipe_of`; `shapes` are those of the tensors, by name. A weight of experts has a
+    place for each expert. Raises ModelLoadError if tensors of two forms make up the weight of one expert.
+
+    Example: two experts of 4 rows. If each has a tensor of its own, [4, in], their places have the names
+    ("experts.0.up",) and ("experts.1.up",), and no numbers. If one tensor has both, [2, 4, in], both places have the
+    name ("experts.up",), and the numbers (0,) and (1,). Either way the recipe of both is to copy rows 0 to 3 of tensor
+    "0" to rows 0 to 3.
     """
-    metadata, places, recipes = leaf.get_metadata(), list[Place](), dict[Any, WeightRecipe]()
-    for group in _by_expert(pieces, metadata.get("rows_of_expert")):
-        names = tuple(dict.fromkeys(piece.tensor for piece in group.pieces))
-        numbers = _numbers_in_tensors(group.pieces, names)
-        tensor_shapes = tuple(shapes[name][len(numbers) :] for name in names)
-        own_pieces = tuple(_in_own_rows(piece, names.index(piece.tensor), group.first_row) for piece in group.pieces)
-        # Experts whose codes have other formats have other recipes.
-        formats = metadata["held"].formats[group.first_piece :][: len(own_pieces)] if "held" in metadata else ()
-        key = own_pieces, tensor_shapes, formats
-        if key not in recipes:
-            recipes[key] = recipe_of(leaf, scales, tensor_shapes, own_pieces, first_piece=group.first_piece)
-        places.append(Place(recipes[key], names, numbers))
-    return Origin(tuple(places), shapes[pieces[0].tensor][: len(places[0].numbers)])
+    metadata = weight.get_metadata()
+    formats = metadata["held"].formats if "held" in metadata else ()
+    places, recipes = list[Place](), dict[RecipeInputs, WeightRecipe]()
+    for part in _expert_parts(pieces, formats, metadata.get("rows_of_expert")):
+        names = tuple(dict.fromkeys(piece.tensor for piece in part.pieces))
+        numbers = _numbers_in_tensors(part.pieces, names)
+        inputs = RecipeInputs(
+            tensors=tuple(shapes[name][len(numbers) :] for name in names),
+            pieces=tuple(_own_piece(piece, names.index(piece.tensor), part.first_row) for piece in part.pieces),
+            formats=part.formats,
+        )
+        if inputs not in recipes:
+            recipes[inputs] = recipe_of(weight, scales, inputs)
+        places.append(Place(recipes[inputs], names, numbers))
+    num_stacked_axes = len(places[0].numbers)
+    return Origin(tuple(places), stack_shape=shapes[pieces[0].tensor][:num_stacked_axes])
 
 
-class _ExpertPieces(NamedTuple):
-    """The pieces of one expert's part of a weight, or all pieces of a weight that is not of experts."""
+class _ExpertPart(NamedTuple):
+    """The part of a weight that belongs to one expert; all of it for a weight that is not of experts."""
 
     pieces: tuple[Piece, ...]
-    first_piece: int
-    """The number of the first one among all pieces of the weight."""
+    formats: tuple[CodeFormat, ...]
+    """As in `RecipeInputs`."""
     first_row: int
     """The first row of the part among all rows of the weight."""
 
 
-def _by_expert(pieces: Sequence[Piece], rows_of_expert: int | None) -> Iterator[_ExpertPieces]:
-    """Yield the pieces of each expert, which follow each other; all pieces at once if `rows_of_expert` is None."""
+def _expert_parts(
+    pieces: tuple[Piece, ...], formats: tuple[CodeFormat, ...], rows_of_expert: int | None
+) -> Iterator[_ExpertPart]:
+    """Yield the part of each expert, in order; one part if `rows_of_expert` is None, for a weight not of experts.
+
+    The pieces of an expert follow each other among all `pieces` of the weight, and so do their formats in `formats`.
+    """
     if rows_of_expert is None:
-        yield _ExpertPieces(tuple(pieces), 0, 0)
+        yield _ExpertPart(pieces, formats, first_row=0)
         return
     first_piece = 0
-    for expert, of_expert in groupby(pieces, lambda piece: piece.target[0][0] // rows_of_expert):
-        own_pieces = tuple(of_expert)
-        yield _ExpertPieces(own_pieces, first_piece, expert * rows_of_expert)
-        first_piece += len(own_pieces)
+    for expert, expert_pieces in groupby(pieces, lambda piece: piece.target[0][0] // rows_of_expert):
+        own_pieces = tuple(expert_pieces)
+        end_piece = first_piece + len(own_pieces)
+        yield _ExpertPart(own_pieces, formats[first_piece:end_piece], first_row=expert * rows_of_expert)
+        first_piece = end_piece
 
 
 def _numbers_in_tensors(pieces: Iterable[Piece], names: Sequence[str]) -> tuple[int, ...]:
@@ -176,23 +205,25 @@ def _numbers_in_tensors(pieces: Iterable[Piece], names: Sequence[str]) -> tuple[
 
     Raises ModelLoadError, with the `names` of the tensors, if there are some of each form.
     """
-    first, *others = dict.fromkeys(piece.expert for piece in pieces)
-    if others:
+    expert, *other_experts = dict.fromkeys(piece.expert for piece in pieces)
+    if other_experts:
         both = " and ".join(names)
         raise ModelLoadError(f"params: got {both}, one of an expert and one of all, wanted one form for both")
-    return () if first is None else (first,)
+    return () if expert is None else (expert,)
 
 
-def _in_own_rows(piece: Piece, tensor: int, first_row: int) -> Piece:
-    """Return a piece of an expert's part, which begins at `first_row`, in the part's own rows; its tensor is a number.
+def _own_piece(piece: Piece, tensor_index: int, first_row: int) -> Piece:
+    """Return a piece as recipes have it, so that the layers of a model, and its experts, have equal recipes.
 
-    The piece then names no expert, since its tensor is that of one expert where a program reads it.
+    Its tensor is a number. Its target counts from `first_row`, the first row of its expert's part. It names no expert,
+    since a program reads the tensor of one expert only. Example: the piece of the tensor "experts.up" at rows 4 to 7 of
+    a weight, for expert 1 of 4 rows, becomes that of the tensor "0" at rows 0 to 3.
     """
-    bounds = piece.target
-    if bounds:  # A scalar has none.
-        (start, stop), *columns = bounds
-        bounds = (start - first_row, stop - first_row), *columns
-    return replace(piece, tensor=str(tensor), target=bounds, expert=None)
+    target = piece.target
+    if target:  # A scalar has no bounds.
+        (start, stop), *columns = target
+        target = (start - first_row, stop - first_row), *columns
+    return replace(piece, tensor=str(tensor_index), target=target, expert=None)
 
 
 def scales_path(path: Path) -> Path:
@@ -200,15 +231,22 @@ def scales_path(path: Path) -> Path:
     return (*path[:-1], "scales")
 
 
-def own_origin(path: Path, leaf: Any) -> Origin:
+def own_origin(path: Path, weight: nnx.Variable[Any]) -> Origin:
     """Return where a weight is in a tree under the engine's own paths: one array of the weight's own shape.
 
     It is copied as it is stored, so the recipe has no `matrix` and no `ops`.
     """
-    whole = tuple((0, size) for size in leaf.shape)
-    shape = tuple(leaf.shape)
-    recipe = WeightRecipe((shape,), (Piece("0", whole, whole),), shape, np.dtype(leaf.dtype), leaf.sharding)
-    return Origin((Place(recipe, (".".join(map(str, path)),)),))
+    shape = tuple(weight.shape)
+    all_of_it = tuple((0, size) for size in shape)
+    recipe = WeightRecipe(
+        tensors=(shape,),
+        pieces=(Piece("0", all_of_it, all_of_it),),
+        shape=shape,
+        dtype=np.dtype(weight.dtype),
+        sharding=weight.sharding,
+    )
+    name = ".".join(map(str, path))
+    return Origin((Place(recipe, (name,)),))
 
 
 def weight_of(origin: Origin, tensors: Mapping[str, jax.Array]) -> jax.Array:
@@ -217,13 +255,13 @@ def weight_of(origin: Origin, tensors: Mapping[str, jax.Array]) -> jax.Array:
     if not origin.is_by_expert:
         return make_weight(first.recipe, [tensors[name] for name in first.names], *first.numbers)[0]
     (recipe,) = origin.recipes  # Those of experts differ in the formats of their codes alone.
-    if first.numbers:  # Each array is that of all experts.
-        of_all = [tensors[name] for name in first.names]
+    if first.numbers:  # Each tensor is that of all experts already.
+        stacked_tensors = [tensors[name] for name in first.names]
     else:
         # One array of all experts' tensors, since programs that make one expert after the other take long to compile.
-        of_all = [
+        stacked_tensors = [
             jnp.concatenate([tensors[name] for name in names]).reshape(len(names), *tensors[names[0]].shape)
             for names in zip(first.names, *(place.names for place in others), strict=True)
         ]
-    of_each = jax.vmap(lambda of_one: make_weight(recipe.of_expert, of_one)[0])(of_all)
-    return of_each.reshape(recipe.shape)
+    expert_weights = jax.vmap(lambda expert_tensors: make_weight(recipe.of_expert, expert_tensors)[0])(stacked_tensors)
+    return expert_weights.reshape(recipe.shape)

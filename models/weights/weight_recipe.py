@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
 from ...pallas_kernels.code_formats import CodeFormat, CodeParts
@@ -70,45 +71,58 @@ class WeightRecipe:
         return is_plain and self.pieces == (Piece("0", whole, whole),)
 
 
-def recipe_of(
-    leaf: Any, scales: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...], *, first_piece: int = 0
-) -> WeightRecipe:
-    """Return the recipe of the weight `leaf`, made of `pieces` of tensors that have these shapes.
+class RecipeInputs(NamedTuple):
+    """What the recipe of a weight, or of one expert's part of it, says about tensors.
 
-    `leaf` has the shape, dtype and sharding of the weight as it is stored, and the metadata of its layer. `scales` has
-    those of the scales that are made with it; it is None for a weight without any. For a weight of experts `pieces` are
-    those of one of them, which begin with number `first_piece` among all of the weight.
+    Within one weight, the parts of two experts with equal inputs have equal recipes.
     """
-    metadata = leaf.get_metadata()
+
+    tensors: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece, ...]
+    """Both as in `WeightRecipe`."""
+    formats: tuple[CodeFormat, ...]
+    """The format of each piece's tensor, for a weight that is kept as codes and scales; () for another."""
+
+
+def recipe_of(weight: nnx.Variable[Any], scales: nnx.Variable[Any] | None, inputs: RecipeInputs) -> WeightRecipe:
+    """Return the recipe by which `inputs` become a weight, or one expert's part of a weight of experts.
+
+    `weight` has the shape, dtype and sharding of the whole weight as it is stored, and the metadata of its layer.
+    `scales` has those of the scales that are made with it; it is None for a weight without any.
+    """
+    metadata = weight.get_metadata()
     recipe = WeightRecipe(
-        shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding,
-        matrix=metadata.get("matrix"),
-        ops=metadata["ops"] if "matrix" in metadata else None,
-        held=metadata.get("held"),
-        scales=scales.get_value() if "held" in metadata else None,
-    )  # fmt: skip
-    if "code_parts" in metadata and "held" not in metadata:
+        tensors=inputs.tensors,
+        pieces=inputs.pieces,
+        shape=tuple(weight.shape),
+        dtype=np.dtype(weight.dtype),
+        sharding=weight.sharding,
+    )
+    if "matrix" in metadata:
+        recipe = replace(recipe, matrix=metadata["matrix"], ops=metadata["ops"])
+    if "held" in metadata:
+        assert scales is not None, "codes are kept with their scales"
+        held = replace(metadata["held"], formats=inputs.formats)
+        recipe = replace(recipe, held=held, scales=scales.get_value())
+    elif "code_parts" in metadata:
         recipe = replace(recipe, codes=(metadata["code_parts"], metadata["decoded_dtype"]))
-    if "num_experts" in metadata:
-        recipe = _with_one_expert(recipe, metadata["num_experts"], first_piece)
+    return _with_one_expert(recipe, metadata["num_experts"]) if "num_experts" in metadata else recipe
+
+
+def _with_one_expert(recipe: WeightRecipe, num_experts: int) -> WeightRecipe:
+    """Return a recipe whose pieces are those of one of `num_experts`, and whose matrix is still that of all of them,
+    with the matrix of one. Example: the matrix (D, 8 F) of 8 experts becomes (D, F)."""
+    recipe = replace(recipe, num_experts=num_experts)
+    if recipe.matrix is not None:
+        num_in, num_out = recipe.matrix
+        recipe = replace(recipe, matrix=(num_in, num_out // num_experts))
+    if recipe.codes is not None:
+        assert recipe.matrix is not None, "codes are those of a matrix"
+        code_parts, decoded_dtype = recipe.codes
+        recipe = replace(recipe, codes=(parts_of_expert(code_parts, recipe.matrix[1]), decoded_dtype))
+    if recipe.held is not None:
+        recipe = replace(recipe, held=recipe.held.of_expert)
     return recipe
-
-
-def _with_one_expert(recipe: WeightRecipe, num_experts: int, first_piece: int) -> WeightRecipe:
-    """Return the recipe of a weight of experts with the outputs and the formats of one expert.
-
-    `recipe` has those of all experts, but only the pieces of one of them, from number `first_piece` on.
-    """
-    matrix, codes, held = recipe.matrix, recipe.codes, recipe.held
-    if matrix is not None:
-        matrix = matrix[0], matrix[1] // num_experts
-    if codes is not None:
-        assert matrix is not None, "codes are those of a matrix"
-        codes = parts_of_expert(codes[0], matrix[1]), codes[1]
-    if held is not None:
-        formats = held.formats[first_piece : first_piece + len(recipe.pieces)]
-        held = replace(held, arrays=replace(held.arrays, num_experts=1), formats=formats)
-    return replace(recipe, matrix=matrix, codes=codes, held=held, num_experts=num_experts)
 
 
 def parts_of_expert(parts: CodeParts, num_columns: int) -> CodeParts:
