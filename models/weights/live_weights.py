@@ -8,13 +8,12 @@ and experts share programs, so there are few, and all are known before the first
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +32,24 @@ from .coded import check_given_codes, check_sizes, formats_of, refuse_floats
 from .live_origins import Origin, Origins, Place, names_of_forms, origins_of, own_origin, scales_path
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
 from .loading import Weights, with_value
-from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes, refuse_lacking_prefix, starts_of_parts
-from .subtree import statistics_elsewhere as elsewhere
+from .subtree import model_arrays, statistics_elsewhere
 from .weight_recipe import WeightRecipe, make_weight, put_expert
 
 Key = Hashable
+"""What finds a program."""
+Program = Callable[..., tuple[jax.Array, ...]]
+"""A compiled program that returns the array of a weight, or those of its codes and its scales."""
 CODE_DTYPES = "uint8", "int8", "int4", "float8_e4m3fn", "float4_e2m1fn"
 """The dtypes of matrices that are codes: bytes that native code reads, and arrays that XLA converts."""
 MAX_EXPERTS_PENDING = 8
 """Experts of a weight whose tensors may take memory beside it at the same time, on their way to the devices."""
 
 
-CheckedWeights = tuple[CheckedTree, Origins]
-"""A tree without faults, and where each weight is in it."""
+class CheckedWeights(NamedTuple):
+    """A tree without faults, and where each weight is in it."""
+
+    tree: CheckedTree
+    origins: Origins
 
 
 @dataclass(frozen=True)
@@ -97,18 +101,27 @@ class LiveWeights:
         subtree of their own; those that the tree lacks stay as in `present`, the weights so far by their names. Raises
         ModelLoadError, which lists every fault.
         """
-        leaves = named_leaves(tree)
-        arrays = self._own_part(leaves)
-        if missing := self._statistics - arrays.keys():
-            arrays |= {name: present[name] for name in missing if name in present} | elsewhere(missing, leaves)
-        wanted, origins = self._likeliest_layout(arrays)
+        arrays = self._arrays_of_model(named_leaves(tree), present)
+        wanted_tree, origins = self._likeliest_layout(arrays)
         places = [place for origin in origins.values() for place in origin.places]
         self._refuse_mixed_forms(places)
-        if wanted.layout is not TreeLayout.OWN:
+        if wanted_tree.layout is not TreeLayout.OWN:
             refuse_floats(self._leaves.values())
-        checked = check_tree(arrays, wanted, [place.names for place in places])
-        self._check_numbers(checked, origins)
-        return checked, origins
+        checked_tree = check_tree(arrays, wanted_tree, [place.names for place in places])
+        self._check_numbers(checked_tree, origins)
+        return CheckedWeights(checked_tree, origins)
+
+    def _arrays_of_model(self, leaves: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves of a tree that are the model's, without their common prefix, and all running statistics.
+
+        Statistics that the weights' subtree lacks come from another subtree, or else from `present`: see `check`.
+        """
+        own_names = {name for origin in self._own_origins.values() for name in origin.names}
+        # The weights' subtree is known by its weights. Only a model without any is known by its statistics.
+        arrays = model_arrays(leaves, own_names - self._statistics or own_names, self.abstract.config)
+        missing = self._statistics - arrays.keys()
+        unchanged = {name: present[name] for name in missing if name in present}
+        return arrays | unchanged | statistics_elsewhere(missing, leaves)
 
     def _likeliest_layout(self, arrays: Mapping[str, Any]) -> tuple[WantedTree, Origins]:
         """Return what the layout with the most names of `arrays` wants, and where each weight is in such a tree.
@@ -143,40 +156,10 @@ class LiveWeights:
         }
         check_sizes(checked.arrays, formats)
 
-    def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return the arrays of the model in a tree, which may be a whole training state, without their common prefix.
-
-        For example "params.layers.0.weight" becomes "layers.0.weight", and "opt_state.count" is left out. Arrays are
-        named by the engine's own paths or by the names of checkpoints. A prefix counts if more than half of the
-        engine's paths follow it; of several, `likeliest_prefixes` leaves out those of an optimizer, such as "mu.". If
-        no prefix counts, `model_prefixes` looks for a prefix of checkpoint names. Raises ModelLoadError if several
-        prefixes remain. A tree without a prefix is returned as it is.
-        """
-        own_names = {name for origin in self._own_origins.values() for name in origin.names}
-        own_names = own_names - self._statistics or own_names  # A tree may lack these, or have them elsewhere.
-        prefixes_seen = (
-            name[:start] for name in arrays for start in starts_of_parts(name) if name[start:] in own_names
-        )
-        own_prefixes = [
-            prefix for prefix, num_names in Counter(prefixes_seen).items() if 2 * num_names > len(own_names)
-        ]
-        config = self.abstract.config
-        # The empty prefix fits if the tree's names are the engine's paths already; then nothing is removed.
-        if own_prefixes:
-            prefixes = [] if "" in own_prefixes else likeliest_prefixes(own_prefixes)
-        else:
-            prefixes = [] if config is None else model_prefixes(arrays, config)
-        if len(prefixes) > 1:
-            raise ModelLoadError(f"params: {ambiguity_message(prefixes)}")
-        prefix = prefixes[0] if prefixes else ""
-        if config is None and not own_prefixes:
-            refuse_lacking_prefix(arrays, own_names)
-        return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
-
     def make(
         self,
         checked: CheckedWeights,
-        program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]],
+        program: Callable[[Key], Program],
         *,
         take: Callable[[Path], jax.Array | None],
         copy: bool,
@@ -189,43 +172,43 @@ class LiveWeights:
         becomes the weight itself and is marked as borrowed. Arrays [L, …] of L layers that do not lie whole on each
         device of the mesh are moved one layer at a time, which takes less memory.
         """
-        tree, origins = checked
-        is_own = tree.layout is TreeLayout.OWN
-        for path, origin in origins.items():
-            leaf = self._leaves[path]
+        for path, origin in checked.origins.items():
             paths = (path,) if origin.recipes[0].scales is None else (path, scales_path(path))
-            old_arrays = [old for old in map(take, paths) if old is not None]
-            if len(old_arrays) < len(paths):
-                for old in old_arrays:
-                    old.delete()
-                old_arrays = []
-            if origin.is_by_expert:
-                made = self._made_by_expert(tree, origin, program, tuple(old_arrays))
-                yield from (NewWeight(*each, is_borrowed=False) for each in zip(paths, made, strict=True))
-                continue
-            (place,) = origin.places
-            first = tree.arrays[place.names[0]]  # All tensors of one weight have the same dtype, as `check` has seen.
-            is_whole = place.recipe.is_copy and not place.numbers
-            if not copy and is_whole and isinstance(first, jax.Array) and _fits(first, leaf):
+            old_arrays = _all_or_none([take(each_path) for each_path in paths])
+            if not copy and (borrowed := self._array_to_borrow(checked.tree, path, origin)) is not None:
                 for old in old_arrays:
                     old.delete()  # No program takes the old array's memory, so it is freed here.
-                yield NewWeight(path, first, is_borrowed=True)
+                yield NewWeight(path, borrowed, is_borrowed=True)
                 continue
-            # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
-            # arrays have the shape of their weight, and so its sharding.
-            tensors, index = self._tensors(tree, place, leaf.sharding if is_own else self._whole)
-            dtype, stack_shape = tensors[0].dtype.name, origin.stack_shape if index else ()
-            key = self._key(place.recipe, dtype, stack_shape, is_own=is_own, is_in_place=bool(old_arrays))
-            # A program takes old arrays first, if it reuses their memory, and then tensors and where these lie.
-            made = program(key)(*old_arrays, tensors, *index)
-            yield from (NewWeight(*each, is_borrowed=False) for each in zip(paths, made, strict=True))
+            make_arrays = self._made_by_expert if origin.is_by_expert else self._made_at_once
+            new_arrays = make_arrays(checked.tree, origin, program, old_arrays)
+            for new_path, array in zip(paths, new_arrays, strict=True):
+                yield NewWeight(new_path, array, is_borrowed=False)
+
+    def _array_to_borrow(self, tree: CheckedTree, path: Path, origin: Origin) -> jax.Array | None:
+        """Return the array of the tree that can be the weight at `path` as it is; None if there is no such array."""
+        place, *_ = origin.places
+        array = tree.arrays[place.names[0]]
+        is_whole = place.recipe.is_copy and not place.numbers
+        return array if is_whole and isinstance(array, jax.Array) and _fits(array, self._leaves[path]) else None
+
+    def _made_at_once(
+        self, tree: CheckedTree, origin: Origin, program: Callable[[Key], Program], old_arrays: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Return the arrays of a weight that is not of experts, in the memory of the old ones if there are any."""
+        (place,) = origin.places
+        is_own = tree.layout is TreeLayout.OWN
+        # A piece of a checkpoint's tensor may belong to any device, so such tensors lie whole on each device. Own
+        # arrays have the shape of their weight, and so its sharding.
+        tensors, index = self._tensors(tree, place, place.recipe.sharding if is_own else self._whole)
+        # All tensors of one weight have the same dtype, as `check` has seen.
+        dtype, stack_shape = tensors[0].dtype.name, origin.stack_shape if index else ()
+        key = self._key(place.recipe, dtype, stack_shape, is_own=is_own, is_in_place=bool(old_arrays))
+        # A program takes old arrays first, if it reuses their memory, and then tensors and where these lie.
+        return program(key)(*old_arrays, tensors, *index)
 
     def _made_by_expert(
-        self,
-        tree: CheckedTree,
-        origin: Origin,
-        program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]],
-        old_arrays: tuple[jax.Array, ...],
+        self, tree: CheckedTree, origin: Origin, program: Callable[[Key], Program], old_arrays: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """Return the arrays of all experts, in the memory of the old ones if there are any.
 
@@ -254,9 +237,7 @@ class LiveWeights:
             arrays, index = [_part_of(array, index) for array in arrays], ()
         return [reshard(_narrowed(array), sharding) for array in arrays], tuple(map(np.int32, index))
 
-    def weights(
-        self, checked: CheckedWeights, program: Callable[[Key], Callable[..., tuple[jax.Array, ...]]]
-    ) -> Weights:
+    def weights(self, checked: CheckedWeights, program: Callable[[Key], Program]) -> Weights:
         """Return all weights, made of a checked tree whose arrays are copied, so that the tree stays usable."""
         made = {new.path: new.array for new in self.make(checked, program, take=lambda path: None, copy=True)}
         state = {path: with_value(leaf, made[path]) for path, leaf in self._leaves.items()}
@@ -418,6 +399,16 @@ def _lower_zeros(recipe: WeightRecipe) -> jax.stages.Lowered:
         out_shardings=tuple(array.sharding for array in arrays),
     )
     return make.lower()
+
+
+def _all_or_none(old_arrays: list[jax.Array | None]) -> tuple[jax.Array, ...]:
+    """Return the old arrays of a weight, or () if some are missing; the others are freed then."""
+    present = tuple(array for array in old_arrays if array is not None)
+    if len(present) == len(old_arrays):
+        return present
+    for array in present:
+        array.delete()
+    return ()
 
 
 def _narrowed(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config.decoder import DecoderConfig
@@ -17,6 +17,37 @@ OPTIMIZER_TREES = frozenset(
 """Words, in the keys of a training state, for trees that have the shape of the weights and are not the weights."""
 AVERAGES = frozenset({"ema", "avg", "swa", "polyak", "shadow"})
 """Words for trees of averaged weights, which are meant only where there are no others."""
+
+
+def model_arrays(leaves: Mapping[str, Any], own_names: Collection[str], config: DecoderConfig | None) -> dict[str, Any]:
+    """Return the arrays of the model in a tree, which may be a whole training state, without their common prefix.
+
+    For example "params.layers.0.weight" becomes "layers.0.weight", and "opt_state.count" is left out. `leaves` are the
+    tree's leaves by name. They are named by the engine's own paths, `own_names`, or as checkpoints name the tensors of
+    a model of `config`, which is None for a caller's own module. A prefix counts if more than half of `own_names`
+    follow it; of several, `likeliest_prefixes` leaves out those of an optimizer, such as "mu.". If no prefix counts,
+    `model_prefixes` looks for a prefix of checkpoint names. A tree without a prefix is returned as it is. Raises
+    ModelLoadError if several prefixes remain, and for a tree of a caller's own module whose names lack a prefix.
+    """
+    prefixes = list[str]()
+    if own_prefixes := _prefixes_of_most(leaves, own_names):
+        # With the empty prefix the tree's names are the engine's paths already, and nothing is removed.
+        if "" not in own_prefixes:
+            prefixes = likeliest_prefixes(own_prefixes)
+    elif config is not None:
+        prefixes = model_prefixes(leaves, config)
+    else:
+        refuse_lacking_prefix(leaves, own_names)
+    if len(prefixes) > 1:
+        raise ModelLoadError(f"params: {ambiguity_message(prefixes)}")
+    prefix = prefixes[0] if prefixes else ""
+    return {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
+
+
+def _prefixes_of_most(names: Iterable[str], own_names: Collection[str]) -> list[str]:
+    """Return the prefixes behind which more than half of `own_names` are among `names`; "" for names without one."""
+    prefixes_seen = (name[:start] for name in names for start in starts_of_parts(name) if name[start:] in own_names)
+    return [prefix for prefix, num_names in Counter(prefixes_seen).items() if 2 * num_names > len(own_names)]
 
 
 def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:

@@ -34,7 +34,7 @@ class WeightRecipe:
     """The name of a piece's tensor is its index among `tensors`."""
     shape: tuple[int, ...]
     dtype: Any
-    sharding: jax.sharding.Sharding
+    sharding: jax.sharding.NamedSharding
     matrix: tuple[int, int] | None = None
     """(inputs, outputs) of a matrix W, whose pieces are counted in Wᵀ; None for a table or a vector."""
     ops: LayerOps | None = None
