@@ -233,7 +233,7 @@ def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """
     code, build, stage, groups = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data.groups
     source = stage_code.data.rows if stage_code.index == 0 else stage_code.data.stream
-    depth, packed = stage.depth, stage_code.arrays.packed
+    depth, packed = stage.depth, stage_code.scratch.packed
 
     def pack_row(row: ir.Value, place: ir.Value) -> None:
         start = build.mul(row, I64(depth))
@@ -248,7 +248,7 @@ def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
             lanes = lanes_for(depth)
             code.loop(0, depth, lambda element: pack(element, load(element, lanes)), step=lanes)
         else:
-            emit_row_norm(code, stage.norm, depth, load, stage_code.arrays.norm, pack)
+            emit_row_norm(code, stage.norm, depth, load, stage_code.weights.norm, pack)
         if depth % DEPTH and stage.multiplier.pads_depth:
             zero = constant(ir.VectorType(F32, 1), 0.0)
             code.loop(depth, -(-depth // DEPTH) * DEPTH, lambda element: pack(element, zero))
@@ -277,7 +277,7 @@ def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
     panels = []
     for panel_index, ahead in zip(stage_code.panels_of(unit), _panels_ahead(stage_code, unit, panel), strict=True):
         tools = multiplier.begin(code)
-        panels.append(Panel(multiplier.panel(code, stage_code.arrays.weight, panel_index), ahead, tools, panel_index))
+        panels.append(Panel(multiplier.panel(code, stage_code.weights.matrix, panel_index), ahead, tools, panel_index))
     num_kept = 1 + (multiplier.num_task_steps > 0)
     if multiplier.num_depth_blocks > 1:
         num_kept = multiplier.batches_per_block
@@ -320,7 +320,7 @@ class _ProductUnit(NamedTuple):
         for panel, sums, step_task in zip(self.panels, self.sums_of(batch.number), step_tasks, strict=True):
             panel = panel._replace(step_task=step_task)
             multiply = stage_code.stage.multiplier.multiply
-            multiply(stage_code.code, stage_code.arrays.packed, panel, batch, depth_block, sums)
+            multiply(stage_code.code, stage_code.scratch.packed, panel, batch, depth_block, sums)
 
     def finish(self, batch: Batch, begin: ir.Value, end: ir.Value) -> None:
         """Emit what becomes of rows `begin` … `end` − 1 of a batch."""
@@ -391,11 +391,11 @@ def _panels_ahead(stage_code: StageCode, unit: ir.Value, panel: ir.Value) -> lis
     is_in_stage = build.icmp_signed("<", ahead, end)
     addresses, following = [], stage_code.following
     for index in stage_code.panels_of(build.select(is_in_stage, ahead, here)):
-        address = stage.multiplier.panel(code, stage_code.arrays.weight, index)
+        address = stage.multiplier.panel(code, stage_code.weights.matrix, index)
         if following is not None:
             last = build.sub(following.num_units, I64(1)) if has_experts else I64(following.stage.num_panels - 1)
             there = following.panels_of(code.max(code.min(build.sub(ahead, end), last), I64(0)))[0]
-            next_address = following.stage.multiplier.panel(code, following.arrays.weight, there)
+            next_address = following.stage.multiplier.panel(code, following.weights.matrix, there)
             address = build.select(is_in_stage, address, next_address)
         addresses.append(address)
     return addresses

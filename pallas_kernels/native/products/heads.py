@@ -26,7 +26,7 @@ class _Part(NamedTuple):
 def finish_heads(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that norms and rotates each head of the first outputs, where they lie, in the rows of a unit."""
     code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
-    heads, arrays = stage.heads, list(stage_code.arrays.heads)
+    heads, arrays = stage.heads, list(stage_code.weights.heads)
     assert heads is not None, "it is a phase of stages that have heads"
     rotation = [arrays.pop(0), arrays.pop(0)] if heads.num_rotated else []
     parts = []

@@ -42,12 +42,12 @@ def finish_batch(
         def result(number: int, column: ir.Value) -> ir.Value:
             """Return a vector of the sums from a column of the panel on, with the bias added."""
             values = code.load_vector(sums[number], build.add(row_sums, column), F32, lanes)
-            if stage_code.arrays.bias is None:
+            if stage_code.weights.bias is None:
                 return values
             bias_offset = build.add(build.add(first_column, column), I64(number * stage.num_results))
             if expert is not None:
                 bias_offset = build.add(bias_offset, build.mul(expert, I64(stage.num_columns)))
-            return build.fadd(values, code.load_vector(stage_code.arrays.bias, bias_offset, F32, lanes))
+            return build.fadd(values, code.load_vector(stage_code.weights.bias, bias_offset, F32, lanes))
 
         def finish_columns(column: ir.Value) -> None:
             values = result(0, column)
@@ -81,7 +81,7 @@ def _result_store(stage_code: StageCode, first_column: ir.Value) -> Callable[[ir
         return build.add(build.add(build.mul(row, width), first), column)
 
     if stage.keeps_results:
-        results = stage_code.arrays.results
+        results = stage_code.scratch.results
         return lambda row, column, values: code.store_vector(
             values, results, offset_in(I64(stage.num_results), row, column)
         )
@@ -90,7 +90,7 @@ def _result_store(stage_code: StageCode, first_column: ir.Value) -> Callable[[ir
             stage_code, offset_in(I64(stage.num_results), row, column), values
         )
     if following := None if stage.parts else stage_code.following:
-        pack, packed = following.stage.multiplier.pack, following.arrays.packed
+        pack, packed = following.stage.multiplier.pack, following.scratch.packed
         return lambda row, column, values: pack(code, packed, row, build.add(first_column, column), values)
     # The output that the panel lies in, with its width and the panel's first column within it.
     output, width, first = stage_code.data.outputs[0], I64(stage.parts[0]), first_column
@@ -124,7 +124,7 @@ def _add_to_stream(stage_code: StageCode, offset: ir.Value, values: ir.Value) ->
 
 def add_normed_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit code that norms the results of a unit's rows and adds them to the stream."""
-    results = stage_code.arrays.results
+    results = stage_code.scratch.results
     stage_code.each_row(unit, stage_code.data.num_rows, lambda row: _add_normed_row(stage_code, results, row))
 
 
@@ -138,7 +138,7 @@ def _add_normed_row(stage_code: StageCode, results: ir.Value, row: ir.Value) -> 
         stage.norm_behind,
         stage.num_results,
         lambda element, lanes: code.load_vector(results, build.add(start, element), F32, lanes),
-        stage_code.arrays.norm_behind,
+        stage_code.weights.norm_behind,
         lambda element, normed: _add_to_stream(stage_code, build.add(start, element), normed),
     )
 
@@ -151,8 +151,8 @@ def add_weighted_rows(stage_code: StageCode, unit: ir.Value) -> None:
     """
     code, build, stage, groups = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data.groups
     assert groups is not None, "it is a phase of stages that have experts"
-    places, factors, results = groups.tables.places, groups.factors, stage_code.arrays.results
-    lanes, sums = lanes_for(stage.num_results), stage_code.arrays.sums
+    places, factors, results = groups.tables.places, groups.factors, stage_code.scratch.results
+    lanes, sums = lanes_for(stage.num_results), stage_code.scratch.sums
 
     def add_row(row: ir.Value) -> None:
         """Add the weighted sum of one row's results to that row of the stream."""

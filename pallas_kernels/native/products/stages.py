@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ class Stage:
         return shapes
 
     def scratch_shapes(self, num_rows: int, num_packed_rows: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of the arrays that a chain writes for itself, in order: see `StageData`."""
+        """Return shape and dtype of the arrays that a chain writes for itself, in order: see `StageScratch`."""
         shapes = [self.multiplier.packed_shape(num_packed_rows)]
         if self.keeps_results:
             shapes.append(((num_packed_rows, self.num_results), jnp.float32))
@@ -152,16 +152,21 @@ class Block(NamedTuple):
         )
 
 
-class StageData(NamedTuple):
-    """Addresses of one stage's arrays."""
+class StageWeights(NamedTuple):
+    """Addresses of the arrays that one stage is given: its stored matrix, and those of `Stage.array_shapes`."""
 
-    weight: ir.Value
+    matrix: ir.Value
     bias: ir.Value | None
     norm: list[ir.Value]
     norm_behind: list[ir.Value]
     """Vectors of both norms."""
     heads: list[ir.Value]
     """Cosines and sines, float32 [R, rotated lanes ÷ 2], if heads are rotated, then the vectors of their norms."""
+
+
+class StageScratch(NamedTuple):
+    """Addresses of the arrays that one stage writes for itself or for the next one: those of `Stage.scratch_shapes`."""
+
     packed: ir.Value
     """The rows as the multiplier reads them."""
     results: ir.Value | None
@@ -184,45 +189,78 @@ class ChainData(NamedTuple):
     stream: ir.Value | None
     """float32 [R, D]: the stream after that."""
     outputs: list[ir.Value]
-    stages: list[StageData]
+    weights: list[StageWeights]
+    """Those of each stage."""
+    scratch: list[StageScratch]
+    """That of each stage."""
+
+
+class _JobValues:
+    """The values of a job, which are taken one after the other."""
+
+    def __init__(self, values: Sequence[ir.Value]) -> None:
+        self._values = iter(values)
+
+    def next(self) -> ir.Value:
+        """Take the next value."""
+        return next(self._values)
+
+    def next_if(self, is_there: bool) -> ir.Value | None:
+        """Take the next value if the job has one for this; return None, and take nothing, if it has not."""
+        return next(self._values) if is_there else None
+
+    def several(self, count: int) -> list[ir.Value]:
+        """Take the next `count` values."""
+        return [next(self._values) for _ in range(count)]
 
 
 def chain_data(stages: Sequence[Stage], values: Sequence[ir.Value]) -> ChainData:
     """Return the values of a job by their names: the number of rows, and the addresses of arguments and results.
 
-    Their order: threads, rows R, with experts k and the number of blocks; rows and old stream; with experts those of
-    the choices and their factors; the weights of each stage; stream and outputs; with experts the tables of groups;
-    and the scratch arrays of each stage.
+    `values` come in the order of the lines below, without those that the stages have no use for. Example: a chain of
+    one product with a bias, without experts and without a stream, has the values threads, R, rows, matrix, bias,
+    output and packed rows.
     """
-    following: Iterator[ir.Value] = iter(values)
-
-    def take(count: int) -> list[ir.Value]:
-        return [next(following) for _ in range(count)]
-
-    def take_if(is_there: bool) -> ir.Value | None:
-        return next(following) if is_there else None
-
     adds, has_experts = any(stage.adds for stage in stages), stages[0].num_experts > 0
-    num_threads, num_rows = take(2)
-    num_per_row, num_blocks = take_if(has_experts), take_if(has_experts)
-    rows, old_stream = next(following), take_if(adds)
-    take_if(has_experts)  # The experts of the choices, which only the sort reads.
-    factors = take_if(has_experts and adds)
-    weights = list[dict[str, Any]]()
-    for stage in stages:
-        weight, bias = next(following), take_if(stage.has_bias)
-        norm, norm_behind = (take(kind.num_vectors if kind else 0) for kind in (stage.norm, stage.norm_behind))
-        heads = take(stage.heads.num_vectors if stage.heads else 0)
-        weights.append({"weight": weight, "bias": bias, "norm": norm, "norm_behind": norm_behind, "heads": heads})
-    stream, outputs = take_if(adds), take(len(stages[-1].parts))
+    taken = _JobValues(values)
+    num_threads = taken.next()
+    num_rows = taken.next()
+    num_per_row = taken.next_if(has_experts)
+    num_blocks = taken.next_if(has_experts)
+    # From here on the addresses of the arguments.
+    rows = taken.next()
+    old_stream = taken.next_if(adds)
+    taken.next_if(has_experts)  # The experts of the choices, which only the sort reads.
+    factors = taken.next_if(has_experts and adds)
+    weights = [_stage_weights(stage, taken) for stage in stages]
+    # From here on the addresses of the results, scratch arrays among them.
+    stream = taken.next_if(adds)
+    outputs = taken.several(len(stages[-1].parts))
     groups: Groups | None = None
     if num_per_row is not None and num_blocks is not None:
-        groups = Groups(num_per_row, num_blocks, factors, GroupTables(*take(3)))
-    data = []
-    for stage, of_stage in zip(stages, weights, strict=True):
-        packed, results, sums = next(following), take_if(stage.keeps_results), take_if(stage.keeps_sums)
-        data.append(StageData(**of_stage, packed=packed, results=results, sums=sums))
-    return ChainData(num_threads, num_rows, groups, rows, old_stream, stream, outputs, data)
+        groups = Groups(num_per_row, num_blocks, factors, GroupTables(*taken.several(3)))
+    scratch = [_stage_scratch(stage, taken) for stage in stages]
+    return ChainData(num_threads, num_rows, groups, rows, old_stream, stream, outputs, weights, scratch)
+
+
+def _stage_weights(stage: Stage, taken: _JobValues) -> StageWeights:
+    """Take the addresses of the arrays that a stage is given, in the order of `StageWeights`."""
+    return StageWeights(
+        matrix=taken.next(),
+        bias=taken.next_if(stage.has_bias),
+        norm=taken.several(stage.norm.num_vectors if stage.norm else 0),
+        norm_behind=taken.several(stage.norm_behind.num_vectors if stage.norm_behind else 0),
+        heads=taken.several(stage.heads.num_vectors if stage.heads else 0),
+    )
+
+
+def _stage_scratch(stage: Stage, taken: _JobValues) -> StageScratch:
+    """Take the addresses of the arrays that a stage writes, in the order of `StageScratch`."""
+    return StageScratch(
+        packed=taken.next(),
+        results=taken.next_if(stage.keeps_results),
+        sums=taken.next_if(stage.keeps_sums),
+    )
 
 
 @dataclass(frozen=True)
@@ -241,9 +279,14 @@ class StageCode:
         return self.stages[self.index]
 
     @property
-    def arrays(self) -> StageData:
-        """Return the addresses of the stage's arrays."""
-        return self.data.stages[self.index]
+    def weights(self) -> StageWeights:
+        """Return the addresses of the arrays that the stage is given."""
+        return self.data.weights[self.index]
+
+    @property
+    def scratch(self) -> StageScratch:
+        """Return the addresses of the arrays that the stage writes."""
+        return self.data.scratch[self.index]
 
     @property
     def following(self) -> StageCode | None:
