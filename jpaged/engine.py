@@ -381,8 +381,8 @@ class Engine(ResearchCalls):
     def expert_tokens_by_layer(self) -> dict[int, list[int]]:
         """Return the `expert_tokens` of the steps that the device is done with, for each layer that has experts.
 
-        This never waits, neither for a step nor for a device, and holds no step up. Nothing is returned without
-        `count_expert_tokens`.
+        This waits for no step that a device still computes. A step that starts meanwhile waits at most while the counts
+        of ended steps are copied to the host. Nothing is returned without `count_expert_tokens`.
         """
         if (counted := self.runner.expert_tokens) is None:
             return {}

@@ -24,7 +24,10 @@ WHOLE = PartitionSpec()
 
 
 class _Arrays(NamedTuple):
-    """The arrays of products, or how they are spread over devices; None for one that is missing."""
+    """The arrays of a product, or how they are spread over devices; None for a bias that is missing.
+
+    One class is for both, since `shard_map` wants specs in the tree that the arrays have.
+    """
 
     weight: Any
     bias: Any
@@ -36,10 +39,10 @@ class _SpreadProduct(NamedTuple):
     product: Product
     """It still has the arrays of all devices."""
     input_axis: int
-    """The axis of the weight that counts inputs."""
-    weight_axis: int
+    """The axis of the weight that counts inputs: 1 of [E, in, out], 0 of [in, out]."""
+    spread_axis: int
     """The axis of the weight that is spread."""
-    bias_axis: int | None
+    bias_spread_axis: int | None
     """That of the bias; None for a bias of sums over all devices, which is whole on each."""
 
     @property
@@ -49,8 +52,11 @@ class _SpreadProduct(NamedTuple):
 
     def specs(self, mesh_axis: str) -> _Arrays:
         """Return how the arrays are spread along an axis of the mesh."""
-        weight = _spec_of_matrix(self.product.weight, self.weight_axis, self.input_axis, mesh_axis)
-        return _Arrays(weight, _spec(self.product.bias, self.bias_axis, mesh_axis))
+        bias = self.product.bias
+        return _Arrays(
+            weight=_spec_of_matrix(self.product.weight, self.spread_axis, self.input_axis, mesh_axis),
+            bias=None if bias is None else _spec(bias, self.bias_spread_axis, mesh_axis),
+        )
 
     def on_device(self, arrays: _Arrays, device: Int[Array, ""]) -> Product:
         """Return the product with a device's arrays, without a norm behind, which is for the sum over all devices.
@@ -58,7 +64,7 @@ class _SpreadProduct(NamedTuple):
         Of a bias that is whole on each device only the first one adds anything.
         """
         bias = arrays.bias
-        if self.bias_axis is None and bias is not None:
+        if self.bias_spread_axis is None and bias is not None:
             bias = jnp.where(device == 0, arrays.bias, 0)
         return replace(self.product, weight=arrays.weight, bias=bias, norm_behind=None)
 
@@ -81,29 +87,30 @@ def _sum_over_devices(
 
     Each device computes them for all rows with its share of the weights.
     """
-    mesh, axis, shared = experts.mesh, experts.mesh_axis, experts.shared
+    mesh, mesh_axis, shared = experts.mesh, experts.mesh_axis, experts.shared
     assert mesh is not None, "one device has nothing to add up"
-    num_devices = mesh.shape[axis]
+    num_devices = mesh.shape[mesh_axis]
     num_here = experts.num_experts // num_devices if experts.is_spread_by_expert else experts.num_experts
-    spread = {**_spread_experts(experts, num_devices), **_spread_shared(shared, num_devices)}
+    products = {**_spread_experts(experts, num_devices), **_spread_shared(shared, num_devices)}
     shared_weights = None if shared is None else shared.weights
 
     def sum_here(rows: Array, routing: Routing, arrays: dict[str, _Arrays], shared_weights: Array | None) -> Array:
         """Return the sums of one device, given its parts of the arrays, with those of all devices added."""
-        device = lax.axis_index(axis)
-        here = {name: each.on_device(arrays[name], device) for name, each in spread.items()}
+        device = lax.axis_index(mesh_axis)
+        here = {name: product.on_device(arrays[name], device) for name, product in products.items()}
         if experts.is_spread_by_expert:
             routing = _routing_here(routing, device, num_here)
         local = replace(experts, num_experts=num_here, gate_up=here["gate_up"], down=here["down"], mesh=None)
         if shared is not None:
             first, down = here["shared_first"], here["shared_down"]
             local = replace(local, shared=replace(shared, first=first, down=down, weights=shared_weights))
-        return lax.psum(ops.sum_of_experts(rows, routing, local), axis)
+        return lax.psum(ops.sum_of_experts(rows, routing, local), mesh_axis)
 
-    specs = {name: each.specs(axis) for name, each in spread.items()}
+    specs = {name: product.specs(mesh_axis) for name, product in products.items()}
+    arrays = {name: product.arrays for name, product in products.items()}
     # JAX cannot check how the results vary over the mesh: kernels do not say it.
     summed = jax.shard_map(sum_here, mesh=mesh, in_specs=(WHOLE, WHOLE, specs, WHOLE), out_specs=WHOLE, check_vma=False)
-    total: Array = summed(rows, routing, {name: each.arrays for name, each in spread.items()}, shared_weights)
+    total: Array = summed(rows, routing, arrays, shared_weights)
     return total
 
 
@@ -112,12 +119,12 @@ def _spread_experts(experts: ExpertProducts, num_devices: int) -> dict[str, _Spr
     gate_up, down = experts.gate_up, experts.down
     if experts.is_spread_by_expert:
         return {
-            "gate_up": _SpreadProduct(gate_up, input_axis=1, weight_axis=0, bias_axis=0),
-            "down": _SpreadProduct(down, input_axis=1, weight_axis=0, bias_axis=0),
+            "gate_up": _SpreadProduct(gate_up, input_axis=1, spread_axis=0, bias_spread_axis=0),
+            "down": _SpreadProduct(down, input_axis=1, spread_axis=0, bias_spread_axis=0),
         }
     return {
-        "gate_up": _SpreadProduct(_share_of(gate_up, num_devices), input_axis=1, weight_axis=2, bias_axis=1),
-        "down": _SpreadProduct(down, input_axis=1, weight_axis=1, bias_axis=None),
+        "gate_up": _SpreadProduct(_share_of(gate_up, num_devices), input_axis=1, spread_axis=2, bias_spread_axis=1),
+        "down": _SpreadProduct(down, input_axis=1, spread_axis=1, bias_spread_axis=None),
     }
 
 
@@ -126,8 +133,10 @@ def _spread_shared(shared: SharedProducts | None, num_devices: int) -> dict[str,
     if shared is None:
         return {}
     return {
-        "shared_first": _SpreadProduct(_share_of(shared.first, num_devices), input_axis=0, weight_axis=1, bias_axis=0),
-        "shared_down": _SpreadProduct(shared.down, input_axis=0, weight_axis=0, bias_axis=None),
+        "shared_first": _SpreadProduct(
+            _share_of(shared.first, num_devices), input_axis=0, spread_axis=1, bias_spread_axis=0
+        ),
+        "shared_down": _SpreadProduct(shared.down, input_axis=0, spread_axis=0, bias_spread_axis=None),
     }
 
 
@@ -147,29 +156,31 @@ def _share_of(product: Product, num_devices: int) -> Product:
     return replace(product, parts=parts, num_out=product.num_out // num_devices, num_shards=1)
 
 
-def _spec_of_matrix(stored: StoredMatrix, spread_axis: int | None, axis_in: int, axis: str) -> Any:
-    """Return how the array of W, or its arrays of codes and of scales, are spread along a mesh's axis.
+def _spec_of_matrix(
+    stored: StoredMatrix, spread_axis: int, input_axis: int, mesh_axis: str
+) -> PartitionSpec | ScaledMatrix:
+    """Return how the array of W, or its arrays of codes and of scales, are spread along an axis of the mesh.
 
-    W is [E, in, out], or [in, out] for one matrix; `spread_axis` is the axis of W that is spread, and `axis_in` that of
-    its inputs.
+    W is [E, in, out], or [in, out] for one matrix; `spread_axis` is the axis of W that is spread, and `input_axis` that
+    of its inputs.
     """
     if not isinstance(stored, ScaledMatrix):
         assert not isinstance(stored, CodedMatrix), "bytes of codes are read by native code alone"
-        return _spec(stored, spread_axis, axis)
-    codes_axis, scales_axis = spread_axis, spread_axis  # Experts, or none.
-    if spread_axis is not None and spread_axis >= axis_in:
-        codes_axis, scales_axis = stored.spread_axes(axis_in, over_inputs=spread_axis == axis_in)
+        return _spec(stored, spread_axis, mesh_axis)
+    codes_axis: int = spread_axis
+    scales_axis: int | None = spread_axis
+    if spread_axis >= input_axis:  # Not along the experts, whose axis is the first one of codes and scales too.
+        codes_axis, scales_axis = stored.spread_axes(input_axis, over_inputs=spread_axis == input_axis)
     specs: dict[str, Any] = {
-        "codes": _spec(stored.codes, codes_axis, axis), "scales": _spec(stored.scales, scales_axis, axis),
+        "codes": _spec(stored.codes, codes_axis, mesh_axis), "scales": _spec(stored.scales, scales_axis, mesh_axis),
     }  # fmt: skip
     return replace(stored, **specs)
 
 
-def _spec(array: Array | None, spread_axis: int | None, axis: str) -> PartitionSpec | None:
-    """Return how an array is spread along a mesh's axis at its axis `spread_axis`; None for an array that is missing.
+def _spec(array: Array, spread_axis: int | None, mesh_axis: str) -> PartitionSpec:
+    """Return how an array is spread, by its axis `spread_axis`, along an axis of the mesh.
 
-    With `spread_axis` None the array is whole on each device.
+    With `spread_axis` None the array is whole on each device. Example: an array [E, in, out] with 1 gives
+    PartitionSpec(None, mesh_axis, None).
     """
-    if array is None:
-        return None
-    return PartitionSpec(*(axis if index == spread_axis else None for index in range(array.ndim)))
+    return PartitionSpec(*(mesh_axis if axis == spread_axis else None for axis in range(array.ndim)))

@@ -102,22 +102,24 @@ class DecoderConfig:
     def spec_on_chip(self, num_shards: int, ops: LayerOps = XLA_OPS, itemsize: int = 2) -> ModelSpec:
         """Return the model's spec as one of `num_shards` devices sees it, if `ops` compute its layers.
 
-        `itemsize` is the bytes of an activation; both are for the estimates of what experts take. Heads and
-        `activation_width` are those of one device: its share of the query heads, of the KV heads and of the MLP
-        columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3 KV heads on 2
-        devices are padded to 12 and 4, so one device has 6 and 2.
+        `itemsize` is the bytes of an activation; it and `ops` change only the estimates of what experts take. Heads,
+        `activation_width` and `program_values` are those of one device: its share of the query heads, of the KV heads
+        and of the MLP columns, with their padding. All other values are those of `spec`. Example: 9 query heads and 3
+        KV heads on 2 devices are padded to 12 and 4, so one device has 6 and 2.
         """
         shares = self.shares(num_shards)
         num_kv_heads = shares.stored_kv_heads // num_shards
         num_heads = num_kv_heads * shares.group_size
-        layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
-        width = self._activation_width(num_shards, num_heads, ops, itemsize)
-        # XLA on a GPU sums over devices in float32, so each value of such a sum takes the memory of two 16-bit values.
-        reduction_width = 2 * self.hidden_size if num_shards > 1 else 0
+        spec = self.spec
+        layers = [replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in spec.layers]
+        activation_width = self._activation_width(num_shards, num_heads, ops, itemsize)
+        if num_shards > 1:
+            # XLA on a GPU sums over devices in float32: each value of a sum takes the memory of two 16-bit values.
+            activation_width += 2 * self.hidden_size
         return replace(
-            self.spec,
+            spec,
             layers=tuple(layers),
-            activation_width=width + reduction_width,
+            activation_width=activation_width,
             program_values=self._expert_values(num_shards, ops),
         )
 
@@ -126,26 +128,31 @@ class DecoderConfig:
 
         `num_shards` counts the devices, and `num_heads` are the query heads of one. The factors 4, 3 and 2 estimate how
         many arrays of each width, of the model, the MLP and all query heads, are alive at the same time. Experts take
-        so much more than heads that these are no longer alive beside them.
+        so much more than heads that these are no longer alive beside them, so in a model with experts the layer that
+        takes most counts.
+
+        Example: on one device, a hidden size of 64, an MLP of 128 and 4 heads of 16 give 4 × 64 + 3 × 128 + 2 × 64.
         """
-        of_heads, of_mlp = 2 * num_heads * self.head_size, 3 * self.shares(num_shards).stored_inner // num_shards
+        stream_width = 4 * self.hidden_size
+        heads_width = 2 * num_heads * self.head_size
+        mlp_width = 3 * self.shares(num_shards).stored_inner // num_shards
         if self.experts is None:
-            return 4 * self.hidden_size + of_mlp + of_heads
-        is_sparse = all(self.experts.sparse_layers)
-        of_layer = max(of_heads if is_sparse else of_heads + of_mlp, self._sparse_width(num_shards, ops, itemsize))
-        return 4 * self.hidden_size + of_layer
+            return stream_width + heads_width + mlp_width
+        has_dense_layers = not all(self.experts.sparse_layers)
+        dense_width = heads_width + mlp_width if has_dense_layers else heads_width
+        return stream_width + max(dense_width, self._sparse_width(num_shards, ops, itemsize))
 
     def _sparse_width(self, num_shards: int, ops: LayerOps, itemsize: int) -> int:
         """Return the values per token of the experts of a layer, or of the MLP that all tokens take if that has more.
 
-        Each of a token's experts has what its MLP reads and gives. A device with whole experts has room for all of a
-        token's.
+        Even where each device has whole experts, all those that a token has chosen may be on one device.
         """
         experts = self.experts
         assert experts is not None, "a model with experts"
         inner = self._expert_inner(num_shards)
-        num_values = ops.choice_values(self.hidden_size, inner, itemsize, has_bias=experts.expert_bias)
-        return max(experts.num_chosen * num_values, 3 * -(-experts.shared_width // num_shards))
+        values_per_choice = ops.choice_values(self.hidden_size, inner, itemsize, has_bias=experts.expert_bias)
+        shared_inner = -(-experts.shared_width // num_shards)
+        return max(experts.num_chosen * values_per_choice, 3 * shared_inner)
 
     def _expert_values(self, num_shards: int, ops: LayerOps) -> int:
         """Return the values that experts take in a program whatever its tokens; 0 without experts."""

@@ -143,15 +143,15 @@ class CheckpointModule(nnx.Module):
         if checked.layout is TreeLayout.OWN:
             name = next(iter(checked.arrays))
             raise ModelLoadError(f"params: {name} is the path of an engine's weight, wanted Hugging Face names")
-        places = [
-            pair
+        sources = [
+            source
             for path, origin in plan.origins.items()
-            for pair in zip(origin.places, origins[path].places, strict=True)
+            for place, place_in_tree in zip(origin.places, origins[path].places, strict=True)
+            for source in _param_sources(place, place_in_tree)
         ]
-        given = [tensor for place, place_in_tree in places for tensor in _given_tensors(place, place_in_tree)]
-        for tensor in given:
-            param = self._param(tensor.name)
-            param.set_value(_copied(tensor.part_of(checked.arrays[tensor.array]), param.get_value()))
+        for source in sources:  # All of them are known by now, so nothing below refuses the tree.
+            param = self._param(source.param)
+            param.set_value(_copied(source.values_in(checked.arrays[source.array]), param.get_value()))
 
     def _param(self, name: str) -> Any:
         """Return the parameter of a tensor."""
@@ -190,47 +190,52 @@ def _decoder(origin: ModuleOrigin, tensors: Mapping[str, Array]) -> Decoder:
 
 
 @dataclass(frozen=True)
-class _GivenTensor:
-    """Where a tree holds a parameter: in one of its arrays, as a whole or as a part of it."""
+class _ParamSource:
+    """Where a tree holds the values of a parameter: in one of its arrays, as a whole or as a part of it."""
 
-    name: str
+    param: str
     """The name of the parameter's tensor."""
     array: str
     """The name of the array in the tree."""
     numbers: tuple[int, ...]
-    """Where it lies along the first axes of the array: a layer, an expert, or both."""
+    """Where the values lie along the first axes of the array: a layer, an expert, or both."""
     block: Piece | None = None
-    """The block of what lies there; None for all of it."""
+    """The block of what lies there that has the values; None for all of it."""
     is_transposed: bool = False
     """Whether the parameter is W, where a block is one of Wᵀ."""
 
-    def part_of(self, array: Any) -> Any:
+    def values_in(self, array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         """Return the parameter's values in the array of the tree."""
-        part = array[self.numbers]
+        part: np.ndarray | jax.Array = array[self.numbers]
         if self.block is None:
             return part
-        values = self.block.block_of(part)
+        values: np.ndarray | jax.Array = self.block.block_of(part)
         return values.T if self.is_transposed else values
 
 
-def _given_tensors(place: Place, place_in_tree: Place) -> list[_GivenTensor]:
-    """Return where a tree has the parameters of one weight, or of one of its experts.
+def _param_sources(place: Place, place_in_tree: Place) -> list[_ParamSource]:
+    """Return where a tree has the values of the parameters that make up one weight, or one expert's part of it.
 
-    `place` has the names of the parameters, `place_in_tree` those of the arrays that the tree has in their stead. These
-    may hold tensors of all layers or experts, or several parameters: gates and ups are in one array in modules of
-    transformers 5. Raises ModelLoadError for a tree in which a parameter is not one block of an array.
+    `place` has the names of the parameters, `place_in_tree` those of the arrays that the tree has in their stead.
+    Raises ModelLoadError for a tree in which a parameter is not one block of an array.
+
+    Example: the parameters "layers.3.gate" [F, D] and "layers.3.up" [F, D] make up one weight. A stacked tree has the
+    arrays "layers.gate" and "layers.up" [L, F, D], so both parameters are at number 3 of their array. Modules of
+    transformers 5 have one array for the gates and ups of all experts [E, 2 F, D]: the gate of expert 1 is the block of
+    rows 0 to F − 1 at number 1, and its up the block behind that.
     """
     if _has_same_tensors(place, place_in_tree):
-        # Where a parameter holds all experts, so does the array: the numbers lead to what the parameter holds.
-        numbers = place_in_tree.numbers[: len(place_in_tree.numbers) - len(place.numbers)]
+        # The array may have one axis more, of layers. A parameter that holds all experts is all that lies there.
+        num_extra_axes = len(place_in_tree.numbers) - len(place.numbers)
+        numbers = place_in_tree.numbers[:num_extra_axes]
         names = zip(place.names, place_in_tree.names, strict=True)
-        return [_GivenTensor(name, array, numbers) for name, array in names]
+        return [_ParamSource(param, array, numbers) for param, array in names]
     if not _is_each_one_block(place, place_in_tree):
         names_in_tree, wanted = " and ".join(place_in_tree.names), " and ".join(place.names)
         raise ModelLoadError(f"params: got {names_in_tree}, wanted {wanted}, in the module's own form")
     return [
-        _GivenTensor(
-            name=place.names[int(piece.tensor)],
+        _ParamSource(
+            param=place.names[int(piece.tensor)],
             array=place_in_tree.names[int(block.tensor)],
             numbers=place_in_tree.numbers,
             block=block,
@@ -242,20 +247,25 @@ def _given_tensors(place: Place, place_in_tree: Place) -> list[_GivenTensor]:
 
 def _has_same_tensors(place: Place, place_in_tree: Place) -> bool:
     """Return whether a tree has a parameter's tensor, or a stack of such tensors, for each parameter of a place."""
-    orientations = [
-        [(piece.is_transposed, piece.step) for piece in each.recipe.pieces] for each in (place, place_in_tree)
-    ]
-    return len(place.names) == len(place_in_tree.names) and orientations[0] == orientations[1]
+    params, arrays = (
+        [(piece.is_transposed, piece.step) for piece in pieces]
+        for pieces in (place.recipe.pieces, place_in_tree.recipe.pieces)
+    )
+    return len(place.names) == len(place_in_tree.names) and params == arrays
 
 
 def _is_each_one_block(place: Place, place_in_tree: Place) -> bool:
     """Return whether each parameter of a place is one block of an array of the tree, and is no stack of experts."""
-    targets = [[piece.target for piece in each.recipe.pieces] for each in (place, place_in_tree)]
-    are_whole = True
-    for piece in place.recipe.pieces:
-        rows_first = tuple((0, size) for size in place.recipe.tensors[int(piece.tensor)])
-        are_whole &= piece.source == (rows_first[::-1] if piece.is_transposed else rows_first)
-    return are_whole and targets[0] == targets[1] and not place.numbers
+    recipe, recipe_in_tree = place.recipe, place_in_tree.recipe
+    have_equal_targets = [piece.target for piece in recipe.pieces] == [block.target for block in recipe_in_tree.pieces]
+    are_whole = all(_is_whole(piece, recipe.tensors[int(piece.tensor)]) for piece in recipe.pieces)
+    return have_equal_targets and are_whole and not place.numbers
+
+
+def _is_whole(piece: Piece, shape: tuple[int, ...]) -> bool:
+    """Return whether a piece is all of its tensor, which has this shape: W [in, out] if the piece is transposed."""
+    all_of_it = tuple((0, size) for size in shape)
+    return piece.source == (all_of_it[::-1] if piece.is_transposed else all_of_it)
 
 
 def _copied(array: Any, like: jax.Array) -> jax.Array:
