@@ -220,11 +220,14 @@ def _quantized(config: EngineConfig, model: DecoderConfig, checkpoint: Checkpoin
     if config.quantization in ("auto", "none"):
         return checkpoint
     got = shown(config.quantization)
-    if stored_formats(checkpoint):
+    if isinstance(checkpoint, GGUFCheckpoint | SafetensorsCheckpoint) and checkpoint.is_quantized:
         quantized = checkpoint.quantization if isinstance(checkpoint, SafetensorsCheckpoint) else None
         kind = f" by {quantized.method}" if quantized else ""
         fault = f"{got} for {checkpoint.path}, whose weights are quantized{kind}"
-        raise refusal("quantization", fault, "auto, which keeps them, or none", error=ConfigError)
+        allowed = (
+            "auto, which keeps them, or none" if stored_formats(checkpoint) else "auto or none, which make them floats"
+        )
+        raise refusal("quantization", fault, allowed, error=ConfigError)
     return QuantizedCheckpoint(checkpoint, config.quantization)
 
 

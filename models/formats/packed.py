@@ -51,15 +51,19 @@ MODELOPT_FILE = "hf_quant_config.json"
 """The file in which ModelOpt says how a checkpoint is quantized, where config.json does not."""
 
 
-def refuse_quantized(files: TensorFiles) -> None:
-    """Raise ModelLoadError if a tensor is quantized, for a config that does not say how."""
+def refuse_quantized(files: TensorFiles, quantization: Quantization | None) -> None:
+    """Raise ModelLoadError if a tensor is quantized, for a config that does not say how weights are quantized.
+
+    `quantization` is what the config says of keys, values or activations alone; None if it has no such key.
+    """
     for name in files.names():
         is_float8 = files.dtype(name).startswith("F8_")
         if is_float8 or name.rpartition(".")[2] in PACKED_ENDS:
             kind = f"8-bit floats ({files.dtype(name)})" if is_float8 else "a part of a packed matrix"
-            fault = "config.json has no quantization_config, which says how they are scaled"
-            add = "add it"
-            if (files.path / MODELOPT_FILE).is_file():
+            key = "quantization_config" if quantization is None else f"weights in the {quantization.method} config"
+            fault = f"config.json has no {key}, which says how they are scaled"
+            add = "add it" if quantization is None else "add them"
+            if quantization is None and (files.path / MODELOPT_FILE).is_file():
                 add = f"add it with the quant_method modelopt and the quant_algo that {MODELOPT_FILE} has"
             raise files.fault(name, f"holds {kind}, and {fault}: {add}, or {WAY_OUT}")
 

@@ -261,10 +261,10 @@ def _with_group(found: Quantization, weights: Fields, format_name: str, group_na
     scheme = PackedScheme(
         "pack-quantized" if format_name == "pack-quantized" else "int-quantized",
         weights.integer("num_bits"),
-        weights.integer("group_size", max=MAX_GROUP) if strategy == "group" else None,
+        _read_group(weights, "group_size") if strategy == "group" else None,
         has_zeros=not is_symmetric,
         has_matrix_scale=strategy == "tensor",
-        needs_order=weights.data.get("actorder") in ("group", "dynamic"),
+        needs_order=weights.data.get("actorder") in ("group", "dynamic", True),
         config_key=group_name,
     )
     return replace(found, packed=(*found.packed, scheme))

@@ -37,11 +37,16 @@ class SafetensorsCheckpoint:
         self._files = TensorFiles(directory)
         self._matrices: dict[str, QuantizedMatrix] = {}
         self._names = self._files.names()
-        if quantization is None:
-            refuse_quantized(self._files)
-        else:
+        if quantization is None or not quantization.has_matrices:
+            refuse_quantized(self._files, quantization)
+        if quantization is not None:
             self._matrices, others = find_matrices(self._files, quantization)
             self._names = [*others, *self._matrices]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether a matrix is quantized, also one whose codes cannot be kept."""
+        return bool(self._matrices)
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors in all files; the several of a quantized matrix have one name."""

@@ -69,6 +69,8 @@ GEMMA_LAYER_NAMES = LAYER_NAMES | {
 }
 # Tensors that the config is read from: they are parts of the rotary embedding and not weights.
 CONFIG_TENSORS = ("rope_freqs.weight",)
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of tensors that are not quantized."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class GGUFCheckpoint:
         self._head_size = config.head_size
         self._format = FORMATS[file.metadata["general.architecture"]]
         self._stored = {self._hf_name(name): name for name in file.tensors if name not in CONFIG_TENSORS}
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether a tensor is quantized, also in a type whose codes cannot be kept."""
+        return any(self.file.tensors[stored].type_name not in FLOAT_TYPES for stored in self._stored.values())
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors except those that belong to the config."""

@@ -126,6 +126,9 @@ BAD_TENSORS = {
     "an order where there is none": ("awq", {"g_idx": zeros(192)}, ".g_idx' is there, and awq has no order of columns"),
     "scales of another size": ("gptq_v1", {"scales": zeros(2, 64, dtype=np.float16)}, "(2, 64), wanted (4, 64) for (1"),
     "outputs that are no whole words": ("gptq_v1", {"qweight": zeros(16, 63)}, "has 63 columns, wanted a multiple of"),
+    "no order of compressed-tensors": (
+        "compressed_actorder", {"weight_g_idx": None}, f"is quantized without '{MODULE}.weight_g_idx', the order of",
+    ),
     "no order": ("gptq_actorder", {"g_idx": None}, f"is quantized without '{MODULE}.g_idx', the order of its columns"),
     "an unknown group": ("gptq_actorder", {"g_idx": zeros(160) + 5}, "has groups from 5 to 5, wanted some from 0 to 4"),
     "an order of another size": ("gptq_v1", {"g_idx": zeros(16)}, "g_idx' has the shape (16,), wanted (128,) for (16"),
@@ -236,7 +239,9 @@ BAD_CONFIGS = {
         "compressed_int8_channel", "strategy is 'block', wanted tensor or channel or group", strategy="block"
     ),
     "no size of groups": of_weights(
-        "compressed_int4_group", "group_size is missing, wanted an integer from 1", group_size=None
+        "compressed_int4_group",
+        "group_size is missing, wanted −1 or an integer from 1 to 1048576 (numbers that share a scale): take the un",
+        group_size=None,
     ),
     "small floats in larger groups": of_weights(
         "mxfp4", "group_size is 64, wanted 32 (only this is supported for", group_size=64
@@ -339,6 +344,11 @@ def test_weights_are_floats_where_only_keys_and_values_are_quantized(tmp_path):
     stale = changed(tmp_path / "stale", "compressed_int4_group", tensors=tensors)
     assert stale.notes() == ["no tensor is quantized, although quantization_config names compressed-tensors"]
     np.testing.assert_array_equal(read(stale), weight)
+    (tmp_path / "packed").mkdir()
+    with pytest.raises(
+        ModelLoadError, match=r"a part of a packed .* no weights in the compressed-tensors config, which"
+    ):
+        changed(tmp_path / "packed", "compressed_int4_group", config=config.items())
 
 
 ERRORS_OF_GROUPS = {

@@ -2,18 +2,21 @@
 
 import json
 import logging
+import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
 from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
 
-from .test_coded import CONFIG, ENGINE, SHAPES, formats_of, loaded
+from .test_coded import CONFIG, ENGINE, SHAPES, formats_of, loaded, write_file
 
 GROUP = 32
 Tensors = dict[str, np.ndarray]
@@ -66,9 +69,9 @@ def as_int8(rng: np.random.Generator, module: str, shape: tuple[int, int]) -> Te
     }
 
 
-def as_float8(rng: np.random.Generator, module: str, shape: tuple[int, int]) -> Tensors:
-    """Return a matrix of 8-bit floats with a scale for each block of 48 rows and 32 columns."""
-    num_scales = [-(-size // step) for size, step in zip(shape, (48, GROUP), strict=True)]
+def as_float8(rng: np.random.Generator, module: str, shape: tuple[int, int], *, group: int = GROUP) -> Tensors:
+    """Return a matrix of 8-bit floats with a scale for each block of 48 rows and `group` columns."""
+    num_scales = [-(-size // step) for size, step in zip(shape, (48, group), strict=True)]
     return {
         module + "weight": rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn),
         module + "weight_scale_inv": rng.uniform(0.2, 0.4, num_scales).astype(np.float32),
@@ -157,12 +160,29 @@ def test_numbers_that_are_not_finite_are_refused_by_their_tensor(
 
 
 def test_quantizing_once_more_is_refused_by_the_name_of_the_kind(tmp_path: Path) -> None:
-    path = write_model(tmp_path, "awq")
     message = (
         "^quantization: got 'int8' for .*, whose weights are quantized by awq, allowed: auto, which keeps them, or"
     )
     with pytest.raises(ConfigError, match=message):
-        Engine(str(path), quantization="int8", **ENGINE)
+        Engine(str(write_model(tmp_path, "awq")), quantization="int8", **ENGINE)
+
+
+def test_quantizing_what_cannot_be_kept_as_codes_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 24 values and the type IQ4_NL become floats by `auto`: those of a quantized file all the same."""
+    config, pack = MODELS["fp8"][0] | {"weight_block_size": [48, 24]}, partial(as_float8, group=24)
+    monkeypatch.setitem(MODELS, "groups of 24", (config, pack, ""))
+    in_gguf = write_file(tmp_path, kind=lambda name: GGMLQuantizationType["Q4_0" if "up_proj" in name else "F16"])
+    header = b"ffn_up.weight" + struct.pack("<IQQ", 2, 128, 96)
+    content = in_gguf.read_bytes()  # Blocks of both types have 18 bytes.
+    assert content.count(header) == 2
+    kinds = [header + struct.pack("<I", kind) for kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.IQ4_NL)]
+    in_gguf.write_bytes(content.replace(*kinds))
+    message = r"got 'int8' for .*, whose weights are quantized.*allowed: auto or none, which make"
+    for path in (write_model(tmp_path, "groups of 24"), in_gguf):
+        with pytest.raises(ConfigError, match=message):
+            Engine(str(path), quantization="int8", **ENGINE)
 
 
 def test_a_start_says_that_activations_stay_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
