@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -77,53 +77,83 @@ def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFo
     """
     for path, module in nnx.iter_modules(model):
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, nnx.Variable):
+        if not isinstance(weight, nnx.Variable) or (matrix := _matrix_of(weight)) is None:
             continue
         metadata, pieces = weight.get_metadata(), recipes.pieces[*path, "weight"]
-        num_experts = metadata.get("num_experts")
-        if metadata.get("stays_floats") or len(weight.shape) != (2 if num_experts is None else 3):
-            continue
-        is_table = "matrix" not in metadata
-        axes = metadata["logical_axes"][::-1] if is_table else metadata["logical_axes"]
-        num_in, num_out = weight.shape[::-1] if is_table else weight.shape[-2:]
-        inputs_per_device = weight.sharding.shard_shape(weight.shape)[1 if is_table else -2]
         held = held_codes(
-            pieces, recipes.shapes, formats, inputs_per_device, target, is_table=is_table, num_experts=num_experts
-        )
+            pieces, recipes.shapes, formats, matrix.inputs_per_device, target,
+            is_table=matrix.is_table, num_experts=matrix.num_experts,
+        )  # fmt: skip
         if held is None:
-            reason = experts_as_floats((*path, "weight"), pieces, formats, metadata)
+            reason_for_floats = experts_as_floats((*path, "weight"), pieces, formats, metadata)
         else:
-            reason = _not_fused(held, target, is_table=is_table)
-        if reason is not None:
-            module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason)
-        if held is None or reason is not None:
-            continue
-        sizes = (piece.target[0][1] - piece.target[0][0] for piece in pieces)
-        parts = joined_parts(zip(held.formats, sizes, strict=True))
-        shared = {**metadata, "held": held, "code_parts": parts, "decoded_dtype": target.dtype}
-        if is_table:
-            shared["table"] = tuple(weight.shape)
-        codes, scales = _abstract_arrays(held.arrays, (num_in, num_out), axes, target.mesh)
-        module.weight = nnx.Param(codes, **shared)
-        module.scales = nnx.Param(scales, **shared, tensor="weight", is_scales=True)
+            reason_for_floats = _not_fused(held, target, is_table=matrix.is_table)
+        if reason_for_floats is not None:
+            module.weight = nnx.Param(weight.get_value(), **metadata, becomes_floats=reason_for_floats)
+        elif held is not None:
+            _replace_by_codes(module, weight, matrix, pieces, held, target)
+
+
+class _Matrix(NamedTuple):
+    """A weight that may be kept as codes: a matrix W [in, out], one for each expert, or a table, which is Wᵀ."""
+
+    is_table: bool
+    num_experts: int | None
+    num_in: int
+    num_out: int
+    """The inputs and outputs of one matrix."""
+    axes: tuple[str | None, ...]
+    """The logical axes of inputs and outputs, behind that of experts if there is one."""
+    inputs_per_device: int
+
+
+def _matrix_of(weight: nnx.Variable[Any]) -> _Matrix | None:
+    """Return the matrix that a weight is; None for a vector, and for a weight that its layer needs as floats."""
+    metadata = weight.get_metadata()
+    num_experts, is_table = metadata.get("num_experts"), "matrix" not in metadata
+    if metadata.get("stays_floats") or len(weight.shape) != (2 if num_experts is None else 3):
+        return None
+    shape, shard_shape = weight.shape, weight.sharding.shard_shape(weight.shape)
+    axes = tuple(metadata["logical_axes"])
+    if is_table:
+        shape, shard_shape, axes = shape[::-1], shard_shape[::-1], axes[::-1]
+    num_in, num_out = shape[-2:]
+    return _Matrix(is_table, num_experts, num_in, num_out, axes, inputs_per_device=shard_shape[-2])
+
+
+def _replace_by_codes(
+    module: Any, weight: nnx.Variable[Any], matrix: _Matrix, pieces: Sequence[Piece], held: HeldCodes, target: Target
+) -> None:
+    """Replace the weight of a module by the shapes of its codes and its scales, with the metadata of `hold_codes`."""
+    num_rows = (piece.target[0][1] - piece.target[0][0] for piece in pieces)
+    parts = joined_parts(zip(held.formats, num_rows, strict=True))
+    shared = {**weight.get_metadata(), "held": held, "code_parts": parts, "decoded_dtype": target.dtype}
+    if matrix.is_table:
+        shared["table"] = tuple(weight.shape)
+    codes, scales = _abstract_arrays(held.arrays, matrix, target.mesh)
+    module.weight = nnx.Param(codes, **shared)
+    module.scales = nnx.Param(scales, **shared, tensor="weight", is_scales=True)
 
 
 def _abstract_arrays(
-    arrays: CodeArrays, matrix: tuple[int, int], axes: Sequence[str | None], mesh: Mesh
+    arrays: CodeArrays, matrix: _Matrix, mesh: Mesh
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return the shapes of the codes and of the scales of a matrix W, placed on a mesh.
+    """Return the shapes of the codes and of the scales of a matrix, placed on a mesh.
 
-    `matrix` is (inputs, outputs) of one matrix, and `axes` are the logical axes of inputs and outputs, behind that of
-    experts if there is one.
+    Example: with groups of 32 inputs, W [512, 64] of the logical axes ("embed", "mlp") has codes [16, 32, 64] of the
+    axes ("embed", None, "mlp"), and scales [16, 64] of the axes ("embed", "mlp").
     """
-    *expert_axis, axis_in, axis_out = axes
-    codes = arrays.codes_shape(*matrix), arrays.dtype, arrays.codes_axes(axis_in, axis_out)
-    scales = arrays.scales_shape(*matrix), arrays.scale_dtype, arrays.scales_axes(axis_in, axis_out)
-    of_codes, of_scales = (
-        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding_of(mesh, (*expert_axis, *logical_axes)))
-        for shape, dtype, logical_axes in (codes, scales)
-    )
-    return of_codes, of_scales
+    *expert_axis, axis_in, axis_out = matrix.axes
+
+    def placed(shape: tuple[int, ...], dtype: str, logical_axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        sharding = sharding_of(mesh, (*expert_axis, *logical_axes))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    codes_shape = arrays.codes_shape(matrix.num_in, matrix.num_out)
+    scales_shape = arrays.scales_shape(matrix.num_in, matrix.num_out)
+    codes = placed(codes_shape, arrays.dtype, arrays.codes_axes(axis_in, axis_out))
+    scales = placed(scales_shape, arrays.scale_dtype, arrays.scales_axes(axis_in, axis_out))
+    return codes, scales
 
 
 def experts_as_floats(

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,14 +75,6 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
     if "fill" in metadata:
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
         return jax.jit(make, out_shardings=leaf.sharding)()
-    # Numbers are drawn in the shape that a checkpoint has, so that they do not depend on how a backend stores a matrix:
-    # a matrix W [in, out] is drawn as Wᵀ [out, in], and a table as [V, D], which zeros pad.
-    if "matrix" in metadata:
-        shape, padding = metadata["matrix"][::-1], 0
-    else:
-        num_rows, num_columns = metadata.get("table", leaf.shape)
-        shape = num_rows, true_size(metadata["columns"])
-        padding = num_columns - shape[1]
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
     codes = (metadata["code_parts"], metadata["decoded_dtype"]) if "code_parts" in metadata else None
     is_scales = metadata.get("is_scales", False)
@@ -90,10 +82,39 @@ def _array(leaf: nnx.Variable[Any], name: str, metadata: dict[str, Any]) -> jax.
         held, ops = metadata.get("held"), metadata["ops"]
         storage = _Storage(leaf.shape, leaf.dtype, ops, codes=codes, held=held, is_scales=is_scales)
         return _maker_of_experts(_layout_of(metadata), storage, leaf.sharding)(key)
+    rows = _drawn_rows(leaf, metadata)
     if "held" in metadata:
-        return _maker_of_codes(shape, padding, leaf.shape, metadata["held"], leaf.sharding, is_scales=is_scales)(key)
-    ops = metadata["ops"] if "matrix" in metadata else None
-    return _maker(shape, padding, leaf.dtype, ops, leaf.sharding, codes)(key)
+        return _maker_of_codes(rows, leaf.shape, metadata["held"], leaf.sharding, is_scales=is_scales)(key)
+    if "matrix" in metadata:
+        return _maker_of_matrix(rows, leaf.dtype, metadata["ops"], codes, leaf.sharding)(key)
+    return _maker_of_table(rows, leaf.dtype, leaf.sharding)(key)
+
+
+class _DrawnRows(NamedTuple):
+    """The rows of random numbers that make a matrix or a table."""
+
+    num_rows: int
+    num_columns: int
+    """Numbers in each row."""
+    padding: int
+    """Zeros behind the numbers of each row."""
+
+    def draw(self, key: jax.Array) -> jax.Array:
+        """Return the rows, float32 [num_rows, num_columns + padding]."""
+        return _random_numbers(key, (self.num_rows, self.num_columns), self.padding)
+
+
+def _drawn_rows(leaf: nnx.Variable[Any], metadata: dict[str, Any]) -> _DrawnRows:
+    """Return the rows of a weight in the shape that a checkpoint has, whatever a backend makes of it.
+
+    A matrix W [in, out] is drawn as Wᵀ [out, in], and a table as [V, D], which zeros pad.
+    """
+    if "matrix" in metadata:
+        num_in, num_out = metadata["matrix"]
+        return _DrawnRows(num_out, num_in, padding=0)
+    num_rows, padded_columns = metadata.get("table", leaf.shape)
+    num_columns = true_size(metadata["columns"])
+    return _DrawnRows(num_rows, num_columns, padding=padded_columns - num_columns)
 
 
 def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
@@ -110,23 +131,37 @@ def _layout_of(metadata: dict[str, Any]) -> ExpertLayout:
 
 
 @lru_cache(maxsize=64)
-def _maker(
-    shape: tuple[int, ...],
-    padding: int,
+def _maker_of_table(rows: _DrawnRows, dtype: Any, sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    """Return a jitted function from a random key to a table [V, D]; tables with equal arguments share one program."""
+    return jax.jit(lambda key: rows.draw(key).astype(dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=64)
+def _maker_of_matrix(
+    rows: _DrawnRows,
     dtype: Any,
-    ops: LayerOps | None,
-    sharding: jax.sharding.Sharding,
+    ops: LayerOps,
     codes: tuple[CodeParts, str] | None,
+    sharding: jax.sharding.Sharding,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a jitted function from a random key to a weight; weights with equal arguments share one program."""
-    make = partial(_random, shape=shape, padding=padding, dtype=dtype, ops=ops, codes=codes)
+    """Return a jitted function from a random key to a matrix W, as `ops` store it: floats of `dtype`, or codes.
+
+    `codes` are the formats of its columns, and the dtype that these are decoded to; None for floats. Matrices with
+    equal arguments share one program.
+    """
+
+    def make(key: jax.Array) -> jax.Array:
+        if codes is None:
+            return ops.store(rows.draw(key).astype(dtype).T)
+        code_parts, decoded_dtype = codes
+        return ops.store_codes(rows.draw(key).astype(jnp.bfloat16), code_parts, decoded_dtype)
+
     return jax.jit(make, out_shardings=sharding)
 
 
 @lru_cache(maxsize=64)
 def _maker_of_codes(
-    shape: tuple[int, ...],
-    padding: int,
+    rows: _DrawnRows,
     stored_shape: tuple[int, ...],
     held: HeldCodes,
     sharding: jax.sharding.Sharding,
@@ -136,32 +171,10 @@ def _maker_of_codes(
     """Return a jitted function from a random key to the codes or the scales of a matrix that is kept as both."""
 
     def make(key: jax.Array) -> jax.Array:
-        codes, scales = quantized_rows(_random_numbers(key, shape, padding), held)
+        codes, scales = quantized_rows(rows.draw(key), held)
         return held.arrays.stored(scales if is_scales else codes, stored_shape)
 
     return jax.jit(make, out_shardings=sharding)
-
-
-def _random(
-    key: jax.Array,
-    *,
-    shape: tuple[int, ...],
-    padding: int,
-    dtype: Any,
-    ops: LayerOps | None,
-    codes: tuple[CodeParts, str] | None,
-) -> jax.Array:
-    """Return a random table of the `shape` [out, in]; with `ops` its transpose W [in, out], as `ops` store a matrix.
-
-    `padding` zeros follow each row of a table. With `codes`, the formats of its columns and the dtype that these are
-    decoded to, it is stored as codes.
-    """
-    numbers = _random_numbers(key, shape, padding)
-    if codes is not None:
-        assert ops is not None
-        return ops.store_codes(numbers.astype(jnp.bfloat16), *codes)
-    rows = numbers.astype(dtype)
-    return rows if ops is None else ops.store(rows.T)
 
 
 @dataclass(frozen=True)
