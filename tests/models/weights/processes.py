@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ... import quick_compile
+
 ROOT = Path(__file__).parents[3]
 HAS_PROC = Path("/proc/self/status").is_file()
 
@@ -14,6 +16,16 @@ def run_python(code: str, *args: str, flags: str = "") -> subprocess.CompletedPr
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "HOME": str(Path.home())}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=True)
+
+
+def run_over_devices(num_devices: int, code: str, *args: str) -> str:
+    """Return what `code` prints on so many virtual devices of a CPU; fail with the end of its errors if it fails."""
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    environment = {**quick_compile.environment(flags), "NPROC": "16"}
+    command = [sys.executable, "-c", code, *args]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
 
 
 def peak_bytes(code: str, *args: str) -> list[tuple[int, int]]:

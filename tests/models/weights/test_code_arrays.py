@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +36,10 @@ from jpaged.sharding import device_mesh, replicated
 from jpaged.startup.attention.expected import random_codes
 from jpaged.startup.open_model import open_model
 
-from ... import quick_compile
+from .processes import run_over_devices
 from .test_coded import ENGINE, write_file
 from .test_packed_models import MODELS, write_model
 
-ROOT = Path(__file__).parents[3]
 AT_LOAD = ("int8", "fp8", "int4")
 
 
@@ -138,11 +135,7 @@ print(json.dumps(errors))
 
 def test_logits_over_several_devices_are_those_of_one(tmp_path: Path) -> None:
     """12 of 96 inputs are on each of 8 devices, so groups of 32 are cut to 4; heads and vocabulary are padded."""
-    environment = quick_compile.environment("--xla_force_host_platform_device_count=8") | {"NPROC": "16"}
-    command = [sys.executable, "-c", OVER_MESHES, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    errors = json.loads(result.stdout.splitlines()[-1])
+    errors = json.loads(run_over_devices(8, OVER_MESHES, str(tmp_path)).splitlines()[-1])
     assert len(errors) == 6
     assert max(errors.values()) < 1e-4, errors
 

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,10 @@ from jpaged.pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns
 from jpaged.sharding import device_mesh
 from jpaged.startup.attention.expected import random_codes
 
-from ... import quick_compile
+from .processes import run_over_devices
 from .test_code_arrays import AT_LOAD, logits_of, numbers_of
 from .test_live_weights import GOLDEN, tensors_of
 
-ROOT = Path(__file__).parents[3]
 E, K, N = 6, 64, 96
 FORMATS = {
     "int8": int8_format(K), "fp8": float8_format(K), "int4": CODE_FORMATS["Q4_0"], "Q8_0": CODE_FORMATS["Q8_0"],
@@ -97,11 +94,7 @@ print(json.dumps(errors | errors_over(4, ("int4",))))
 @pytest.mark.slow
 def test_logits_over_several_devices_are_those_of_one() -> None:
     """Each device has whole experts, or 6 of 24 inner values of each; scales for all inputs of an output are whole."""
-    environment = quick_compile.environment("--xla_force_host_platform_device_count=4") | {"NPROC": "16"}
-    command = [sys.executable, "-c", OVER_DEVICES]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    errors = json.loads(result.stdout.splitlines()[-1])
+    errors = json.loads(run_over_devices(4, OVER_DEVICES).splitlines()[-1])
     assert len(errors) == 3
     assert max(errors.values()) < 1e-4, errors
 

@@ -1,8 +1,6 @@
 """Trees of a sparse model become the very weights that loading gives, with experts apart or in one array."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,10 @@ from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh
 
-from ... import quick_compile
 from ...expert_models import in_memory_of_transformers, of_all_experts, of_all_layers
 from ...jpaged.tiny_model import SIZES
+from .processes import run_over_devices
 from .test_live_weights import GOLDEN, MESH, compiled, tensors_of
-
-ROOT = Path(__file__).parents[3]
 
 
 def live_and_loaded(
@@ -133,10 +129,7 @@ for quantization, arrays in ((None, tree), ("int8", on_devices)):
 
 
 def test_experts_are_put_into_their_places_on_several_devices() -> None:
-    environment = quick_compile.environment("--xla_force_host_platform_device_count=4") | {"NPROC": "16"}
-    command = [sys.executable, "-c", OVER_DEVICES]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_over_devices(4, OVER_DEVICES)
 
 
 def test_a_missing_expert_is_named_and_forms_are_not_mixed() -> None:

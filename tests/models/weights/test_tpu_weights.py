@@ -1,8 +1,6 @@
 """Weights as TPUs store them, with columns that fill whole tiles: names, shapes and values are those of the model."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh
 
-from ... import quick_compile
 from ...expert_models import of_all_layers
+from .processes import run_over_devices
 from .test_code_arrays import logits_of
 from .test_live_experts import check_equal
 from .test_live_weights import GOLDEN, MESH, compiled, tensors_of
@@ -129,10 +127,6 @@ print(json.dumps(errors))
 
 @pytest.mark.slow
 def test_padding_changes_no_logit_over_several_devices(tmp_path: Path) -> None:
-    environment = quick_compile.environment("--xla_force_host_platform_device_count=8") | {"NPROC": "16"}
-    command = [sys.executable, "-c", OVER_DEVICES, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    errors = json.loads(result.stdout.splitlines()[-1])
+    errors = json.loads(run_over_devices(8, OVER_DEVICES, str(tmp_path)).splitlines()[-1])
     assert len(errors) == 5
     assert max(errors) < 1e-5, errors
