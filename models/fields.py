@@ -57,6 +57,8 @@ class Fields:
     """Keys that were asked for so far; a nested object adds its own, as in "rope_parameters.factor"."""
     prefix: str = ""
     """What stands in front of these keys in `asked`."""
+    way_out: str = ""
+    """What a user can do about a wrong value, for errors; "" where each error says it itself."""
 
     def has(self, key: str) -> bool:
         """Return whether `key` is present and not null."""
@@ -68,11 +70,11 @@ class Fields:
         return self.names.get(key, self.prefix + key)
 
     def wrong(self, key: str, wanted: str) -> ModelLoadError:
-        """Return (do not raise) the error for `key`: its value, or that it is missing, and what was `wanted`."""
+        """Return (do not raise) the error for `key`: its value, or that it is missing, what was `wanted`, `way_out`."""
         name = self.name_of(key)
-        if not self.has(key):
-            return ModelLoadError(f"{self.path}: {name} is missing, wanted {wanted}")
-        return ModelLoadError(f"{self.path}: {name} is {reprlib.repr(self.data[key])}, wanted {wanted}")
+        got = f"is {reprlib.repr(self.data[key])}" if self.has(key) else "is missing"
+        way_out = f"; {self.way_out}" if self.way_out else ""
+        return ModelLoadError(f"{self.path}: {name} {got}, wanted {wanted}{way_out}")
 
     def integer(self, key: str, default: int | None = None, *, min: int = 1, max: int = MAX_INT) -> int:
         """Return an integer from `min` to `max`; without a default the key is required."""

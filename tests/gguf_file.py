@@ -85,7 +85,8 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, met
         stored[names.get_name(name, (".weight", ".bias"))] = quantized
     if is_by_expert:
         stored = dict(each for item in stored.items() for each in by_expert(*item))
-    metadata = dict(metadata) | {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
+    from_config = {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
+    metadata = from_config | dict(metadata)
     metadata[f"{architecture}.attention.value_length"] = config.get("head_dim")
     if architecture == "gpt-oss":
         metadata["gpt-oss.expert_feed_forward_length"] = config["intermediate_size"]

@@ -132,4 +132,4 @@ def _renamed(fields: Fields) -> Fields:
         fields.asked.add(old)
         if values.get(new) is None:
             values[new], names[new] = values.get(old), names.get(old, old)
-    return Fields(values, fields.path, names, fields.asked)
+    return replace(fields, data=values, names=names)

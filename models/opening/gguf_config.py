@@ -43,6 +43,8 @@ EXPERT_KEYS = {
     "llama": "num_local_experts", "qwen2moe": "num_experts", "qwen3moe": "num_experts", "gpt-oss": "num_local_experts",
 }  # fmt: skip
 """Architecture whose files may have experts → key of config.json for their number."""
+ALWAYS_SPARSE = EXPERT_KEYS.keys() - {"llama"}
+"""Architectures without dense models: their files name a number of experts."""
 _STAYS_FLOAT32 = re.compile(r"\.ffn_gate_inp\.weight$|_exps\.bias$")
 """Names of tensors of several axes that llama.cpp's converter writes as float32, whatever the dtype of the model."""
 GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
@@ -117,6 +119,10 @@ class _Metadata:
         num_experts = fields.integer(self.names["num_experts"], 0, min=0)
         if num_experts > 0 and self.architecture not in EXPERT_KEYS:
             raise fields.wrong(self.names["num_experts"], f"0: only {', '.join(EXPERT_KEYS)} are read with experts")
+        has_experts = any(".ffn_gate_inp." in name for name in tensors)
+        if num_experts == 0 and (has_experts or self.architecture in ALWAYS_SPARSE):
+            reason = "the number of experts, an integer from 1" + (", as there are tensors ffn_gate_inp" * has_experts)
+            raise fields.wrong(self.names["num_experts"], f"{reason}: convert the model anew, or take another file")
         config: dict[str, Any] = {key: fields.integer(name) for key, name in self.names.items() if key in SIZES}
         vocab_size = embedding.shape[0]
         config |= {

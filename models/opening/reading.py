@@ -25,6 +25,8 @@ COMMON_WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 """Keys of every transformers class that change nothing that is computed here."""
 COMMON_FIXED_OPTIONS = {"is_causal": True}
+WAY_OUT = "correct it there or by hf_overrides, or take another model"
+"""What a user can do about a value of config.json that is wrong or not supported."""
 TEXT_CONFIG = "text_config"
 """The key under which a model with images has the config of its language model."""
 SHARED_KEYS = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", *CONFIG_KEYS)
@@ -58,8 +60,9 @@ def config_from_hf(
     names = {**(names or {}), **{key: f"{key} of hf_overrides" for key in overridden}}
     family = _family(Fields(data, path, names))
     model = family.load()
-    fields = Fields(_with_defaults(data, model.config_defaults), path, names)
-    read_quantization(fields)  # It raises for a quantization that is not supported; its result is not needed here.
+    fields = Fields(_with_defaults(data, model.config_defaults), path, names, way_out=WAY_OUT)
+    # It raises for a quantization that is not supported, and names a way out itself; its result is not needed here.
+    read_quantization(replace(fields, way_out=""))
     for key, wanted in {**COMMON_FIXED_OPTIONS, **model.fixed_options}.items():
         if fields.has(key) and fields.data[key] != wanted:
             raise fields.wrong(key, f"{wanted!r}: this version has nothing else")

@@ -463,7 +463,7 @@ INVALID = {
     ),
     "more experts for a token than there are": (
         with_experts("Mixtral", num_local_experts=4, num_experts_per_tok=5),
-        "num_experts_per_tok is 5, wanted an integer from 1 to 4",
+        "num_experts_per_tok is 5, wanted an integer from 1 to 4; correct it there or by hf_overrides, or take another",
     ),
     "no expert for a token": (with_experts("Qwen3Moe", num_experts_per_tok=0), "num_experts_per_tok is 0, wanted"),
     "two numbers of experts": (

@@ -116,3 +116,27 @@ def test_ways_to_choose_experts_that_a_family_has_not_are_refused(tmp_path):
         path = convert_to_gguf(tmp_path / "m.gguf", config, embedding, metadata={f"llama.{key}": value})
         with pytest.raises(ModelLoadError, match=f"llama.{key}"):
             open_checkpoint(path)
+
+
+@pytest.mark.parametrize("metadata", [{"llama.expert_count": None}, {"llama.expert_count": 0}])
+def test_tensors_of_experts_without_their_number_are_refused_and_dense_ones_are_read(tmp_path, metadata):
+    """A key for the number of chosen experts alone makes no experts."""
+    config, tensors = write_model(tmp_path, "Mixtral")
+    path = convert_to_gguf(tmp_path / "m.gguf", config, tensors, metadata=metadata)
+    with pytest.raises(ModelLoadError, match=r"llama.expert_count is (missing|0), wanted .* ffn_gate_inp: conv"):
+        open_checkpoint(path)
+    dense = {"architectures": ["LlamaForCausalLM"], **MODELS["Mixtral"]}
+    tensors = {name: values for name, values in tensors.items() if "block_sparse_moe" not in name}
+    config, _ = open_checkpoint(convert_to_gguf(tmp_path / "d.gguf", dense, tensors, metadata=metadata))
+    assert config.experts is None
+
+
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe", "GptOss"])
+def test_a_file_of_a_family_with_experts_names_their_number(tmp_path, family):
+    """Else a default of config.json, such as 60 experts, would count."""
+    config, tensors = write_model(tmp_path, family)
+    names = {"Qwen2Moe": "qwen2moe", "Qwen3Moe": "qwen3moe", "GptOss": "gpt-oss"}
+    tensors = {name: values for name, values in tensors.items() if ".mlp." not in name}
+    config = {key: value for key, value in config.items() if key not in ("num_experts", "num_local_experts")}
+    with pytest.raises(ModelLoadError, match=f"{names[family]}.expert_count is missing, wanted the number"):
+        open_checkpoint(convert_to_gguf(tmp_path / "m.gguf", config, tensors))
