@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from .config.shares import Run, true_size
-from .formats.checkpoint import Checkpoint, read_finite, rows_among_experts
+from .formats.checkpoint import Checkpoint, read_finite, rows_among_experts, shape_of_rows
 
 Bounds = tuple[int, int]
 """Start and stop of a range of rows or columns."""
@@ -62,6 +62,10 @@ class Piece:
     """The expert whose matrix or vector the block is a part of, in a tensor of all experts; None for other tensors."""
     step: int = 1
     """Distance of the tensor's rows in the block, whose bounds reach from the first row to behind the last one."""
+
+    def rows_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the `shape` of the piece's tensor, counted in Wᵀ: [out, in], or [E, out, in] of all experts."""
+        return shape_of_rows(shape, is_transposed=self.is_transposed)
 
     def rows(self, start: int, stop: int) -> slice:
         """Return which rows of the tensor become the weight's rows `start` to `stop` − 1, with the piece's step."""

@@ -25,7 +25,7 @@ from ..models.formats.tree_checkpoint import lies_on_several_devices
 from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
-from ..models.weights.at_load import QuantizedCheckpoint
+from ..models.weights.at_load import QuantizedCheckpoint, transposed_matrices
 from ..models.weights.checkpoint_module import CheckpointModule
 from ..models.weights.coded import stored_formats
 from ..models.weights.kept_weights import FileState, file_states
@@ -228,7 +228,7 @@ def _quantized(config: EngineConfig, model: DecoderConfig, checkpoint: Checkpoin
             "auto, which keeps them, or none" if stored_formats(checkpoint) else "auto or none, which make them floats"
         )
         raise refusal("quantization", fault, allowed, error=ConfigError)
-    return QuantizedCheckpoint(checkpoint, config.quantization)
+    return QuantizedCheckpoint(checkpoint, config.quantization, transposed_matrices(model, checkpoint.names()))
 
 
 def _small_files(config: EngineConfig, source: ModelSource) -> list[PurePath]:

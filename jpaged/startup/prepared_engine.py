@@ -16,7 +16,7 @@ from ..checks import one_line, refusal, shown
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
-from ..models.weights.at_load import AT_LOAD, formats_at_load
+from ..models.weights.at_load import AT_LOAD, formats_at_load, transposed_matrices
 from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import StoredFormats, coded_weights, reasons_for_floats, stored_formats
 from ..models.weights.live_weights import LiveWeights
@@ -91,7 +91,12 @@ def prepare_engine(
     check_processors(processors, on_chip.vocab_size)
     mesh, formats = device_mesh(list(devices)), stored_formats(handle.checkpoint)
     if config.load_format == "dummy" and config.quantization in AT_LOAD and isinstance(handle.config, DecoderConfig):
-        formats = formats_at_load(config.quantization, tensor_shapes(handle.decoder, mesh))
+        shapes = tensor_shapes(handle.decoder, mesh)
+        formats = formats_at_load(config.quantization, shapes, transposed_matrices(handle.decoder, shapes))
+    elif config.quantization not in AT_LOAD and formats and isinstance(handle.config, DecoderConfig):
+        # Codes that are stored by rows of W, and not of Wᵀ, become floats.
+        transposed = transposed_matrices(handle.decoder, [name for name, _ in formats])
+        formats = tuple((name, None if name in transposed else code_format) for name, code_format in formats)
     engine = AbstractEngine(
         handle.config,
         mesh,

@@ -169,6 +169,11 @@ def as_matrix(block: np.ndarray) -> np.ndarray:
     return block.reshape(-1, block.shape[-1]) if block.ndim == 3 else block
 
 
+def shape_of_rows(shape: tuple[int, ...], *, is_transposed: bool) -> tuple[int, ...]:
+    """Return the shape of a tensor as Wᵀ [out, in], or [E, out, in] of all experts; it is stored as W if so."""
+    return (*shape[:-2], *shape[:-3:-1]) if is_transposed else shape
+
+
 def rows_among_experts(rows: slice, expert: int, shape: tuple[int, ...]) -> slice:
     """Return where `rows` of one expert's matrix are among the E × R rows of a tensor of this `shape`, [E, R, C]."""
     first_row = expert * shape[1]

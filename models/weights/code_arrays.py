@@ -220,11 +220,11 @@ def held_codes(
 def _stored_formats(
     pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, CodeFormat | None]
 ) -> list[CodeFormat]:
-    """Return the format of each piece's tensor; nothing unless all tensors are codes of whole groups, stored as Wᵀ."""
+    """Return the format of each piece's tensor; nothing unless all tensors are codes of whole groups of inputs."""
     stored = list[CodeFormat]()
     for piece in pieces:
         code_format = formats.get(piece.tensor)
-        if code_format is None or piece.is_transposed or shapes[piece.tensor][-1] % code_format.group:
+        if code_format is None or piece.rows_shape(shapes[piece.tensor])[-1] % code_format.group:
             return []
         stored.append(code_format)
     return stored
@@ -249,7 +249,7 @@ def _shared_group(
     `stored` are the formats of the pieces. Their groups are cut so that each lies on one device, in one piece and in
     one group of its tensor: 32 inputs that begin at a multiple of 72 share their scales in groups of 8.
     """
-    row_sizes = (shapes[piece.tensor][-1] for piece in pieces)
+    row_sizes = (piece.rows_shape(shapes[piece.tensor])[-1] for piece in pieces)
     groups = [each.group for each, row_size in zip(stored, row_sizes, strict=True) if each.group < row_size]
     if not groups:
         return None
@@ -335,7 +335,7 @@ def read_held(
         code_rows, scale_rows = rows_of_matrix[start // rows_per_matrix]
         first_row = start - start % rows_per_matrix
         columns, groups = (slice(*bounds) for bounds in _target_columns(piece, held.arrays))
-        rows_at_once = max(1, max_values // checkpoint.shape(piece.tensor)[-1])
+        rows_at_once = max(1, max_values // piece.rows_shape(checkpoint.shape(piece.tensor))[-1])
         for row in range(start, stop, rows_at_once):
             end = min(row + rows_at_once, stop)
             codes = read_piece_codes(checkpoint, piece, (row, end), code_format)
@@ -360,7 +360,7 @@ def read_piece_codes(checkpoint: Any, piece: Piece, bounds: Bounds, code_format:
     """
     rows = piece.rows(*bounds)
     if piece.expert is not None:
-        rows = rows_among_experts(rows, piece.expert, checkpoint.shape(piece.tensor))
+        rows = rows_among_experts(rows, piece.expert, piece.rows_shape(checkpoint.shape(piece.tensor)))
     is_quantizing, whole_rows = isinstance(checkpoint, QuantizingCheckpoint), slice(rows.start, rows.stop)
     codes: Codes
     if is_quantizing:
@@ -390,7 +390,8 @@ def quantized_blocks(pieces: Sequence[Piece], tensors: Sequence[jax.Array], held
     """
     codes_blocks, scales_blocks = dict[Any, jax.Array](), dict[Any, jax.Array]()
     for piece, code_format in zip(pieces, held.formats, strict=True):
-        rows = tensors[int(piece.tensor)][slice(*piece.source[0], piece.step)]
+        tensor = tensors[int(piece.tensor)]
+        rows = (tensor.T if piece.is_transposed else tensor)[slice(*piece.source[0], piece.step)]
         codes = quantize(rows.astype(jnp.float32), code_format, jnp)
         columns, groups = _target_columns(piece, held.arrays)
         codes_blocks[piece.target[0], columns] = _codes(codes, code_format, piece, held.arrays)

@@ -94,9 +94,9 @@ def _code_parts(
 
 
 def _has_whole_rows(piece: Piece, shapes: Mapping[str, tuple[int, ...]], num_in: int) -> bool:
-    """Return whether a piece has whole rows, of `num_in` numbers, of a tensor that is stored as Wᵀ."""
+    """Return whether a piece has whole rows, of `num_in` numbers, of Wᵀ, as its tensor holds it."""
     columns = [*piece.source[1:], *piece.target[1:]]
-    return columns == [(0, num_in)] * 2 and shapes[piece.tensor][-1] == num_in and not piece.is_transposed
+    return columns == [(0, num_in)] * 2 and piece.rows_shape(shapes[piece.tensor])[-1] == num_in
 
 
 def coded_weights(state: Any) -> list[tuple[Any, ...]]:

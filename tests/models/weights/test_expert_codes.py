@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.recipe import Piece
-from jpaged.models.weights.at_load import QuantizedCheckpoint
+from jpaged.models.weights.at_load import QuantizedCheckpoint, transposed_matrices
 from jpaged.models.weights.code_arrays import FOUR_BITS, Target, held_codes, read_held
-from jpaged.models.weights.coded import codes_note, stored_formats
+from jpaged.models.weights.coded import reasons_for_floats, stored_formats
+from jpaged.models.weights.live_weights import LiveWeights
 from jpaged.models.weights.loading import abstract_weights, load_weights
+from jpaged.models.weights.saving import save_checkpoint
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS, Codes, decode, float8_format, int8_format, quantize
 from jpaged.pallas_kernels.grouped import grouped_product
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
@@ -28,6 +31,7 @@ from jpaged.pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns
 from jpaged.sharding import device_mesh
 from jpaged.startup.attention.expected import random_codes
 
+from ...expert_models import write_model
 from .processes import run_over_devices
 from .test_code_arrays import AT_LOAD, logits_of, numbers_of
 from .test_live_weights import GOLDEN, tensors_of
@@ -68,16 +72,43 @@ def test_logits_are_those_of_the_numbers_that_codes_of_experts_stand_for(platfor
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.parametrize("family", ["GptOss", "gpt2"])
 @pytest.mark.parametrize("ops", [XLA_OPS, NATIVE_OPS], ids=["xla", "native"])
-def test_experts_of_gpt_oss_are_not_quantized_nor_are_their_biases_and_the_log_says_why(ops: LayerOps) -> None:
-    """Tensors of all experts hold W, whose rows are no rows of Wᵀ, and biases have the shape of a matrix."""
-    config, _ = open_checkpoint(GOLDEN / "gpt_oss")
-    formats = stored_formats(QuantizedCheckpoint(TreeCheckpoint(tensors_of("gpt_oss")), "int8"))
-    state = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]), ops, formats).state
-    leaves = nnx.to_flat_state(state["layers"][0]["mlp"]["experts"])
-    assert {(path[-1], leaf.dtype.name) for path, leaf in leaves} == {("weight", "float32"), ("bias", "float32")}
-    note = codes_note(state, formats) or ""
-    assert note.count("becomes floats: got int8") == 2, "gate_up_proj and down_proj"
+def test_matrices_that_are_stored_as_w_become_codes_of_the_rows_of_its_transpose(
+    family: str, ops: LayerOps, tmp_path: Path
+) -> None:
+    """A trainer's tree becomes the same codes, and what is saved are their numbers. Biases of experts, whose shape is
+    that of a matrix, stay floats."""
+    if family == "gpt2":
+        config, _ = open_checkpoint(GOLDEN / family)
+        tensors = {f"transformer.{name}": leaf for name, leaf in tensors_of(family).items()}
+    else:
+        _, tensors = write_model(tmp_path, family)
+        config, _ = open_checkpoint(tmp_path)
+    mesh = device_mesh(jax.devices()[:1])
+    transposed = transposed_matrices(config, tensors)
+    as_rows = {name: tensors[name].swapaxes(-1, -2).reshape(-1, tensors[name].shape[-2]) for name in transposed}
+    for quantization in AT_LOAD:
+        checkpoint = QuantizedCheckpoint(TreeCheckpoint(tensors), quantization, transposed)
+        abstract = abstract_weights(config, "float32", mesh, ops, stored_formats(checkpoint))
+        weights = load_weights(abstract, config, checkpoint)
+        assert not reasons_for_floats(weights.state)
+        save_checkpoint(weights, tmp_path / quantization, format="safetensors")
+        saved, numbers = load_file(tmp_path / quantization / "model.safetensors"), numbers_of(as_rows, quantization)
+        assert transposed
+        for name in transposed:
+            assert np.any(saved[name] != tensors[name])
+            found = saved[name].swapaxes(-1, -2).reshape(numbers[name].shape)
+            np.testing.assert_array_equal(found, numbers[name], err_msg=name)
+        for name in (name for name in saved if name.endswith(("bias", "router.weight"))):
+            np.testing.assert_array_equal(saved[name], tensors[name], err_msg=name)
+    # Of int4, whose groups have scales; padding behind a table's rows is not compared.
+    live = LiveWeights(abstract, mesh)
+    programs = live.programs()
+    made = live.weights(live.check(tensors), lambda key: programs[key]().compile())
+    for (path, wanted), updated in zip(nnx.to_flat_state(weights.state), jax.tree.leaves(made.state), strict=True):
+        if path[0] == "layers":
+            np.testing.assert_array_equal(np.asarray(updated), np.asarray(wanted[...]), err_msg=str(path))
 
 
 OVER_DEVICES = """
