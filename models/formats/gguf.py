@@ -68,7 +68,7 @@ class GGUFFile:
 
         `rows` is a slice or an array of row numbers. All axes but the last are counted as rows, and a vector is one
         row. A tensor of float32 is returned as a read-only view of the file if `rows` is a slice. Raises
-        NotImplementedError for a quantization that the gguf package cannot read.
+        NotImplementedError for a quantization that the gguf package cannot read, also if there are no rows.
         """
         from gguf import GGMLQuantizationType, dequantize
 
@@ -81,6 +81,10 @@ class GGUFFile:
             return stored.view(np.float16).astype(np.float32)
         row_len = tensor.shape[-1]
         values = np.empty((len(stored), row_len), np.float32)
+        if not len(
+            stored
+        ):  # The loop below has nothing to do, and a type that cannot be read is to raise all the same.
+            dequantize(np.zeros((1, tensor.row_bytes), np.uint8), kind)
         # The gguf package works in groups of 16 rows, with a high cost per group. So each chunk is passed as one long
         # row. Quantization blocks lie within rows, so the long row has the same blocks.
         chunk_rows = max(1, DEQUANTIZE_CHUNK_LEN // row_len)

@@ -14,7 +14,17 @@ import numpy as np
 from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat
 from ..errors import ModelLoadError
 from .checkpoint import WHOLE
-from .float8 import SCALE_DTYPES, STORED_DTYPE, ZERO_POINT, Float8Matrix, float8_matrix, is_scale, is_zero, scale_of
+from .float8 import (
+    SCALE_DTYPES,
+    STORED_DTYPE,
+    WEIGHT_SCALES,
+    ZERO_POINT,
+    Float8Matrix,
+    float8_matrix,
+    is_scale,
+    is_zero,
+    scale_of,
+)
 from .packed_matrix import (
     BLOCK_SCALES,
     BLOCKS,
@@ -57,7 +67,8 @@ def refuse_quantized(files: TensorFiles, quantization: Quantization | None) -> N
     `quantization` is what the config says of keys, values or activations alone; None if it has no such key.
     """
     for name in files.names():
-        is_float8 = files.dtype(name).startswith("F8_")
+        is_weight = name.endswith(WEIGHT_SCALES) or not is_scale(name)
+        is_float8 = files.dtype(name).startswith("F8_") and is_weight
         if is_float8 or name.rpartition(".")[2] in PACKED_ENDS:
             kind = f"8-bit floats ({files.dtype(name)})" if is_float8 else "a part of a packed matrix"
             key = "quantization_config" if quantization is None else f"weights in the {quantization.method} config"

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
@@ -25,6 +24,7 @@ from ..errors import ModelLoadError
 from ..fields import Fields
 from ..formats.checkpoint import Checkpoint, CheckpointView
 from ..formats.files import CONFIG_FILE
+from ..formats.float8 import SCALE_DTYPES
 from ..formats.quantization import CONFIG_KEYS
 from ..kv_ranges import WAY_OUT
 
@@ -34,6 +34,10 @@ _NAME = re.compile(
 )
 LARGEST_NUMBERS = {"float": 448.0, "int": 127.0}
 """Type of the numbers that a config's `kv_cache_scheme` names → the largest of those that 8 bits hold."""
+
+
+FLOATS = (*SCALE_DTYPES, "F64")
+"""Dtypes of scales as headers of safetensors name them."""
 
 
 def is_page_scale(name: str) -> bool:
@@ -116,8 +120,6 @@ def _scales_by_head(
     scales, and for another number of values than 1, `heads_of_layer` and `num_kv_heads`.
     """
     name, values = tensor.name, tensor.values
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise ModelLoadError(f"{tensor.path}: tensor {name} is stored as {values.dtype}, wanted floats; {WAY_OUT}")
     values = values.astype(np.float32).reshape(-1)
     if values.size not in (1, heads_of_layer, num_kv_heads):
         wanted = f"1, or {heads_of_layer}, one for each KV head"
@@ -154,7 +156,10 @@ def _largest_stored(config: Mapping[str, Any], path: Path) -> float:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[_ScaleTensor]:
-    """Yield each tensor with scales of keys or values in the safetensors of a checkpoint."""
+    """Yield each tensor with scales of keys or values in the safetensors of a checkpoint.
+
+    Raises ModelLoadError, which names the tensor, for one that is not stored as one of FLOATS.
+    """
     import ml_dtypes  # noqa: F401  (safetensors needs the bfloat16 that it registers with numpy)
     from safetensors import safe_open
 
@@ -163,4 +168,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[_ScaleTensor]:
             continue
         with safe_open(path, "np") as file:
             for name in filter(is_page_scale, file.keys()):
+                if (dtype := file.get_slice(name).get_dtype()) not in FLOATS:
+                    wanted = " or ".join(FLOATS)
+                    raise ModelLoadError(f"{path}: tensor {name} is stored as {dtype}, wanted {wanted}; {WAY_OUT}")
                 yield _ScaleTensor(path, name, np.asarray(file.get_tensor(name)))

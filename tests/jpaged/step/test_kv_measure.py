@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -207,7 +208,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "too large": (np.float32(2e38), rf"tensor {K_SCALE} has the value 1.99.*e.38"),
     "too small": (np.float32(1e-44), rf"tensor {K_SCALE} has the value 9.8.*e-45"),
     "NaN": (np.float32(np.nan), rf"tensor {K_SCALE} has the value nan"),
-    "no float": (np.int32(1), rf"tensor {K_SCALE} is stored as int32, wanted floats; set kv_cache_dtype to auto"),
+    "no float": (np.int32(1), rf"tensor {K_SCALE} is stored as I32, wanted F16 or BF16 .*; set kv_cache_dtype to auto"),
+    "of 8 bits": (np.ones(1, jnp.float8_e4m3fn), rf"tensor {K_SCALE} is stored as F8_E4M3, wanted F16 or BF16 or F32"),
     "a number of heads": (np.ones(3, np.float32), rf"tensor {K_SCALE} has 3 values, wanted 1, or 2"),
     "missing": (None, r"no scale of the keys of layer 1; complete it, or set kv_cache_dtype to auto"),
 }

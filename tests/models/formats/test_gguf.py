@@ -160,6 +160,15 @@ def test_rows_equal_the_gguf_packages_dequantized_tensor(tmp_path, kind):
         values = file.read_rows("w", rows)
         assert values.dtype == np.float32
         np.testing.assert_array_equal(values, expected[rows])
+    assert file.read_rows("w", slice(0, 0)).shape == (0, num_values)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 0), slice(None)], ids=["no row", "all"])
+def test_a_type_that_the_package_does_not_read_is_refused_before_rows_are_read(tmp_path, rows):
+    tensor = np.zeros((2, 292), np.uint8), GGMLQuantizationType.Q8_K
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", tensors={"first": np.ones(3, np.float32), "w": tensor}))
+    with pytest.raises(NotImplementedError, match="Q8_K"):
+        file.read_rows("w", rows)
 
 
 def write_split(folder, num_parts=3):
