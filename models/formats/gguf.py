@@ -81,9 +81,8 @@ class GGUFFile:
             return stored.view(np.float16).astype(np.float32)
         row_len = tensor.shape[-1]
         values = np.empty((len(stored), row_len), np.float32)
-        if not len(
-            stored
-        ):  # The loop below has nothing to do, and a type that cannot be read is to raise all the same.
+        if len(stored) == 0:
+            # The loop below has nothing to do, but a type that cannot be read is to raise all the same.
             dequantize(np.zeros((1, tensor.row_bytes), np.uint8), kind)
         # The gguf package works in groups of 16 rows, with a high cost per group. So each chunk is passed as one long
         # row. Quantization blocks lie within rows, so the long row has the same blocks.

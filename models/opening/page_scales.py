@@ -34,8 +34,6 @@ _NAME = re.compile(
 )
 LARGEST_NUMBERS = {"float": 448.0, "int": 127.0}
 """Type of the numbers that a config's `kv_cache_scheme` names → the largest of those that 8 bits hold."""
-
-
 FLOATS = (*SCALE_DTYPES, "F64")
 """Dtypes of scales as headers of safetensors name them."""
 

@@ -216,12 +216,12 @@ class LiveWeights:
         experts are on their way at the same time.
         """
         arrays = old_arrays or program(self._zeros_key(origin.recipes[0]))()
-        for number, place in enumerate(origin.places):
+        for expert, place in enumerate(origin.places):
             tensors, index = self._tensors(tree, place, self._whole)
             dtype, stack_shape = tensors[0].dtype.name, origin.stack_shape if index else ()
             key = self._key(place.recipe, dtype, stack_shape, is_own=False, is_in_place=True)
-            arrays = program(key)(arrays, np.int32(number), tensors, *index)
-            if number % MAX_EXPERTS_PENDING == MAX_EXPERTS_PENDING - 1:
+            arrays = program(key)(arrays, np.int32(expert), tensors, *index)
+            if expert % MAX_EXPERTS_PENDING == MAX_EXPERTS_PENDING - 1:
                 jax.block_until_ready(arrays)
         return arrays
 

@@ -508,7 +508,7 @@ INVALID_GROUPS = {
 
 @pytest.mark.parametrize(("data", "message"), INVALID_GROUPS.values(), ids=INVALID_GROUPS.keys())
 def test_bad_groups_of_experts_are_refused_in_one_line_that_names_the_key(data, message):
-    """Of 16 experts a token takes 4."""
+    """Each token chooses 4 of 16 experts."""
     with pytest.raises(ModelLoadError, match=f"^{PATH}: {message}") as caught:
         read_grouped_routing(Fields(data, PATH), 16, 4)
     assert "\n" not in str(caught.value)

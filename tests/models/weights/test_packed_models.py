@@ -138,6 +138,16 @@ def test_an_engine_keeps_codes_unless_told_otherwise_and_gives_the_same_logprobs
     assert results[0] == results[1]
 
 
+def test_codes_are_kept_beside_scales_of_pages(tmp_path: Path) -> None:
+    """Checkpoints for pages of one byte have scales of keys and values, which are no weights."""
+    names = [f"model.layers.{layer}.self_attn.{each}_scale" for layer in (0, 1) for each in "kv"]
+    scales = {name: np.ones(1, np.float32) for name in names}
+    path = write_model(tmp_path, "fp8", lambda tensors: tensors.update(scales))
+    assert len(formats_of(loaded(path, "bfloat16", keeps_codes=True))) == 2 * 4
+    with pytest.raises(ConfigError, match="whose weights are quantized by fp8, allowed: auto, which keeps them"):
+        Engine(str(path), quantization="int8", **ENGINE)
+
+
 def test_a_bias_that_the_model_lacks_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.bias"
     path = write_model(tmp_path, "awq", lambda tensors: tensors.update({name: np.eye(1, 128, 5, np.float16)[0]}))
