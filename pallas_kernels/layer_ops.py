@@ -159,10 +159,10 @@ class LayerOps:
         """Return the shape of the bytes that store a `CodedMatrix`, if there is `columns_of_codes`."""
         raise NotImplementedError
 
-    def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
+    def packed_codes(self, codes: Codes, code_format: CodeFormat, parts: CodeParts, dtype: str) -> np.ndarray:
         """Return rows of Wᵀ, of one format, as the bytes that store them, if there is `columns_of_codes`.
 
-        `dtype` is what numbers are decoded to before they are multiplied.
+        `parts` are those of the matrix, and `dtype` is what numbers are decoded to where they are.
         """
         raise NotImplementedError
 

@@ -238,6 +238,7 @@ def read_coded(
     assert isinstance(checkpoint, CodedCheckpoint)
     num_in, _ = metadata["matrix"]
     columns_of_codes, num_written = metadata["ops"].columns_of_codes, 0
+    codes_of_matrix = metadata["code_parts"], metadata["decoded_dtype"]
     rows_at_once = max(1, max_values // (num_in * columns_of_codes)) * columns_of_codes
     for piece in pieces:
         start, stop = piece.target[0]
@@ -245,7 +246,7 @@ def read_coded(
         assert code_format is not None
         for row in range(start, stop, rows_at_once):
             codes = read_piece_codes(checkpoint, piece, (row, min(row + rows_at_once, stop)), code_format)
-            packed = metadata["ops"].packed_codes(codes, code_format, metadata["decoded_dtype"]).reshape(-1)
+            packed = metadata["ops"].packed_codes(codes, code_format, *codes_of_matrix).reshape(-1)
             out[num_written : num_written + len(packed)] = packed
             num_written += len(packed)
     assert num_written == len(out)

@@ -33,8 +33,8 @@ from ..layer_ops import (
 from ..scaled_matrix import ScaledMatrix
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS, NATIVE_GATES
-from .products.chain import check_panels, multiplier_for, multiplier_of, product, run_chain, stored_array
-from .products.code_panels import are_panels_finite, decoded_columns, pack_codes, stored_bytes
+from .products.chain import check_panels, code_order, multiplier_for, multiplier_of, product, run_chain, stored_array
+from .products.codes.panels import are_panels_finite, decoded_columns, pack_codes, stored_bytes
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
 from .products.stages import HeadShape, Stage
 from .xla_call import uninitialized
@@ -78,8 +78,8 @@ class NativeOps(LayerOps):
     def coded_shape(self, num_in: int, parts: CodeParts) -> tuple[int]:
         return (stored_bytes(num_in, parts),)
 
-    def packed_codes(self, codes: Codes, code_format: CodeFormat, dtype: str) -> np.ndarray:
-        return pack_codes(codes, code_format, in_pairs=dtype == "bfloat16")
+    def packed_codes(self, codes: Codes, code_format: CodeFormat, parts: CodeParts, dtype: str) -> np.ndarray:
+        return pack_codes(codes, code_format, code_order(parts, dtype))
 
     def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
         packed, first_row = list[Array](), 0
@@ -89,7 +89,7 @@ class NativeOps(LayerOps):
 
             def packed_panel(panel: Float[Array, "32 K"], code_format: CodeFormat = code_format) -> Array:
                 codes = quantize(panel, code_format, jnp)
-                return pack_codes(codes, code_format, in_pairs=dtype == "bfloat16", xp=jnp)[0]
+                return pack_codes(codes, code_format, code_order(parts, dtype), xp=jnp)[0]
 
             # Some panels at a time: a whole matrix of codes, one a byte, and its float32 would take memory.
             packed.append(jax.lax.map(packed_panel, columns, batch_size=PANELS_TOGETHER).reshape(-1))
@@ -214,7 +214,9 @@ class NativeOps(LayerOps):
 
     def columns(self, weight: StoredMatrix, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         panels = _panels(weight)
-        return decoded_columns(panels, ids) if isinstance(panels, CodedMatrix) else columns_of(panels, ids, num_in)
+        if isinstance(panels, CodedMatrix):
+            return decoded_columns(panels, code_order(panels.parts, panels.dtype), ids)
+        return columns_of(panels, ids, num_in)
 
     def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
         return rms_norm(_rows(x), weight.astype(jnp.float32), eps).reshape(x.shape).astype(x.dtype)

@@ -296,8 +296,8 @@ def codes_error(ops: LayerOps, formats: Sequence[CodeFormat], dtype: str, device
         depth = -(-CODED_INPUTS // code_format.block) * code_format.block
         inputs.append([rng.normal(size=(num_rows, depth)).astype(jnp.dtype(dtype)) for num_rows in PRODUCT_ROWS])
         codes = random_codes(code_format, PRODUCT_COLUMNS, depth, rng)
-        packed = ops.packed_codes(codes, code_format, dtype).reshape(-1)
         parts = ((code_format, PRODUCT_COLUMNS),)
+        packed = ops.packed_codes(codes, code_format, parts, dtype).reshape(-1)
         matrices.append(CodedMatrix(jax.device_put(packed, device), depth, parts, dtype))
         numbers.append(decode(codes, code_format).astype(jnp.dtype(dtype)).astype(np.float32))
 

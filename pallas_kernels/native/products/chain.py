@@ -18,16 +18,19 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
-from ...code_formats import CodedMatrix, joined_parts
+from ...code_formats import CodedMatrix, CodeParts
 from ...grouped import Routing
 from ..amx import has_amx_unit
 from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for
 from ..norms import emit_row_norm
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
-from .code_decoder import Vectors
-from .code_panels import stored_bytes
-from .coded import CodedMultiplier, repeated_parts
+from .batches import max_rows_together
+from .codes.decoded import CodedMultiplier
+from .codes.decoder import Vectors
+from .codes.integers import IntegerMultiplier, has_integer_products
+from .codes.panels import Order, stored_bytes
+from .codes.stored_parts import stored_parts
 from .groups import GroupShape, GroupTables, emit_groups, group_shape
 from .heads import finish_heads
 from .multiplier import Batch, Multiplier, Panel, StepTask
@@ -36,7 +39,7 @@ from .parts import PartMultiplier
 from .results import add_normed_rows, add_weighted_rows, finish_batch
 from .stages import Block, Stage, StageCode, chain_data
 from .tiles import TileMultiplier
-from .vectors import VectorMultiplier, max_rows_together
+from .vectors import VectorMultiplier
 
 MAX_SERIAL_WEIGHTS = 1 << 16
 """A chain with at most this many elements of weights runs on one thread: waking a second would take longer."""
@@ -145,12 +148,24 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
 
     `num_rows` is None for any number, which differs from block to block.
     """
-    decoded = multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
-    if isinstance(panels, CodedMatrix):
-        vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
-        parts, num_repeats = repeated_parts(joined_parts(panels.parts))
-        return CodedMultiplier(decoded, depth, parts, vectors, num_repeats)
-    return decoded
+    if not isinstance(panels, CodedMatrix):
+        return multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
+    stored = stored_parts(depth, panels.parts)
+    if code_order(panels.parts, panels.dtype) is Order.WORDS:
+        return IntegerMultiplier.of_rows(stored, num_rows, host_has_avx512())
+    vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
+    return CodedMultiplier(multiplier_of(num_rows, depth, jnp.dtype(panels.dtype)), stored, vectors)
+
+
+def code_order(parts: CodeParts, dtype: str) -> Order:
+    """Return how the codes of a matrix of these parts lie, for how this processor multiplies them.
+
+    `dtype` is what they are decoded to, where they are: a matrix unit multiplies floats faster than integers that are
+    rescaled every 32 values of K.
+    """
+    if not has_amx_unit() and has_integer_products(parts):
+        return Order.WORDS
+    return Order.PAIRS if dtype == "bfloat16" else Order.VALUES
 
 
 def multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> Multiplier:
@@ -252,6 +267,7 @@ def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
         if depth % DEPTH and stage.multiplier.pads_depth:
             zero = constant(ir.VectorType(F32, 1), 0.0)
             code.loop(depth, -(-depth // DEPTH) * DEPTH, lambda element: pack(element, zero))
+        stage.multiplier.end_pack(code, packed, place, I64(0), depth)
 
     def pack_choice(choice: ir.Value) -> None:
         if groups is None:

@@ -126,6 +126,12 @@ class Multiplier(Protocol):
     def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
         """Emit the store of a float32 vector into a packed row, from value `column` on; `rows` is their address."""
 
+    def end_pack(self, code: Code, rows: ir.Value, row: ir.Value, begin: ir.Value, num_values: int) -> None:
+        """Emit what comes after the stores of values `begin` … `begin` + `num_values` − 1 of a packed row.
+
+        Both are multiples of 32, or these are all values of the row.
+        """
+
     def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
         """Return the number of batches of `num_rows` rows."""
 

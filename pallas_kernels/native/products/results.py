@@ -65,8 +65,17 @@ def finish_batch(
         else:
             num_columns = code.min(build.sub(I64(stage.num_results), first_column), I64(PANEL))
             code.loop(0, num_columns, finish_columns, step=lanes)
+        if following is not None and is_whole:
+            following.stage.multiplier.end_pack(code, following.scratch.packed, row, first_column, PANEL)
 
+    following = _packs_for(stage_code)
     code.loop(begin, end, finish_row)
+
+
+def _packs_for(stage_code: StageCode) -> StageCode | None:
+    """Return the stage that results are packed for; None if they go elsewhere."""
+    stage = stage_code.stage
+    return None if stage.keeps_results or stage.adds or stage.parts else stage_code.following
 
 
 def _result_store(stage_code: StageCode, first_column: ir.Value) -> Callable[[ir.Value, ir.Value, ir.Value], None]:
@@ -89,7 +98,7 @@ def _result_store(stage_code: StageCode, first_column: ir.Value) -> Callable[[ir
         return lambda row, column, values: _add_to_stream(
             stage_code, offset_in(I64(stage.num_results), row, column), values
         )
-    if following := None if stage.parts else stage_code.following:
+    if following := _packs_for(stage_code):
         pack, packed = following.stage.multiplier.pack, following.scratch.packed
         return lambda row, column, values: pack(code, packed, row, build.add(first_column, column), values)
     # The output that the panel lies in, with its width and the panel's first column within it.

@@ -72,6 +72,9 @@ class MatrixUnitMultiplier:
         batch_rows = code.min(code.build.sub(num_rows, first_row), I64(self.max_batch_rows))
         return batches.batch(code, index, first_row, batch_rows)
 
+    def end_pack(self, code: Code, rows: ir.Value, row: ir.Value, begin: ir.Value, num_values: int) -> None:
+        """See `Multiplier.end_pack`: values are packed as they come."""
+
     def end(self, code: Code) -> None:
         MatrixUnit(code).release()
 

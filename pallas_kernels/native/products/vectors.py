@@ -18,7 +18,8 @@ from llvmlite import ir
 
 from ..llvm import F32, I32, I64, LONG_LANES, Code, constant, declare
 from ..registry import link
-from .multiplier import Batch, Batches, DepthBlock, Panel, WordSource
+from .batches import EvenBatches
+from .multiplier import Batch, DepthBlock, Panel, WordSource
 from .panels import DEPTH, PANEL
 
 VECTORS = 2
@@ -32,13 +33,6 @@ WORDS_TOGETHER = 8
 prefetches come at once and hold up the loads: a step of one row took 1.13 times as long."""
 MAX_WORD_ROWS = 4
 """Rows that are multiplied by words in registers at most, where code for any number of rows is compiled."""
-MAX_BLOCK_ROWS = 252
-"""Rows that a unit of work multiplies at most: 21 batches of 12, or 42 of 6."""
-
-
-def max_rows_together(has_avx512: bool) -> int:
-    """Return how many rows are multiplied together at most: all their sums must stay in registers."""
-    return 12 if has_avx512 else 6
 
 
 class _BatchArguments(NamedTuple):
@@ -56,13 +50,8 @@ class _BatchArguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VectorMultiplier:
-    """Multiplies by vectors. See `Multiplier` for the methods.
-
-    Rows are divided evenly into as few batches as possible: the larger ones, of `rows_per_batch` + 1 rows, come first,
-    then those of `rows_per_batch`. With AVX-512 (at most 12 rows together), 25 rows are 3 batches with `rows_per_batch`
-    8: one of 9 rows and two of 8.
-    """
+class VectorMultiplier(EvenBatches):
+    """Multiplies by vectors. See `Multiplier` for the methods."""
 
     depth: int
     """K."""
@@ -70,7 +59,6 @@ class VectorMultiplier:
     has_avx512: bool
     has_avx512_bf16: bool
     rows_per_batch: int | None
-    """None for a number that is known as the code runs, as for groups of rows that choose their matrix."""
 
     @property
     def name(self) -> str:
@@ -91,10 +79,6 @@ class VectorMultiplier:
     def num_words(self) -> int:
         """Return the words of a packed row: float32, or pairs of bfloat16 with K padded as in panels."""
         return -(-self.depth // DEPTH) * DEPTH // 2 if self.is_bf16 else self.depth
-
-    @property
-    def num_task_steps(self) -> int:
-        return 0
 
     def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
         values_per_word = 2 if self.is_bf16 else 1
@@ -121,18 +105,6 @@ class VectorMultiplier:
         return VECTORS * self.lanes == PANEL and (self.has_avx512_bf16 or not self.is_bf16)
 
     @property
-    def max_batch_rows(self) -> int:
-        return max_rows_together(self.has_avx512)
-
-    @property
-    def row_alignment(self) -> int:
-        return 1
-
-    @property
-    def batches_per_block(self) -> int:
-        return MAX_BLOCK_ROWS // self.max_batch_rows
-
-    @property
     def num_depth_blocks(self) -> int:
         return -(-self.num_words // MAX_WORDS_PER_BLOCK)
 
@@ -154,18 +126,8 @@ class VectorMultiplier:
         else:
             code.store_vector(values, rows, build.add(build.mul(row, I64(self.num_words)), column))
 
-    def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
-        return code.build.sdiv(code.build.add(num_rows, I64(self.max_batch_rows - 1)), I64(self.max_batch_rows))
-
-    def batch(self, code: Code, batches: Batches, index: ir.Value, num_rows: ir.Value) -> Batch:
-        """See `Multiplier.batch`. 25 rows with `rows_per_batch` 8 are 3 batches, of which 25 − 3 × 8 = 1 is larger."""
-        build, num_batches = code.build, self.num_batches(code, num_rows)
-        smaller_rows = build.sdiv(num_rows, num_batches) if self.rows_per_batch is None else I64(self.rows_per_batch)
-        num_larger = build.sub(num_rows, build.mul(num_batches, smaller_rows))
-        first_row = build.add(build.mul(index, smaller_rows), code.min(index, num_larger))
-        is_larger = build.icmp_signed("<", index, num_larger)
-        batch_rows = build.add(smaller_rows, build.zext(is_larger, I64))
-        return batches.batch(code, index, first_row, batch_rows)
+    def end_pack(self, code: Code, rows: ir.Value, row: ir.Value, begin: ir.Value, num_values: int) -> None:
+        """See `Multiplier.end_pack`: values are packed as they come."""
 
     def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
         return code.build.gep(panels, [code.build.mul(index, I64(4 * PANEL * self.num_words))])
@@ -179,30 +141,16 @@ class VectorMultiplier:
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
         """See `Multiplier.multiply`. A handler is compiled for the two sizes of batches that its rows are cut into, or
         calls functions for all sizes of batches."""
-        build = code.build
         begin, end = self._words_of_block(code, block)
         arguments = _BatchArguments(self._row_address(code, rows, batch.first_row), panel.begin, sums, begin, end)
 
         def multiply_rows(num_rows: int) -> None:
             self._multiply_rows(code, num_rows, arguments, panel.words)
 
-        if self.rows_per_batch is None:
-            if panel.words is None:
-                _by_rows(code, batch, self.max_batch_rows, lambda num_rows: self._call(code, num_rows, arguments))
-            else:
-                _by_rows(code, batch, MAX_WORD_ROWS, multiply_rows)
-            return
-        # If `rows_per_batch` is the most that fits, no batch is larger, and code for one would spill registers.
-        if self.rows_per_batch == self.max_batch_rows:
-            multiply_rows(self.rows_per_batch)
-            return
-        is_larger = build.icmp_signed(">", batch.num_rows, I64(self.rows_per_batch))
-        with build.if_else(is_larger) as (larger, smaller):
-            with larger:
-                multiply_rows(self.rows_per_batch + 1)
-            with smaller:
-                if self.rows_per_batch > 0:
-                    multiply_rows(self.rows_per_batch)
+        if self.rows_per_batch is None and panel.words is None:
+            self.by_rows(code, batch, self.max_batch_rows, lambda num_rows: self._call(code, num_rows, arguments))
+        else:
+            self.by_rows(code, batch, MAX_WORD_ROWS, multiply_rows)
 
     def _row_address(self, code: Code, rows: ir.Value, row: ir.Value) -> ir.Value:
         """Return the address of a packed row."""
@@ -304,17 +252,3 @@ class VectorMultiplier:
         whole_end = code.build.and_(end, I64(-WORDS_TOGETHER))
         values = code.loop(begin, whole_end, run_several, step=WORDS_TOGETHER, carried=carried)
         return code.loop(whole_end, end, body, carried=values)
-
-
-def _by_rows(code: Code, batch: Batch, max_rows: int, body: Callable[[int], None]) -> None:
-    """Emit `body`(number of rows) for each number up to `max_rows`, of which that of the batch's rows runs."""
-    build = code.build
-    end = build.append_basic_block("end")
-    switch = build.switch(batch.num_rows, end)
-    for num_rows in range(1, max_rows + 1):
-        block = build.append_basic_block(f"rows_{num_rows}")
-        switch.add_case(I64(num_rows), block)
-        build.position_at_end(block)
-        body(num_rows)
-        build.branch(end)
-    build.position_at_end(end)

@@ -1,4 +1,4 @@
-"""Matrices that stay codes: products with them have the bits of those with the decoded matrix."""
+"""Matrices that stay codes, where they are decoded: products have the bits of those with the decoded matrix."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +25,7 @@ from jpaged.pallas_kernels.code_formats import (
 from jpaged.pallas_kernels.layer_ops import Product, StoredMatrix
 from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.pallas_kernels.native.products import chain as chain_module
 from jpaged.pallas_kernels.native.products.chain import product
 from jpaged.pallas_kernels.native.products.panels import in_panels
 from jpaged.startup.attention.expected import random_codes
@@ -88,11 +89,11 @@ def random_part(name: str, num_rows: int, depth: int) -> tuple[Codes, np.ndarray
 def matrices(parts: Sequence[tuple[str, int]], depth: int, dtype: str) -> tuple[CodedMatrix, jax.Array]:
     """Return a matrix W [K, N] whose columns have these formats, as codes, and decoded as Wᵀ [N, K]."""
     packed, decoded = [], []
+    code_parts = tuple((format_of(name, depth), num_columns) for name, num_columns in parts)
     for name, num_columns in parts:
         codes, numbers = random_part(name, num_columns, depth)
-        packed.append(NATIVE_OPS.packed_codes(codes, format_of(name, depth), dtype).reshape(-1))
+        packed.append(NATIVE_OPS.packed_codes(codes, format_of(name, depth), code_parts, dtype).reshape(-1))
         decoded.append(numbers)
-    code_parts = tuple((format_of(name, depth), num_columns) for name, num_columns in parts)
     data = jnp.asarray(np.concatenate(packed))
     assert data.shape == NATIVE_OPS.coded_shape(depth, code_parts)
     return CodedMatrix(data, depth, code_parts, dtype), jnp.asarray(np.concatenate(decoded)).astype(dtype)
@@ -103,6 +104,12 @@ def chain(rows: jax.Array, weights: Sequence[StoredMatrix], sizes: Sequence[int]
     gate_up = Product(weight=weights[0], num_out=sizes[0], activation="silu", is_gated=True)
     down = Product(weight=weights[1], num_out=sizes[1], adds_to_stream=True)
     return NATIVE_OPS.chain(rows, [gate_up, down], stream)[0]
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have codes decoded, as processors with a matrix unit do, and those that multiply no integers."""
+    monkeypatch.setattr(chain_module, "has_integer_products", lambda parts: False)
 
 
 def is_fast(name: str, processor: str, dtype: str) -> bool:
@@ -119,6 +126,7 @@ def is_fast(name: str, processor: str, dtype: str) -> bool:
         for case in product_of(FORMATS, PROCESSORS, DTYPES)
     ],
 )
+@pytest.mark.usefixtures("decodes")
 def test_products_have_the_bits_of_those_with_the_decoded_matrix(
     name: str, processor: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +146,7 @@ def test_products_have_the_bits_of_those_with_the_decoded_matrix(
             np.testing.assert_array_equal(found, wanted, err_msg=f"{num_rows} rows of {num_out} × {depth}")
 
 
+@pytest.mark.usefixtures("decodes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_chain_of_matrices_in_several_formats_has_the_bits_of_the_decoded_one(dtype: str) -> None:
     gate_up = matrices([("Q4_K", 256), ("Q6_K", 256)], 256, dtype)
@@ -152,7 +161,12 @@ def test_a_chain_of_matrices_in_several_formats_has_the_bits_of_the_decoded_one(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_columns_are_those_of_the_decoded_matrix(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("is_decoded", [False, True])
+def test_columns_are_those_of_the_decoded_matrix(
+    is_decoded: bool, name: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    if is_decoded:
+        request.getfixturevalue("decodes")
     coded, decoded = matrices([(name, 64), ("Q8_0", 40)], 512, dtype)
     ids = jnp.asarray([0, 63, 17, 31, 32, 64, 103, 17])
     np.testing.assert_array_equal(NATIVE_OPS.columns(coded, ids, 512), decoded[ids])
@@ -180,7 +194,7 @@ def test_a_device_and_the_host_quantize_to_the_same_bytes(name: str, given: str)
     code_format = format_of(name, 256)
     on_device = jax.jit(lambda rows: NATIVE_OPS.store_codes(rows, ((code_format, 2048),), "bfloat16"))(rows)
     codes = quantize(np.asarray(rows), code_format)
-    np.testing.assert_array_equal(on_device, NATIVE_OPS.packed_codes(codes, code_format, "bfloat16").reshape(-1))
+    np.testing.assert_array_equal(on_device, NATIVE_OPS.packed_codes(codes, code_format, ((code_format, 2048),), "bfloat16").reshape(-1))
     # The nearest code is at most half a step away, or in 8-bit floats half of the last bit of the mantissa.
     floats, numbers = np.asarray(rows).astype(np.float32), decode(codes, code_format)
     half_step = np.abs(codes.scales[0].astype(np.float32)).repeat(code_format.group, axis=1) / 2
@@ -196,8 +210,8 @@ def test_numbers_that_are_not_finite_are_found_in_codes_and_in_panels() -> None:
     for name in ("Q4_0", "Q6_K", "int8", "fp8", "MXFP4"):
         code_format = format_of(name, 512)
         codes, _ = random_part(name, 40, 512)
-        packed = NATIVE_OPS.packed_codes(codes, code_format, "float32").reshape(-1)
         parts = ((code_format, 40),)
+        packed = NATIVE_OPS.packed_codes(codes, code_format, parts, "float32").reshape(-1)
         assert are_finite(codes, code_format)
         assert NATIVE_OPS.are_codes_finite(packed, 512, parts)
         assert not NATIVE_OPS.are_codes_finite(np.full_like(packed, 255), 512, parts)
@@ -207,8 +221,9 @@ def test_numbers_that_are_not_finite_are_found_in_codes_and_in_panels() -> None:
 
 def test_the_smallest_power_of_two_is_0_everywhere() -> None:
     codes, code_format = Codes(np.full((32, 32), 7, np.uint8), [np.zeros((32, 1), np.uint8)], []), FORMATS["MXFP4"]
-    packed = NATIVE_OPS.packed_codes(codes, code_format, "float32").reshape(-1)
-    matrix = CodedMatrix(jnp.asarray(packed), 32, ((code_format, 32),), "float32")
+    parts = ((code_format, 32),)
+    packed = NATIVE_OPS.packed_codes(codes, code_format, parts, "float32").reshape(-1)
+    matrix = CodedMatrix(jnp.asarray(packed), 32, parts, "float32")
     np.testing.assert_array_equal(decode(codes, code_format), 0)
     np.testing.assert_array_equal(NATIVE_OPS.columns(matrix, jnp.arange(32), 32), 0)
     np.testing.assert_array_equal(product(jnp.ones((1, 32)), matrix, 32), 0)

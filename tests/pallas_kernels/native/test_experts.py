@@ -40,12 +40,11 @@ def matrices(stored: str, num_experts: int, num_in: int, num_out: int) -> tuple[
         return together, [NATIVE_OPS.store(each) for each in weights]
     names = stored.split("+")
     dtype, size = "bfloat16" if "_K" in stored else "float32", num_columns // len(names)
-    by_name = []
+    by_name, parts = [], tuple((format_of(name, num_in), size) for name in names)
     for name in names:
         codes, _ = random_part(name, num_experts * size, num_in)
-        by_name.append(np.split(NATIVE_OPS.packed_codes(codes, format_of(name, num_in), dtype), num_experts))
+        by_name.append(np.split(NATIVE_OPS.packed_codes(codes, format_of(name, num_in), parts, dtype), num_experts))
     of_experts = [np.concatenate([panels.reshape(-1) for panels in each]) for each in zip(*by_name, strict=True)]
-    parts = tuple((format_of(name, num_in), size) for name in names)
     # The last column of one matrix alone need not end a panel.
     parts_alone = (*parts[:-1], (parts[-1][0], size - num_columns + num_out))
     alone = [CodedMatrix(jnp.asarray(each), num_in, parts_alone, dtype) for each in of_experts]

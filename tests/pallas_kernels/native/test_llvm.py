@@ -14,9 +14,12 @@ import pytest
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS
 from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, xla_call
 from jpaged.pallas_kernels.native.norms import NormKind
-from jpaged.pallas_kernels.native.products import chain, code_decoder, parts
-from jpaged.pallas_kernels.native.products.code_decoder import Vectors
-from jpaged.pallas_kernels.native.products.coded import CodedMultiplier
+from jpaged.pallas_kernels.native.products import chain, parts
+from jpaged.pallas_kernels.native.products.codes import decoder, integer_kernel
+from jpaged.pallas_kernels.native.products.codes.decoded import CodedMultiplier
+from jpaged.pallas_kernels.native.products.codes.decoder import Vectors
+from jpaged.pallas_kernels.native.products.codes.integers import IntegerMultiplier
+from jpaged.pallas_kernels.native.products.codes.stored_parts import stored_parts
 from jpaged.pallas_kernels.native.products.multiplier import Multiplier
 from jpaged.pallas_kernels.native.products.parts import PartMultiplier
 from jpaged.pallas_kernels.native.products.stages import HeadShape, Stage
@@ -238,16 +241,19 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     texts: list[str] = []
     for module in (xla_call, chain, norms, attention, pages):
         monkeypatch.setattr(module, "register", lambda name, build: texts.append(str(build())) or name)
-    for module in (parts, code_decoder):
+    for module in (parts, decoder, integer_kernel):
         monkeypatch.setattr(module, "link", lambda name, build: texts.append(str(build())) or name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     monkeypatch.setattr(pages, "host_has", lambda feature: has_pairs)
+    stored = stored_parts(256, tuple((code_format, 32) for code_format in CODE_FORMATS.values()))
     for dtype_is_pairs in (False, True):
         for multiplier in multipliers(dtype_is_pairs, has_avx512, has_pairs, has_amx):
             chain._handler.__wrapped__(layer_of(multiplier))
-            code_parts = tuple((code_format, 32) for code_format in CODE_FORMATS.values())
-            coded = CodedMultiplier(multiplier(256), 256, code_parts, Vectors(dtype_is_pairs, has_avx512, has_pairs))
+            coded = CodedMultiplier(multiplier(256), stored, Vectors(dtype_is_pairs, has_avx512, has_pairs))
             chain._handler.__wrapped__((Stage(coded, 256, 256, parts=(256,)),))
+    for num_rows in (1, 40, None) if architecture == "x86_64" else ():
+        integers = IntegerMultiplier.of_rows(stored, num_rows, has_avx512)
+        chain._handler.__wrapped__((Stage(integers, 256, 256, parts=(256,)),))
     for dtype_is_pairs, byte_dtype in ((False, None), (True, None), (False, "int8"), (False, "float8_e4m3fn")):
         pages._write_handler.__wrapped__(dtype_is_pairs, byte_dtype, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ...code_formats import CodeFormat, CodeParts
-from ..llvm import I8, I64, Code
-from .code_decoder import Decoder, Steps, Vectors, emit_decode
-from .code_panels import block_layout, panel_bytes, stored_bytes
-from .multiplier import Batch, Batches, DepthBlock, Multiplier, Panel, WordSource
-from .panels import DEPTH, PANEL
+from ....code_formats import CodeFormat
+from ...llvm import I8, I64, Code
+from .decoder import Decoder, Steps, Vectors, emit_decode
+from ..multiplier import Batch, Batches, DepthBlock, Multiplier, Panel, WordSource
+from ..panels import DEPTH, PANEL
+from .panels import block_layout
+from .stored_parts import StoredParts
 
 
 class CodedTools(NamedTuple):
@@ -30,44 +31,17 @@ class CodedTools(NamedTuple):
     """Address of the decoded panel."""
 
 
-def repeated_parts(parts: CodeParts) -> tuple[CodeParts, int]:
-    """Return the shortest sequence of parts that makes up a matrix if it is repeated, and how often it is.
-
-    Neighbors have different formats, as `joined_parts` returns them. Experts whose gates and ups have formats A and B
-    are parts A, B, A, B, …: the sequence is A, B, and each expert repeats it.
-    """
-    for length in range(2, len(parts) // 2 + 1):
-        if parts[:length] * (len(parts) // length) == parts:
-            return parts[:length], len(parts) // length
-    return parts, 1
-
-
-class PartPlace(NamedTuple):
-    """Where a part begins in the sequence of parts that a matrix repeats."""
-
-    first_panel: int
-    first_byte: int
-    code_format: CodeFormat
-
-
 @dataclass(frozen=True)
 class CodedMultiplier:
     """Decodes panels and multiplies them by another multiplier. See `Multiplier` for the methods."""
 
     decoded: Multiplier
-    depth: int
-    """K, a multiple of the blocks of all formats."""
-    parts: CodeParts
-    """Formats of the matrix's columns, or of the first of them if the others repeat these."""
+    stored: StoredParts
     vectors: Vectors
-    num_repeats: int = 1
-    """How often the matrix has the `parts`, one sequence of them behind the other."""
 
     @property
     def name(self) -> str:
-        repeats = [] if self.num_repeats == 1 else [f"by{self.num_repeats}"]
-        parts = (f"{code_format.key}x{size}" for code_format, size in self.parts)
-        return "_".join([self.decoded.name, *parts, *repeats])
+        return f"{self.decoded.name}_{self.stored.name}"
 
     @property
     def max_batch_rows(self) -> int:
@@ -109,6 +83,9 @@ class CodedMultiplier:
     def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
         self.decoded.pack(code, rows, row, column, values)
 
+    def end_pack(self, code: Code, rows: ir.Value, row: ir.Value, begin: ir.Value, num_values: int) -> None:
+        self.decoded.end_pack(code, rows, row, begin, num_values)
+
     def num_batches(self, code: Code, num_rows: ir.Value) -> ir.Value:
         return self.decoded.num_batches(code, num_rows)
 
@@ -116,30 +93,11 @@ class CodedMultiplier:
         return self.decoded.batch(code, batches, index, num_rows)
 
     def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
-        """See `Multiplier.panel`. Panels of one part have one size: an address is that of the part, and some panels."""
-        build, address = code.build, panels
-        if self.num_repeats > 1:
-            repeat = build.udiv(index, I64(self._panels_per_repeat))
-            panels = address = build.gep(panels, [build.mul(repeat, I64(stored_bytes(self.depth, self.parts)))])
-        index = self._index_in_repeat(code, index)
-        for first_panel, first_byte, code_format in self._places():
-            panels_in_part = build.sub(index, I64(first_panel))
-            offset = build.add(build.mul(panels_in_part, I64(panel_bytes(code_format, self.depth))), I64(first_byte))
-            is_here = build.icmp_signed(">=", index, I64(first_panel))
-            address = build.select(is_here, build.gep(panels, [offset]), address)
-        return address
-
-    @property
-    def _panels_per_repeat(self) -> int:
-        return sum(-(-size // PANEL) for _, size in self.parts)
-
-    def _index_in_repeat(self, code: Code, index: ir.Value) -> ir.Value:
-        """Return the number of a panel, given among all panels, within its sequence of parts."""
-        return index if self.num_repeats == 1 else code.build.urem(index, I64(self._panels_per_repeat))
+        return self.stored.panel(code, panels, index)
 
     def begin(self, code: Code) -> CodedTools:
         # A block of K may begin and end within steps.
-        num_steps, num_blocks = self.depth // DEPTH, self.decoded.num_depth_blocks
+        num_steps, num_blocks = self.stored.depth // DEPTH, self.decoded.num_depth_blocks
         steps_per_block = num_steps if num_blocks == 1 else -(-num_steps // num_blocks) + 2
         return CodedTools(self.decoded.begin(code), code.allocate(I8, steps_per_block * self._step_bytes))
 
@@ -197,7 +155,7 @@ class CodedMultiplier:
             source = WordSource(code_format.run_len, partial(decoder.words, panel.begin, ahead=panel.ahead))
             self.decoded.multiply(code, rows, panel._replace(words=source), batch, block, sums)
 
-        self._by_format(code, panel, multiply)
+        self.stored.by_format(code, panel.index, multiply)
 
     def _decode(self, code: Code, panel: Panel, numbers: ir.Value, steps: Steps) -> None:
         """Emit the decoding of steps of a panel, by the format of the part that it is in."""
@@ -206,32 +164,4 @@ class CodedMultiplier:
             assert panel.ahead is not None
             emit_decode(code, code_format, self.vectors, panel.begin, numbers, steps, panel.ahead)
 
-        self._by_format(code, panel, decode)
-
-    def _by_format(self, code: Code, panel: Panel, emit: Callable[[CodeFormat], None]) -> None:
-        """Emit code for each format, of which that of the panel's part runs."""
-        build, places = code.build, self._places()
-        if len(places) == 1:
-            emit(places[0].code_format)
-            return
-        index = self._index_in_repeat(code, panel.index)
-        has_format: dict[CodeFormat, ir.Value] = {}
-        ends = [place.first_panel for place in places[1:]] + [None]
-        for (first_panel, _, code_format), end in zip(places, ends, strict=True):
-            is_here = build.icmp_signed(">=", index, I64(first_panel))
-            if end is not None:
-                is_here = build.and_(is_here, build.icmp_signed("<", index, I64(end)))
-            before = has_format.get(code_format)
-            has_format[code_format] = is_here if before is None else build.or_(before, is_here)
-        for code_format, is_format in has_format.items():
-            with build.if_then(is_format):
-                emit(code_format)
-
-    def _places(self) -> list[PartPlace]:
-        """Return where each part begins."""
-        places, num_panels, num_bytes = list[PartPlace](), 0, 0
-        for code_format, size in self.parts:
-            places.append(PartPlace(num_panels, num_bytes, code_format))
-            num_panels += -(-size // PANEL)
-            num_bytes += stored_bytes(self.depth, ((code_format, size),))
-        return places
+        self.stored.by_format(code, panel.index, decode)

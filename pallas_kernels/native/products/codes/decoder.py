@@ -1,4 +1,4 @@
-"""Decodes panels of codes: to float32, or rounded to bfloat16 in pairs, as products read them (see `code_panels`)."""
+"""Decodes panels of codes: to float32, or rounded to bfloat16 in pairs, as products read them (see `codes.panels`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ...code_formats import CodeFormat
-from ..llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
-from ..registry import link
-from .code_panels import VECTOR_COLUMNS, BlockLayout, block_layout
-from .panels import DEPTH, PANEL
+from ....code_formats import CodeFormat
+from ...llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
+from ...registry import link
+from ..panels import DEPTH, PANEL
+from .panels import VECTOR_COLUMNS, BlockLayout, block_layout
+from .scales import GroupScales
 
 CHUNKS_TOGETHER = 2
 """Chunks of 32 codes of an iteration: a pair of bfloat16 rows."""
@@ -83,6 +84,10 @@ class Decoder:
     def format(self) -> CodeFormat:
         return self.layout.code_format
 
+    @property
+    def _scales(self) -> GroupScales:
+        return GroupScales(self.code, self.layout)
+
     def emit(self, panel: ir.Value, target: ir.Value, steps: Steps, ahead: ir.Value) -> None:
         """Emit a loop over steps of 32 values of K, each of which is a run of one group, or several of small groups.
 
@@ -103,7 +108,7 @@ class Decoder:
             code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
             target_step = build.and_(step, steps.place_mask)
             step_numbers = build.gep(target, [build.mul(target_step, I64(DEPTH * PANEL * value_bytes))])
-            super_scales = self._super_scales(block)
+            super_scales = self._scales.of_super_groups(block)
             for run_in_step in range(runs_per_step):
                 run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(run_in_step))
                 run_bytes = format_.run_len * PANEL * value_bytes
@@ -136,7 +141,7 @@ class Decoder:
         run_in_block = build.urem(run, I64(runs_per_block))
         block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
         code.prefetch(block_ahead, build.mul(run_in_block, I64(run_bytes)), I8, run_bytes)
-        numbers_of = self._prepare_run(block, run_in_block, self._super_scales(block))
+        numbers_of = self._prepare_run(block, run_in_block, self._scales.of_super_groups(block))
 
         def words_of(word: ir.Value) -> list[ir.Value]:
             if not self.vectors.in_pairs:
@@ -146,12 +151,6 @@ class Decoder:
             return [build.bitcast(self._rounded(numbers), _vector(I32)) for numbers in chunks]
 
         return words_of
-
-    def _super_scales(self, block: ir.Value) -> list[list[ir.Value]] | None:
-        """Return the super-scales of a block, two vectors of 16 columns of each; None if the format has none."""
-        if self.format.super_group is None:
-            return None
-        return [self._load_float16(block, I64(PANEL * index)) for index in range(self.format.num_scales)]
 
     def _rounded(self, numbers: list[ir.Value]) -> ir.Value:
         """Return 32 numbers as bfloat16, by AVX512-BF16."""
@@ -170,12 +169,12 @@ class Decoder:
         """
         code, build, format_ = self.code, self.code.build, self.format
         group = build.udiv(run, I64(format_.group // format_.run_len))
-        scales = self._scales(block, group, super_scales)
+        scales = self._scales.of_group(block, group, super_scales)
         factors, zeros, added = scales[0], list[ir.Value](), list[ir.Value]()
         if format_.has_minima:
             added = [build.fneg(each) for each in scales[1]]
         elif format_.has_zeros:
-            zeros = self._zeros(block, group)
+            zeros = self._scales.zeros(block, group)
             if format_.scale != "float32":  # Zeros × scales of fewer bits are exact.
                 added = [build.fneg(build.fmul(*pair)) for pair in zip(zeros, factors, strict=True)]
                 zeros = []
@@ -213,57 +212,6 @@ class Decoder:
             else:
                 code.store_vector(each, values, half_offset)
 
-    def _scales(
-        self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
-    ) -> list[list[ir.Value]]:
-        """Return the scales of a group, and if the format has minima those too: two vectors of 16 columns of each.
-
-        Bytes are multiplied by their super-scales, in the same order.
-        """
-        build, num_groups = self.code.build, self.format.block // self.format.group
-        group_scales = []
-        begin = build.gep(block, [I64(self.layout.scales)])
-        for index in range(self.format.num_scales):
-            offset = build.mul(build.add(group, I64(index * num_groups)), I64(PANEL))
-            if super_scales is None:
-                group_scales.append(self._load_floats(begin, offset))
-                continue
-            convert = build.sext if self.format.is_signed else build.zext
-            loaded = self._load_columns(begin, offset, I8)
-            factors = [build.sitofp(convert(each, _vector(I32)), _vector(F32)) for each in loaded]
-            group_scales.append([build.fmul(*pair) for pair in zip(super_scales[index], factors, strict=True)])
-        return group_scales
-
-    def _zeros(self, block: ir.Value, group: ir.Value) -> list[ir.Value]:
-        """Return the zeros of a group as float32: two vectors of 16 columns."""
-        build = self.code.build
-        begin = build.gep(block, [I64(self.layout.zeros)])
-        loaded = self._load_columns(begin, build.mul(group, I64(PANEL)), I8)
-        return [build.uitofp(each, _vector(F32)) for each in loaded]
-
-    def _load_floats(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
-        """Return 32 scales of the format's kind, from an element on, as two vectors of float32."""
-        build, kind = self.code.build, self.format.scale
-        if kind == "float16":
-            return self._load_float16(begin, offset)
-        if kind == "float32":
-            return self._load_columns(begin, offset, F32)
-        # The bits of a bfloat16 are the upper half of those of a float32; a power of two has exponent bits alone.
-        element_type, shift = (I16, 16) if kind == "bfloat16" else (I8, 23)
-        words = (build.zext(each, _vector(I32)) for each in self._load_columns(begin, offset, element_type))
-        return [build.bitcast(build.shl(each, constant(_vector(I32), shift)), _vector(F32)) for each in words]
-
-    def _load_float16(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
-        """Return 32 float16, from an element on, as two vectors of float32."""
-        build = self.code.build
-        halves = (build.bitcast(each, _vector(ir.HalfType())) for each in self._load_columns(begin, offset, I16))
-        return [build.fpext(each, _vector(F32)) for each in halves]
-
-    def _load_columns(self, begin: ir.Value, offset: ir.Value, element_type: ir.Type) -> list[ir.Value]:
-        """Return a number of each of 32 columns, from an element on, as two vectors."""
-        offsets = (self.code.build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2))
-        return self.code.load_vectors(begin, offsets, element_type, VECTOR_COLUMNS)
-
     def _doubled(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
         """Return two vectors of 16 columns as four, in which each column comes twice."""
         lanes = [
@@ -280,7 +228,7 @@ class Decoder:
         code, build, bits = self.code, self.code.build, self.format.bits
         low_bits = build.gep(block, [I64(self.layout.low_bits)])
         if bits == 8:
-            loaded = self._load_columns(low_bits, build.mul(chunk, I64(PANEL)), I8)
+            loaded = self._scales.load_columns(low_bits, build.mul(chunk, I64(PANEL)), I8)
             if self.format.float16_bits is not None:
                 return [self._small_floats(build.zext(each, _vector(I16))) for each in loaded]
             return [build.uitofp(each, _vector(F32)) for each in loaded]

@@ -1,0 +1,79 @@
+"""Loads what the groups of a block of codes share: scales, minima and zeros, of 32 columns each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from llvmlite import ir
+
+from ...llvm import F32, I8, I16, I32, I64, Code, constant
+from ..panels import PANEL
+from .panels import VECTOR_COLUMNS, BlockLayout
+
+_vector = partial(ir.VectorType, count=VECTOR_COLUMNS)
+
+
+@dataclass(frozen=True)
+class GroupScales:
+    """Emits the loads, of two vectors of 16 columns each."""
+
+    code: Code
+    layout: BlockLayout
+
+    def of_super_groups(self, block: ir.Value) -> list[list[ir.Value]] | None:
+        """Return the super-scales of a block, two vectors of 16 columns of each; None if the format has none."""
+        if self.layout.code_format.super_group is None:
+            return None
+        return [self._load_float16(block, I64(PANEL * index)) for index in range(self.layout.code_format.num_scales)]
+
+    def of_group(
+        self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
+    ) -> list[list[ir.Value]]:
+        """Return the scales of a group, and if the format has minima those too: two vectors of 16 columns of each.
+
+        Bytes are multiplied by their super-scales, in the same order.
+        """
+        build, num_groups = self.code.build, self.layout.code_format.block // self.layout.code_format.group
+        group_scales = []
+        begin = build.gep(block, [I64(self.layout.scales)])
+        for index in range(self.layout.code_format.num_scales):
+            offset = build.mul(build.add(group, I64(index * num_groups)), I64(PANEL))
+            if super_scales is None:
+                group_scales.append(self._load_floats(begin, offset))
+                continue
+            convert = build.sext if self.layout.code_format.is_signed else build.zext
+            loaded = self.load_columns(begin, offset, I8)
+            factors = [build.sitofp(convert(each, _vector(I32)), _vector(F32)) for each in loaded]
+            group_scales.append([build.fmul(*pair) for pair in zip(super_scales[index], factors, strict=True)])
+        return group_scales
+
+    def zeros(self, block: ir.Value, group: ir.Value) -> list[ir.Value]:
+        """Return the zeros of a group as float32: two vectors of 16 columns."""
+        build = self.code.build
+        begin = build.gep(block, [I64(self.layout.zeros)])
+        loaded = self.load_columns(begin, build.mul(group, I64(PANEL)), I8)
+        return [build.uitofp(each, _vector(F32)) for each in loaded]
+
+    def _load_floats(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        """Return 32 scales of the format's kind, from an element on, as two vectors of float32."""
+        build, kind = self.code.build, self.layout.code_format.scale
+        if kind == "float16":
+            return self._load_float16(begin, offset)
+        if kind == "float32":
+            return self.load_columns(begin, offset, F32)
+        # The bits of a bfloat16 are the upper half of those of a float32; a power of two has exponent bits alone.
+        element_type, shift = (I16, 16) if kind == "bfloat16" else (I8, 23)
+        words = (build.zext(each, _vector(I32)) for each in self.load_columns(begin, offset, element_type))
+        return [build.bitcast(build.shl(each, constant(_vector(I32), shift)), _vector(F32)) for each in words]
+
+    def _load_float16(self, begin: ir.Value, offset: ir.Value) -> list[ir.Value]:
+        """Return 32 float16, from an element on, as two vectors of float32."""
+        build = self.code.build
+        halves = (build.bitcast(each, _vector(ir.HalfType())) for each in self.load_columns(begin, offset, I16))
+        return [build.fpext(each, _vector(F32)) for each in halves]
+
+    def load_columns(self, begin: ir.Value, offset: ir.Value, element_type: ir.Type) -> list[ir.Value]:
+        """Return a number of each of 32 columns, from an element on, as two vectors."""
+        offsets = (self.code.build.add(offset, I64(half * VECTOR_COLUMNS)) for half in range(2))
+        return self.code.load_vectors(begin, offsets, element_type, VECTOR_COLUMNS)
