@@ -308,7 +308,7 @@ class CodedMatrix:
     """A stored matrix W [K, N] whose numbers are codes."""
 
     data: UInt8[Array, " B"]
-    """The bytes of its panels, see `native.products.code_panels`."""
+    """The bytes of its panels, see `native.products.codes.panels`."""
     depth: int
     """K."""
     parts: CodeParts

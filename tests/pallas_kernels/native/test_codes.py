@@ -192,9 +192,11 @@ def test_a_device_and_the_host_quantize_to_the_same_bytes(name: str, given: str)
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 256)).astype(np.float32)).astype(given)
     rows = rows.at[0].set(0).at[1, 7].set(9).at[2].set(1e-41)
     code_format = format_of(name, 256)
-    on_device = jax.jit(lambda rows: NATIVE_OPS.store_codes(rows, ((code_format, 2048),), "bfloat16"))(rows)
+    parts = ((code_format, 2048),)
+    on_device = jax.jit(lambda rows: NATIVE_OPS.store_codes(rows, parts, "bfloat16"))(rows)
     codes = quantize(np.asarray(rows), code_format)
-    np.testing.assert_array_equal(on_device, NATIVE_OPS.packed_codes(codes, code_format, ((code_format, 2048),), "bfloat16").reshape(-1))
+    packed = NATIVE_OPS.packed_codes(codes, code_format, parts, "bfloat16")
+    np.testing.assert_array_equal(on_device, packed.reshape(-1))
     # The nearest code is at most half a step away, or in 8-bit floats half of the last bit of the mantissa.
     floats, numbers = np.asarray(rows).astype(np.float32), decode(codes, code_format)
     half_step = np.abs(codes.scales[0].astype(np.float32)).repeat(code_format.group, axis=1) / 2

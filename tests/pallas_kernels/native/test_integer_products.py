@@ -12,7 +12,7 @@ from jpaged.pallas_kernels.native.products import chain as chain_module
 from jpaged.pallas_kernels.native.products.chain import code_order, product
 from jpaged.pallas_kernels.native.products.codes.panels import Order
 
-from .test_codes import FORMATS, chain, format_of, matrices
+from .test_codes import FORMATS, chain, matrices
 from .test_products import be_processor
 
 INTEGERS = [name for name in FORMATS if not name.startswith("fp8")]
@@ -50,7 +50,9 @@ def error(found: np.ndarray, rows: np.ndarray, decoded: np.ndarray) -> float:
     return float((np.abs(found - rows @ decoded.T) / norms).max())
 
 
-def results(parts: Sequence[tuple[str, int]], depth: int, xs: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+def results(
+    parts: Sequence[tuple[str, int]], depth: int, xs: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Return x · W for each x, and Wᵀ decoded."""
     coded, decoded = matrices(parts, depth, "float32")
     assert code_order(coded.parts, "float32") is Order.WORDS
@@ -115,7 +117,7 @@ def test_a_chain_packs_the_rows_of_its_next_product() -> None:
 
 
 def test_odd_rows_stay_what_they_are() -> None:
-    """Zeros give zeros, a NaN or an infinity a NaN in all of its row alone, tiny and huge values results of their size."""
+    """Zeros give zeros, a NaN or an infinity a NaN in its whole row alone, and tiny and huge values are right."""
     x = inputs(40, 512)
     x[3], x[5, 7], x[6, 9] = 0, np.nan, np.inf
     x[8], x[9], x[10, :32] = 1e-30 * x[7], 1e30 * x[7], 0

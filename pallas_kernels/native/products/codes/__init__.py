@@ -1,0 +1,1 @@
+"""Products of rows with quantized matrices in native code."""

@@ -6,7 +6,6 @@ matrix, for any number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from llvmlite import ir
 
 from ....code_formats import CodeFormat
 from ...llvm import I8, I64, Code
-from .decoder import Decoder, Steps, Vectors, emit_decode
 from ..multiplier import Batch, Batches, DepthBlock, Multiplier, Panel, WordSource
 from ..panels import DEPTH, PANEL
+from .decoder import Decoder, Steps, Vectors, emit_decode
 from .panels import block_layout
 from .stored_parts import StoredParts
 

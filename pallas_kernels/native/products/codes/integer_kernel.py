@@ -1,71 +1,48 @@
-"""Products of a few rows with a panel of codes, both as integers: pairs of words of 16 bits, whose products are added up.
+"""Products of a few rows with a panel of codes, both as integers of 16 bits.
 
     sum over a run    S = Σ code × integer of the row, exact in int32
     sum over K        total + scale of the row × (S − zero × Σ) × scale of the group − minimum × Σ, rounded to float32
 
-A run is a part of a group and of the 32 values that share a scale of the row. Its order is one for every number of rows
-and every processor, and so are the bits of its results.
+A run is a part of a group and of the 32 values that share a scale of the row, and Σ is the sum of the row's values over
+it. Runs are added in one order for every number of rows and every processor, so results have the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ....code_formats import CodeFormat
-from ...llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, constant, declare
+from ...llvm import F32, I16, I32, I64, LONG_LANES, Code, constant, declare
 from ...registry import link
 from ..panels import DEPTH, PANEL
 from .integer_rows import RECORD_WORDS, SCALE_WORD, SUM_FACTOR, sum_word
-from .panels import BlockLayout, block_layout
-from .scales import GroupScales
+from .integer_steps import (
+    FLOAT_VECTOR,
+    HALVES,
+    INTEGER_VECTOR,
+    WORD_VECTOR,
+    WORDS,
+    PackedSteps,
+    Run,
+    RunKind,
+    Steps,
+    UnpackedSteps,
+    cut_in_two,
+    joined,
+)
+from .panels import block_layout
 
-PAIRS = DEPTH // 2
-"""Pairs of a step."""
-WORDS = PANEL
-"""Words of a vector: those of 16 columns."""
-VECTOR_BYTES = 2 * WORDS
-PAIRS_TOGETHER = 4
-"""Pairs whose products are written one behind the other."""
 MAX_ROWS_OF_BOTH = 6
-HALVES = 0, 1
-"""The two vectors of a panel's columns."""
+"""Rows whose sums and totals of all 32 columns stay in registers at most (AVX-512).
 
-_words, _floats, _integers = (ir.VectorType(*each) for each in ((I16, WORDS), (F32, LONG_LANES), (I32, LONG_LANES)))
-
-
-class RunKind(NamedTuple):
-    """What a run is computed by, beside its codes."""
-
-    length: int
-    """Values of K."""
-    zero: int
-    has_minima: bool
-    has_zeros: bool
-
-    @property
-    def num_per_step(self) -> int:
-        return DEPTH // self.length
-
-    @property
-    def num_vectors(self) -> int:
-        """Return how many numbers a column has in a group: its scale, and its minimum or its zero."""
-        return 1 + (self.has_minima or self.has_zeros)
-
-    @property
-    def step_bytes(self) -> int:
-        """Return the bytes of a step that is unpacked: words [16, 32 columns, 2], then for each run its numbers."""
-        return 2 * DEPTH * PANEL + self.num_per_step * self.num_vectors * 4 * PANEL
-
-
-def run_kind(code_format: CodeFormat) -> RunKind:
-    """Return how runs of a format are computed."""
-    return RunKind(code_format.run_len, code_format.zero, code_format.has_minima, code_format.has_zeros)
+More rows are multiplied by one half of the columns after the other.
+"""
 
 
 class ProductArguments(NamedTuple):
@@ -86,41 +63,23 @@ class ProductArguments(NamedTuple):
     """The steps `begin` … `end` − 1 are multiplied."""
 
 
-class _Run(NamedTuple):
-    """The codes of a run, and the numbers of its group."""
-
-    numbers: list[list[ir.Value]]
-    """The scales, then the minima or the zeros: two vectors of 16 columns of each, float32."""
-    each_pair: Callable[[Callable[..., list[ir.Value]], list[ir.Value]], list[ir.Value]]
-    """(body, carried values): emits `body(pair, vectors of words, *carried)` for each pair of the run."""
-
-
-class _Steps(Protocol):
-    """Where the words of steps come from."""
-
-    kind: RunKind
-
-    def runs(self, step: ir.Value) -> Iterator[_Run]:
-        """Emit what the runs of a step have, one after the other."""
-
-
 def emit_product(code: Code, code_format: CodeFormat, num_rows: int, has_avx512: bool, given: ProductArguments) -> None:
     """Emit a call that multiplies `num_rows` rows by steps of a panel of codes."""
 
-    def steps(new_code: Code, arguments: ProductArguments) -> _Steps:
-        return _PackedSteps(new_code, block_layout(code_format), has_avx512, arguments.panel, arguments.ahead)
+    def steps(new_code: Code, arguments: ProductArguments) -> Steps:
+        return PackedSteps(new_code, block_layout(code_format), has_avx512, arguments.panel, arguments.ahead)
 
     _call_product(code, code_format.key, num_rows, has_avx512, given, steps)
 
 
-def emit_unpacked_product(
-    code: Code, kind: RunKind, num_rows: int, has_avx512: bool, given: ProductArguments
-) -> None:
-    """Emit a call that multiplies `num_rows` rows by steps that `emit_unpacking` has stored, of which the first is
-    step `begin`."""
+def emit_unpacked_product(code: Code, kind: RunKind, num_rows: int, has_avx512: bool, given: ProductArguments) -> None:
+    """Emit a call that multiplies `num_rows` rows by steps that `emit_unpacking` has stored.
 
-    def steps(new_code: Code, arguments: ProductArguments) -> _Steps:
-        return _UnpackedSteps(new_code, kind, arguments.panel, arguments.begin)
+    The first of these is step `begin`.
+    """
+
+    def steps(new_code: Code, arguments: ProductArguments) -> Steps:
+        return UnpackedSteps(new_code, kind, arguments.panel, arguments.begin)
 
     name = "_".join(["unpacked", *(str(int(each)) for each in kind)])
     _call_product(code, name, num_rows, has_avx512, given, steps)
@@ -137,25 +96,19 @@ def emit_unpacking(
 ) -> None:
     """Emit a call that stores steps of a panel to `target`, see `RunKind.step_bytes`."""
 
-    def emit(new_code: Code, panel: ir.Value, target: ir.Value, begin: ir.Value, end: ir.Value, ahead: ir.Value) -> None:
-        source, kind = _PackedSteps(new_code, block_layout(code_format), has_avx512, panel, ahead), run_kind(code_format)
-        build = new_code.build
+    def emit(new_code: Code, *values: ir.Value) -> None:
+        new_panel, new_target, begin, end, new_ahead = values
+        source = PackedSteps(new_code, block_layout(code_format), has_avx512, new_panel, new_ahead)
+        build, step_bytes = new_code.build, source.kind.step_bytes
 
         def store_step(step: ir.Value) -> None:
-            words = build.gep(target, [build.mul(build.sub(step, begin), I64(kind.step_bytes))])
+            words = build.gep(new_target, [build.mul(build.sub(step, begin), I64(step_bytes))])
             numbers = build.gep(words, [I64(2 * DEPTH * PANEL)])
             for index, run in enumerate(source.runs(step)):
-                first_vector = index * kind.length // 2 * len(HALVES)
-
-                def store_pair(pair: int, vectors: list[ir.Value], first_vector: int = first_vector) -> list[ir.Value]:
-                    for half, vector in enumerate(vectors):
-                        place = first_vector + pair * len(HALVES) + half
-                        new_code.store_vector(vector, words, I64(place * WORDS))
-                    return []
-
-                run.each_pair(store_pair, [])
-                flat = [vector for vectors in run.numbers for vector in vectors]
-                for place, vector in enumerate(flat, index * len(flat)):
+                run_words = build.gep(words, [I64(2 * index * source.kind.length * PANEL)])
+                run.each_pair(partial(_store_pair, new_code, run_words), [])
+                of_group = [vector for vectors in run.numbers for vector in vectors]
+                for place, vector in enumerate(of_group, index * len(of_group)):
                     new_code.store_vector(vector, numbers, I64(place * LONG_LANES))
 
         new_code.loop(begin, end, store_step)
@@ -164,16 +117,24 @@ def emit_unpacking(
     _call(code, name, [panel, target, *steps, ahead], emit)
 
 
+def _store_pair(code: Code, run_words: ir.Value, pair: int, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Emit the stores of the words of a pair, where `UnpackedSteps` finds them; nothing is carried."""
+    for half, vector in enumerate(vectors):
+        code.store_vector(vector, run_words, I64((pair * len(HALVES) + half) * WORDS))
+    return []
+
+
 def _call_product(
     code: Code,
     name: str,
     num_rows: int,
     has_avx512: bool,
     given: ProductArguments,
-    steps: Callable[[Code, ProductArguments], _Steps],
+    steps: Callable[[Code, ProductArguments], Steps],
 ) -> None:
     def emit(new_code: Code, *values: ir.Value) -> None:
         arguments = ProductArguments(*values)
+        # Without AVX-512, 16 columns take as many registers as 32 with it.
         for halves in [HALVES] if has_avx512 and num_rows <= MAX_ROWS_OF_BOTH else [(half,) for half in HALVES]:
             _Product(new_code, num_rows, has_avx512, halves, arguments).emit(steps(new_code, arguments))
 
@@ -205,13 +166,13 @@ class _Product:
     halves: Sequence[int]
     arguments: ProductArguments
 
-    def emit(self, steps: _Steps) -> None:
+    def emit(self, steps: Steps) -> None:
         """Emit a loop over steps. The totals are carried, one vector for each row and half."""
         code, build, (_, _, _, _, sums, begin, end) = self.code, self.code.build, self.arguments
         offsets = [I64(row * PANEL + half * LONG_LANES) for row in range(self.num_rows) for half in self.halves]
         has_sums = build.icmp_signed(">", begin, I64(0))
         stored = code.load_vectors(sums, offsets, F32, LONG_LANES)
-        old_totals = [build.select(has_sums, each, constant(_floats, 0.0)) for each in stored]
+        old_totals = [build.select(has_sums, each, constant(FLOAT_VECTOR, 0.0)) for each in stored]
 
         def add_step(step: ir.Value, *totals: ir.Value) -> list[ir.Value]:
             added = list(totals)
@@ -223,7 +184,7 @@ class _Product:
             code.store_vector(total, sums, offset)
 
     def _add_run(
-        self, kind: RunKind, step: ir.Value, index: int, run: _Run, totals: Sequence[ir.Value]
+        self, kind: RunKind, step: ir.Value, index: int, run: Run, totals: Sequence[ir.Value]
     ) -> list[ir.Value]:
         """Return the totals with run `index` of a step added."""
         code, build = self.code, self.code.build
@@ -242,7 +203,7 @@ class _Product:
             word = first_word + pair if isinstance(pair, int) else build.add(I64(first_word), pair)
             sums = list[ir.Value]()
             for row, record in enumerate(records):
-                factor = build.bitcast(of_row(record, word, I32), _words)
+                factor = build.bitcast(of_row(record, word, I32), WORD_VECTOR)
                 old_sums = carried[row * len(self.halves) : (row + 1) * len(self.halves)]
                 sums += [self._add_pairs(old, factor, vectors[h]) for h, old in zip(self.halves, old_sums, strict=True)]
             return sums
@@ -250,16 +211,16 @@ class _Product:
         def first_sum(record: ir.Value) -> ir.Value:
             """Return what is taken away for the codes' zero, which is 8 × a power of two."""
             if not kind.zero:
-                return constant(_integers, 0)
+                return constant(INTEGER_VECTOR, 0)
             shift = (kind.zero // -SUM_FACTOR).bit_length() - 1
             sums = of_row(record, sum_word(kind.length, index, is_float=False), I32)
-            return build.shl(sums, constant(_integers, shift)) if shift else sums
+            return build.shl(sums, constant(INTEGER_VECTOR, shift)) if shift else sums
 
         sums = run.each_pair(add_pair, [first_sum(record) for record in records for _ in self.halves])
         added = list[ir.Value]()
         for place, (total, integer) in enumerate(zip(totals, sums, strict=True)):
             record, half = records[place // len(self.halves)], self.halves[place % len(self.halves)]
-            value = build.fmul(build.sitofp(integer, _floats), of_row(record, SCALE_WORD, F32))
+            value = build.fmul(build.sitofp(integer, FLOAT_VECTOR), of_row(record, SCALE_WORD, F32))
             row_sum = partial(of_row, record, sum_word(kind.length, index, is_float=True), F32)
             if kind.has_zeros:
                 value = code.add_product(row_sum(), run.numbers[1][half], value)
@@ -270,150 +231,15 @@ class _Product:
         return added
 
     def _add_pairs(self, sums: ir.Value, factors: ir.Value, words: ir.Value) -> ir.Value:
-        """Return int32 sums plus the products of pairs of int16; LLVM makes one instruction of it where there is one."""
-        code, build = self.code, self.code.build
+        """Return int32 sums plus the products of pairs of int16, both of a pair in one lane.
+
+        LLVM makes one instruction of it where there is one (AVX512-VNNI, AVX-VNNI).
+        """
+        build = self.code.build
         if self.has_avx512:
-            multiply = declare(build.module, "llvm.x86.avx512.pmaddw.d.512", _integers, _words, _words)
+            multiply = declare(build.module, "llvm.x86.avx512.pmaddw.d.512", INTEGER_VECTOR, WORD_VECTOR, WORD_VECTOR)
             return build.add(sums, build.call(multiply, [factors, words]))
         half_words, half_integers = ir.VectorType(I16, WORDS // 2), ir.VectorType(I32, LONG_LANES // 2)
         multiply = declare(build.module, "llvm.x86.avx2.pmadd.wd", half_integers, half_words, half_words)
-        products = []
-        for first in (0, WORDS // 2):
-            lanes = ir.Constant(ir.VectorType(I32, WORDS // 2), list(range(first, first + WORDS // 2)))
-            products.append(build.call(multiply, [build.shuffle_vector(x, x, lanes) for x in (factors, words)]))
-        lanes = ir.Constant(_integers, list(range(LONG_LANES)))
-        return build.add(sums, build.shuffle_vector(*products, lanes))
-
-
-@dataclass(frozen=True)
-class _PackedSteps:
-    """Steps of a panel as it is stored, `Order.WORDS`. Those of panel `ahead` are prefetched."""
-
-    code: Code
-    layout: BlockLayout
-    has_avx512: bool
-    panel: ir.Value
-    ahead: ir.Value
-
-    @property
-    def kind(self) -> RunKind:
-        return run_kind(self.layout.code_format)
-
-    def runs(self, step: ir.Value) -> Iterator[_Run]:
-        code, build, layout, format_ = self.code, self.code.build, self.layout, self.layout.code_format
-        steps_per_block = format_.block // DEPTH
-        step_bytes = -(-layout.num_bytes // steps_per_block)
-        block_offset = build.mul(build.udiv(step, I64(steps_per_block)), I64(layout.num_bytes))
-        step_in_block = build.urem(step, I64(steps_per_block))
-        block, block_ahead = (build.gep(address, [block_offset]) for address in (self.panel, self.ahead))
-        code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
-        scales = GroupScales(code, layout)
-        super_scales = scales.of_super_groups(block)
-        for index in range(self.kind.num_per_step):
-            run = build.add(build.mul(step_in_block, I64(self.kind.num_per_step)), I64(index))
-            group = build.udiv(run, I64(format_.group // format_.run_len))
-            numbers = scales.of_group(block, group, super_scales)
-            if format_.has_zeros:
-                numbers.append(scales.zeros(block, group))
-            if format_.mantissa_bits is not None:  # Codes stand for twice their numbers, see `_values`.
-                numbers = [[build.fmul(each, constant(_floats, 0.5)) for each in vectors] for vectors in numbers]
-            yield _Run(numbers, partial(self._each_pair, block, step_in_block, index * format_.run_len // 2))
-
-    def _each_pair(
-        self,
-        block: ir.Value,
-        step: ir.Value,
-        first_pair: int,
-        body: Callable[..., list[ir.Value]],
-        carried: list[ir.Value],
-    ) -> list[ir.Value]:
-        for pair in range(self.kind.length // 2):
-            vectors = [self._values(block, step, first_pair + pair, half) for half in HALVES]
-            carried = body(pair, vectors, *carried)
-        return carried
-
-    def _values(self, block: ir.Value, step: ir.Value, pair: int, half: int) -> ir.Value:
-        """Return what a pair of codes of each of 16 columns stand for, as words: integers, or small floats doubled."""
-        build, bits = self.code.build, self.layout.code_format.bits
-        if bits == 8:
-            return self._bits(block, step, self.layout.low_bits, 8, pair, half, 0)
-        if self.layout.code_format.mantissa_bits is not None:
-            return self._looked_up(self._bits(block, step, self.layout.low_bits, 4, pair, half, 0))
-        low = self._bits(block, step, self.layout.low_bits, 4, pair, half, 0)
-        if bits == 4:
-            return low
-        return build.or_(low, self._bits(block, step, self.layout.high_bits, bits - 4, pair, half, 4))
-
-    def _bits(
-        self, block: ir.Value, step: ir.Value, begin: int, num_bits: int, pair: int, half: int, place: int
-    ) -> ir.Value:
-        """Return `num_bits` of a pair of codes of each of 16 columns, moved to bit `place` of words.
-
-        `begin` is the first byte of these bits in the block.
-        """
-        code, build, codes_of_word = self.code, self.code.build, 16 // num_bits
-        words_of_step = PAIRS // codes_of_word
-        vector = build.add(build.mul(step, I64(words_of_step * len(HALVES))), I64(pair // codes_of_word * 2 + half))
-        words = code.load_vector(build.gep(block, [I64(begin)]), build.mul(vector, I64(WORDS)), I16, WORDS)
-        shift = pair % codes_of_word * num_bits - place
-        if shift > 0:
-            words = build.lshr(words, constant(_words, shift))
-        elif shift < 0:
-            words = build.shl(words, constant(_words, -shift))
-        is_last = place == 0 and (pair + 1) % codes_of_word == 0
-        return words if is_last else build.and_(words, constant(_words, ((1 << num_bits) - 1) << place))
-
-    def _looked_up(self, codes: ir.Value) -> ir.Value:
-        """Return twice the small floats that codes of 4 bits stand for."""
-        code, build = self.code, self.code.build
-        table = [int(value) for value in 2 * self.layout.code_format.code_values]
-        if self.has_avx512:
-            function = declare(build.module, "llvm.x86.avx512.permvar.hi.512", _words, _words, _words)
-            return build.call(function, [ir.Constant(_words, table * 2), codes])
-        # A table of bytes: the upper byte of each word is 0, and becomes 0, and then the lower one's sign.
-        as_bytes, halves = ir.VectorType(I8, 32), list[ir.Value]()
-        function = declare(build.module, "llvm.x86.avx2.pshuf.b", as_bytes, as_bytes, as_bytes)
-        for first in (0, WORDS // 2):
-            lanes = ir.Constant(ir.VectorType(I32, WORDS // 2), list(range(first, first + WORDS // 2)))
-            indices = build.bitcast(build.shuffle_vector(codes, codes, lanes), as_bytes)
-            found = build.call(function, [ir.Constant(as_bytes, table * 2), indices])
-            halves.append(build.bitcast(found, ir.VectorType(I16, WORDS // 2)))
-        lanes = ir.Constant(ir.VectorType(I32, WORDS), list(range(WORDS)))
-        words = build.shuffle_vector(*halves, lanes)
-        return build.ashr(build.shl(words, constant(_words, 8)), constant(_words, 8))
-
-
-@dataclass(frozen=True)
-class _UnpackedSteps:
-    """Steps that `emit_unpacking` has stored, from `first_step` on."""
-
-    code: Code
-    kind: RunKind
-    steps: ir.Value
-    first_step: ir.Value
-
-    def runs(self, step: ir.Value) -> Iterator[_Run]:
-        code, build, kind = self.code, self.code.build, self.kind
-        words = build.gep(self.steps, [build.mul(build.sub(step, self.first_step), I64(kind.step_bytes))])
-        begin = build.gep(words, [I64(2 * DEPTH * PANEL)])
-        for index in range(kind.num_per_step):
-            places = range(index * kind.num_vectors, (index + 1) * kind.num_vectors)
-            numbers = [
-                code.load_vectors(begin, (I64((2 * place + half) * LONG_LANES) for half in HALVES), F32, LONG_LANES)
-                for place in places
-            ]
-            yield _Run(numbers, partial(self._each_pair, build.gep(words, [I64(index * kind.length * VECTOR_BYTES)])))
-
-    def _each_pair(
-        self, words: ir.Value, body: Callable[..., list[ir.Value]], carried: list[ir.Value]
-    ) -> list[ir.Value]:
-        code, build = self.code, self.code.build
-
-        def several(first: ir.Value, *values: ir.Value) -> list[ir.Value]:
-            for number in range(PAIRS_TOGETHER):
-                pair = build.add(first, I64(number))
-                offsets = (build.mul(build.add(build.mul(pair, I64(2)), I64(half)), I64(WORDS)) for half in HALVES)
-                values = tuple(body(pair, code.load_vectors(words, offsets, I16, WORDS), *values))
-            return list(values)
-
-        return code.loop(0, self.kind.length // 2, several, step=PAIRS_TOGETHER, carried=carried)
+        operands = zip(cut_in_two(self.code, factors), cut_in_two(self.code, words), strict=True)
+        return build.add(sums, joined(self.code, [build.call(multiply, each) for each in operands]))

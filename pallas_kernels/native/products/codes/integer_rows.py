@@ -2,9 +2,9 @@
 
     record     values int16 [32], scale float32, sums int32 [7], sums float32 [7], nothing      128 bytes
 
-A value is scale × integer, and the largest magnitude of the 32 becomes ± 32,767. The sums are those of all 32 values, of
-16 and 16, and of 8, 8, 8 and 8: what is added to each code of a group is multiplied by such a sum. As int32 they are the
-sums of the integers × −8, as float32 those of the values × −1.
+A value is scale × integer, and the largest magnitude of the 32 becomes ± 32,767. What is taken away from each code of a
+group is multiplied by a sum of the row's values, so their sums are there too: over all 32, over 16 and 16, and over 8,
+8, 8 and 8. As int32 they are the sums of the integers × −8, as float32 those of the values × −1.
 """
 
 from __future__ import annotations

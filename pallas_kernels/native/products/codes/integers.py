@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from ....code_formats import CodeFormat, CodeParts
-from ...llvm import F32, I8, I64, POINTER, Code, host_has
+from ...llvm import F32, I8, I64, POINTER, Code, host_has, host_has_avx512
 from ..batches import EvenBatches, max_rows_together
 from ..multiplier import Batch, DepthBlock, Panel
 from ..panels import DEPTH
-from .integer_kernel import ProductArguments, emit_product, emit_unpacked_product, emit_unpacking, run_kind
+from .integer_kernel import ProductArguments, emit_product, emit_unpacked_product, emit_unpacking
 from .integer_rows import RECORD_WORDS, emit_record
+from .integer_steps import run_kind
 from .stored_parts import StoredParts
 
 MAX_STEPS_PER_BLOCK = 48
@@ -30,9 +31,11 @@ MAX_PACKED_ROWS = 4
 def has_integer_products(parts: CodeParts) -> bool:
     """Return whether a processor without a matrix unit multiplies a matrix of these formats by integers.
 
-    It needs AVX2, and codes that are integers, or that are if they are doubled: floats of 8 bits have too many bits.
+    It needs products of 16 bits in its vectors, and codes that are integers, or that are if they are doubled: floats of
+    8 bits would have 18.
     """
-    return host_has("avx2") and all(_are_integers(code_format) for code_format, _ in parts)
+    has_products = host_has("avx512bw" if host_has_avx512() else "avx2")
+    return has_products and all(_are_integers(code_format) for code_format, _ in parts)
 
 
 def _are_integers(code_format: CodeFormat) -> bool:
@@ -145,9 +148,7 @@ class IntegerMultiplier(EvenBatches):
 
         def multiply_unpacked(code_format: CodeFormat) -> None:
             with build.if_then(build.icmp_signed("==", batch.number, I64(0))):
-                emit_unpacking(
-                    code, code_format, self.has_avx512, panel.begin, panel.tools, (begin, end), panel.ahead
-                )
+                emit_unpacking(code, code_format, self.has_avx512, panel.begin, panel.tools, (begin, end), panel.ahead)
             unpacked, kind = arguments._replace(panel=panel.tools), run_kind(code_format)
             self.by_rows(
                 code,

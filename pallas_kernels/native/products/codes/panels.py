@@ -3,15 +3,18 @@
     block      super-scales [32], scales [groups, 32], zeros [groups, 32], lower 4 bits [K of a block, 32], upper bits
 
 Minima follow scales, and super-minima super-scales; only some formats have super-scales and zeros. How codes lie is
-their `Order`. A panel that is decoded becomes float32 [K, 32], or bfloat16 in pairs [K ÷ 2, 32, 2] (`products.panels`),
-and codes lie in that order, 32 and 32. Of such 32, byte i has the lower 4 bits of code i, and in its upper half those of
-code 16 + i. Fifth bits are 4 bytes, bit i that of code i; fifth and sixth bits are 8 bytes, with those of 4 codes in
-each. Codes of 8 bits are bytes.
+their `Order`.
 
-Codes that are multiplied as integers lie in words of 16 bits, two for each column: the first has even k, the second has
-odd k, so that both are a pair for an instruction that multiplies pairs. A word has four codes of 4 bits, or their fifth
-bits for 16 of them, or two codes of 8 bits. The words of 32 columns follow each other. Example for 4 bits: the first 128
-bytes have k = 0 … 7. Column 5 has bytes 20 and 21 for k = 0, 2, 4, 6, the lowest bits first, and 22 and 23 for the odd k.
+A panel that is decoded becomes float32 [K, 32], or bfloat16 in pairs [K ÷ 2, 32, 2] (`products.panels`), and codes lie
+in that order, 32 and 32. Of such 32, byte i has the lower 4 bits of code i, and in its upper half those of code 16 + i.
+Fifth bits are 4 bytes, bit i that of code i; fifth and sixth bits are 8 bytes, with those of 4 codes in each. Codes of
+8 bits are bytes.
+
+Codes that are multiplied as integers lie in words of 16 bits, two for each column: one has codes of even k, the other
+those of odd k, so that both together are what an instruction for pairs multiplies. A word has four codes of 4 bits, two
+of 8 bits, the fifth bits of 16 codes, or the fifth and sixth bits of 8. The words of 32 columns follow each other.
+Example for 4 bits: the first 128 bytes have k = 0 … 7, and column 5 has bytes 20 and 21 for k = 0, 2, 4 and 6, the
+lowest bits first, and bytes 22 and 23 for k = 1, 3, 5 and 7.
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ def pack_codes(codes: Codes, code_format: CodeFormat, order: Order, *, xp: Modul
     fields = [transposed(panels(each), each.dtype) for each in codes.arrays]
     numbers = panels(codes.codes)
     if order is Order.WORDS:
-        planes = [_in_words(plane, bits) for plane, bits in _planes(numbers, code_format.bits)]
+        planes = [_in_words(plane, bits, xp) for plane, bits in _planes(numbers, code_format.bits)]
         code_bytes = [transposed(words, np.uint32) for words in planes]
     else:
         unit = np.uint16 if order is Order.PAIRS else np.uint8
@@ -115,21 +118,28 @@ def pack_codes(codes: Codes, code_format: CodeFormat, order: Order, *, xp: Modul
 
 
 def _planes(numbers: Any, bits: int) -> list[tuple[Any, int]]:
-    """Return the codes' lower 4 bits and the bits above them, or whole codes of 8 bits, each with its number of bits."""
+    """Return the codes' lower 4 bits and the bits above them, or whole codes of 8 bits, with how many bits that are."""
     if bits in (4, 8):
         return [(numbers, bits)]
     return [(numbers & 15, 4), (numbers >> 4, bits - 4)]
 
 
-def _in_words(numbers: Any, bits: int) -> Any:
-    """Return numbers of some bits [panels, 32, K] as bytes [panels, 32, K × bits ÷ 8], each 4 of which are two words."""
-    codes_of_byte = 8 // bits
-    # The codes of two words: those of the lower byte of each, then those of the upper byte; even and odd k in turn.
-    by_byte = numbers.reshape(*numbers.shape[:2], -1, 2, codes_of_byte, 2)
-    joined = by_byte[..., 0, :]
-    for code in range(1, codes_of_byte):
-        joined = joined | by_byte[..., code, :] << bits * code
-    return joined.swapaxes(-1, -2).reshape(*numbers.shape[:2], -1)
+def _in_words(numbers: Any, bits: int, xp: ModuleType) -> Any:
+    """Return numbers of some bits, bytes [panels, 32, K], as uint32 [panels, 32, K × bits ÷ 32]: two words each.
+
+    Four numbers at a time are a uint32 at first, which is combined with its neighbors. In what comes of that, even k
+    are in the lowest byte and odd k in the second, and those of the upper bytes of both words are made likewise.
+    """
+    fours = _viewed(numbers, np.uint32, xp)
+    if bits == 8:
+        return fours & np.uint32(0xFF0000FF) | fours >> 8 & 0xFF00 | (fours & 0xFF00) << 8
+    twos = fours | fours >> 16 - bits
+    by_byte = twos.reshape(*numbers.shape[:2], -1, 2, 4 // bits)
+    joined = by_byte[..., 0]
+    for index in range(1, 4 // bits):
+        joined = joined | by_byte[..., index] << 2 * bits * index
+    lower, upper = joined[..., 0], joined[..., 1]
+    return lower & 0xFF | (upper & 0xFF) << 8 | (lower & 0xFF00) << 8 | (upper & 0xFF00) << 16
 
 
 def _in_chunks(numbers: Any, bits: int, *, in_pairs: bool) -> list[Any]:
