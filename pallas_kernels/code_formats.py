@@ -308,12 +308,12 @@ class CodedMatrix:
     """A stored matrix W [K, N] whose numbers are codes."""
 
     data: UInt8[Array, " B"]
-    """The bytes of its panels, see `native.products.codes.panels`."""
+    """The bytes of its panels, see `native.products.codes.panels`: their order depends on the processor."""
     depth: int
     """K."""
     parts: CodeParts
     dtype: str
-    """float32 or bfloat16: what numbers are decoded to before they are multiplied."""
+    """float32 or bfloat16: that of the run, which numbers are decoded to where they are not multiplied as integers."""
 
     @property
     def num_out(self) -> int:

@@ -162,14 +162,14 @@ class LayerOps:
     def packed_codes(self, codes: Codes, code_format: CodeFormat, parts: CodeParts, dtype: str) -> np.ndarray:
         """Return rows of Wᵀ, of one format, as the bytes that store them, if there is `columns_of_codes`.
 
-        `parts` are those of the matrix, and `dtype` is what numbers are decoded to where they are.
+        `parts` are those of the matrix, and `dtype` is that of the run.
         """
         raise NotImplementedError
 
     def store_codes(self, rows: Float[Array, "N K"], parts: CodeParts, dtype: str) -> Array:
         """Return rows of Wᵀ, quantized from float32, as the array that stores them, if there is `columns_of_codes`.
 
-        All formats take floats (`CodeFormat.takes_floats`). `dtype` is what numbers are decoded to.
+        All formats take floats (`CodeFormat.takes_floats`). `dtype` is that of the run.
         """
         raise NotImplementedError
 

@@ -34,6 +34,7 @@ from ..scaled_matrix import ScaledMatrix
 from .norms import NormKind, layer_norm, rms_norm
 from .products.activations import NATIVE_ACTIVATIONS, NATIVE_GATES
 from .products.chain import check_panels, code_order, multiplier_for, multiplier_of, product, run_chain, stored_array
+from .products.codes.integer_rows import row_slots
 from .products.codes.panels import are_panels_finite, decoded_columns, pack_codes, stored_bytes
 from .products.panels import PANEL, columns_of, empty_panels, fill_panels, in_panels, panels_shape
 from .products.stages import HeadShape, Stage
@@ -168,7 +169,7 @@ class NativeOps(LayerOps):
     def choice_values(self, hidden: int, inner: int, itemsize: int, *, has_bias: bool = False) -> int:
         """See `LayerOps.choice_values`: packed rows of both products, and results until those of a row are added up.
 
-        They are those of float32 weights, whose packed rows are the largest, and values have 4 bytes.
+        They are those of codes or of float32 weights, whose packed rows are the largest, and values have 4 bytes.
         """
         return _packed_values(hidden) + _packed_values(inner) + hidden
 
@@ -235,10 +236,11 @@ NATIVE_OPS = NativeOps()
 
 
 def _packed_values(depth: int) -> int:
-    """Return how many float32 a packed row of `depth` values takes, for float32 weights."""
+    """Return how many float32 a packed row of `depth` values takes at most, for float32 weights or for codes."""
     multiplier = multiplier_of(None, depth, jnp.dtype(jnp.float32))
     shape, dtype = multiplier.packed_shape(multiplier.row_alignment)
-    return math.prod(shape) * jnp.dtype(dtype).itemsize // (4 * multiplier.row_alignment)
+    of_floats = math.prod(shape) * jnp.dtype(dtype).itemsize // (4 * multiplier.row_alignment)
+    return max(of_floats, row_slots(depth))
 
 
 def _panels(weight: StoredMatrix) -> Array | CodedMatrix:

@@ -286,8 +286,8 @@ def codes_error(ops: LayerOps, formats: Sequence[CodeFormat], dtype: str, device
     """Return the largest difference between products of `ops` with matrices of codes and those of numpy, as a share.
 
     For each format, a matrix W [K, PRODUCT_COLUMNS] of random codes is multiplied by each number of rows in
-    PRODUCT_ROWS, and columns are taken from it. K is CODED_INPUTS, or as many blocks as it begins. `dtype` is what
-    numbers are decoded to.
+    PRODUCT_ROWS, and columns are taken from it. K is CODED_INPUTS, or as many blocks as it begins. `dtype` is that
+    of the run.
     """
     rng, largest_error = np.random.default_rng(0), 0.0
     ids = np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)

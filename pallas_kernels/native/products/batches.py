@@ -11,6 +11,8 @@ from .multiplier import Batch, Batches
 
 MAX_BLOCK_ROWS = 252
 """Rows that a unit of work multiplies at most: 21 batches of 12, or 42 of 6."""
+MAX_FEW_ROWS = 4
+"""Rows that have code of their own at most for an only batch, where code for any number of rows is compiled."""
 
 
 def max_rows_together(has_avx512: bool) -> int:
@@ -19,7 +21,7 @@ def max_rows_together(has_avx512: bool) -> int:
 
 
 class EvenBatches:
-    """What multipliers share that cut rows so. See `Multiplier` for the methods.
+    """Base of multipliers that divide rows so. See `Multiplier` for the methods.
 
     The larger batches, of `rows_per_batch` + 1 rows, come first, then those of `rows_per_batch`. With AVX-512 (at most
     12 rows together), 25 rows are 3 batches with `rows_per_batch` 8: one of 9 rows and two of 8.

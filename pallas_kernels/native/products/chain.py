@@ -33,7 +33,7 @@ from .codes.panels import Order, stored_bytes
 from .codes.stored_parts import stored_parts
 from .groups import GroupShape, GroupTables, emit_groups, group_shape
 from .heads import finish_heads
-from .multiplier import Batch, Multiplier, Panel, StepTask
+from .multiplier import Batch, FloatMultiplier, Multiplier, Panel, StepTask
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
 from .results import add_normed_rows, add_weighted_rows, finish_batch
@@ -110,11 +110,12 @@ def _check_arrays(
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...] | CodedMatrix, num_out: int) -> Float[Array, "R N"]:
-    """Return x · W in float32, with x rounded to the dtype of W [K, N = `num_out`], which is stored in panels.
+    """Return x · W [K, N = `num_out`] in float32, with x rounded to the dtype of W, which is stored in panels.
 
-    `panels` is [panels, K, 32], or [panels, pairs of K, 32, 2] in bfloat16, with K and N padded. x has at least one
-    row, R ≥ 1. The bits of a result row do not depend on the other rows. Raises ValueError if `panels` has another
-    dtype, or does not have the shape of the panels of a [K, N] matrix.
+    `panels` is [panels, K, 32], or [panels, pairs of K, 32, 2] in bfloat16, with K and N padded. For codes that are
+    multiplied as integers, x is rounded as `codes.integers` says instead. x has at least one row, R ≥ 1. The bits of a
+    result row do not depend on the other rows. Raises ValueError if `panels` has another dtype, or does not have the
+    shape of the panels of a [K, N] matrix.
     """
     check_panels(panels, x.shape[1], num_out)
     stage = Stage(multiplier_for(x.shape[0], x.shape[1], panels), x.shape[1], num_out, parts=(num_out,))
@@ -151,8 +152,8 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
     if not isinstance(panels, CodedMatrix):
         return multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
     stored = stored_parts(depth, panels.parts)
-    if code_order(panels.parts, panels.dtype) is Order.WORDS:
-        return IntegerMultiplier.of_rows(stored, num_rows, host_has_avx512())
+    if code_order(panels.parts, panels.dtype) is Order.QUADS:
+        return IntegerMultiplier.of_rows(stored, num_rows, panels.dtype, has_avx512=host_has_avx512())
     vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
     return CodedMultiplier(multiplier_of(num_rows, depth, jnp.dtype(panels.dtype)), stored, vectors)
 
@@ -160,15 +161,15 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
 def code_order(parts: CodeParts, dtype: str) -> Order:
     """Return how the codes of a matrix of these parts lie, for how this processor multiplies them.
 
-    `dtype` is what they are decoded to, where they are: a matrix unit multiplies floats faster than integers that are
-    rescaled every 32 values of K.
+    `dtype` is what they are decoded to, where they are: a matrix unit multiplies floats as fast as integers, and these
+    would have to be rescaled every 32 values of K.
     """
     if not has_amx_unit() and has_integer_products(parts):
-        return Order.WORDS
+        return Order.QUADS
     return Order.PAIRS if dtype == "bfloat16" else Order.VALUES
 
 
-def multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> Multiplier:
+def multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> FloatMultiplier:
     """Return how this processor multiplies rows of `depth` values with a weight of a dtype, see `multiplier_for`."""
     is_bf16, has_avx512 = dtype == jnp.bfloat16, host_has_avx512()
     if has_amx_unit():

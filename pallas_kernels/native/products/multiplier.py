@@ -59,9 +59,9 @@ class Panel(NamedTuple):
     """Its number in the matrix."""
     provide_step: StepTask | None = None
     """Emits what writes a step of the panel to one of two places from `begin` on, which are used in turn: step k to
-    place k modulo 2. None for a panel that is there as a whole. See `Multiplier.takes_steps`."""
+    place k modulo 2. None for a panel that is there as a whole. See `FloatMultiplier.takes_steps`."""
     words: WordSource | None = None
-    """What makes the panel's words; None for a panel that is in memory. See `Multiplier.takes_words`."""
+    """What makes the panel's words; None for a panel that is in memory. See `FloatMultiplier.takes_words`."""
     step_task: StepTask | None = None
     """Emitted in each step over K of each batch, unless a unit of work has one batch only."""
 
@@ -103,19 +103,6 @@ class Multiplier(Protocol):
     def num_task_steps(self) -> int:
         """Return in how many steps `multiply` goes over K and emits `Panel.step_task`; 0 if it never does."""
 
-    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
-        """Return the values of K that block `block` of a panel has."""
-
-    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
-        """Return whether `multiply` takes a panel step by step for this batch, 32 values of K each; None for never.
-
-        Such a batch is the only one of its unit, and needs each step once.
-        """
-
-    @property
-    def takes_words(self) -> bool:
-        """Return whether `multiply` takes the words of such a batch one by one, by `Panel.words`, and no steps."""
-
     @property
     def pads_depth(self) -> bool:
         """Return whether packed rows are padded to a multiple of 32 values, which must be zeros."""
@@ -152,3 +139,20 @@ class Multiplier(Protocol):
 
     def end(self, code: Code) -> None:
         """Emit what comes after the products of a unit."""
+
+
+class FloatMultiplier(Multiplier, Protocol):
+    """Multiplies by a panel of floats, which may be made as it is multiplied."""
+
+    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
+        """Return the values of K that block `block` of a panel has."""
+
+    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
+        """Return whether `multiply` takes a panel step by step for this batch, 32 values of K each; None for never.
+
+        Such a batch is the only one of its unit, and needs each step once.
+        """
+
+    @property
+    def takes_words(self) -> bool:
+        """Return whether `multiply` takes the words of such a batch one by one, by `Panel.words`, and no steps."""

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
-from ..llvm import F32, I16, I32, I64, Code, constant, declare
-from ..registry import link
+from ..llvm import F32, I16, I32, I64, Code, constant
+from ..registry import call_linked
 from .multiplier import Batch, DepthBlock, Panel
 from .panels import DEPTH, PANEL
 from .tiles import MatrixUnitMultiplier, by_tiles
@@ -99,7 +98,7 @@ class PartMultiplier(MatrixUnitMultiplier):
         return first_step, code.min(code.build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
 
     def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
-        """See `Multiplier.takes_steps`. A single row does: it cuts no panel into parts for others."""
+        """See `FloatMultiplier.takes_steps`. A single row does: it cuts no panel into parts for others."""
         build = code.build
         is_only = build.icmp_signed("==", batch.num_batches, I64(1))
         return build.and_(is_only, build.icmp_signed("==", batch.num_rows, I64(1)))
@@ -132,9 +131,10 @@ class PartMultiplier(MatrixUnitMultiplier):
         has_tail = self.depth % DEPTH > 0
 
         def call(name: str, emit: Callable[[_Steps], None], arguments: _StepArguments = arguments) -> None:
-            types = [value.type for value in arguments]
-            function = declare(build.module, _link_steps(name, has_tail, types, emit), ir.VoidType(), *types)
-            build.call(function, [*arguments])
+            def emit_body(new_code: Code, *values: ir.Value) -> None:
+                emit(_Steps(new_code, has_tail, _StepArguments(*values)))
+
+            call_linked(code, f"jpaged_parts_{name}{'_tail' * has_tail}", [*arguments], emit_body)
 
         def multiply_row_by(step: ir.Value) -> None:
             """Multiply a row by a step that is provided; the function counts addresses from the panel's begin on."""
@@ -161,21 +161,6 @@ class PartMultiplier(MatrixUnitMultiplier):
                 call("multiply_row", lambda steps: steps.multiply_row())
             with has_more:
                 by_tiles(code, batch, multiply_tiles)
-
-
-def _link_steps(name: str, has_tail: bool, types: Sequence[ir.Type], emit: Callable[[_Steps], None]) -> str:
-    """Link a function of its own module whose body `emit` emits; return its name. See `_Steps` for its arguments."""
-    name = f"jpaged_parts_{name}{'_tail' * has_tail}"
-
-    def build() -> ir.Module:
-        module = ir.Module(name)
-        module.triple = llvm.get_default_triple()
-        code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
-        emit(_Steps(code, has_tail, _StepArguments(*code.build.function.args)))
-        code.build.ret_void()
-        return module
-
-    return link(name, build)
 
 
 class _StepArguments(NamedTuple):

@@ -65,7 +65,8 @@ def finish_batch(
         else:
             num_columns = code.min(build.sub(I64(stage.num_results), first_column), I64(PANEL))
             code.loop(0, num_columns, finish_columns, step=lanes)
-        if following is not None and is_whole:
+        if following is not None:
+            assert is_whole, "rows of a next product are whole panels"
             following.stage.multiplier.end_pack(code, following.scratch.packed, row, first_column, PANEL)
 
     following = _packs_for(stage_code)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import llvmlite.binding as llvm
 from llvmlite import ir
 
-from ..llvm import F32, I32, I64, LONG_LANES, Code, constant, declare
-from ..registry import link
-from .batches import EvenBatches
+from ..llvm import F32, I32, I64, LONG_LANES, Code, constant
+from ..registry import call_linked
+from .batches import MAX_FEW_ROWS, EvenBatches
 from .multiplier import Batch, DepthBlock, Panel, WordSource
 from .panels import DEPTH, PANEL
 
@@ -31,8 +30,6 @@ PREFETCH_WORDS = 32 * PANEL
 WORDS_TOGETHER = 8
 """Words of a column whose products are written one behind the other. Left to LLVM they were as many as nine, whose
 prefetches come at once and hold up the loads: a step of one row took 1.13 times as long."""
-MAX_WORD_ROWS = 4
-"""Rows that are multiplied by words in registers at most, where code for any number of rows is compiled."""
 
 
 class _BatchArguments(NamedTuple):
@@ -91,17 +88,17 @@ class VectorMultiplier(EvenBatches):
         return begin, code.min(code.build.add(begin, I64(block_words)), I64(self.num_words))
 
     def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
-        """See `Multiplier.takes_steps`: a unit's only batch takes words, of few rows if any number is compiled for."""
+        """See `FloatMultiplier.takes_steps`: an only batch takes words, of few rows if any number is compiled for."""
         if not self.takes_words:
             return None
         is_only = code.build.icmp_signed("==", batch.num_batches, I64(1))
         if self.rows_per_batch is not None:
             return is_only
-        return code.build.and_(is_only, code.build.icmp_signed("<=", batch.num_rows, I64(MAX_WORD_ROWS)))
+        return code.build.and_(is_only, code.build.icmp_signed("<=", batch.num_rows, I64(MAX_FEW_ROWS)))
 
     @property
     def takes_words(self) -> bool:
-        """See `Multiplier.takes_words`: where all columns are multiplied at once, and one instruction takes a word."""
+        """See `FloatMultiplier.takes_words`: where all columns are multiplied at once, by an instruction for a word."""
         return VECTORS * self.lanes == PANEL and (self.has_avx512_bf16 or not self.is_bf16)
 
     @property
@@ -150,7 +147,7 @@ class VectorMultiplier(EvenBatches):
         if self.rows_per_batch is None and panel.words is None:
             self.by_rows(code, batch, self.max_batch_rows, lambda num_rows: self._call(code, num_rows, arguments))
         else:
-            self.by_rows(code, batch, MAX_WORD_ROWS, multiply_rows)
+            self.by_rows(code, batch, MAX_FEW_ROWS, multiply_rows)
 
     def _row_address(self, code: Code, rows: ir.Value, row: ir.Value) -> ir.Value:
         """Return the address of a packed row."""
@@ -161,18 +158,12 @@ class VectorMultiplier(EvenBatches):
 
         It is compiled once for a number of rows and of words, for all products.
         """
-        name, types = f"jpaged_vectors_{self._lanes_name}_{self.num_words}_{num_rows}", [x.type for x in arguments]
+        name = f"jpaged_vectors_{self._lanes_name}_{self.num_words}_{num_rows}"
 
-        def build() -> ir.Module:
-            module = ir.Module(name)
-            module.triple = llvm.get_default_triple()
-            new_code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
-            self._multiply_rows(new_code, num_rows, _BatchArguments(*new_code.build.function.args), None)
-            new_code.build.ret_void()
-            return module
+        def emit(new_code: Code, *values: ir.Value) -> None:
+            self._multiply_rows(new_code, num_rows, _BatchArguments(*values), None)
 
-        function = declare(code.build.module, link(name, build), ir.VoidType(), *types)
-        code.build.call(function, [*arguments])
+        call_linked(code, name, [*arguments], emit)
 
     def _multiply_rows(self, code: Code, num_rows: int, arguments: _BatchArguments, words: WordSource | None) -> None:
         """Emit the products of a batch of `num_rows` rows; `words` are those of the panel, if it is not in memory."""

@@ -12,10 +12,9 @@ import llvmlite.binding as binding
 import pytest
 
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS
-from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, xla_call
+from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, registry, xla_call
 from jpaged.pallas_kernels.native.norms import NormKind
-from jpaged.pallas_kernels.native.products import chain, parts
-from jpaged.pallas_kernels.native.products.codes import decoder, integer_kernel
+from jpaged.pallas_kernels.native.products import chain
 from jpaged.pallas_kernels.native.products.codes.decoded import CodedMultiplier
 from jpaged.pallas_kernels.native.products.codes.decoder import Vectors
 from jpaged.pallas_kernels.native.products.codes.integers import IntegerMultiplier
@@ -201,9 +200,12 @@ PROCESSORS = {
     "skylake-avx512": ("x86_64", True, False, False),
     "znver4": ("x86_64", True, True, False),
     "sapphirerapids": ("x86_64", True, True, True),
+    "alderlake": ("x86_64", False, False, False),
     "neoverse-n1": ("aarch64", False, False, False),
 }
 """Architecture; has vectors of sixteen lanes, products of pairs, a matrix unit."""
+WITH_VNNI = ("znver4", "sapphirerapids", "alderlake")
+"""Processors that multiply bytes."""
 OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove", "sched_yield"}
 
 
@@ -241,8 +243,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     texts: list[str] = []
     for module in (xla_call, chain, norms, attention, pages):
         monkeypatch.setattr(module, "register", lambda name, build: texts.append(str(build())) or name)
-    for module in (parts, decoder, integer_kernel):
-        monkeypatch.setattr(module, "link", lambda name, build: texts.append(str(build())) or name)
+    monkeypatch.setattr(registry, "link", lambda name, build: texts.append(str(build())) or name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     monkeypatch.setattr(pages, "host_has", lambda feature: has_pairs)
     stored = stored_parts(256, tuple((code_format, 32) for code_format in CODE_FORMATS.values()))
@@ -251,9 +252,10 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
             chain._handler.__wrapped__(layer_of(multiplier))
             coded = CodedMultiplier(multiplier(256), stored, Vectors(dtype_is_pairs, has_avx512, has_pairs))
             chain._handler.__wrapped__((Stage(coded, 256, 256, parts=(256,)),))
-    for num_rows in (1, 40, None) if architecture == "x86_64" else ():
-        integers = IntegerMultiplier.of_rows(stored, num_rows, has_avx512)
-        chain._handler.__wrapped__((Stage(integers, 256, 256, parts=(256,)),))
+    for num_rows in (1, 40, None) if processor in WITH_VNNI else ():
+        for dtype in ("float32", "bfloat16"):
+            integers = IntegerMultiplier.of_rows(stored, num_rows, dtype, has_avx512=has_avx512)
+            chain._handler.__wrapped__((Stage(integers, 256, 256, parts=(256,)),))
     for dtype_is_pairs, byte_dtype in ((False, None), (True, None), (False, "int8"), (False, "float8_e4m3fn")):
         pages._write_handler.__wrapped__(dtype_is_pairs, byte_dtype, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):

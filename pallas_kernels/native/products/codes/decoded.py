@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from ....code_formats import CodeFormat
 from ...llvm import I8, I64, Code
-from ..multiplier import Batch, Batches, DepthBlock, Multiplier, Panel, WordSource
+from ..multiplier import Batch, Batches, FloatMultiplier, Panel, WordSource
 from ..panels import DEPTH, PANEL
 from .decoder import Decoder, Steps, Vectors, emit_decode
 from .panels import block_layout
@@ -34,7 +34,7 @@ class CodedTools(NamedTuple):
 class CodedMultiplier:
     """Decodes panels and multiplies them by another multiplier. See `Multiplier` for the methods."""
 
-    decoded: Multiplier
+    decoded: FloatMultiplier
     stored: StoredParts
     vectors: Vectors
 
@@ -61,16 +61,6 @@ class CodedMultiplier:
     @property
     def num_task_steps(self) -> int:
         return self.decoded.num_task_steps
-
-    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
-        return self.decoded.depth_block(code, block)
-
-    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
-        return self.decoded.takes_steps(code, batch)
-
-    @property
-    def takes_words(self) -> bool:
-        return self.decoded.takes_words
 
     @property
     def pads_depth(self) -> bool:
@@ -127,13 +117,13 @@ class CodedMultiplier:
         def provide_step(step: ir.Value) -> None:
             self._decode(code, panel, tools.numbers, Steps(step, build.add(step, I64(1)), I64(1)))
 
-        takes_steps = self.takes_steps(code, batch)
+        takes_steps = self.decoded.takes_steps(code, batch)
         if takes_steps is None:
             multiply_whole()
             return
         with build.if_else(takes_steps) as (by_steps, whole):
             with by_steps:
-                if self.takes_words:
+                if self.decoded.takes_words:
                     self._multiply_words(code, rows, panel, batch, block, sums)
                 else:
                     self.decoded.multiply(code, rows, decoded._replace(provide_step=provide_step), batch, block, sums)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ....code_formats import CodeFormat
 from ...llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
-from ...registry import link
+from ...registry import call_linked
 from ..panels import DEPTH, PANEL
 from .panels import VECTOR_COLUMNS, BlockLayout, block_layout
 from .scales import GroupScales
@@ -53,23 +52,14 @@ def emit_decode(
 
     The function is compiled once for a format and an order, for all products.
     """
-    arguments = [panel, target, *steps, ahead]
     name = "_".join(["jpaged_decode", code_format.key, *(name for name, has in vectors._asdict().items() if has)])
 
-    def build() -> ir.Module:
-        module = ir.Module(name)
-        module.triple = llvm.get_default_triple()
-        types = [value.type for value in arguments]
-        new_code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
-        new_panel, new_target, begin, end, place_mask, new_ahead = new_code.build.function.args
+    def emit(new_code: Code, *values: ir.Value) -> None:
+        new_panel, new_target, begin, end, place_mask, new_ahead = values
         decoder = Decoder(new_code, block_layout(code_format), vectors)
         decoder.emit(new_panel, new_target, Steps(begin, end, place_mask), new_ahead)
-        new_code.build.ret_void()
-        return module
 
-    types = [value.type for value in arguments]
-    function = declare(code.build.module, link(name, build), ir.VoidType(), *types)
-    code.build.call(function, arguments)
+    call_linked(code, name, [panel, target, *steps, ahead], emit)
 
 
 @dataclass(frozen=True)

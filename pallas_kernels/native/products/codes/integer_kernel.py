@@ -1,7 +1,7 @@
-"""Products of a few rows with a panel of codes, both as integers of 16 bits.
+"""Products of a few rows with a panel of codes, both as integers.
 
-    sum over a run    S = Σ code × integer of the row, exact in int32
-    sum over K        total + scale of the row × (S − zero × Σ) × scale of the group − minimum × Σ, rounded to float32
+    sum over a run    S = Σ code × integer of the row, exact: one sum in int32 for each plane of bytes
+    sum over K        total + scale of the row × S × scale of the group − Σ × minimum of the group, in float32
 
 A run is a part of a group and of the 32 values that share a scale of the row, and Σ is the sum of the row's values over
 it. Runs are added in one order for every number of rows and every processor, so results have the same bits.
@@ -12,37 +12,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ....code_formats import CodeFormat
-from ...llvm import F32, I16, I32, I64, LONG_LANES, Code, constant, declare
-from ...registry import link
-from ..panels import DEPTH, PANEL
-from .integer_rows import RECORD_WORDS, SCALE_WORD, SUM_FACTOR, sum_word
+from ...llvm import F32, I32, I64, LONG_LANES, Code, constant, declare
+from ...registry import call_linked
+from ..panels import PANEL
+from .integer_rows import PLANE_SLOTS, RECORD_SLOTS, SCALE_SLOT, sum_slot
 from .integer_steps import (
     FLOAT_VECTOR,
     HALVES,
     INTEGER_VECTOR,
-    WORD_VECTOR,
-    WORDS,
+    QUAD,
     PackedSteps,
     Run,
-    RunKind,
-    Steps,
+    StepSource,
     UnpackedSteps,
     cut_in_two,
     joined,
+    unpack_step,
 )
 from .panels import block_layout
 
-MAX_ROWS_OF_BOTH = 6
-"""Rows whose sums and totals of all 32 columns stay in registers at most (AVX-512).
-
-More rows are multiplied by one half of the columns after the other.
-"""
+MAX_VECTORS, MAX_VECTORS_AVX2 = 28, 6
+"""Vectors of sums and totals of 16 columns that stay in registers at most; in AVX2 each takes two."""
 
 
 class ProductArguments(NamedTuple):
@@ -50,8 +46,8 @@ class ProductArguments(NamedTuple):
 
     rows: ir.Value
     """Address of the first row's records."""
-    row_words: ir.Value
-    """Words of 4 bytes of a row."""
+    row_slots: ir.Value
+    """Slots from one row to the next."""
     panel: ir.Value
     """Address of the panel, or of its unpacked steps."""
     ahead: ir.Value
@@ -63,183 +59,164 @@ class ProductArguments(NamedTuple):
     """The steps `begin` … `end` − 1 are multiplied."""
 
 
-def emit_product(code: Code, code_format: CodeFormat, num_rows: int, has_avx512: bool, given: ProductArguments) -> None:
-    """Emit a call that multiplies `num_rows` rows by steps of a panel of codes."""
+@dataclass(frozen=True)
+class IntegerCalls:
+    """Emits calls of functions that are compiled once for a format and a number of rows, for all products."""
 
-    def steps(new_code: Code, arguments: ProductArguments) -> Steps:
-        return PackedSteps(new_code, block_layout(code_format), has_avx512, arguments.panel, arguments.ahead)
+    code: Code
+    has_avx512: bool
+    num_planes: int
+    """Planes of bytes of the rows."""
 
-    _call_product(code, code_format.key, num_rows, has_avx512, given, steps)
+    def multiply(self, code_format: CodeFormat, num_rows: int, given: ProductArguments) -> None:
+        """Emit a call that multiplies `num_rows` rows by steps of a panel as it is stored."""
 
+        def source(code: Code, arguments: ProductArguments) -> StepSource:
+            return PackedSteps(code, block_layout(code_format), self.has_avx512, arguments.panel, arguments.ahead)
 
-def emit_unpacked_product(code: Code, kind: RunKind, num_rows: int, has_avx512: bool, given: ProductArguments) -> None:
-    """Emit a call that multiplies `num_rows` rows by steps that `emit_unpacking` has stored.
+        self._multiply(code_format.key, num_rows, given, source)
 
-    The first of these is step `begin`.
-    """
+    def multiply_unpacked(self, run_len: int, num_rows: int, given: ProductArguments) -> None:
+        """Emit a call that multiplies `num_rows` rows by steps that `unpack` has stored, from step `begin` on."""
 
-    def steps(new_code: Code, arguments: ProductArguments) -> Steps:
-        return UnpackedSteps(new_code, kind, arguments.panel, arguments.begin)
+        def source(code: Code, arguments: ProductArguments) -> StepSource:
+            return UnpackedSteps(code, run_len, arguments.panel, arguments.begin)
 
-    name = "_".join(["unpacked", *(str(int(each)) for each in kind)])
-    _call_product(code, name, num_rows, has_avx512, given, steps)
+        self._multiply(f"unpacked_{run_len}", num_rows, given, source)
 
+    def unpack(self, code_format: CodeFormat, given: ProductArguments, target: ir.Value) -> None:
+        """Emit a call that stores codes and terms of a panel's steps to `target`, as `UnpackedSteps` finds them."""
 
-def emit_unpacking(
-    code: Code,
-    code_format: CodeFormat,
-    has_avx512: bool,
-    panel: ir.Value,
-    target: ir.Value,
-    steps: tuple[ir.Value, ir.Value],
-    ahead: ir.Value,
-) -> None:
-    """Emit a call that stores steps of a panel to `target`, see `RunKind.step_bytes`."""
+        def emit(code: Code, panel: ir.Value, ahead: ir.Value, begin: ir.Value, end: ir.Value, place: ir.Value) -> None:
+            source = PackedSteps(code, block_layout(code_format), self.has_avx512, panel, ahead)
+            code.loop(begin, end, partial(unpack_step, code, source, place, begin))
 
-    def emit(new_code: Code, *values: ir.Value) -> None:
-        new_panel, new_target, begin, end, new_ahead = values
-        source = PackedSteps(new_code, block_layout(code_format), has_avx512, new_panel, new_ahead)
-        build, step_bytes = new_code.build, source.kind.step_bytes
+        arguments = [given.panel, given.ahead, given.begin, given.end, target]
+        call_linked(self.code, self._name(f"unpack_{code_format.key}"), arguments, emit)
 
-        def store_step(step: ir.Value) -> None:
-            words = build.gep(new_target, [build.mul(build.sub(step, begin), I64(step_bytes))])
-            numbers = build.gep(words, [I64(2 * DEPTH * PANEL)])
-            for index, run in enumerate(source.runs(step)):
-                run_words = build.gep(words, [I64(2 * index * source.kind.length * PANEL)])
-                run.each_pair(partial(_store_pair, new_code, run_words), [])
-                of_group = [vector for vectors in run.numbers for vector in vectors]
-                for place, vector in enumerate(of_group, index * len(of_group)):
-                    new_code.store_vector(vector, numbers, I64(place * LONG_LANES))
+    def _multiply(
+        self,
+        name: str,
+        num_rows: int,
+        given: ProductArguments,
+        source: Callable[[Code, ProductArguments], StepSource],
+    ) -> None:
+        """Emit a call of the function that multiplies by the steps of a source, given by its name."""
 
-        new_code.loop(begin, end, store_step)
+        def emit(code: Code, *values: ir.Value) -> None:
+            arguments = ProductArguments(*values)
+            for rows, halves in self._passes(num_rows):
+                _Product(code, self.has_avx512, self.num_planes, rows, halves, arguments).emit(source(code, arguments))
 
-    name = f"unpack_{code_format.key}_{'avx512' if has_avx512 else 'avx2'}"
-    _call(code, name, [panel, target, *steps, ahead], emit)
+        call_linked(self.code, self._name(f"product_{name}_{num_rows}x{self.num_planes}"), [*given], emit)
 
+    def _passes(self, num_rows: int) -> list[tuple[range, Sequence[int]]]:
+        """Return the rows and the halves of the columns that are multiplied together, one pass after the other.
 
-def _store_pair(code: Code, run_words: ir.Value, pair: int, vectors: list[ir.Value]) -> list[ir.Value]:
-    """Emit the stores of the words of a pair, where `UnpackedSteps` finds them; nothing is carried."""
-    for half, vector in enumerate(vectors):
-        code.store_vector(vector, run_words, I64((pair * len(HALVES) + half) * WORDS))
-    return []
+        A row has a sum for each plane, and a total. Example for three planes in AVX-512, where 7 rows of a half fit
+        into registers: 3 rows are one pass, 12 rows are four, of 6 rows and a half each.
+        """
+        max_rows = (MAX_VECTORS if self.has_avx512 else MAX_VECTORS_AVX2) // (self.num_planes + 1)
+        if len(HALVES) * num_rows <= max_rows:
+            return [(range(num_rows), HALVES)]
+        num_passes = -(-num_rows // max_rows)
+        bounds = [num_rows * number // num_passes for number in range(num_passes + 1)]
+        return [(range(begin, end), (half,)) for begin, end in pairwise(bounds) for half in HALVES]
 
-
-def _call_product(
-    code: Code,
-    name: str,
-    num_rows: int,
-    has_avx512: bool,
-    given: ProductArguments,
-    steps: Callable[[Code, ProductArguments], Steps],
-) -> None:
-    def emit(new_code: Code, *values: ir.Value) -> None:
-        arguments = ProductArguments(*values)
-        # Without AVX-512, 16 columns take as many registers as 32 with it.
-        for halves in [HALVES] if has_avx512 and num_rows <= MAX_ROWS_OF_BOTH else [(half,) for half in HALVES]:
-            _Product(new_code, num_rows, has_avx512, halves, arguments).emit(steps(new_code, arguments))
-
-    _call(code, f"product_{name}_{num_rows}_{'avx512' if has_avx512 else 'avx2'}", [*given], emit)
-
-
-def _call(code: Code, name: str, arguments: Sequence[ir.Value], emit: Callable[..., None]) -> None:
-    """Emit a call of a function whose body `emit` emits. It is compiled once, for all products."""
-    name, types = f"jpaged_integer_{name}", [value.type for value in arguments]
-
-    def build() -> ir.Module:
-        module = ir.Module(name)
-        module.triple = llvm.get_default_triple()
-        new_code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
-        emit(new_code, *new_code.build.function.args)
-        new_code.build.ret_void()
-        return module
-
-    code.build.call(declare(code.build.module, link(name, build), ir.VoidType(), *types), arguments)
+    def _name(self, name: str) -> str:
+        return f"jpaged_integer_{name}_{'avx512' if self.has_avx512 else 'avx2'}"
 
 
 @dataclass(frozen=True)
 class _Product:
-    """Emits the product of some rows with some halves of a panel's columns."""
+    """Emits the product of some rows with some halves of a panel's columns.
+
+    Totals are a flat list of vectors, row after row, one for each of the halves, and sums are one of as many for each
+    plane: with both halves and three planes, sums 9 to 11 are those of row 1 and the second half.
+    """
 
     code: Code
-    num_rows: int
     has_avx512: bool
+    num_planes: int
+    rows: range
     halves: Sequence[int]
     arguments: ProductArguments
 
-    def emit(self, steps: Steps) -> None:
-        """Emit a loop over steps. The totals are carried, one vector for each row and half."""
-        code, build, (_, _, _, _, sums, begin, end) = self.code, self.code.build, self.arguments
-        offsets = [I64(row * PANEL + half * LONG_LANES) for row in range(self.num_rows) for half in self.halves]
-        has_sums = build.icmp_signed(">", begin, I64(0))
+    def emit(self, source: StepSource) -> None:
+        """Emit a loop over steps that carries the totals, float32, and store them."""
+        code, build, sums = self.code, self.code.build, self.arguments.sums
+        offsets = [I64(row * PANEL + half * LONG_LANES) for row in self.rows for half in self.halves]
+        has_sums = build.icmp_signed(">", self.arguments.begin, I64(0))
         stored = code.load_vectors(sums, offsets, F32, LONG_LANES)
         old_totals = [build.select(has_sums, each, constant(FLOAT_VECTOR, 0.0)) for each in stored]
 
         def add_step(step: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+            first_slot = build.mul(step, I64(RECORD_SLOTS))
+            records = [build.add(build.mul(self.arguments.row_slots, I64(row)), first_slot) for row in self.rows]
             added = list(totals)
-            for index, run in enumerate(steps.runs(step)):
-                added = self._add_run(steps.kind, step, index, run, added)
+            for index, run in enumerate(source.runs(step)):
+                added = self._add_run(source.run_len, index, run, records, added)
             return added
 
-        for offset, total in zip(offsets, code.loop(begin, end, add_step, carried=old_totals), strict=True):
+        totals = code.loop(self.arguments.begin, self.arguments.end, add_step, carried=old_totals)
+        for offset, total in zip(offsets, totals, strict=True):
             code.store_vector(total, sums, offset)
 
     def _add_run(
-        self, kind: RunKind, step: ir.Value, index: int, run: Run, totals: Sequence[ir.Value]
+        self, run_len: int, index: int, run: Run, records: list[ir.Value], totals: Sequence[ir.Value]
     ) -> list[ir.Value]:
-        """Return the totals with run `index` of a step added."""
-        code, build = self.code, self.code.build
-        first_record = build.mul(step, I64(RECORD_WORDS))
-        records = [
-            build.add(build.mul(self.arguments.row_words, I64(row)), first_record) for row in range(self.num_rows)
-        ]
-        first_word = index * kind.length // 2
+        """Return the totals with run `index` of a step added; `records` are the first slots of the rows' records."""
+        build, num_halves = self.code.build, len(self.halves)
+        first_slot = index * run_len // QUAD
 
-        def of_row(record: ir.Value, word: ir.Value | int, element_type: ir.Type) -> ir.Value:
-            """Return a word of a row's record, in all lanes."""
-            offset = build.add(record, I64(word) if isinstance(word, int) else word)
-            return code.broadcast(code.load(self.arguments.rows, offset, element_type), LONG_LANES)
-
-        def add_pair(pair: ir.Value | int, vectors: list[ir.Value], *carried: ir.Value) -> list[ir.Value]:
-            word = first_word + pair if isinstance(pair, int) else build.add(I64(first_word), pair)
-            sums = list[ir.Value]()
+        def add_quad(quad: ir.Value | int, vectors: list[ir.Value], *sums: ir.Value) -> list[ir.Value]:
+            slot = build.add(I64(first_slot), I64(quad) if isinstance(quad, int) else quad)
+            added = list(sums)
             for row, record in enumerate(records):
-                factor = build.bitcast(of_row(record, word, I32), WORD_VECTOR)
-                old_sums = carried[row * len(self.halves) : (row + 1) * len(self.halves)]
-                sums += [self._add_pairs(old, factor, vectors[h]) for h, old in zip(self.halves, old_sums, strict=True)]
-            return sums
+                for plane in range(self.num_planes):
+                    factors = self._in_all_lanes(record, build.add(slot, I64(plane * PLANE_SLOTS)), I32)
+                    for column, half in enumerate(self.halves):
+                        place = (row * num_halves + column) * self.num_planes + plane
+                        added[place] = self._add_quads(added[place], vectors[half], factors)
+            return added
 
-        def first_sum(record: ir.Value) -> ir.Value:
-            """Return what is taken away for the codes' zero, which is 8 × a power of two."""
-            if not kind.zero:
-                return constant(INTEGER_VECTOR, 0)
-            shift = (kind.zero // -SUM_FACTOR).bit_length() - 1
-            sums = of_row(record, sum_word(kind.length, index, is_float=False), I32)
-            return build.shl(sums, constant(INTEGER_VECTOR, shift)) if shift else sums
-
-        sums = run.each_pair(add_pair, [first_sum(record) for record in records for _ in self.halves])
+        sums = run.each_quad(add_quad, [constant(INTEGER_VECTOR, 0)] * (len(totals) * self.num_planes))
         added = list[ir.Value]()
-        for place, (total, integer) in enumerate(zip(totals, sums, strict=True)):
-            record, half = records[place // len(self.halves)], self.halves[place % len(self.halves)]
-            value = build.fmul(build.sitofp(integer, FLOAT_VECTOR), of_row(record, SCALE_WORD, F32))
-            row_sum = partial(of_row, record, sum_word(kind.length, index, is_float=True), F32)
-            if kind.has_zeros:
-                value = code.add_product(row_sum(), run.numbers[1][half], value)
-            total = code.add_product(value, run.numbers[0][half], total)
-            if kind.has_minima:
-                total = code.add_product(row_sum(), run.numbers[1][half], total)
-            added.append(total)
+        for number, total in enumerate(totals):
+            record, half = records[number // num_halves], self.halves[number % num_halves]
+            value = self._joined_planes(sums[number * self.num_planes : (number + 1) * self.num_planes])
+            scaled = build.fmul(value, self._in_all_lanes(record, I64(SCALE_SLOT), F32))
+            row_sum = self._in_all_lanes(record, I64(sum_slot(run_len, index)), F32)
+            scales, minima = (vectors[half] for vectors in run.terms)
+            total = self.code.add_product(scaled, scales, total)
+            added.append(self.code.add_product(row_sum, minima, total))
         return added
 
-    def _add_pairs(self, sums: ir.Value, factors: ir.Value, words: ir.Value) -> ir.Value:
-        """Return int32 sums plus the products of pairs of int16, both of a pair in one lane.
+    def _joined_planes(self, sums: Sequence[ir.Value]) -> ir.Value:
+        """Return the sums of all planes as one of float32: 256 × (256 × sums[0] + sums[1]) + sums[2].
 
-        LLVM makes one instruction of it where there is one (AVX512-VNNI, AVX-VNNI).
+        That of the first two is exact in int32: 32 codes of 8 bits times 16 bits are less than 2²⁹.
         """
         build = self.code.build
+        first_two = build.add(build.shl(sums[0], constant(INTEGER_VECTOR, 8)), sums[1])
+        value, *rest = (build.sitofp(each, FLOAT_VECTOR) for each in (first_two, *sums[2:]))
+        for each in rest:
+            value = self.code.add_product(value, constant(FLOAT_VECTOR, 256.0), each)
+        return value
+
+    def _in_all_lanes(self, record: ir.Value, slot: ir.Value, element_type: ir.Type) -> ir.Value:
+        """Return a vector that holds a slot of a row's record in all lanes."""
+        offset = self.code.build.add(record, slot)
+        return self.code.broadcast(self.code.load(self.arguments.rows, offset, element_type), LONG_LANES)
+
+    def _add_quads(self, sums: ir.Value, codes: ir.Value, factors: ir.Value) -> ir.Value:
+        """Return int32 sums plus the products of quads of bytes in each lane, by one instruction (VNNI)."""
+        code, build = self.code, self.code.build
+        words = build.bitcast(codes, INTEGER_VECTOR)
         if self.has_avx512:
-            multiply = declare(build.module, "llvm.x86.avx512.pmaddw.d.512", INTEGER_VECTOR, WORD_VECTOR, WORD_VECTOR)
-            return build.add(sums, build.call(multiply, [factors, words]))
-        half_words, half_integers = ir.VectorType(I16, WORDS // 2), ir.VectorType(I32, LONG_LANES // 2)
-        multiply = declare(build.module, "llvm.x86.avx2.pmadd.wd", half_integers, half_words, half_words)
-        operands = zip(cut_in_two(self.code, factors), cut_in_two(self.code, words), strict=True)
-        return build.add(sums, joined(self.code, [build.call(multiply, each) for each in operands]))
+            multiply = declare(build.module, "llvm.x86.avx512.vpdpbusd.512", *[INTEGER_VECTOR] * 4)
+            return build.call(multiply, [sums, words, factors])
+        short = ir.VectorType(I32, LONG_LANES // 2)
+        multiply = declare(build.module, "llvm.x86.avx512.vpdpbusd.256", *[short] * 4)
+        operands = zip(*(cut_in_two(code, each) for each in (sums, words, factors)), strict=True)
+        return joined(code, [build.call(multiply, each) for each in operands])

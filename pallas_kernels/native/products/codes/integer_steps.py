@@ -1,6 +1,7 @@
-"""The words of codes that are multiplied as integers: step by step as a panel is stored, or once they are unpacked.
+"""The codes that are multiplied as integers: step by step as a panel is stored, or once they are unpacked.
 
-A step is 32 values of K, and a run a part of it in one group. A pair is two values of K of each of 32 columns.
+A step is 32 values of K, and a run a part of it in one group. A quad is four values of K of each of 32 columns, as
+bytes that have no sign: two vectors of 16 columns. A number is code × scale − minimum, for all formats.
 """
 
 from __future__ import annotations
@@ -12,73 +13,53 @@ from typing import NamedTuple, Protocol
 
 from llvmlite import ir
 
-from ....code_formats import CodeFormat
-from ...llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, constant, declare
+from ...llvm import F32, I8, I32, I64, LONG_LANES, Code, constant, declare
 from ..panels import DEPTH, PANEL
 from .panels import BlockLayout
 from .scales import GroupScales
 
-WORDS = PANEL
-"""Words of a vector: those of 16 columns."""
-VECTOR_BYTES = 2 * WORDS
-PAIRS_TOGETHER = 4
-"""Pairs whose products are written one behind the other."""
+QUAD = 4
+"""Values of K that one instruction multiplies and adds up."""
 HALVES = 0, 1
 """The two vectors of a panel's columns."""
-WORD_VECTOR = ir.VectorType(I16, WORDS)
+BYTES = 64
+"""Bytes of a vector: a quad of 16 columns."""
+BYTE_VECTOR = ir.VectorType(I8, BYTES)
 FLOAT_VECTOR = ir.VectorType(F32, LONG_LANES)
 INTEGER_VECTOR = ir.VectorType(I32, LONG_LANES)
+TERMS = 2
+"""Terms of a group: scale and minimum."""
+FLOAT_OFFSET = 12
+"""What is added to floats of 4 bits once they are doubled, which are then integers from 0 to 24."""
 
 
-class RunKind(NamedTuple):
-    """What a run is computed by, beside its codes."""
-
-    length: int
-    """Values of K."""
-    zero: int
-    has_minima: bool
-    has_zeros: bool
-
-    @property
-    def num_per_step(self) -> int:
-        return DEPTH // self.length
-
-    @property
-    def num_vectors(self) -> int:
-        """Return how many numbers a column has in a group: its scale, and its minimum or its zero."""
-        return 1 + (self.has_minima or self.has_zeros)
-
-    @property
-    def step_bytes(self) -> int:
-        """Return the bytes of a step that is unpacked: words [16, 32 columns, 2], then for each run its numbers."""
-        return 2 * DEPTH * PANEL + self.num_per_step * self.num_vectors * 4 * PANEL
-
-
-def run_kind(code_format: CodeFormat) -> RunKind:
-    """Return how runs of a format are computed."""
-    return RunKind(code_format.run_len, code_format.zero, code_format.has_minima, code_format.has_zeros)
+def unpacked_bytes(run_len: int) -> int:
+    """Return the bytes of a step that is unpacked: codes [8 quads, 32 columns, 4], then the terms of each run."""
+    return DEPTH * PANEL + DEPTH // run_len * TERMS * 4 * PANEL
 
 
 class Run(NamedTuple):
-    """The codes of a run, and the numbers of its group."""
+    """The codes of a run, and the terms of its group."""
 
-    numbers: list[list[ir.Value]]
-    """The scales, then the minima or the zeros: two vectors of 16 columns of each, float32."""
-    each_pair: Callable[[Callable[..., list[ir.Value]], list[ir.Value]], list[ir.Value]]
-    """(body, carried values): emits `body(pair, vectors of words, *carried)` for each pair of the run."""
+    terms: list[list[ir.Value]]
+    """The scales, then the minima: two vectors of 16 columns of each, float32."""
+    each_quad: Callable[[Callable[..., list[ir.Value]], list[ir.Value]], list[ir.Value]]
+    """(body, carried values): emits `body(quad, vectors of bytes, *carried)` for each quad of the run."""
 
 
-class Steps(Protocol):
-    """Where the words of steps come from."""
+class StepSource(Protocol):
+    """Where the codes of steps come from."""
 
-    kind: RunKind
+    @property
+    def run_len(self) -> int:
+        """Return the values of K of a run."""
 
     def runs(self, step: ir.Value) -> Iterator[Run]:
         """Emit what the runs of a step have, one after the other."""
 
 
 class _Plane(NamedTuple):
-    """Some bits of all codes of a step: words of 16 bits, in vectors of 16 columns."""
+    """Some bits of all codes of a step, in vectors of 16 columns."""
 
     begin: ir.Value
     """Address of its first vector; those of both halves of the columns take turns."""
@@ -89,7 +70,7 @@ class _Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSteps:
-    """Steps of a panel as it is stored, `Order.WORDS`. Those of panel `ahead` are prefetched."""
+    """Steps of a panel as it is stored, `Order.QUADS`. Those of panel `ahead` are prefetched."""
 
     code: Code
     layout: BlockLayout
@@ -98,28 +79,41 @@ class PackedSteps:
     ahead: ir.Value
 
     @property
-    def kind(self) -> RunKind:
-        return run_kind(self.layout.code_format)
+    def run_len(self) -> int:
+        return self.layout.code_format.run_len
 
     def runs(self, step: ir.Value) -> Iterator[Run]:
         code, build, layout, format_ = self.code, self.code.build, self.layout, self.layout.code_format
-        steps_per_block = format_.block // DEPTH
+        steps_per_block, runs_per_step = format_.block // DEPTH, DEPTH // self.run_len
         step_bytes = -(-layout.num_bytes // steps_per_block)
         block_offset = build.mul(build.udiv(step, I64(steps_per_block)), I64(layout.num_bytes))
         step_in_block = build.urem(step, I64(steps_per_block))
         block, block_ahead = (build.gep(address, [block_offset]) for address in (self.panel, self.ahead))
         code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
-        scales, planes = GroupScales(code, layout), self._planes(block, step_in_block)
-        super_scales = scales.of_super_groups(block)
-        for index in range(self.kind.num_per_step):
-            run = build.add(build.mul(step_in_block, I64(self.kind.num_per_step)), I64(index))
+        planes = self._planes(block, step_in_block)
+        super_scales = GroupScales(code, layout).of_super_groups(block)
+        for index in range(runs_per_step):
+            run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(index))
             group = build.udiv(run, I64(format_.group // format_.run_len))
-            numbers = scales.of_group(block, group, super_scales)
-            if format_.has_zeros:
-                numbers.append(scales.zeros(block, group))
-            if format_.mantissa_bits is not None:  # See `_doubled_floats`.
-                numbers = [[build.fmul(each, constant(FLOAT_VECTOR, 0.5)) for each in vectors] for vectors in numbers]
-            yield Run(numbers, partial(self._each_pair, planes, index * self.kind.length // 2))
+            terms = self._terms(block, group, super_scales)
+            yield Run(terms, partial(self._each_quad, planes, index * self.run_len // QUAD))
+
+    def _terms(
+        self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
+    ) -> list[list[ir.Value]]:
+        """Return the scales and minima of a group; a minimum is zero × scale where the format has none."""
+        build, format_, groups = self.code.build, self.layout.code_format, GroupScales(self.code, self.layout)
+        scales, *minima = groups.of_group(block, group, super_scales)
+        if minima:
+            return [scales, *minima]
+        if format_.has_zeros:
+            zeros = groups.zeros(block, group)
+        else:
+            zeros = [constant(FLOAT_VECTOR, float(format_.zero))] * len(HALVES)
+        if format_.mantissa_bits is not None:  # See `_shifted_floats`.
+            scales = [build.fmul(each, constant(FLOAT_VECTOR, 0.5)) for each in scales]
+            zeros = [constant(FLOAT_VECTOR, float(FLOAT_OFFSET))] * len(HALVES)
+        return [scales, [build.fmul(*pair) for pair in zip(zeros, scales, strict=True)]]
 
     def _planes(self, block: ir.Value, step: ir.Value) -> list[_Plane]:
         """Return the planes of a step's codes: whole codes of 4 or 8 bits, or the lower 4 bits and those above them."""
@@ -133,93 +127,101 @@ class PackedSteps:
         )
         return [_Plane(address, *plane[1:]) for address, plane in zip(addresses, planes, strict=True)]
 
-    def _each_pair(
+    def _each_quad(
         self,
         planes: Sequence[_Plane],
-        first_pair: int,
+        first_quad: int,
         body: Callable[..., list[ir.Value]],
         carried: list[ir.Value],
     ) -> list[ir.Value]:
-        build = self.code.build
-        for pair in range(self.kind.length // 2):
+        build, is_float = self.code.build, self.layout.code_format.mantissa_bits is not None
+        for quad in range(self.run_len // QUAD):
             vectors = []
             for half in HALVES:
-                codes = [self._bits(plane, first_pair + pair, half) for plane in planes]
-                values = reduce(build.or_, codes)
-                is_float = self.layout.code_format.mantissa_bits is not None
-                vectors.append(self._doubled_floats(values) if is_float else values)
-            carried = body(pair, vectors, *carried)
+                bits = [self._bits(plane, first_quad + quad, half) for plane in planes]
+                words = reduce(build.or_, bits)
+                codes = build.bitcast(words, BYTE_VECTOR)
+                vectors.append(self._shifted_floats(codes) if is_float else codes)
+            carried = body(quad, vectors, *carried)
         return carried
 
-    def _bits(self, plane: _Plane, pair: int, half: int) -> ir.Value:
-        """Return the bits of a plane of pair `pair` of a step, at their place in words, of a half of the columns.
+    def _bits(self, plane: _Plane, quad: int, half: int) -> ir.Value:
+        """Return the bits of a plane of quad `quad` of a step, at their place in bytes, of a half of the columns.
 
-        Example for 4 bits: a word has the codes of 4 pairs, and pair 6 is bits 8 to 11 of the second words.
+        Example for 4 bits: a vector has two quads, and the upper halves of its bytes are the second one.
         """
-        build, pairs_of_word = self.code.build, 16 // plane.num_bits
-        vector = pair // pairs_of_word * len(HALVES) + half
-        words = self.code.load_vector(plane.begin, I64(vector * WORDS), I16, WORDS)
-        shift = pair % pairs_of_word * plane.num_bits - plane.place
-        if shift > 0:
-            words = build.lshr(words, constant(WORD_VECTOR, shift))
-        elif shift < 0:
-            words = build.shl(words, constant(WORD_VECTOR, -shift))
-        if shift + plane.num_bits == 16:  # No other bits are left.
+        build, quads_of_vector = self.code.build, 8 // plane.num_bits
+        vector = quad // quads_of_vector * len(HALVES) + half
+        words = self.code.load_vector(plane.begin, I64(vector * LONG_LANES), I32, LONG_LANES)
+        if plane.num_bits == 8:
             return words
-        return build.and_(words, constant(WORD_VECTOR, ((1 << plane.num_bits) - 1) << plane.place))
+        shift = quad % quads_of_vector * plane.num_bits - plane.place
+        if shift > 0:
+            words = build.lshr(words, constant(INTEGER_VECTOR, shift))
+        elif shift < 0:
+            words = build.shl(words, constant(INTEGER_VECTOR, -shift))
+        mask = ((1 << plane.num_bits) - 1) << plane.place
+        return build.and_(words, constant(INTEGER_VECTOR, mask * 0x01010101))
 
-    def _doubled_floats(self, codes: ir.Value) -> ir.Value:
-        """Return twice the small floats that codes of 4 bits stand for, which are integers."""
+    def _shifted_floats(self, codes: ir.Value) -> ir.Value:
+        """Return twice the floats that codes of 4 bits stand for, plus `FLOAT_OFFSET`."""
         code, build = self.code, self.code.build
-        table = [int(value) for value in 2 * self.layout.code_format.code_values]
+        table = [int(value) + FLOAT_OFFSET for value in 2 * self.layout.code_format.code_values]
         if self.has_avx512:
-            look_up = declare(build.module, "llvm.x86.avx512.permvar.hi.512", WORD_VECTOR, WORD_VECTOR, WORD_VECTOR)
-            return build.call(look_up, [ir.Constant(WORD_VECTOR, table * 2), codes])
-        # By bytes: the upper one of each word is 0, and so is what is found for it, and then it becomes the sign.
-        as_bytes = ir.VectorType(I8, WORDS)
-        look_up = declare(build.module, "llvm.x86.avx2.pshuf.b", as_bytes, as_bytes, as_bytes)
-        found = [
-            build.call(look_up, [ir.Constant(as_bytes, table * 2), build.bitcast(each, as_bytes)])
-            for each in cut_in_two(code, codes)
-        ]
-        words = joined(code, [build.bitcast(each, ir.VectorType(I16, WORDS // 2)) for each in found])
-        return build.ashr(build.shl(words, constant(WORD_VECTOR, 8)), constant(WORD_VECTOR, 8))
+            look_up = declare(build.module, "llvm.x86.avx512.pshuf.b.512", BYTE_VECTOR, BYTE_VECTOR, BYTE_VECTOR)
+            return build.call(look_up, [ir.Constant(BYTE_VECTOR, table * 4), codes])
+        short = ir.VectorType(I8, BYTES // 2)
+        look_up = declare(build.module, "llvm.x86.avx2.pshuf.b", short, short, short)
+        halves = cut_in_two(code, codes)
+        return joined(code, [build.call(look_up, [ir.Constant(short, table * 2), each]) for each in halves])
 
 
 @dataclass(frozen=True)
 class UnpackedSteps:
-    """Steps that `emit_unpacking` has stored, from `first_step` on."""
+    """Steps that are unpacked, from `first_step` on."""
 
     code: Code
-    kind: RunKind
+    run_len: int
     steps: ir.Value
     first_step: ir.Value
 
     def runs(self, step: ir.Value) -> Iterator[Run]:
-        code, build, kind = self.code, self.code.build, self.kind
-        words = build.gep(self.steps, [build.mul(build.sub(step, self.first_step), I64(kind.step_bytes))])
-        begin = build.gep(words, [I64(2 * DEPTH * PANEL)])
-        for index in range(kind.num_per_step):
-            places = range(index * kind.num_vectors, (index + 1) * kind.num_vectors)
-            numbers = [
-                code.load_vectors(begin, (I64((2 * place + half) * LONG_LANES) for half in HALVES), F32, LONG_LANES)
-                for place in places
-            ]
-            yield Run(numbers, partial(self._each_pair, build.gep(words, [I64(index * kind.length * VECTOR_BYTES)])))
-
-    def _each_pair(
-        self, words: ir.Value, body: Callable[..., list[ir.Value]], carried: list[ir.Value]
-    ) -> list[ir.Value]:
         code, build = self.code, self.code.build
+        codes = build.gep(self.steps, [build.mul(build.sub(step, self.first_step), I64(unpacked_bytes(self.run_len)))])
+        begin = build.gep(codes, [I64(DEPTH * PANEL)])
+        for index in range(DEPTH // self.run_len):
+            terms = [
+                code.load_vectors(begin, (I64((2 * term + half) * LONG_LANES) for half in HALVES), F32, LONG_LANES)
+                for term in range(index * TERMS, (index + 1) * TERMS)
+            ]
+            yield Run(terms, partial(self._each_quad, build.gep(codes, [I64(index * self.run_len * PANEL)])))
 
-        def several(first: ir.Value, *values: ir.Value) -> list[ir.Value]:
-            for number in range(PAIRS_TOGETHER):
-                pair = build.add(first, I64(number))
-                offsets = (build.mul(build.add(build.mul(pair, I64(2)), I64(half)), I64(WORDS)) for half in HALVES)
-                values = tuple(body(pair, code.load_vectors(words, offsets, I16, WORDS), *values))
-            return list(values)
+    def _each_quad(
+        self, codes: ir.Value, body: Callable[..., list[ir.Value]], carried: list[ir.Value]
+    ) -> list[ir.Value]:
+        code = self.code
+        for quad in range(self.run_len // QUAD):
+            offsets = (I64((quad * len(HALVES) + half) * BYTES) for half in HALVES)
+            carried = body(quad, code.load_vectors(codes, offsets, I8, BYTES), *carried)
+        return carried
 
-        return code.loop(0, self.kind.length // 2, several, step=PAIRS_TOGETHER, carried=carried)
+
+def unpack_step(code: Code, source: PackedSteps, target: ir.Value, first_step: ir.Value, step: ir.Value) -> None:
+    """Emit the stores of a step, where `UnpackedSteps` finds it: its codes, then the terms of its runs."""
+    build = code.build
+    codes = build.gep(target, [build.mul(build.sub(step, first_step), I64(unpacked_bytes(source.run_len)))])
+    terms = build.gep(codes, [I64(DEPTH * PANEL)])
+
+    def store_quad(run_codes: ir.Value, quad: int, vectors: list[ir.Value]) -> list[ir.Value]:
+        for half, vector in enumerate(vectors):
+            code.store_vector(vector, run_codes, I64((quad * len(HALVES) + half) * BYTES))
+        return []
+
+    for index, run in enumerate(source.runs(step)):
+        run.each_quad(partial(store_quad, build.gep(codes, [I64(index * source.run_len * PANEL)])), [])
+        of_group = [vector for vectors in run.terms for vector in vectors]
+        for number, vector in enumerate(of_group, index * len(of_group)):
+            code.store_vector(vector, terms, I64(number * LONG_LANES))
 
 
 def cut_in_two(code: Code, vector: ir.Value) -> list[ir.Value]:

@@ -1,7 +1,7 @@
-"""Products with quantized matrices by integers: codes are not decoded, and rows are rounded to 16 bits.
+"""Products with quantized matrices by integers: codes are not decoded, and rows are rounded to 24 or 16 bits.
 
-A result differs from that of float32 by about 2e-5 of its row's norm: 32 values of a row share a scale, so that the
-outliers of a row do not coarsen it. Its bits are the same for any number of rows.
+32 values of a row share a scale, so that the outliers of a row do not coarsen it. 24 bits are as exact as float32, and
+16 bits, for runs in bfloat16, are a hundred times as exact as that. A result has the same bits for any number of rows.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ from llvmlite import ir
 
 from ....code_formats import CodeFormat, CodeParts
 from ...llvm import F32, I8, I64, POINTER, Code, host_has, host_has_avx512
-from ..batches import EvenBatches, max_rows_together
-from ..multiplier import Batch, DepthBlock, Panel
+from ..batches import MAX_FEW_ROWS, EvenBatches, max_rows_together
+from ..multiplier import Batch, Panel
 from ..panels import DEPTH
-from .integer_kernel import ProductArguments, emit_product, emit_unpacked_product, emit_unpacking
-from .integer_rows import RECORD_WORDS, emit_record
-from .integer_steps import run_kind
+from .integer_kernel import IntegerCalls, ProductArguments
+from .integer_rows import emit_record, row_slots
+from .integer_steps import unpacked_bytes
 from .stored_parts import StoredParts
 
 MAX_STEPS_PER_BLOCK = 48
 """Steps of a block of K at most: this part of a panel, unpacked, stays in the level-2 cache while all rows use it."""
-MAX_PACKED_ROWS = 4
-"""Rows of an only batch that are multiplied by codes as they are stored, where any number of rows is compiled for."""
 
 
 def has_integer_products(parts: CodeParts) -> bool:
     """Return whether a processor without a matrix unit multiplies a matrix of these formats by integers.
 
-    It needs products of 16 bits in its vectors, and codes that are integers, or that are if they are doubled: floats of
-    8 bits would have 18.
+    It needs instructions for products of bytes (VNNI). Floats of 4 bits are integers from −12 to 12 once they are
+    doubled, but float8_e4m3fn would need 18 bits.
     """
-    has_products = host_has("avx512bw" if host_has_avx512() else "avx2")
+    has_products = host_has("avx512vnni" if host_has_avx512() else "avxvnni")
     return has_products and all(_are_integers(code_format) for code_format, _ in parts)
 
 
@@ -51,71 +49,65 @@ class IntegerMultiplier(EvenBatches):
     rows_per_batch: int | None
     is_only_batch: bool
     """Whether a block of rows is one batch, of `rows_per_batch` rows."""
+    num_planes: int
+    """Bytes of an integer of the rows: 3 for runs in float32, 2 for runs in bfloat16."""
 
     @classmethod
-    def of_rows(cls, stored: StoredParts, num_rows: int | None, has_avx512: bool) -> IntegerMultiplier:
-        """Return the multiplier of `num_rows` rows; None for any number, which differs from block to block."""
+    def of_rows(cls, stored: StoredParts, num_rows: int | None, dtype: str, *, has_avx512: bool) -> IntegerMultiplier:
+        """Return the multiplier of `num_rows` rows of a run in `dtype`.
+
+        `num_rows` is None for any number, which differs from block to block.
+        """
+        num_planes = 2 if dtype == "bfloat16" else 3
         if num_rows is None:
-            return cls(stored, has_avx512, None, is_only_batch=False)
+            return cls(stored, has_avx512, None, is_only_batch=False, num_planes=num_planes)
         num_batches = -(-num_rows // max_rows_together(has_avx512))
-        return cls(stored, has_avx512, num_rows // num_batches, is_only_batch=num_batches == 1)
+        return cls(stored, has_avx512, num_rows // num_batches, num_batches == 1, num_planes)
 
     @property
     def name(self) -> str:
         rows = "any" if self.rows_per_batch is None else f"{self.rows_per_batch}{'only' * self.is_only_batch}"
-        return f"integers{'512' if self.has_avx512 else '256'}x{rows}_{self.stored.name}"
+        return f"integers{8 * self.num_planes}x{16 if self.has_avx512 else 8}x{rows}_{self.stored.name}"
 
     @property
-    def num_steps(self) -> int:
+    def _num_steps(self) -> int:
         """Return how many steps go over K, 32 values each."""
         return self.stored.depth // DEPTH
 
     @property
     def num_depth_blocks(self) -> int:
-        return -(-self.num_steps // MAX_STEPS_PER_BLOCK)
+        return -(-self._num_steps // MAX_STEPS_PER_BLOCK)
 
     @property
     def _steps_per_block(self) -> int:
-        return -(-self.num_steps // self.num_depth_blocks)
-
-    def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
-        return DepthBlock(*(code.build.mul(step, I64(DEPTH)) for step in self._steps_of_block(code, block)))
+        return -(-self._num_steps // self.num_depth_blocks)
 
     def _steps_of_block(self, code: Code, block: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Return the first step of a block of K, and the one behind its last."""
         first_step = code.build.mul(block, I64(self._steps_per_block))
-        return first_step, code.min(code.build.add(first_step, I64(self._steps_per_block)), I64(self.num_steps))
-
-    def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
-        """See `Multiplier.takes_steps`: panels are not decoded."""
-        return None
-
-    @property
-    def takes_words(self) -> bool:
-        return False
+        return first_step, code.min(code.build.add(first_step, I64(self._steps_per_block)), I64(self._num_steps))
 
     @property
     def pads_depth(self) -> bool:
         return False
 
     def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
-        return (num_rows, self._row_words), jnp.float32
+        return (num_rows, self._row_slots), jnp.float32
 
     @property
-    def _row_words(self) -> int:
-        """Return the words of a row, an odd number of records: rows side by side do not share sets of a cache."""
-        return (self.num_steps | 1) * RECORD_WORDS
+    def _row_slots(self) -> int:
+        return row_slots(self.stored.depth)
 
     def pack(self, code: Code, rows: ir.Value, row: ir.Value, column: ir.Value, values: ir.Value) -> None:
         """See `Multiplier.pack`. Values stay float32 until all 32 of a record are there."""
-        code.store_vector(values, rows, code.build.add(code.build.mul(row, I64(self._row_words)), column))
+        code.store_vector(values, rows, code.build.add(code.build.mul(row, I64(self._row_slots)), column))
 
     def end_pack(self, code: Code, rows: ir.Value, row: ir.Value, begin: ir.Value, num_values: int) -> None:
         build = code.build
-        first = code.at(rows, build.add(build.mul(row, I64(self._row_words)), begin), F32)
+        first = code.at(rows, build.add(build.mul(row, I64(self._row_slots)), begin), F32)
 
         def round_values(offset: ir.Value) -> None:
-            emit_record(code, build.gep(build.bitcast(first, POINTER), [build.mul(offset, I64(4))]))
+            emit_record(code, build.gep(build.bitcast(first, POINTER), [build.mul(offset, I64(4))]), self.num_planes)
 
         code.loop(0, num_values, round_values, step=DEPTH)
 
@@ -126,36 +118,30 @@ class IntegerMultiplier(EvenBatches):
         """Return the address of the steps of a block that are unpacked."""
         if self.is_only_batch:
             return None
-        step_bytes = max(run_kind(code_format).step_bytes for code_format, _ in self.stored.parts)
+        step_bytes = max(unpacked_bytes(code_format.run_len) for code_format, _ in self.stored.parts)
         return code.allocate(I8, self._steps_per_block * step_bytes)
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
-        """See `Multiplier.multiply`. Several batches share what the first of them unpacks."""
+        """See `Multiplier.multiply`. An only batch takes codes as they are stored, unless it is any number of rows."""
         build, (begin, end) = code.build, self._steps_of_block(code, block)
         assert panel.ahead is not None
-        row_words = I64(self._row_words)
-        first_row = build.gep(rows, [build.mul(batch.first_row, I64(4 * self._row_words))])
-        arguments = ProductArguments(first_row, row_words, panel.begin, panel.ahead, sums, begin, end)
+        first_row = build.gep(rows, [build.mul(batch.first_row, I64(4 * self._row_slots))])
+        given = ProductArguments(first_row, I64(self._row_slots), panel.begin, panel.ahead, sums, begin, end)
+        calls = IntegerCalls(code, self.has_avx512, self.num_planes)
 
         def multiply_packed(code_format: CodeFormat) -> None:
-            def multiply_rows(num_rows: int) -> None:
-                emit_product(code, code_format, num_rows, self.has_avx512, arguments)
-
             if self.rows_per_batch is not None:
-                multiply_rows(self.rows_per_batch)
+                calls.multiply(code_format, self.rows_per_batch, given)
             else:
-                self.by_rows(code, batch, MAX_PACKED_ROWS, multiply_rows)
+                self.by_rows(code, batch, MAX_FEW_ROWS, lambda num_rows: calls.multiply(code_format, num_rows, given))
 
         def multiply_unpacked(code_format: CodeFormat) -> None:
+            """The first of several batches unpacks the block for all."""
             with build.if_then(build.icmp_signed("==", batch.number, I64(0))):
-                emit_unpacking(code, code_format, self.has_avx512, panel.begin, panel.tools, (begin, end), panel.ahead)
-            unpacked, kind = arguments._replace(panel=panel.tools), run_kind(code_format)
-            self.by_rows(
-                code,
-                batch,
-                self.max_batch_rows,
-                lambda num_rows: emit_unpacked_product(code, kind, num_rows, self.has_avx512, unpacked),
-            )
+                calls.unpack(code_format, given, panel.tools)
+            unpacked, run_len = given._replace(panel=panel.tools), code_format.run_len
+            max_rows = self.max_batch_rows
+            self.by_rows(code, batch, max_rows, lambda num_rows: calls.multiply_unpacked(run_len, num_rows, unpacked))
 
         if self.is_only_batch:
             self.stored.by_format(code, panel.index, multiply_packed)
@@ -163,7 +149,7 @@ class IntegerMultiplier(EvenBatches):
             self.stored.by_format(code, panel.index, multiply_unpacked)
         else:
             is_only = build.icmp_signed("==", batch.num_batches, I64(1))
-            has_few = build.and_(is_only, build.icmp_signed("<=", batch.num_rows, I64(MAX_PACKED_ROWS)))
+            has_few = build.and_(is_only, build.icmp_signed("<=", batch.num_rows, I64(MAX_FEW_ROWS)))
             with build.if_else(has_few) as (few, many):
                 with few:
                     self.stored.by_format(code, panel.index, multiply_packed)

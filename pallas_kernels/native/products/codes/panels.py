@@ -10,11 +10,10 @@ in that order, 32 and 32. Of such 32, byte i has the lower 4 bits of code i, and
 Fifth bits are 4 bytes, bit i that of code i; fifth and sixth bits are 8 bytes, with those of 4 codes in each. Codes of
 8 bits are bytes.
 
-Codes that are multiplied as integers lie in words of 16 bits, two for each column: one has codes of even k, the other
-those of odd k, so that both together are what an instruction for pairs multiplies. A word has four codes of 4 bits, two
-of 8 bits, the fifth bits of 16 codes, or the fifth and sixth bits of 8. The words of 32 columns follow each other.
-Example for 4 bits: the first 128 bytes have k = 0 … 7, and column 5 has bytes 20 and 21 for k = 0, 2, 4 and 6, the
-lowest bits first, and bytes 22 and 23 for k = 1, 3, 5 and 7.
+Codes that are multiplied as integers lie in quads: the bytes of 4 values of K of a column follow each other, and those
+of 32 columns. A byte has a code of 8 bits, or bits of codes of several quads, the lowest bits those of the first: two
+of 4 bits, the fifth bits of 8, or the fifth and sixth bits of 4. Example for 4 bits: the first 128 bytes have k = 0 … 7, and
+column 5 has bytes 20 to 23, with k = 0, 1, 2 and 3 in the lower halves and k = 4, 5, 6 and 7 in the upper ones.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Order(Enum):
     """That of float32 [K, 32]."""
     PAIRS = "pairs"
     """That of bfloat16 [K ÷ 2, 32, 2]."""
-    WORDS = "words"
-    """Words of 16 bits, for products of integers."""
+    QUADS = "quads"
+    """Four values of K of each column, for products of integers."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,9 @@ def pack_codes(codes: Codes, code_format: CodeFormat, order: Order, *, xp: Modul
 
     fields = [transposed(panels(each), each.dtype) for each in codes.arrays]
     numbers = panels(codes.codes)
-    if order is Order.WORDS:
-        planes = [_in_words(plane, bits, xp) for plane, bits in _planes(numbers, code_format.bits)]
-        code_bytes = [transposed(words, np.uint32) for words in planes]
+    if order is Order.QUADS:
+        planes = [_in_quads(plane, bits, xp) for plane, bits in _planes(numbers, code_format.bits)]
+        code_bytes = [transposed(quads, np.uint32) for quads in planes]
     else:
         unit = np.uint16 if order is Order.PAIRS else np.uint8
         planes = _in_chunks(numbers, code_format.bits, in_pairs=order is Order.PAIRS)
@@ -124,22 +123,13 @@ def _planes(numbers: Any, bits: int) -> list[tuple[Any, int]]:
     return [(numbers & 15, 4), (numbers >> 4, bits - 4)]
 
 
-def _in_words(numbers: Any, bits: int, xp: ModuleType) -> Any:
-    """Return numbers of some bits, bytes [panels, 32, K], as uint32 [panels, 32, K × bits ÷ 32]: two words each.
-
-    Four numbers at a time are a uint32 at first, which is combined with its neighbors. In what comes of that, even k
-    are in the lowest byte and odd k in the second, and those of the upper bytes of both words are made likewise.
-    """
-    fours = _viewed(numbers, np.uint32, xp)
-    if bits == 8:
-        return fours & np.uint32(0xFF0000FF) | fours >> 8 & 0xFF00 | (fours & 0xFF00) << 8
-    twos = fours | fours >> 16 - bits
-    by_byte = twos.reshape(*numbers.shape[:2], -1, 2, 4 // bits)
-    joined = by_byte[..., 0]
-    for index in range(1, 4 // bits):
-        joined = joined | by_byte[..., index] << 2 * bits * index
-    lower, upper = joined[..., 0], joined[..., 1]
-    return lower & 0xFF | (upper & 0xFF) << 8 | (lower & 0xFF00) << 8 | (upper & 0xFF00) << 16
+def _in_quads(numbers: Any, bits: int, xp: ModuleType) -> Any:
+    """Return numbers of some bits, bytes [panels, 32, K], as uint32 [panels, 32, K × bits ÷ 32], see `Order.QUADS`."""
+    quads = _viewed(numbers, np.uint32, xp).reshape(*numbers.shape[:2], -1, 8 // bits)
+    joined = quads[..., 0]
+    for index in range(1, 8 // bits):
+        joined = joined | quads[..., index] << bits * index
+    return joined
 
 
 def _in_chunks(numbers: Any, bits: int, *, in_pairs: bool) -> list[Any]:
@@ -238,7 +228,7 @@ def _part_columns(
     scales = [stored(layout.scales + i * kind_bytes, num_groups, code_format.scale_dtype) for i in kinds]
     super_scales = [stored(2 * PANEL * i, 1, np.dtype(np.float16)) for i in kinds if code_format.super_group]
     zeros = stored(layout.zeros, num_groups, np.dtype(np.uint8)) if code_format.has_zeros else None
-    low, *high = (_places_in_words if order is Order.WORDS else _places_in_chunks)(layout, column, order)
+    low, *high = (_places_in_quads if order is Order.QUADS else _places_in_chunks)(layout, column, order)
     codes = bits_of(low)
     for place in high:
         codes = codes | bits_of(place) << 4
@@ -256,18 +246,16 @@ class CodeBits(NamedTuple):
     num_bits: int
 
 
-def _places_in_words(layout: BlockLayout, column: Int[Array, " T"], _: Order) -> list[CodeBits]:
-    """Return where the bits of codes lie that are in words: the lower 4 or all 8, then those above them."""
+def _places_in_quads(layout: BlockLayout, column: Int[Array, " T"], _: Order) -> list[CodeBits]:
+    """Return where the bits of codes lie that are in quads: the lower 4 or all 8, then those above them."""
     bits = layout.code_format.bits
     k, places = jnp.arange(layout.code_format.block)[None, :], list[CodeBits]()
     planes = [(layout.low_bits, bits)] if bits in (4, 8) else [(layout.low_bits, 4), (layout.high_bits, bits - 4)]
     for begin, num_bits in planes:
-        # Both words of a column have so many codes; those of a word are two bytes, and odd k are in the second word.
-        codes_of_words, codes_of_byte = 32 // num_bits, 8 // num_bits
-        in_word = k % codes_of_words // 2
-        byte = k % 2 * 2 + in_word // codes_of_byte
-        offsets = begin + 4 * (k // codes_of_words * PANEL + column[:, None]) + byte
-        places.append(CodeBits(offsets, in_word % codes_of_byte * num_bits, num_bits))
+        values_together = 32 // num_bits  # In the 4 bytes of a column.
+        offsets = begin + 4 * (k // values_together * PANEL + column[:, None]) + k % 4
+        shifts = jnp.broadcast_to(k % values_together // 4 * num_bits, offsets.shape)
+        places.append(CodeBits(offsets, shifts, num_bits))
     return places
 
 

@@ -273,6 +273,6 @@ class WrongOrder(NativeOps):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_decoder_that_is_wrong_is_noticed(dtype: str) -> None:
     formats = list(CODE_FORMATS.values())
-    assert codes_error(NativeOps(), formats, dtype, CPU) < (1e-4 if dtype == "float32" else 1e-2)
+    assert codes_error(NativeOps(), formats, dtype, CPU) < (1e-5 if dtype == "float32" else 1e-2)
     for code_format in formats:
         assert codes_error(WrongOrder(), [code_format], dtype, CPU) > MAX_ERROR
