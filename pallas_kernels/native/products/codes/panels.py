@@ -12,8 +12,8 @@ Fifth bits are 4 bytes, bit i that of code i; fifth and sixth bits are 8 bytes, 
 
 Codes that are multiplied as integers lie in quads: the bytes of 4 values of K of a column follow each other, and those
 of 32 columns. A byte has a code of 8 bits, or bits of codes of several quads, the lowest bits those of the first: two
-of 4 bits, the fifth bits of 8, or the fifth and sixth bits of 4. Example for 4 bits: the first 128 bytes have k = 0 … 7, and
-column 5 has bytes 20 to 23, with k = 0, 1, 2 and 3 in the lower halves and k = 4, 5, 6 and 7 in the upper ones.
+of 4 bits, the fifth bits of 8, or the fifth and sixth bits of 4. Example for 4 bits: the first 128 bytes have k = 0 …
+7, and column 5 has bytes 20 to 23, with k = 0, 1, 2 and 3 in the lower halves and k = 4, 5, 6 and 7 in the upper ones.
 """
 
 from __future__ import annotations
