@@ -167,14 +167,12 @@ class _Product:
     ) -> list[ir.Value]:
         """Return the totals with run `index` of a step added; `records` are the first slots of the rows' records."""
         build, num_halves = self.code.build, len(self.halves)
-        first_slot = index * run_len // QUAD
 
-        def add_quad(quad: ir.Value | int, vectors: list[ir.Value], *sums: ir.Value) -> list[ir.Value]:
-            slot = build.add(I64(first_slot), I64(quad) if isinstance(quad, int) else quad)
-            added = list(sums)
+        def add_quad(quad: int, vectors: list[ir.Value], *sums: ir.Value) -> list[ir.Value]:
+            slot, added = index * run_len // QUAD + quad, list(sums)
             for row, record in enumerate(records):
                 for plane in range(self.num_planes):
-                    factors = self._in_all_lanes(record, build.add(slot, I64(plane * PLANE_SLOTS)), I32)
+                    factors = self._in_all_lanes(record, slot + plane * PLANE_SLOTS, I32)
                     for column, half in enumerate(self.halves):
                         place = (row * num_halves + column) * self.num_planes + plane
                         added[place] = self._add_quads(added[place], vectors[half], factors)
@@ -185,8 +183,8 @@ class _Product:
         for number, total in enumerate(totals):
             record, half = records[number // num_halves], self.halves[number % num_halves]
             value = self._joined_planes(sums[number * self.num_planes : (number + 1) * self.num_planes])
-            scaled = build.fmul(value, self._in_all_lanes(record, I64(SCALE_SLOT), F32))
-            row_sum = self._in_all_lanes(record, I64(sum_slot(run_len, index)), F32)
+            scaled = build.fmul(value, self._in_all_lanes(record, SCALE_SLOT, F32))
+            row_sum = self._in_all_lanes(record, sum_slot(run_len, index), F32)
             scales, minima = (vectors[half] for vectors in run.terms)
             total = self.code.add_product(scaled, scales, total)
             added.append(self.code.add_product(row_sum, minima, total))
@@ -204,9 +202,9 @@ class _Product:
             value = self.code.add_product(value, constant(FLOAT_VECTOR, 256.0), each)
         return value
 
-    def _in_all_lanes(self, record: ir.Value, slot: ir.Value, element_type: ir.Type) -> ir.Value:
+    def _in_all_lanes(self, record: ir.Value, slot: int, element_type: ir.Type) -> ir.Value:
         """Return a vector that holds a slot of a row's record in all lanes."""
-        offset = self.code.build.add(record, slot)
+        offset = self.code.build.add(record, I64(slot))
         return self.code.broadcast(self.code.load(self.arguments.rows, offset, element_type), LONG_LANES)
 
     def _add_quads(self, sums: ir.Value, codes: ir.Value, factors: ir.Value) -> ir.Value:
