@@ -26,6 +26,7 @@ from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, Score
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
+from .thresholds import sum_by_halves
 from .token_scores import TokenScores, token_scores
 from .top_blocks import BLOCK, BlockRows, RowSelection, block_rows
 from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, truncate
@@ -304,7 +305,7 @@ class _Batch:
 
             def log_masses() -> Float[Array, " r"]:
                 """Return the logarithm of kept weights ÷ all weights of each row that asks for it, else 0."""
-                kept_shares = jnp.sum(kept.block_sums, axis=1) / jnp.sum(weigh(logits.values), axis=1)
+                kept_shares = sum_by_halves(kept.block_sums) / sum_by_halves(weigh(logits.values))
                 return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
 
             masses = no_masses

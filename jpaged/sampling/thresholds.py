@@ -148,6 +148,19 @@ def sum_together(*operands: Array, axis: int) -> tuple[Array, ...]:
     return tuple(sums)
 
 
+def sum_by_halves(values: Float[Array, "*r n"]) -> Float[Array, "*r"]:
+    """Return the sums over the last axis, in an order that depends on its length alone: halves are added repeatedly.
+
+    XLA on a CPU adds up the blocks of a long row in an order that depends on the number of rows, and a row's results
+    must not.
+    """
+    while (size := values.shape[-1]) > 1:
+        half = -(-size // 2)
+        padding = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - size)]
+        values = values[..., :half] + jnp.pad(values[..., half:], padding)
+    return values[..., 0]
+
+
 def kept_counts_and_masses(
     weights: Float[Array, "R V"], thresholds: Float[Array, "R n"]
 ) -> tuple[Int[Array, "R n"], Float[Array, "R n"]]:
@@ -164,4 +177,4 @@ def kept_counts_and_masses(
     operands = [mask.astype(jnp.int32) for mask in is_kept] + [jnp.where(mask, blocks_RbB, 0.0) for mask in is_kept]
     sums = sum_together(*operands, axis=2)
     counts, masses = jnp.stack(sums[:num_thresholds], axis=1), jnp.stack(sums[num_thresholds:], axis=1)
-    return jnp.sum(counts, axis=2), jnp.sum(masses, axis=2)
+    return jnp.sum(counts, axis=2), sum_by_halves(masses)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .control_flow import ControlFlow
 from .sampling_params import ScoreKind
-from .thresholds import sum_together
+from .thresholds import sum_by_halves, sum_together
 from .top_blocks import BLOCK, BlockRows
 
 
@@ -183,12 +183,13 @@ def _ranks_and_log_totals(
     weights = jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None])
     if not num_tops or lowest_top is None:
         num_larger, totals = sum_together(is_larger, weights, axis=2)
-        log_total = jnp.log(jnp.sum(totals, axis=1, keepdims=True))
+        log_total = jnp.log(sum_by_halves(totals)[:, None])
         return 1 + jnp.sum(num_larger, axis=1, dtype=jnp.int32), log_total, log_total
     edge = lowest_top[:, :, None]
     is_in_tops, below = (blocks >= edge).astype(jnp.int32), jnp.where(blocks < edge, weights, 0.0)
     sums = sum_together(is_larger, is_in_tops, weights, below, axis=2)
-    num_larger, num_reaching, total, rest = (jnp.sum(one, axis=1, keepdims=True, dtype=one.dtype) for one in sums)
+    num_larger, num_reaching = (jnp.sum(one, axis=1, keepdims=True, dtype=one.dtype) for one in sums[:2])
+    total, rest = (sum_by_halves(one)[:, None] for one in sums[2:])
     num_ties = (num_reaching - num_tops).astype(jnp.float32)  # Logits equal to the lowest top that are no tops.
     rest += num_ties * jnp.exp((lowest_top - row_max) * scale)
     return 1 + num_larger[:, 0], jnp.log(total), jnp.log(rest)

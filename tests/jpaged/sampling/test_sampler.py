@@ -23,6 +23,7 @@ from jpaged.sampling.sampler import (
     uniforms,
 )
 from jpaged.sampling.sampling_params import SampleMode, ScoreKind
+from jpaged.sampling.thresholds import kept_counts_and_masses
 from jpaged.sampling.token_scores import given_scores
 from jpaged.sampling.top_blocks import block_rows
 from jpaged.sampling.truncation import KeptTokens, TruncationLimits, truncate
@@ -621,3 +622,22 @@ def test_what_a_row_keeps_does_not_depend_on_rows_whose_likely_tokens_do_not_suf
         found[name] = np.asarray(weights >= kept.threshold[:, None])[:5], np.asarray(kept.block_sums)[:5]
     assert found["flat"][0][0].sum() < 100
     jax.tree.map(np.testing.assert_array_equal, found["alike"], found["flat"])
+
+
+@pytest.mark.parametrize("vocab_size", [49_152, 151_936])
+def test_the_masses_and_the_logprobs_of_a_row_do_not_depend_on_the_number_of_rows(vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.random((16, vocab_size)), jnp.float32)
+    thresholds = jnp.tile(jnp.asarray([0.1, 0.2, 0.3], jnp.float32), (16, 1))
+
+    @jax.jit
+    def results(weights: jax.Array, thresholds: jax.Array) -> list[jax.Array]:
+        logits, first_ids = block_rows(jnp.log(weights)), jnp.zeros(len(weights), jnp.int32)
+        kind = ScoreKind(num_tops=2)
+        scores = given_scores(logits, first_ids, thresholds[:, 0], kind, None, vocab_size=vocab_size)
+        return [kept_counts_and_masses(weights, thresholds)[1], scores.logprobs, scores.log_rests]
+
+    together = results(weights, thresholds)
+    for num_rows in (1, 2, 3, 8):
+        for found, wanted in zip(results(weights[:num_rows], thresholds[:num_rows]), together, strict=True):
+            np.testing.assert_array_equal(found, wanted[:num_rows])
