@@ -131,8 +131,8 @@ class IntegerCalls:
 class _Product:
     """Emits the product of some rows with some halves of a panel's columns.
 
-    Totals are a flat list of vectors, row after row, one for each of the halves, and sums are one of as many for each
-    plane: with both halves and three planes, sums 9 to 11 are those of row 1 and the second half.
+    Totals are a list of vectors, row after row, one for each of the halves: with both halves, total 3 is that of row 1
+    and the second half.
     """
 
     code: Code
@@ -167,23 +167,19 @@ class _Product:
     ) -> list[ir.Value]:
         """Return the totals with run `index` of a step added; `records` are the first slots of the rows' records."""
         build, num_halves = self.code.build, len(self.halves)
-
-        def add_quad(quad: int, vectors: list[ir.Value], *sums: ir.Value) -> list[ir.Value]:
-            slot, added = index * run_len // QUAD + quad, list(sums)
+        sums = [[constant(INTEGER_VECTOR, 0)] * self.num_planes for _ in totals]
+        for quad, vectors in enumerate(run.quads, index * run_len // QUAD):
             for row, record in enumerate(records):
                 for plane in range(self.num_planes):
-                    factors = self._in_all_lanes(record, slot + plane * PLANE_SLOTS, I32)
-                    for column, half in enumerate(self.halves):
-                        place = (row * num_halves + column) * self.num_planes + plane
-                        added[place] = self._add_quads(added[place], vectors[half], factors)
-            return added
-
-        sums = run.each_quad(add_quad, [constant(INTEGER_VECTOR, 0)] * (len(totals) * self.num_planes))
+                    factors = self._in_all_lanes(record, plane * PLANE_SLOTS + quad, I32)
+                    for of_total, half in zip(
+                        sums[row * num_halves : (row + 1) * num_halves], self.halves, strict=True
+                    ):
+                        of_total[plane] = self._add_quads(of_total[plane], vectors[half], factors)
         added = list[ir.Value]()
-        for number, total in enumerate(totals):
+        for number, (of_total, total) in enumerate(zip(sums, totals, strict=True)):
             record, half = records[number // num_halves], self.halves[number % num_halves]
-            value = self._joined_planes(sums[number * self.num_planes : (number + 1) * self.num_planes])
-            scaled = build.fmul(value, self._in_all_lanes(record, SCALE_SLOT, F32))
+            scaled = build.fmul(self._joined_planes(of_total), self._in_all_lanes(record, SCALE_SLOT, F32))
             row_sum = self._in_all_lanes(record, sum_slot(run_len, index), F32)
             scales, minima = (vectors[half] for vectors in run.terms)
             total = self.code.add_product(scaled, scales, total)

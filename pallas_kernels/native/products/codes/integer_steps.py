@@ -6,9 +6,9 @@ bytes that have no sign: two vectors of 16 columns. A number is code Ã— scale âˆ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 from llvmlite import ir
@@ -43,8 +43,8 @@ class Run(NamedTuple):
 
     terms: list[list[ir.Value]]
     """The scales, then the minima: two vectors of 16 columns of each, float32."""
-    each_quad: Callable[[Callable[..., list[ir.Value]], list[ir.Value]], list[ir.Value]]
-    """(body, carried values): emits `body(quad, vectors of bytes, *carried)` for each quad of the run."""
+    quads: Iterator[list[ir.Value]]
+    """The codes of each quad: two vectors of bytes, which are emitted as they are taken."""
 
 
 class StepSource(Protocol):
@@ -58,14 +58,14 @@ class StepSource(Protocol):
         """Emit what the runs of a step have, one after the other."""
 
 
-class _Plane(NamedTuple):
+class _Field(NamedTuple):
     """Some bits of all codes of a step, in vectors of 16 columns."""
 
     begin: ir.Value
     """Address of its first vector; those of both halves of the columns take turns."""
     num_bits: int
-    place: int
-    """The bit of a code that its lowest bit is."""
+    lowest_bit: int
+    """The bit of a code that its lowest one is."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class PackedSteps:
         step_in_block = build.urem(step, I64(steps_per_block))
         block, block_ahead = (build.gep(address, [block_offset]) for address in (self.panel, self.ahead))
         code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
-        planes = self._planes(block, step_in_block)
+        fields = self._fields(block, step_in_block)
         super_scales = GroupScales(code, layout).of_super_groups(block)
         for index in range(runs_per_step):
             run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(index))
             group = build.udiv(run, I64(format_.group // format_.run_len))
             terms = self._terms(block, group, super_scales)
-            yield Run(terms, partial(self._each_quad, planes, index * self.run_len // QUAD))
+            yield Run(terms, self._quads(fields, index * self.run_len // QUAD))
 
     def _terms(
         self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
@@ -115,52 +115,38 @@ class PackedSteps:
             zeros = [constant(FLOAT_VECTOR, float(FLOAT_OFFSET))] * len(HALVES)
         return [scales, [build.fmul(*pair) for pair in zip(zeros, scales, strict=True)]]
 
-    def _planes(self, block: ir.Value, step: ir.Value) -> list[_Plane]:
-        """Return the planes of a step's codes: whole codes of 4 or 8 bits, or the lower 4 bits and those above them."""
-        build, layout, bits = self.code.build, self.layout, self.layout.code_format.bits
-        planes = [(layout.low_bits, bits, 0)]
-        if bits not in (4, 8):
-            planes = [(layout.low_bits, 4, 0), (layout.high_bits, bits - 4, 4)]
-        addresses = (
-            build.gep(block, [build.add(build.mul(step, I64(DEPTH * PANEL * num_bits // 8)), I64(first_byte))])
-            for first_byte, num_bits, _ in planes
-        )
-        return [_Plane(address, *plane[1:]) for address, plane in zip(addresses, planes, strict=True)]
+    def _fields(self, block: ir.Value, step: ir.Value) -> list[_Field]:
+        """Return the fields of a step's codes."""
+        build, fields = self.code.build, list[_Field]()
+        for first_byte, num_bits, lowest_bit in self.layout.code_fields:
+            offset = build.add(build.mul(step, I64(DEPTH * PANEL * num_bits // 8)), I64(first_byte))
+            fields.append(_Field(build.gep(block, [offset]), num_bits, lowest_bit))
+        return fields
 
-    def _each_quad(
-        self,
-        planes: Sequence[_Plane],
-        first_quad: int,
-        body: Callable[..., list[ir.Value]],
-        carried: list[ir.Value],
-    ) -> list[ir.Value]:
+    def _quads(self, fields: Sequence[_Field], first_quad: int) -> Iterator[list[ir.Value]]:
+        """Emit the codes of a run, which begins with quad `first_quad` of a step."""
         build, is_float = self.code.build, self.layout.code_format.mantissa_bits is not None
-        for quad in range(self.run_len // QUAD):
-            vectors = []
-            for half in HALVES:
-                bits = [self._bits(plane, first_quad + quad, half) for plane in planes]
-                words = reduce(build.or_, bits)
-                codes = build.bitcast(words, BYTE_VECTOR)
-                vectors.append(self._shifted_floats(codes) if is_float else codes)
-            carried = body(quad, vectors, *carried)
-        return carried
+        for quad in range(first_quad, first_quad + self.run_len // QUAD):
+            words = (reduce(build.or_, [self._bits(field, quad, half) for field in fields]) for half in HALVES)
+            codes = (build.bitcast(each, BYTE_VECTOR) for each in words)
+            yield [self._shifted_floats(each) if is_float else each for each in codes]
 
-    def _bits(self, plane: _Plane, quad: int, half: int) -> ir.Value:
-        """Return the bits of a plane of quad `quad` of a step, at their place in bytes, of a half of the columns.
+    def _bits(self, field: _Field, quad: int, half: int) -> ir.Value:
+        """Return the bits of a field of quad `quad` of a step, at their place in bytes, of a half of the columns.
 
         Example for 4 bits: a vector has two quads, and the upper halves of its bytes are the second one.
         """
-        build, quads_of_vector = self.code.build, 8 // plane.num_bits
+        build, quads_of_vector = self.code.build, 8 // field.num_bits
         vector = quad // quads_of_vector * len(HALVES) + half
-        words = self.code.load_vector(plane.begin, I64(vector * LONG_LANES), I32, LONG_LANES)
-        if plane.num_bits == 8:
+        words = self.code.load_vector(field.begin, I64(vector * LONG_LANES), I32, LONG_LANES)
+        if field.num_bits == 8:
             return words
-        shift = quad % quads_of_vector * plane.num_bits - plane.place
+        shift = quad % quads_of_vector * field.num_bits - field.lowest_bit
         if shift > 0:
             words = build.lshr(words, constant(INTEGER_VECTOR, shift))
         elif shift < 0:
             words = build.shl(words, constant(INTEGER_VECTOR, -shift))
-        mask = ((1 << plane.num_bits) - 1) << plane.place
+        mask = ((1 << field.num_bits) - 1) << field.lowest_bit
         return build.and_(words, constant(INTEGER_VECTOR, mask * 0x01010101))
 
     def _shifted_floats(self, codes: ir.Value) -> ir.Value:
@@ -194,16 +180,13 @@ class UnpackedSteps:
                 code.load_vectors(begin, (I64((2 * term + half) * LONG_LANES) for half in HALVES), F32, LONG_LANES)
                 for term in range(index * TERMS, (index + 1) * TERMS)
             ]
-            yield Run(terms, partial(self._each_quad, build.gep(codes, [I64(index * self.run_len * PANEL)])))
+            yield Run(terms, self._quads(build.gep(codes, [I64(index * self.run_len * PANEL)])))
 
-    def _each_quad(
-        self, codes: ir.Value, body: Callable[..., list[ir.Value]], carried: list[ir.Value]
-    ) -> list[ir.Value]:
-        code = self.code
+    def _quads(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
+        """Emit the loads of the codes of a run, from an address on."""
         for quad in range(self.run_len // QUAD):
             offsets = (I64((quad * len(HALVES) + half) * BYTES) for half in HALVES)
-            carried = body(quad, code.load_vectors(codes, offsets, I8, BYTES), *carried)
-        return carried
+            yield self.code.load_vectors(codes, offsets, I8, BYTES)
 
 
 def unpack_step(code: Code, source: PackedSteps, target: ir.Value, first_step: ir.Value, step: ir.Value) -> None:
@@ -212,16 +195,13 @@ def unpack_step(code: Code, source: PackedSteps, target: ir.Value, first_step: i
     codes = build.gep(target, [build.mul(build.sub(step, first_step), I64(unpacked_bytes(source.run_len)))])
     terms = build.gep(codes, [I64(DEPTH * PANEL)])
 
-    def store_quad(run_codes: ir.Value, quad: int, vectors: list[ir.Value]) -> list[ir.Value]:
-        for half, vector in enumerate(vectors):
-            code.store_vector(vector, run_codes, I64((quad * len(HALVES) + half) * BYTES))
-        return []
-
     for index, run in enumerate(source.runs(step)):
-        run.each_quad(partial(store_quad, build.gep(codes, [I64(index * source.run_len * PANEL)])), [])
-        of_group = [vector for vectors in run.terms for vector in vectors]
-        for number, vector in enumerate(of_group, index * len(of_group)):
-            code.store_vector(vector, terms, I64(number * LONG_LANES))
+        run_codes = build.gep(codes, [I64(index * source.run_len * PANEL)])
+        for number, vector in enumerate(vector for vectors in run.quads for vector in vectors):
+            code.store_vector(vector, run_codes, I64(number * BYTES))
+        run_terms = build.gep(terms, [I64(index * TERMS * 4 * PANEL)])
+        for number, vector in enumerate(vector for vectors in run.terms for vector in vectors):
+            code.store_vector(vector, run_terms, I64(number * LONG_LANES))
 
 
 def cut_in_two(code: Code, vector: ir.Value) -> list[ir.Value]:

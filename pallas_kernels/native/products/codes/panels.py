@@ -62,6 +62,23 @@ class BlockLayout:
     num_bytes: int
     """Bytes of the block."""
 
+    @property
+    def code_fields(self) -> list[CodeField]:
+        """Return where the bits of codes lie: the lower 4 and those above them, or whole codes of 4 or 8 bits."""
+        bits = self.code_format.bits
+        if bits in (4, 8):
+            return [CodeField(self.low_bits, bits, 0)]
+        return [CodeField(self.low_bits, 4, 0), CodeField(self.high_bits, bits - 4, 4)]
+
+
+class CodeField(NamedTuple):
+    """Some bits of all codes of a block."""
+
+    first_byte: int
+    num_bits: int
+    lowest_bit: int
+    """The bit of a code that its lowest one is."""
+
 
 def block_layout(code_format: CodeFormat) -> BlockLayout:
     """Return the layout of a block of 32 columns."""
@@ -107,20 +124,15 @@ def pack_codes(codes: Codes, code_format: CodeFormat, order: Order, *, xp: Modul
     fields = [transposed(panels(each), each.dtype) for each in codes.arrays]
     numbers = panels(codes.codes)
     if order is Order.QUADS:
-        planes = [_in_quads(plane, bits, xp) for plane, bits in _planes(numbers, code_format.bits)]
-        code_bytes = [transposed(quads, np.uint32) for quads in planes]
+        code_bytes = []
+        for _, num_bits, lowest_bit in block_layout(code_format).code_fields:
+            bits = numbers >> lowest_bit & ((1 << num_bits) - 1)
+            code_bytes.append(transposed(_in_quads(bits, num_bits, xp), np.uint32))
     else:
         unit = np.uint16 if order is Order.PAIRS else np.uint8
         planes = _in_chunks(numbers, code_format.bits, in_pairs=order is Order.PAIRS)
         code_bytes = [transposed(planes[0], unit), *(transposed(plane, np.uint8) for plane in planes[1:])]
     return xp.concatenate([*fields, *code_bytes], axis=-1).reshape(num_panels, -1)
-
-
-def _planes(numbers: Any, bits: int) -> list[tuple[Any, int]]:
-    """Return the codes' lower 4 bits and the bits above them, or whole codes of 8 bits, with how many bits that are."""
-    if bits in (4, 8):
-        return [(numbers, bits)]
-    return [(numbers & 15, 4), (numbers >> 4, bits - 4)]
 
 
 def _in_quads(numbers: Any, bits: int, xp: ModuleType) -> Any:
@@ -228,7 +240,10 @@ def _part_columns(
     scales = [stored(layout.scales + i * kind_bytes, num_groups, code_format.scale_dtype) for i in kinds]
     super_scales = [stored(2 * PANEL * i, 1, np.dtype(np.float16)) for i in kinds if code_format.super_group]
     zeros = stored(layout.zeros, num_groups, np.dtype(np.uint8)) if code_format.has_zeros else None
-    low, *high = (_places_in_quads if order is Order.QUADS else _places_in_chunks)(layout, column, order)
+    if order is Order.QUADS:
+        low, *high = _places_in_quads(layout, column)
+    else:
+        low, *high = _places_in_chunks(layout, column, in_pairs=order is Order.PAIRS)
     codes = bits_of(low)
     for place in high:
         codes = codes | bits_of(place) << 4
@@ -246,20 +261,18 @@ class CodeBits(NamedTuple):
     num_bits: int
 
 
-def _places_in_quads(layout: BlockLayout, column: Int[Array, " T"], _: Order) -> list[CodeBits]:
-    """Return where the bits of codes lie that are in quads: the lower 4 or all 8, then those above them."""
-    bits = layout.code_format.bits
+def _places_in_quads(layout: BlockLayout, column: Int[Array, " T"]) -> list[CodeBits]:
+    """Return where the bits of codes lie that are in quads: the lower 4 or all of them, then those above."""
     k, places = jnp.arange(layout.code_format.block)[None, :], list[CodeBits]()
-    planes = [(layout.low_bits, bits)] if bits in (4, 8) else [(layout.low_bits, 4), (layout.high_bits, bits - 4)]
-    for begin, num_bits in planes:
+    for first_byte, num_bits, _ in layout.code_fields:
         values_together = 32 // num_bits  # In the 4 bytes of a column.
-        offsets = begin + 4 * (k // values_together * PANEL + column[:, None]) + k % 4
+        offsets = first_byte + 4 * (k // values_together * PANEL + column[:, None]) + k % 4
         shifts = jnp.broadcast_to(k % values_together // 4 * num_bits, offsets.shape)
         places.append(CodeBits(offsets, shifts, num_bits))
     return places
 
 
-def _places_in_chunks(layout: BlockLayout, column: Int[Array, " T"], order: Order) -> list[CodeBits]:
+def _places_in_chunks(layout: BlockLayout, column: Int[Array, " T"], *, in_pairs: bool) -> list[CodeBits]:
     """Return where the bits of codes lie that are in chunks of 32: the lower 4 or all 8, then those above them.
 
     Example for pairs: column 5 and k = 7 are the second number of pair 3, whose 64 codes are chunks 6 and 7, so it is
@@ -267,7 +280,7 @@ def _places_in_chunks(layout: BlockLayout, column: Int[Array, " T"], order: Orde
     """
     bits, k = layout.code_format.bits, jnp.arange(layout.code_format.block)[None, :]
     # For each k of a block: the chunk that holds the column's code, and the code's index among the chunk's 32.
-    if order is Order.PAIRS:
+    if in_pairs:
         index_in_pair = 2 * column[:, None] + k % 2
         chunk, index = k // 2 * 2 + index_in_pair // PANEL, index_in_pair % PANEL
     else:

@@ -65,7 +65,7 @@ class StoredParts:
         return index if self.num_repeats == 1 else code.build.urem(index, I64(self._panels_per_repeat))
 
     def by_format(self, code: Code, panel: ir.Value, emit: Callable[[CodeFormat], None]) -> None:
-        """Emit code for each format, of which that of the part runs that a panel, given by its number, is in."""
+        """Emit code for each format, and branches: the code of a panel's own format runs. `panel` is its number."""
         build, places = code.build, self._places()
         if len(places) == 1:
             emit(places[0].code_format)
