@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..pallas_kernels.expert_shares import add_experts_over_devices
 from ..pallas_kernels.grouped import Routing
 from ..pallas_kernels.layer_ops import ExpertProducts, Product, RowNorm, SharedProducts
+from ..pallas_kernels.row_sums import sum_by_halves
 from ..sharding import TENSOR_AXIS
 from .config.decoder import DecoderConfig
 from .config.experts import ExpertsConfig
@@ -51,7 +52,7 @@ def route(
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.renormalizes:
         # Sigmoids may all be 0 in float32. As in DeepSeek-V3, their weights are then 0 too; other sums do not change.
-        weights = weights / (_sum_of_last_axis(weights)[:, None] + 1e-20)
+        weights = weights / (sum_by_halves(weights)[:, None] + 1e-20)
     return Routing(experts.astype(jnp.int32), weights * config.scale)
 
 
@@ -62,7 +63,7 @@ def _within_best_groups(wanted: Float[Array, "T E"], config: ExpertsConfig) -> F
     """
     by_group = wanted.reshape(len(wanted), config.num_groups, -1)
     best, _ = jax.lax.top_k(by_group, config.scores_of_group)
-    _, groups = jax.lax.top_k(_sum_of_last_axis(best), config.num_chosen_groups)
+    _, groups = jax.lax.top_k(sum_by_halves(best), config.num_chosen_groups)
     is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups)[None, None], axis=1)
     return jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(wanted.shape)
 
@@ -96,7 +97,7 @@ def tokens_of_experts(experts: Int[Array, "T k"], counted: Bool[Array, " T"], nu
 def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
     """Return the softmax of each row."""
     shares = _exponential(logits - jnp.max(logits, axis=-1, keepdims=True))
-    return shares / _sum_of_last_axis(shares)[:, None]
+    return shares / sum_by_halves(shares)[:, None]
 
 
 def _sigmoid(x: Float[Array, "T N"]) -> Float[Array, "T N"]:
@@ -115,18 +116,6 @@ def _exponential(x: Float[Array, "T N"]) -> Float[Array, "T N"]:
     else:
         found = jnp.exp(x)
     return jax.lax.optimization_barrier(found)
-
-
-def _sum_of_last_axis(values: Float[Array, "*R N"]) -> Float[Array, "*R"]:
-    """Return the sums over the last axis, in an order that depends on its length alone: halves are added repeatedly.
-
-    XLA on a CPU adds few columns up in an order that depends on the number of rows, and a row's weights must not.
-    """
-    while (num_columns := values.shape[-1]) > 1:
-        half = -(-num_columns // 2)
-        padding = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - num_columns)]
-        values = values[..., :half] + jnp.pad(values[..., half:], padding)
-    return values[..., 0]
 
 
 class Router(Linear):

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from ..pallas_kernels.row_sums import sum_by_halves
 from .control_flow import DYNAMIC, ControlFlow
 from .drawing import draw_tokens, num_draw_levels
 from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, Score
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
-from .thresholds import sum_by_halves
 from .token_scores import TokenScores, token_scores
 from .top_blocks import BLOCK, BlockRows, RowSelection, block_rows
 from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, truncate

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..pallas_kernels.row_sums import sum_by_halves
 from .top_blocks import BLOCK
 
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
@@ -146,19 +147,6 @@ def sum_together(*operands: Array, axis: int) -> tuple[Array, ...]:
 
     sums = lax.reduce(operands, zeros, add, (axis,))
     return tuple(sums)
-
-
-def sum_by_halves(values: Float[Array, "*r n"]) -> Float[Array, "*r"]:
-    """Return the sums over the last axis, in an order that depends on its length alone: halves are added repeatedly.
-
-    XLA on a CPU adds up the blocks of a long row in an order that depends on the number of rows, and a row's results
-    must not.
-    """
-    while (size := values.shape[-1]) > 1:
-        half = -(-size // 2)
-        padding = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - size)]
-        values = values[..., :half] + jnp.pad(values[..., half:], padding)
-    return values[..., 0]
 
 
 def kept_counts_and_masses(

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ..pallas_kernels.row_sums import sum_by_halves
 from .control_flow import ControlFlow
 from .sampling_params import ScoreKind
-from .thresholds import sum_by_halves, sum_together
+from .thresholds import sum_together
 from .top_blocks import BLOCK, BlockRows
 
 

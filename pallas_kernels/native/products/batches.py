@@ -1,4 +1,4 @@
-"""Rows divided evenly into as few batches as possible, for multipliers whose sums stay in registers."""
+"""Rows cut into batches of nearly one size, for multipliers whose sums stay in registers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .multiplier import Batch, Batches
 
 MAX_BLOCK_ROWS = 252
 """Rows that a unit of work multiplies at most: 21 batches of 12, or 42 of 6."""
-MAX_FEW_ROWS = 4
-"""Rows that have code of their own at most for an only batch, where code for any number of rows is compiled."""
+MAX_SPECIALIZED_ROWS = 4
+"""Where code is compiled for any number of rows, an only batch of up to so many has code of its own for its number."""
 
 
 def max_rows_together(has_avx512: bool) -> int:
@@ -20,11 +20,16 @@ def max_rows_together(has_avx512: bool) -> int:
     return 12 if has_avx512 else 6
 
 
-class EvenBatches:
-    """Base of multipliers that divide rows so. See `Multiplier` for the methods.
+def rows_per_batch(num_rows: int, has_avx512: bool) -> int:
+    """Return how many rows each batch has, of the fewest that hold `num_rows`; some have one more. R is at least 1."""
+    return num_rows // -(-num_rows // max_rows_together(has_avx512))
 
-    The larger batches, of `rows_per_batch` + 1 rows, come first, then those of `rows_per_batch`. With AVX-512 (at most
-    12 rows together), 25 rows are 3 batches with `rows_per_batch` 8: one of 9 rows and two of 8.
+
+class EvenBatches:
+    """Base of multipliers that cut rows into the fewest batches, whose sizes differ by one at most.
+
+    See `Multiplier` for the methods. The larger batches, of `rows_per_batch` + 1 rows, come first. With AVX-512 (at
+    most 12 rows together), 25 rows are 3 batches with `rows_per_batch` 8: one of 9 rows and two of 8.
     """
 
     has_avx512: bool
@@ -61,9 +66,9 @@ class EvenBatches:
         return batches.batch(code, index, first_row, batch_rows)
 
     def by_rows(self, code: Code, batch: Batch, max_rows: int, body: Callable[[int], None]) -> None:
-        """Emit `body`(number of rows) for each number that a batch may have, of which that of its rows runs.
+        """Emit a branch with `body`(number of rows) for each size that a batch may have; that of its own size runs.
 
-        These are the two sizes that rows are cut into, or if any number is compiled for, all up to `max_rows`.
+        There are two sizes, or all up to `max_rows` if the number of rows is known only as the code runs.
         """
         if self.rows_per_batch is None:
             _by_any_rows(code, batch, max_rows, body)
@@ -77,12 +82,11 @@ class EvenBatches:
             with larger:
                 body(self.rows_per_batch + 1)
             with smaller:
-                if self.rows_per_batch > 0:
-                    body(self.rows_per_batch)
+                body(self.rows_per_batch)
 
 
 def _by_any_rows(code: Code, batch: Batch, max_rows: int, body: Callable[[int], None]) -> None:
-    """Emit `body`(number of rows) for each number up to `max_rows`, of which that of the batch's rows runs."""
+    """Emit a branch with `body`(number of rows) for each number up to `max_rows`; that of the batch's rows runs."""
     build = code.build
     end = build.append_basic_block("end")
     switch = build.switch(batch.num_rows, end)

@@ -25,7 +25,7 @@ from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_fo
 from ..norms import emit_row_norm
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
-from .batches import max_rows_together
+from .batches import rows_per_batch
 from .codes.decoded import CodedMultiplier
 from .codes.decoder import Vectors
 from .codes.integers import IntegerMultiplier, has_integer_products
@@ -153,7 +153,7 @@ def multiplier_for(num_rows: int | None, depth: int, panels: Array | CodedMatrix
         return multiplier_of(num_rows, depth, jnp.dtype(panels.dtype))
     stored = stored_parts(depth, panels.parts)
     if code_order(panels.parts, panels.dtype) is Order.QUADS:
-        return IntegerMultiplier.of_rows(stored, num_rows, panels.dtype, has_avx512=host_has_avx512())
+        return IntegerMultiplier.for_rows(stored, num_rows, panels.dtype, has_avx512=host_has_avx512())
     vectors = Vectors(panels.dtype == "bfloat16", host_has_avx512(), host_has("avx512bf16"))
     return CodedMultiplier(multiplier_of(num_rows, depth, jnp.dtype(panels.dtype)), stored, vectors)
 
@@ -175,8 +175,8 @@ def multiplier_of(num_rows: int | None, depth: int, dtype: Any) -> FloatMultipli
     if has_amx_unit():
         return TileMultiplier(depth, host_has("avx512bf16")) if is_bf16 else PartMultiplier(depth)
     has_pairs = is_bf16 and has_avx512 and host_has("avx512bf16")
-    rows_per_batch = num_rows and num_rows // -(-num_rows // max_rows_together(has_avx512))
-    return VectorMultiplier(depth, is_bf16, has_avx512, has_pairs, rows_per_batch)
+    batch_rows = None if num_rows is None else rows_per_batch(num_rows, has_avx512)
+    return VectorMultiplier(depth, is_bf16, has_avx512, has_pairs, batch_rows)
 
 
 @cache

@@ -23,6 +23,7 @@ from llvmlite import ir
 from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
 from ..llvm import F32, I16, I32, I64, Code, constant
 from ..registry import call_linked
+from .depth_blocks import DepthBlocks
 from .multiplier import Batch, DepthBlock, Panel
 from .panels import DEPTH, PANEL
 from .tiles import MatrixUnitMultiplier, by_tiles
@@ -59,13 +60,12 @@ class PartMultiplier(MatrixUnitMultiplier):
         return "parts"
 
     @property
-    def steps_per_block(self) -> int:
-        """Return the steps of a block of K; the last block may have fewer."""
-        return -(-self.num_steps // self.num_depth_blocks)
+    def _blocks(self) -> DepthBlocks:
+        return DepthBlocks(self.num_steps, MAX_STEPS_PER_BLOCK)
 
     @property
     def num_depth_blocks(self) -> int:
-        return -(-self.num_steps // MAX_STEPS_PER_BLOCK)
+        return self._blocks.num_blocks
 
     def packed_shape(self, num_rows: int) -> tuple[tuple[int, ...], Any]:
         return (-(-num_rows // TILE), self.num_steps, PARTS, TILE, DEPTH), jnp.bfloat16
@@ -87,15 +87,10 @@ class PartMultiplier(MatrixUnitMultiplier):
     def begin(self, code: Code) -> PartTools:
         matrix_unit = MatrixUnit(code)
         matrix_unit.configure()
-        return PartTools(matrix_unit, code.allocate(I32, (self.steps_per_block + 1) * STEP_BYTES // 4))
+        return PartTools(matrix_unit, code.allocate(I32, (self._blocks.steps_per_block + 1) * STEP_BYTES // 4))
 
     def depth_block(self, code: Code, block: ir.Value) -> DepthBlock:
-        return DepthBlock(*(code.build.mul(step, I64(DEPTH)) for step in self._steps_of_block(code, block)))
-
-    def _steps_of_block(self, code: Code, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the first step of a block of K, and the one behind its last."""
-        first_step = code.build.mul(block, I64(self.steps_per_block))
-        return first_step, code.min(code.build.add(first_step, I64(self.steps_per_block)), I64(self.num_steps))
+        return DepthBlock(*(code.build.mul(step, I64(DEPTH)) for step in self._blocks.steps(code, block)))
 
     def takes_steps(self, code: Code, batch: Batch) -> ir.Value | None:
         """See `FloatMultiplier.takes_steps`. A single row does: it cuts no panel into parts for others."""
@@ -111,7 +106,7 @@ class PartMultiplier(MatrixUnitMultiplier):
         The loops over K are functions, which all products share.
         """
         build, mul, tools = code.build, code.build.mul, panel.tools
-        first_step, end_step = self._steps_of_block(code, block)
+        first_step, end_step = self._blocks.steps(code, block)
         row_tiles_bytes = self.num_steps * PARTS * TILE_SIZE
         first_tiles = build.gep(rows, [mul(batch.index, I64(2 * row_tiles_bytes))])
         is_only = build.icmp_signed("==", batch.num_batches, I64(1))

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from ..llvm import F32, I32, I64, LONG_LANES, Code, constant
 from ..registry import call_linked
-from .batches import MAX_FEW_ROWS, EvenBatches
+from .batches import MAX_SPECIALIZED_ROWS, EvenBatches
 from .multiplier import Batch, DepthBlock, Panel, WordSource
 from .panels import DEPTH, PANEL
 
@@ -94,7 +94,7 @@ class VectorMultiplier(EvenBatches):
         is_only = code.build.icmp_signed("==", batch.num_batches, I64(1))
         if self.rows_per_batch is not None:
             return is_only
-        return code.build.and_(is_only, code.build.icmp_signed("<=", batch.num_rows, I64(MAX_FEW_ROWS)))
+        return code.build.and_(is_only, code.build.icmp_signed("<=", batch.num_rows, I64(MAX_SPECIALIZED_ROWS)))
 
     @property
     def takes_words(self) -> bool:
@@ -147,7 +147,7 @@ class VectorMultiplier(EvenBatches):
         if self.rows_per_batch is None and panel.words is None:
             self.by_rows(code, batch, self.max_batch_rows, lambda num_rows: self._call(code, num_rows, arguments))
         else:
-            self.by_rows(code, batch, MAX_FEW_ROWS, multiply_rows)
+            self.by_rows(code, batch, MAX_SPECIALIZED_ROWS, multiply_rows)
 
     def _row_address(self, code: Code, rows: ir.Value, row: ir.Value) -> ir.Value:
         """Return the address of a packed row."""

@@ -254,7 +254,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
             chain._handler.__wrapped__((Stage(coded, 256, 256, parts=(256,)),))
     for num_rows in (1, 40, None) if processor in WITH_VNNI else ():
         for dtype in ("float32", "bfloat16"):
-            integers = IntegerMultiplier.of_rows(stored, num_rows, dtype, has_avx512=has_avx512)
+            integers = IntegerMultiplier.for_rows(stored, num_rows, dtype, has_avx512=has_avx512)
             chain._handler.__wrapped__((Stage(integers, 256, 256, parts=(256,)),))
     for dtype_is_pairs, byte_dtype in ((False, None), (True, None), (False, "int8"), (False, "float8_e4m3fn")):
         pages._write_handler.__wrapped__(dtype_is_pairs, byte_dtype, 3, 64, 64)

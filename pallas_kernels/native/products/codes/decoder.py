@@ -14,7 +14,7 @@ from ...llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
 from ...registry import call_linked
 from ..panels import DEPTH, PANEL
 from .panels import VECTOR_COLUMNS, BlockLayout, block_layout
-from .scales import GroupScales
+from .scales import GroupScales, emit_block
 
 CHUNKS_TOGETHER = 2
 """Chunks of 32 codes of an iteration: a pair of bfloat16 rows."""
@@ -86,16 +86,12 @@ class Decoder:
         block 1. With blocks and groups of 128, it is the second quarter of the only group of block 2.
         """
         code, build, format_ = self.code, self.code.build, self.format
-        steps_per_block, runs_per_step = format_.block // DEPTH, DEPTH // format_.run_len
-        step_bytes = -(-self.layout.num_bytes // steps_per_block)
+        runs_per_step = DEPTH // format_.run_len
         value_bytes = 2 if self.vectors.in_pairs else 4
 
         def decode_step(step: ir.Value) -> None:
             """Emit the decoding of one step's runs, and the prefetch of as many bytes of the panel ahead."""
-            block_offset = build.mul(build.udiv(step, I64(steps_per_block)), I64(self.layout.num_bytes))
-            step_in_block = build.urem(step, I64(steps_per_block))
-            block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
-            code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
+            block, step_in_block = emit_block(code, self.layout, panel, ahead, step, DEPTH)
             target_step = build.and_(step, steps.place_mask)
             step_numbers = build.gep(target, [build.mul(target_step, I64(DEPTH * PANEL * value_bytes))])
             super_scales = self._scales.of_super_groups(block)
@@ -124,13 +120,8 @@ class Decoder:
         That takes the word's number in the run, and returns two vectors of words, in all 32 columns. As many bytes of
         the panel `ahead` are prefetched as the run has.
         """
-        code, build, format_ = self.code, self.code.build, self.format
-        runs_per_block = format_.block // format_.run_len
-        run_bytes = -(-self.layout.num_bytes // runs_per_block)
-        block_offset = build.mul(build.udiv(run, I64(runs_per_block)), I64(self.layout.num_bytes))
-        run_in_block = build.urem(run, I64(runs_per_block))
-        block, block_ahead = (build.gep(address, [block_offset]) for address in (panel, ahead))
-        code.prefetch(block_ahead, build.mul(run_in_block, I64(run_bytes)), I8, run_bytes)
+        build = self.code.build
+        block, run_in_block = emit_block(self.code, self.layout, panel, ahead, run, self.format.run_len)
         numbers_of = self._prepare_run(block, run_in_block, self._scales.of_super_groups(block))
 
         def words_of(word: ir.Value) -> list[ir.Value]:

@@ -1,10 +1,11 @@
 """Products of a few rows with a panel of codes, both as integers.
 
-    sum over a run    S = Σ code × integer of the row, exact: one sum in int32 for each plane of bytes
-    sum over K        total + scale of the row × S × scale of the group − Σ × minimum of the group, in float32
+    of a run    S = Σ code × integer of the row, exact: one sum in int32 for each plane of bytes
+    of K        total += scale of the row × (S × scale of the group), then total += (−Σ) × minimum of the group
 
 A run is a part of a group and of the 32 values that share a scale of the row, and Σ is the sum of the row's values over
-it. Runs are added in one order for every number of rows and every processor, so results have the same bits.
+it. Totals are float32, and each of the two additions rounds once. Runs are added in one order for every number of rows
+and every processor, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ...registry import call_linked
 from ..panels import PANEL
 from .integer_rows import PLANE_SLOTS, RECORD_SLOTS, SCALE_SLOT, sum_slot
 from .integer_steps import (
+    COLUMN_HALVES,
     FLOAT_VECTOR,
-    HALVES,
     INTEGER_VECTOR,
-    QUAD,
+    VALUES_PER_QUAD,
     PackedSteps,
     Run,
     StepSource,
@@ -51,7 +52,7 @@ class ProductArguments(NamedTuple):
     panel: ir.Value
     """Address of the panel, or of its unpacked steps."""
     ahead: ir.Value
-    """Address of the panel that is prefetched, if this one is not unpacked."""
+    """Address of the panel that is prefetched; not used for steps that are unpacked."""
     sums: ir.Value
     """Address of the sums, float32 [rows, 32]. They start at zero if `begin` is 0."""
     begin: ir.Value
@@ -117,11 +118,11 @@ class IntegerCalls:
         into registers: 3 rows are one pass, 12 rows are four, of 6 rows and a half each.
         """
         max_rows = (MAX_VECTORS if self.has_avx512 else MAX_VECTORS_AVX2) // (self.num_planes + 1)
-        if len(HALVES) * num_rows <= max_rows:
-            return [(range(num_rows), HALVES)]
+        if len(COLUMN_HALVES) * num_rows <= max_rows:
+            return [(range(num_rows), COLUMN_HALVES)]
         num_passes = -(-num_rows // max_rows)
         bounds = [num_rows * number // num_passes for number in range(num_passes + 1)]
-        return [(range(begin, end), (half,)) for begin, end in pairwise(bounds) for half in HALVES]
+        return [(range(begin, end), (half,)) for begin, end in pairwise(bounds) for half in COLUMN_HALVES]
 
     def _name(self, name: str) -> str:
         return f"jpaged_integer_{name}_{'avx512' if self.has_avx512 else 'avx2'}"
@@ -153,10 +154,10 @@ class _Product:
         def add_step(step: ir.Value, *totals: ir.Value) -> list[ir.Value]:
             first_slot = build.mul(step, I64(RECORD_SLOTS))
             records = [build.add(build.mul(self.arguments.row_slots, I64(row)), first_slot) for row in self.rows]
-            added = list(totals)
+            new_totals = list(totals)
             for index, run in enumerate(source.runs(step)):
-                added = self._add_run(source.run_len, index, run, records, added)
-            return added
+                new_totals = self._add_run(source.run_len, index, run, records, new_totals)
+            return new_totals
 
         totals = code.loop(self.arguments.begin, self.arguments.end, add_step, carried=old_totals)
         for offset, total in zip(offsets, totals, strict=True):
@@ -165,26 +166,25 @@ class _Product:
     def _add_run(
         self, run_len: int, index: int, run: Run, records: list[ir.Value], totals: Sequence[ir.Value]
     ) -> list[ir.Value]:
-        """Return the totals with run `index` of a step added; `records` are the first slots of the rows' records."""
-        build, num_halves = self.code.build, len(self.halves)
-        sums = [[constant(INTEGER_VECTOR, 0)] * self.num_planes for _ in totals]
-        for quad, vectors in enumerate(run.quads, index * run_len // QUAD):
-            for row, record in enumerate(records):
+        """Return the totals with run `index` of a step added; `records` are the first slots of the rows' records.
+
+        The scale of the row comes last, so that no product is larger than the one of the weights and the row.
+        """
+        of_totals = [(record, half) for record in records for half in self.halves]
+        sums = [[constant(INTEGER_VECTOR, 0)] * self.num_planes for _ in of_totals]
+        for quad, codes in enumerate(run.quads, index * run_len // VALUES_PER_QUAD):
+            for plane_sums, (record, half) in zip(sums, of_totals, strict=True):
                 for plane in range(self.num_planes):
                     factors = self._in_all_lanes(record, plane * PLANE_SLOTS + quad, I32)
-                    for of_total, half in zip(
-                        sums[row * num_halves : (row + 1) * num_halves], self.halves, strict=True
-                    ):
-                        of_total[plane] = self._add_quads(of_total[plane], vectors[half], factors)
-        added = list[ir.Value]()
-        for number, (of_total, total) in enumerate(zip(sums, totals, strict=True)):
-            record, half = records[number // num_halves], self.halves[number % num_halves]
-            scaled = build.fmul(self._joined_planes(of_total), self._in_all_lanes(record, SCALE_SLOT, F32))
+                    plane_sums[plane] = self._add_quads(plane_sums[plane], codes[half], factors)
+        new_totals = list[ir.Value]()
+        for plane_sums, (record, half), total in zip(sums, of_totals, totals, strict=True):
+            scaled_sum = self.code.build.fmul(self._joined_planes(plane_sums), run.terms.scales[half])
+            row_scale = self._in_all_lanes(record, SCALE_SLOT, F32)
             row_sum = self._in_all_lanes(record, sum_slot(run_len, index), F32)
-            scales, minima = (vectors[half] for vectors in run.terms)
-            total = self.code.add_product(scaled, scales, total)
-            added.append(self.code.add_product(row_sum, minima, total))
-        return added
+            total = self.code.add_product(scaled_sum, row_scale, total)
+            new_totals.append(self.code.add_product(row_sum, run.terms.minima[half], total))
+        return new_totals
 
     def _joined_planes(self, sums: Sequence[ir.Value]) -> ir.Value:
         """Return the sums of all planes as one of float32: 256 × (256 × sums[0] + sums[1]) + sums[2].

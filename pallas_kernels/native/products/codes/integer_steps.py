@@ -1,7 +1,7 @@
 """The codes that are multiplied as integers: step by step as a panel is stored, or once they are unpacked.
 
 A step is 32 values of K, and a run a part of it in one group. A quad is four values of K of each of 32 columns, as
-bytes that have no sign: two vectors of 16 columns. A number is code × scale − minimum, for all formats.
+bytes that have no sign: two vectors of 16 columns. A weight is code × scale − minimum, for all formats.
 """
 
 from __future__ import annotations
@@ -15,36 +15,40 @@ from llvmlite import ir
 
 from ...llvm import F32, I8, I32, I64, LONG_LANES, Code, constant, declare
 from ..panels import DEPTH, PANEL
-from .panels import BlockLayout
-from .scales import GroupScales
+from .panels import BlockLayout, CodeField
+from .scales import GroupScales, emit_block
 
-QUAD = 4
+VALUES_PER_QUAD = 4
 """Values of K that one instruction multiplies and adds up."""
-HALVES = 0, 1
+COLUMN_HALVES = 0, 1
 """The two vectors of a panel's columns."""
-BYTES = 64
+VECTOR_BYTES = 64
 """Bytes of a vector: a quad of 16 columns."""
-BYTE_VECTOR = ir.VectorType(I8, BYTES)
+BYTE_VECTOR = ir.VectorType(I8, VECTOR_BYTES)
 FLOAT_VECTOR = ir.VectorType(F32, LONG_LANES)
 INTEGER_VECTOR = ir.VectorType(I32, LONG_LANES)
-TERMS = 2
-"""Terms of a group: scale and minimum."""
-FLOAT_OFFSET = 12
+FP4_OFFSET = 12
 """What is added to floats of 4 bits once they are doubled, which are then integers from 0 to 24."""
 
 
 def unpacked_bytes(run_len: int) -> int:
-    """Return the bytes of a step that is unpacked: codes [8 quads, 32 columns, 4], then the terms of each run."""
-    return DEPTH * PANEL + DEPTH // run_len * TERMS * 4 * PANEL
+    """Return the bytes of a step that is unpacked: codes [8 quads, 32 columns, 4], then what each run's group has."""
+    return DEPTH * PANEL + DEPTH // run_len * len(GroupTerms._fields) * 4 * PANEL
+
+
+class GroupTerms(NamedTuple):
+    """What the weights of a group share, in float32: two vectors of 16 columns each."""
+
+    scales: list[ir.Value]
+    minima: list[ir.Value]
 
 
 class Run(NamedTuple):
     """The codes of a run, and the terms of its group."""
 
-    terms: list[list[ir.Value]]
-    """The scales, then the minima: two vectors of 16 columns of each, float32."""
+    terms: GroupTerms
     quads: Iterator[list[ir.Value]]
-    """The codes of each quad: two vectors of bytes, which are emitted as they are taken."""
+    """The codes of each quad: two vectors of bytes. What loads a quad is emitted as it is taken."""
 
 
 class StepSource(Protocol):
@@ -55,17 +59,15 @@ class StepSource(Protocol):
         """Return the values of K of a run."""
 
     def runs(self, step: ir.Value) -> Iterator[Run]:
-        """Emit what the runs of a step have, one after the other."""
+        """Emit what the runs of a step have, one after the other. Take all quads of a run before the next run."""
 
 
-class _Field(NamedTuple):
-    """Some bits of all codes of a step, in vectors of 16 columns."""
+class _FieldOfStep(NamedTuple):
+    """A field of the codes of a step, in vectors of 16 columns."""
 
     begin: ir.Value
     """Address of its first vector; those of both halves of the columns take turns."""
-    num_bits: int
-    lowest_bit: int
-    """The bit of a code that its lowest one is."""
+    field: CodeField
 
 
 @dataclass(frozen=True)
@@ -84,79 +86,76 @@ class PackedSteps:
 
     def runs(self, step: ir.Value) -> Iterator[Run]:
         code, build, layout, format_ = self.code, self.code.build, self.layout, self.layout.code_format
-        steps_per_block, runs_per_step = format_.block // DEPTH, DEPTH // self.run_len
-        step_bytes = -(-layout.num_bytes // steps_per_block)
-        block_offset = build.mul(build.udiv(step, I64(steps_per_block)), I64(layout.num_bytes))
-        step_in_block = build.urem(step, I64(steps_per_block))
-        block, block_ahead = (build.gep(address, [block_offset]) for address in (self.panel, self.ahead))
-        code.prefetch(block_ahead, build.mul(step_in_block, I64(step_bytes)), I8, step_bytes)
+        block, step_in_block = emit_block(code, layout, self.panel, self.ahead, step, DEPTH)
         fields = self._fields(block, step_in_block)
         super_scales = GroupScales(code, layout).of_super_groups(block)
+        runs_per_step = DEPTH // self.run_len
         for index in range(runs_per_step):
             run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(index))
             group = build.udiv(run, I64(format_.group // format_.run_len))
             terms = self._terms(block, group, super_scales)
-            yield Run(terms, self._quads(fields, index * self.run_len // QUAD))
+            yield Run(terms, self._quads(fields, index * self.run_len // VALUES_PER_QUAD))
 
-    def _terms(
-        self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None
-    ) -> list[list[ir.Value]]:
-        """Return the scales and minima of a group; a minimum is zero × scale where the format has none."""
+    def _terms(self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None) -> GroupTerms:
+        """Return the terms of a group; a minimum is zero × scale where the format has none."""
         build, format_, groups = self.code.build, self.layout.code_format, GroupScales(self.code, self.layout)
         scales, *minima = groups.of_group(block, group, super_scales)
         if minima:
-            return [scales, *minima]
+            return GroupTerms(scales, *minima)
         if format_.has_zeros:
             zeros = groups.zeros(block, group)
         else:
-            zeros = [constant(FLOAT_VECTOR, float(format_.zero))] * len(HALVES)
+            zeros = [constant(FLOAT_VECTOR, float(format_.zero))] * len(COLUMN_HALVES)
         if format_.mantissa_bits is not None:  # See `_shifted_floats`.
             scales = [build.fmul(each, constant(FLOAT_VECTOR, 0.5)) for each in scales]
-            zeros = [constant(FLOAT_VECTOR, float(FLOAT_OFFSET))] * len(HALVES)
-        return [scales, [build.fmul(*pair) for pair in zip(zeros, scales, strict=True)]]
+            zeros = [constant(FLOAT_VECTOR, float(FP4_OFFSET))] * len(COLUMN_HALVES)
+        return GroupTerms(scales, [build.fmul(*pair) for pair in zip(zeros, scales, strict=True)])
 
-    def _fields(self, block: ir.Value, step: ir.Value) -> list[_Field]:
-        """Return the fields of a step's codes."""
-        build, fields = self.code.build, list[_Field]()
-        for first_byte, num_bits, lowest_bit in self.layout.code_fields:
-            offset = build.add(build.mul(step, I64(DEPTH * PANEL * num_bits // 8)), I64(first_byte))
-            fields.append(_Field(build.gep(block, [offset]), num_bits, lowest_bit))
+    def _fields(self, block: ir.Value, step: ir.Value) -> list[_FieldOfStep]:
+        """Return the fields of the codes of a step, which is given by its number in the block."""
+        build, fields = self.code.build, list[_FieldOfStep]()
+        for field in self.layout.code_fields:
+            offset = build.add(build.mul(step, I64(DEPTH * PANEL * field.num_bits // 8)), I64(field.first_byte))
+            fields.append(_FieldOfStep(build.gep(block, [offset]), field))
         return fields
 
-    def _quads(self, fields: Sequence[_Field], first_quad: int) -> Iterator[list[ir.Value]]:
+    def _quads(self, fields: Sequence[_FieldOfStep], first_quad: int) -> Iterator[list[ir.Value]]:
         """Emit the codes of a run, which begins with quad `first_quad` of a step."""
         build, is_float = self.code.build, self.layout.code_format.mantissa_bits is not None
-        for quad in range(first_quad, first_quad + self.run_len // QUAD):
-            words = (reduce(build.or_, [self._bits(field, quad, half) for field in fields]) for half in HALVES)
+        for quad in range(first_quad, first_quad + self.run_len // VALUES_PER_QUAD):
+            words = (
+                reduce(build.or_, [self._code_bits(field, quad, half) for field in fields]) for half in COLUMN_HALVES
+            )
             codes = (build.bitcast(each, BYTE_VECTOR) for each in words)
             yield [self._shifted_floats(each) if is_float else each for each in codes]
 
-    def _bits(self, field: _Field, quad: int, half: int) -> ir.Value:
-        """Return the bits of a field of quad `quad` of a step, at their place in bytes, of a half of the columns.
+    def _code_bits(self, of_step: _FieldOfStep, quad: int, half: int) -> ir.Value:
+        """Return the bits of a field of quad `quad` of a step, where codes have them, of a half of the columns.
 
         Example for 4 bits: a vector has two quads, and the upper halves of its bytes are the second one.
         """
-        build, quads_of_vector = self.code.build, 8 // field.num_bits
-        vector = quad // quads_of_vector * len(HALVES) + half
-        words = self.code.load_vector(field.begin, I64(vector * LONG_LANES), I32, LONG_LANES)
-        if field.num_bits == 8:
+        build, (_, num_bits, lowest_bit) = self.code.build, of_step.field
+        quads_per_vector = 8 // num_bits
+        vector = quad // quads_per_vector * len(COLUMN_HALVES) + half
+        words = self.code.load_vector(of_step.begin, I64(vector * LONG_LANES), I32, LONG_LANES)
+        if num_bits == 8:
             return words
-        shift = quad % quads_of_vector * field.num_bits - field.lowest_bit
+        shift = quad % quads_per_vector * num_bits - lowest_bit
         if shift > 0:
             words = build.lshr(words, constant(INTEGER_VECTOR, shift))
         elif shift < 0:
             words = build.shl(words, constant(INTEGER_VECTOR, -shift))
-        mask = ((1 << field.num_bits) - 1) << field.lowest_bit
+        mask = ((1 << num_bits) - 1) << lowest_bit
         return build.and_(words, constant(INTEGER_VECTOR, mask * 0x01010101))
 
     def _shifted_floats(self, codes: ir.Value) -> ir.Value:
-        """Return twice the floats that codes of 4 bits stand for, plus `FLOAT_OFFSET`."""
+        """Return twice the floats that codes of 4 bits stand for, plus `FP4_OFFSET`."""
         code, build = self.code, self.code.build
-        table = [int(value) + FLOAT_OFFSET for value in 2 * self.layout.code_format.code_values]
+        table = [int(value) + FP4_OFFSET for value in 2 * self.layout.code_format.code_values]
         if self.has_avx512:
             look_up = declare(build.module, "llvm.x86.avx512.pshuf.b.512", BYTE_VECTOR, BYTE_VECTOR, BYTE_VECTOR)
             return build.call(look_up, [ir.Constant(BYTE_VECTOR, table * 4), codes])
-        short = ir.VectorType(I8, BYTES // 2)
+        short = ir.VectorType(I8, VECTOR_BYTES // 2)
         look_up = declare(build.module, "llvm.x86.avx2.pshuf.b", short, short, short)
         halves = cut_in_two(code, codes)
         return joined(code, [build.call(look_up, [ir.Constant(short, table * 2), each]) for each in halves])
@@ -175,18 +174,23 @@ class UnpackedSteps:
         code, build = self.code, self.code.build
         codes = build.gep(self.steps, [build.mul(build.sub(step, self.first_step), I64(unpacked_bytes(self.run_len)))])
         begin = build.gep(codes, [I64(DEPTH * PANEL)])
+        num_terms = len(GroupTerms._fields)
         for index in range(DEPTH // self.run_len):
-            terms = [
-                code.load_vectors(begin, (I64((2 * term + half) * LONG_LANES) for half in HALVES), F32, LONG_LANES)
-                for term in range(index * TERMS, (index + 1) * TERMS)
-            ]
+            terms = GroupTerms(
+                *(
+                    code.load_vectors(
+                        begin, (I64((2 * term + half) * LONG_LANES) for half in COLUMN_HALVES), F32, LONG_LANES
+                    )
+                    for term in range(index * num_terms, (index + 1) * num_terms)
+                )
+            )
             yield Run(terms, self._quads(build.gep(codes, [I64(index * self.run_len * PANEL)])))
 
     def _quads(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
         """Emit the loads of the codes of a run, from an address on."""
-        for quad in range(self.run_len // QUAD):
-            offsets = (I64((quad * len(HALVES) + half) * BYTES) for half in HALVES)
-            yield self.code.load_vectors(codes, offsets, I8, BYTES)
+        for quad in range(self.run_len // VALUES_PER_QUAD):
+            offsets = (I64((quad * len(COLUMN_HALVES) + half) * VECTOR_BYTES) for half in COLUMN_HALVES)
+            yield self.code.load_vectors(codes, offsets, I8, VECTOR_BYTES)
 
 
 def unpack_step(code: Code, source: PackedSteps, target: ir.Value, first_step: ir.Value, step: ir.Value) -> None:
@@ -198,8 +202,8 @@ def unpack_step(code: Code, source: PackedSteps, target: ir.Value, first_step: i
     for index, run in enumerate(source.runs(step)):
         run_codes = build.gep(codes, [I64(index * source.run_len * PANEL)])
         for number, vector in enumerate(vector for vectors in run.quads for vector in vectors):
-            code.store_vector(vector, run_codes, I64(number * BYTES))
-        run_terms = build.gep(terms, [I64(index * TERMS * 4 * PANEL)])
+            code.store_vector(vector, run_codes, I64(number * VECTOR_BYTES))
+        run_terms = build.gep(terms, [I64(index * len(GroupTerms._fields) * 4 * PANEL)])
         for number, vector in enumerate(vector for vectors in run.terms for vector in vectors):
             code.store_vector(vector, run_terms, I64(number * LONG_LANES))
 

@@ -1,7 +1,8 @@
 """Products with quantized matrices by integers: codes are not decoded, and rows are rounded to 24 or 16 bits.
 
-32 values of a row share a scale, so that the outliers of a row do not coarsen it. 24 bits are as exact as float32, and
-16 bits, for runs in bfloat16, are a hundred times as exact as that. A result has the same bits for any number of rows.
+Each block of 32 values of a row becomes integers with a scale of their own. In float32 they have 24 bits: an error of
+up to 2⁻²⁴ of the block's largest magnitude. In bfloat16 they have 16 bits, 2⁻¹⁶, where rounding to bfloat16 is an error
+of up to 2⁻⁹ of each value. Weights are not rounded. A result has the same bits for any number of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from llvmlite import ir
 
 from ....code_formats import CodeFormat, CodeParts
 from ...llvm import F32, I8, I64, POINTER, Code, host_has, host_has_avx512
-from ..batches import MAX_FEW_ROWS, EvenBatches, max_rows_together
+from ..batches import MAX_SPECIALIZED_ROWS, EvenBatches, rows_per_batch
+from ..depth_blocks import DepthBlocks
 from ..multiplier import Batch, Panel
 from ..panels import DEPTH
 from .integer_kernel import IntegerCalls, ProductArguments
@@ -53,7 +55,7 @@ class IntegerMultiplier(EvenBatches):
     """Bytes of an integer of the rows: 3 for runs in float32, 2 for runs in bfloat16."""
 
     @classmethod
-    def of_rows(cls, stored: StoredParts, num_rows: int | None, dtype: str, *, has_avx512: bool) -> IntegerMultiplier:
+    def for_rows(cls, stored: StoredParts, num_rows: int | None, dtype: str, *, has_avx512: bool) -> IntegerMultiplier:
         """Return the multiplier of `num_rows` rows of a run in `dtype`.
 
         `num_rows` is None for any number, which differs from block to block.
@@ -61,8 +63,8 @@ class IntegerMultiplier(EvenBatches):
         num_planes = 2 if dtype == "bfloat16" else 3
         if num_rows is None:
             return cls(stored, has_avx512, None, is_only_batch=False, num_planes=num_planes)
-        num_batches = -(-num_rows // max_rows_together(has_avx512))
-        return cls(stored, has_avx512, num_rows // num_batches, num_batches == 1, num_planes)
+        batch_rows = rows_per_batch(num_rows, has_avx512)
+        return cls(stored, has_avx512, batch_rows, batch_rows == num_rows, num_planes)
 
     @property
     def name(self) -> str:
@@ -70,22 +72,12 @@ class IntegerMultiplier(EvenBatches):
         return f"integers{8 * self.num_planes}x{16 if self.has_avx512 else 8}x{rows}_{self.stored.name}"
 
     @property
-    def _num_steps(self) -> int:
-        """Return how many steps go over K, 32 values each."""
-        return self.stored.depth // DEPTH
+    def _blocks(self) -> DepthBlocks:
+        return DepthBlocks(self.stored.depth // DEPTH, MAX_STEPS_PER_BLOCK)
 
     @property
     def num_depth_blocks(self) -> int:
-        return -(-self._num_steps // MAX_STEPS_PER_BLOCK)
-
-    @property
-    def _steps_per_block(self) -> int:
-        return -(-self._num_steps // self.num_depth_blocks)
-
-    def _steps_of_block(self, code: Code, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the first step of a block of K, and the one behind its last."""
-        first_step = code.build.mul(block, I64(self._steps_per_block))
-        return first_step, code.min(code.build.add(first_step, I64(self._steps_per_block)), I64(self._num_steps))
+        return self._blocks.num_blocks
 
     @property
     def pads_depth(self) -> bool:
@@ -119,11 +111,15 @@ class IntegerMultiplier(EvenBatches):
         if self.is_only_batch:
             return None
         step_bytes = max(unpacked_bytes(code_format.run_len) for code_format, _ in self.stored.parts)
-        return code.allocate(I8, self._steps_per_block * step_bytes)
+        return code.allocate(I8, self._blocks.steps_per_block * step_bytes)
 
     def multiply(self, code: Code, rows: ir.Value, panel: Panel, batch: Batch, block: ir.Value, sums: ir.Value) -> None:
-        """See `Multiplier.multiply`. An only batch takes codes as they are stored, unless it is any number of rows."""
-        build, (begin, end) = code.build, self._steps_of_block(code, block)
+        """See `Multiplier.multiply`. A block of rows that is one batch multiplies codes as they are stored.
+
+        Of several batches the first one unpacks the codes of the block of K, and all multiply what it has stored. If
+        the number of rows is known only as the code runs, it takes one of these two ways then.
+        """
+        build, (begin, end) = code.build, self._blocks.steps(code, block)
         assert panel.ahead is not None
         first_row = build.gep(rows, [build.mul(batch.first_row, I64(4 * self._row_slots))])
         given = ProductArguments(first_row, I64(self._row_slots), panel.begin, panel.ahead, sums, begin, end)
@@ -133,14 +129,16 @@ class IntegerMultiplier(EvenBatches):
             if self.rows_per_batch is not None:
                 calls.multiply(code_format, self.rows_per_batch, given)
             else:
-                self.by_rows(code, batch, MAX_FEW_ROWS, lambda num_rows: calls.multiply(code_format, num_rows, given))
+                self.by_rows(
+                    code, batch, MAX_SPECIALIZED_ROWS, lambda num_rows: calls.multiply(code_format, num_rows, given)
+                )
 
         def multiply_unpacked(code_format: CodeFormat) -> None:
             """The first of several batches unpacks the block for all."""
+            unpacked_steps, run_len, max_rows = panel.tools, code_format.run_len, self.max_batch_rows
             with build.if_then(build.icmp_signed("==", batch.number, I64(0))):
-                calls.unpack(code_format, given, panel.tools)
-            unpacked, run_len = given._replace(panel=panel.tools), code_format.run_len
-            max_rows = self.max_batch_rows
+                calls.unpack(code_format, given, unpacked_steps)
+            unpacked = given._replace(panel=unpacked_steps)
             self.by_rows(code, batch, max_rows, lambda num_rows: calls.multiply_unpacked(run_len, num_rows, unpacked))
 
         if self.is_only_batch:
@@ -149,7 +147,7 @@ class IntegerMultiplier(EvenBatches):
             self.stored.by_format(code, panel.index, multiply_unpacked)
         else:
             is_only = build.icmp_signed("==", batch.num_batches, I64(1))
-            has_few = build.and_(is_only, build.icmp_signed("<=", batch.num_rows, I64(MAX_FEW_ROWS)))
+            has_few = build.and_(is_only, build.icmp_signed("<=", batch.num_rows, I64(MAX_SPECIALIZED_ROWS)))
             with build.if_else(has_few) as (few, many):
                 with few:
                     self.stored.by_format(code, panel.index, multiply_packed)

@@ -72,12 +72,12 @@ class BlockLayout:
 
 
 class CodeField(NamedTuple):
-    """Some bits of all codes of a block."""
+    """Some bits of all codes of a block, which are stored together."""
 
     first_byte: int
     num_bits: int
     lowest_bit: int
-    """The bit of a code that its lowest one is."""
+    """Where they are in a code: 0, or 4 for fifth and sixth bits."""
 
 
 def block_layout(code_format: CodeFormat) -> BlockLayout:

@@ -1,4 +1,4 @@
-"""Loads what the groups of a block of codes share: scales, minima and zeros, of 32 columns each."""
+"""Finds the block of a panel of codes, and loads what its groups share: scales, minima, zeros, of 32 columns each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from ..panels import PANEL
 from .panels import VECTOR_COLUMNS, BlockLayout
 
 _vector = partial(ir.VectorType, count=VECTOR_COLUMNS)
+
+
+def emit_block(
+    code: Code, layout: BlockLayout, panel: ir.Value, ahead: ir.Value, number: ir.Value, num_values: int
+) -> tuple[ir.Value, ir.Value]:
+    """Return the address of the block of a panel that has section `number` of K, and the section's number in it.
+
+    A section is `num_values` values of K; a block has one or several. The share of the bytes of the same block of panel
+    `ahead` that a section has is prefetched.
+    """
+    build, sections_per_block = code.build, layout.code_format.block // num_values
+    section_bytes = -(-layout.num_bytes // sections_per_block)
+    offset = build.mul(build.udiv(number, I64(sections_per_block)), I64(layout.num_bytes))
+    number_in_block = build.urem(number, I64(sections_per_block))
+    block, block_ahead = (build.gep(address, [offset]) for address in (panel, ahead))
+    code.prefetch(block_ahead, build.mul(number_in_block, I64(section_bytes)), I8, section_bytes)
+    return block, number_in_block
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,8 @@ class GroupScales:
     ) -> list[list[ir.Value]]:
         """Return the scales of a group, and if the format has minima those too: two vectors of 16 columns of each.
 
-        Bytes are multiplied by their super-scales, in the same order.
+        `super_scales` are those of the block: scales that are bytes are multiplied by the first of them, and minima
+        that are bytes by the second.
         """
         build, num_groups = self.code.build, self.layout.code_format.block // self.layout.code_format.group
         group_scales = []

@@ -14,7 +14,7 @@ from ..panels import PANEL
 from .panels import panel_bytes, stored_bytes
 
 
-class PartPlace(NamedTuple):
+class PartBegin(NamedTuple):
     """Where a part begins in the sequence of parts that a matrix repeats."""
 
     first_panel: int
@@ -40,20 +40,21 @@ class StoredParts:
         return "_".join([*(f"{code_format.key}x{size}" for code_format, size in self.parts), *repeats])
 
     def panel(self, code: Code, panels: ir.Value, index: ir.Value) -> ir.Value:
-        """Return the address of a panel, given by its number.
+        """Return the address of panel `index` of the matrix, which begins at `panels`.
 
-        Panels of one part have one size: the address is that of the part, and some panels.
+        The panel is in the last part that begins at it or before. Example: with parts of 2 and 3 panels, panel 4 is
+        number 2 of part 1, and its address is that of the part and twice the bytes of a panel of its format.
         """
-        build, address = code.build, panels
+        build, begin = code.build, panels
         if self.num_repeats > 1:
             repeat = build.udiv(index, I64(self._panels_per_repeat))
-            panels = address = build.gep(panels, [build.mul(repeat, I64(stored_bytes(self.depth, self.parts)))])
-        index = self._index_in_repeat(code, index)
-        for first_panel, first_byte, code_format in self._places():
+            begin = build.gep(panels, [build.mul(repeat, I64(stored_bytes(self.depth, self.parts)))])
+        index, address = self._index_in_repeat(code, index), begin
+        for first_panel, first_byte, code_format in self._part_begins():
             panels_in_part = build.sub(index, I64(first_panel))
             offset = build.add(build.mul(panels_in_part, I64(panel_bytes(code_format, self.depth))), I64(first_byte))
-            is_here = build.icmp_signed(">=", index, I64(first_panel))
-            address = build.select(is_here, build.gep(panels, [offset]), address)
+            is_here_or_later = build.icmp_signed(">=", index, I64(first_panel))
+            address = build.select(is_here_or_later, build.gep(begin, [offset]), address)
         return address
 
     @property
@@ -65,15 +66,15 @@ class StoredParts:
         return index if self.num_repeats == 1 else code.build.urem(index, I64(self._panels_per_repeat))
 
     def by_format(self, code: Code, panel: ir.Value, emit: Callable[[CodeFormat], None]) -> None:
-        """Emit code for each format, and branches: the code of a panel's own format runs. `panel` is its number."""
-        build, places = code.build, self._places()
-        if len(places) == 1:
-            emit(places[0].code_format)
+        """Emit a branch for each format; that of the panel's format runs. `panel` is the panel's number."""
+        build, begins = code.build, self._part_begins()
+        if len(begins) == 1:
+            emit(begins[0].code_format)
             return
         index = self._index_in_repeat(code, panel)
         has_format: dict[CodeFormat, ir.Value] = {}
-        ends = [place.first_panel for place in places[1:]] + [None]
-        for (first_panel, _, code_format), end in zip(places, ends, strict=True):
+        ends = [begin.first_panel for begin in begins[1:]] + [None]
+        for (first_panel, _, code_format), end in zip(begins, ends, strict=True):
             is_here = build.icmp_signed(">=", index, I64(first_panel))
             if end is not None:
                 is_here = build.and_(is_here, build.icmp_signed("<", index, I64(end)))
@@ -83,14 +84,14 @@ class StoredParts:
             with build.if_then(is_format):
                 emit(code_format)
 
-    def _places(self) -> list[PartPlace]:
+    def _part_begins(self) -> list[PartBegin]:
         """Return where each part begins."""
-        places, num_panels, num_bytes = list[PartPlace](), 0, 0
+        begins, num_panels, num_bytes = list[PartBegin](), 0, 0
         for code_format, size in self.parts:
-            places.append(PartPlace(num_panels, num_bytes, code_format))
+            begins.append(PartBegin(num_panels, num_bytes, code_format))
             num_panels += -(-size // PANEL)
             num_bytes += stored_bytes(self.depth, ((code_format, size),))
-        return places
+        return begins
 
 
 def stored_parts(depth: int, parts: CodeParts) -> StoredParts:

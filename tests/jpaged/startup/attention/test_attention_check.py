@@ -26,6 +26,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeS
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.startup.attention.check import (
+    MAX_CODES_ERRORS,
     MAX_ERROR,
     check_key,
     check_steps,
@@ -270,9 +271,18 @@ class WrongOrder(NativeOps):
         return pack_codes(codes, code_format, next(other for other in Order if other is not order))
 
 
+class CoarseRows(NativeOps):
+    """Rounds rows to fewer bits than a run promises."""
+
+    def product(self, x, weight, num_out):
+        coarse = jnp.float16 if weight.dtype == "float32" else jnp.float8_e4m3fn
+        return super().product(x.astype(coarse).astype(jnp.float32), weight, num_out)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_decoder_that_is_wrong_is_noticed(dtype: str) -> None:
     formats = list(CODE_FORMATS.values())
-    assert codes_error(NativeOps(), formats, dtype, CPU) < (1e-5 if dtype == "float32" else 1e-2)
+    assert codes_error(NativeOps(), formats, dtype, CPU) < MAX_CODES_ERRORS[dtype] / 2
     for code_format in formats:
         assert codes_error(WrongOrder(), [code_format], dtype, CPU) > MAX_ERROR
+        assert codes_error(CoarseRows(), [code_format], dtype, CPU) > MAX_CODES_ERRORS[dtype]
