@@ -51,8 +51,8 @@ class ProductArguments(NamedTuple):
     """Slots from one row to the next."""
     panel: ir.Value
     """Address of the panel, or of its unpacked steps."""
-    ahead: ir.Value | None
-    """Address of the panel that is prefetched, None for none; not used for steps that are unpacked."""
+    ahead: ir.Value
+    """Address of the panel that is prefetched; not used for steps that are unpacked."""
     sums: ir.Value
     """Address of the sums, float32 [rows, 32]. They start at zero if `begin` is 0."""
     begin: ir.Value
@@ -108,7 +108,6 @@ class IntegerCalls:
             arguments = ProductArguments(*values)
             for rows, halves in self._passes(num_rows):
                 _Product(code, self.has_avx512, self.num_planes, rows, halves, arguments).emit(source(code, arguments))
-                arguments = arguments._replace(ahead=None)  # The first pass has prefetched for all.
 
         call_linked(self.code, self._name(f"product_{name}_{num_rows}x{self.num_planes}"), [*given], emit)
 

@@ -72,13 +72,13 @@ class _FieldOfStep(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSteps:
-    """Steps of a panel as it is stored, `Order.QUADS`. Those of panel `ahead` are prefetched, if there is one."""
+    """Steps of a panel as it is stored, `Order.QUADS`. Those of panel `ahead` are prefetched."""
 
     code: Code
     layout: BlockLayout
     has_avx512: bool
     panel: ir.Value
-    ahead: ir.Value | None
+    ahead: ir.Value
 
     @property
     def run_len(self) -> int:

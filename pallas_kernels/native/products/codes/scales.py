@@ -15,20 +15,20 @@ _vector = partial(ir.VectorType, count=VECTOR_COLUMNS)
 
 
 def emit_block(
-    code: Code, layout: BlockLayout, panel: ir.Value, ahead: ir.Value | None, number: ir.Value, num_values: int
+    code: Code, layout: BlockLayout, panel: ir.Value, ahead: ir.Value, number: ir.Value, num_values: int
 ) -> tuple[ir.Value, ir.Value]:
     """Return the address of the block of a panel that has section `number` of K, and the section's number in it.
 
     A section is `num_values` values of K; a block has one or several. The share of the bytes of the same block of panel
-    `ahead` that a section has is prefetched, unless `ahead` is None.
+    `ahead` that a section has is prefetched.
     """
     build, sections_per_block = code.build, layout.code_format.block // num_values
     section_bytes = -(-layout.num_bytes // sections_per_block)
     offset = build.mul(build.udiv(number, I64(sections_per_block)), I64(layout.num_bytes))
     number_in_block = build.urem(number, I64(sections_per_block))
-    if ahead is not None:
-        code.prefetch(build.gep(ahead, [offset]), build.mul(number_in_block, I64(section_bytes)), I8, section_bytes)
-    return build.gep(panel, [offset]), number_in_block
+    block, block_ahead = (build.gep(address, [offset]) for address in (panel, ahead))
+    code.prefetch(block_ahead, build.mul(number_in_block, I64(section_bytes)), I8, section_bytes)
+    return block, number_in_block
 
 
 @dataclass(frozen=True)
