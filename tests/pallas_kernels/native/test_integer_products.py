@@ -164,7 +164,7 @@ def test_odd_rows_stay_what_they_are(vectors: str, monkeypatch: pytest.MonkeyPat
     be_vectors(monkeypatch, vectors)
     x = inputs(40, 512)
     x[3], x[5, 7], x[6, 9] = 0, np.nan, np.inf
-    x[8], x[9], x[10, :32], x[11] = 1e-28 * x[7], 2e34 * x[7], 0, 1e-42 * x[7]
+    x[8], x[9], x[10, :32], x[11] = 1e-28 * x[7], 3e36 / x[7].max() * x[7], 0, 1e-42 * x[7]
     (found,), decoded = results([("Q8_0", 70)], 512, [x])
     np.testing.assert_array_equal(found[[3, 11]], 0)  # Magnitudes below 2⁻¹⁰⁰ count as 0.
     assert np.isnan(found[[5, 6]]).all()
