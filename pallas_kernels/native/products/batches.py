@@ -12,7 +12,8 @@ from .multiplier import Batch, Batches
 MAX_BLOCK_ROWS = 252
 """Rows that a unit of work multiplies at most: 21 batches of 12, or 42 of 6."""
 MAX_SPECIALIZED_ROWS = 4
-"""Where code is compiled for any number of rows, an only batch of up to so many has code of its own for its number."""
+"""Where code is compiled for any number of rows: if all rows are one batch, and at most this many, code that is made
+for exactly that number runs."""
 
 
 def max_rows_together(has_avx512: bool) -> int:
@@ -21,7 +22,7 @@ def max_rows_together(has_avx512: bool) -> int:
 
 
 def rows_per_batch(num_rows: int, has_avx512: bool) -> int:
-    """Return how many rows each batch has, of the fewest that hold `num_rows`; some have one more. R is at least 1."""
+    """Return how many rows each batch has, of the fewest that hold `num_rows` ≥ 1 rows; some have one more."""
     return num_rows // -(-num_rows // max_rows_together(has_avx512))
 
 

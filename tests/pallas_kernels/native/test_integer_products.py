@@ -26,7 +26,7 @@ ROWS = (1, 2, 5, 13, 17, 40, 300)
 LARGEST_ERRORS = {"float32": 1e-6, "bfloat16": 5e-5}
 """As a share of norms. Rows of 24 bits leave float32's own error; rows of 16 bits are rounded more."""
 LOST_BITS = {"float32": 2.0**-24, "bfloat16": 2.0**-16}
-"""What rounding takes from each of 32 values of a row at most, as a share of the largest magnitude among them."""
+"""What rounding takes from each of 32 values of a row, up to about, as a share of the largest magnitude among them."""
 VECTORS = {"AVX2": False, "AVX-512": True}
 
 

@@ -1,8 +1,8 @@
 """Products with quantized matrices by integers: codes are not decoded, and rows are rounded to 24 or 16 bits.
 
 Each block of 32 values of a row becomes integers with a scale of their own. In float32 they have 24 bits: an error of
-up to 2⁻²⁴ of the block's largest magnitude. In bfloat16 they have 16 bits, 2⁻¹⁶, where rounding to bfloat16 is an error
-of up to 2⁻⁹ of each value. Weights are not rounded. A result has the same bits for any number of rows.
+up to about 2⁻²⁴ of the block's largest magnitude. In bfloat16 they have 16 bits, 2⁻¹⁶, where rounding to bfloat16 is
+an error of up to 2⁻⁹ of each value. Weights are not rounded. A result has the same bits for any number of rows.
 """
 
 from __future__ import annotations

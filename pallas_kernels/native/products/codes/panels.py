@@ -229,24 +229,26 @@ def _part_columns(
         as_bytes = as_bytes[..., 0] if dtype.itemsize == 1 else as_bytes
         return jax.lax.bitcast_convert_type(as_bytes, dtype).reshape(ids.shape[0], -1)
 
-    def bits_of(place: CodeBits) -> Array:
-        """Return some bits of each code of the column: int32 [T, blocks, K of a block]."""
-        bits = gathered(place.offsets).astype(jnp.int32) >> place.shifts[:, None, :]
-        return bits & ((1 << place.num_bits) - 1)
+    def numbers_of(bits: CodeBits) -> Array:
+        """Return the number that some bits of each code of the column are: int32 [T, blocks, K of a block]."""
+        shifted = gathered(bits.offsets).astype(jnp.int32) >> bits.shifts[:, None, :]
+        return shifted & ((1 << bits.num_bits) - 1)
 
     num_groups = code_format.block // code_format.group
-    kinds = range(code_format.num_scales)
-    kind_bytes = PANEL * num_groups * code_format.scale_dtype.itemsize
-    scales = [stored(layout.scales + i * kind_bytes, num_groups, code_format.scale_dtype) for i in kinds]
-    super_scales = [stored(2 * PANEL * i, 1, np.dtype(np.float16)) for i in kinds if code_format.super_group]
+    # The scales of all groups, then, if the format has them, their minima; super-scales alike.
+    scale_bytes = PANEL * num_groups * code_format.scale_dtype.itemsize
+    scale_begins = [layout.scales + i * scale_bytes for i in range(code_format.num_scales)]
+    scales = [stored(begin, num_groups, code_format.scale_dtype) for begin in scale_begins]
+    num_super_scales = code_format.num_scales if code_format.super_group else 0
+    super_scales = [stored(2 * PANEL * i, 1, np.dtype(np.float16)) for i in range(num_super_scales)]
     zeros = stored(layout.zeros, num_groups, np.dtype(np.uint8)) if code_format.has_zeros else None
     if order is Order.QUADS:
         low, *high = _places_in_quads(layout, column)
     else:
         low, *high = _places_in_chunks(layout, column, in_pairs=order is Order.PAIRS)
-    codes = bits_of(low)
-    for place in high:
-        codes = codes | bits_of(place) << 4
+    codes = numbers_of(low)
+    for bits in high:
+        codes = codes | numbers_of(bits) << 4
     found = Codes(codes.astype(jnp.uint8).reshape(ids.shape[0], depth), scales, super_scales, zeros)
     return decode(found, code_format, jnp)
 
