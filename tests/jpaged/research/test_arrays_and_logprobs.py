@@ -37,7 +37,7 @@ def check_arrays(arrays, prompts, temperature):
 @pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_drawn_and_scored_tokens_have_the_logprobs_of_the_mode(tiny, mode):
     """Greedy, at a temperature, with several samples, and in several chunks."""
-    with Engine(tiny, logprobs_mode=mode, **{**SIZES, "max_num_batched_tokens": 16}) as engine:
+    with Engine(tiny, logprobs_mode=mode, **SIZES, long_prefill_token_threshold=16) as engine:
         for temperature in (1.0, 0.7):
             scores = engine.logprobs(PROMPTS, temperature=temperature)
             assert scores.shape == (len(PROMPTS), 24)
@@ -90,11 +90,12 @@ def test_the_mass_that_truncation_left_is_what_tempered_and_processed_logprobs_d
 
 
 def test_preempted_samples_keep_their_logprobs(tiny):
-    with Engine(tiny, **{**SIZES, "num_blocks": 25, "num_host_blocks": 25}) as engine:
+    sizes = {**SIZES, "num_blocks": 25, "num_host_blocks": 25}
+    with Engine(tiny, logprobs_mode="tempered_logprobs", **sizes) as engine:
         for preemption in ("recompute", "swap"):
             before = engine.stats()[f"preemptions_{preemption}"]
             engine.scheduler.preemption = PreemptionPolicy(PreemptionMode(preemption))
-            check_arrays(engine.generate(PROMPTS, replace(PARAMS, n=4), return_arrays=True), PROMPTS, 1.0)
+            check_arrays(engine.generate(PROMPTS, replace(PARAMS, n=4), return_arrays=True), PROMPTS, 0.7)
             assert engine.stats()[f"preemptions_{preemption}"] > before
 
 

@@ -211,7 +211,6 @@ def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str, num_before: 
     else:
         by_version = [reference_logits(ids[:-1], seed)[first:] for seed in (0, 1)]
         logits = np.stack([by_version[seed][index] for index, seed in enumerate(seeds)])
-    logits = logits / PARAMS.temperature
     logits -= logits.max(axis=1, keepdims=True)
     return logits[np.arange(len(tokens)), tokens] - np.log(np.exp(logits).sum(axis=1))
 
@@ -229,7 +228,7 @@ def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_
     read: list[int] = []
     scored = [(prompt * 6)[:120] for prompt in PROMPTS[:2]]  # Several chunks, so that updates come between them.
     faults: list[Exception] = []
-    with Engine(tiny, params=OLD, logprobs_mode="tempered_logprobs", **SIZES, num_decode_steps=4) as engine:
+    with Engine(tiny, params=OLD, **SIZES, num_decode_steps=4) as engine:
         wanted = [np.asarray(engine.logprobs(scored))]
         engine.update_params(NEW, version=1)
         wanted.append(np.asarray(engine.logprobs(scored)))

@@ -16,7 +16,7 @@ VOCAB = CONFIG["vocab_size"]
 RNG = np.random.default_rng(3)
 CONTEXTS = [RNG.integers(1, VOCAB, size).tolist() for size in (50, 7, 33, 1, 64, 40)]
 CONTINUATIONS = [[RNG.integers(1, VOCAB, size).tolist() for size in (1, 5, 12, 1)] for _ in CONTEXTS]
-PREEMPTED: dict[str, Any] = {"num_blocks": 25, "max_num_batched_tokens": 24}
+PREEMPTED: dict[str, Any] = {"num_blocks": 25, "long_prefill_token_threshold": 24}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_top_logprobs_asked_ones_and_hidden_states_are_those_of_a_dense_model(en
         np.testing.assert_allclose(hidden[row, : len(ids)] @ head.T, reference_logits(ids), atol=1e-3)
         assert not own[row, len(ids) - 1 :].any()
         assert not hidden[row, len(ids) :].any()
-    for num_tops in (1, 64, 100):
+    for num_tops in (1, 100):
         token_ids, logprobs, log_rest = engine.logprobs(sequences, temperature=temperatures, top_k=num_tops)
         assert token_ids.shape == (4, longest - 1, num_tops)
         for row, one in enumerate(exact):
@@ -63,8 +63,8 @@ def test_top_logprobs_asked_ones_and_hidden_states_are_those_of_a_dense_model(en
             rest = np.exp(one)
             np.put_along_axis(rest, order, 0.0, axis=1)
             np.testing.assert_allclose(log_rest[row, : len(one)], np.log(rest.sum(axis=1)), atol=1e-4)
-    single = engine.logprobs(sequences[1], temperature=0.5, top_k=64)
-    assert [part.shape for part in single] == [(32, 64), (32, 64), (32,)]
+    single = engine.logprobs(sequences[1], temperature=0.5, top_k=100)
+    assert [part.shape for part in single] == [(32, 100), (32, 100), (32,)]
 
 
 @pytest.mark.parametrize("options", [{}, PREEMPTED, {"async_scheduling": False}], ids=["roomy", "preempted", "one"])

@@ -20,6 +20,7 @@ from ..tiny_model import CONFIG, SIZES, reference_logits, write_tiny_model
 from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
 
 README = Path(__file__).parents[3] / "README.md"
+NEWCOMERS = ["newcomer 0", "newcomer 1"]
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 
 
@@ -27,6 +28,12 @@ pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 def engine(tiny):
     with Engine(tiny, **SIZES, num_decode_steps=4) as engine:
         yield engine
+
+
+def add_newcomers(engine):
+    """Queue requests that no step has begun."""
+    for request_id, prompt in zip(NEWCOMERS, PROMPTS, strict=False):
+        engine.add_request(request_id, prompt, PARAMS)
 
 
 def spans(sample):
@@ -141,7 +148,7 @@ def test_samples_forks_and_beams_keep_their_versions(engine):
 def test_a_recomputed_prompt_is_scored_anew(tiny):
     """Some of its tokens were scored by the old weights before the update, in chunks."""
     prompt = [1 + index % 60 for index in range(100)]
-    with Engine(tiny, **{**SIZES, "max_num_batched_tokens": 16}) as engine:
+    with Engine(tiny, **SIZES, long_prefill_token_threshold=16) as engine:
         engine.add_request("a", prompt, replace(PARAMS, prompt_logprobs=0))
         step(engine, 2)
         engine.update_params(NEW, in_flight="recompute")
@@ -156,8 +163,9 @@ def test_a_whole_training_state_is_a_tree_too(engine, drawn):
 
 
 def test_an_interrupt_while_newcomers_are_held_back_loses_none(tiny, drawn, monkeypatch):
-    with Engine(tiny, **{**SIZES, "max_num_seqs": 2}) as engine:
-        begin(engine, 2)
+    with Engine(tiny, **SIZES) as engine:
+        begin(engine)
+        add_newcomers(engine)
         admission = engine.scheduler.admission
         for name in ("remove", "push"):
             call, calls = getattr(admission.waiting, name), count()
@@ -173,7 +181,8 @@ def test_an_interrupt_while_newcomers_are_held_back_loses_none(tiny, drawn, monk
                     engine.update_params(NEW, in_flight="wait")
         assert engine.weights_version == 0
         found = step(engine)
-    assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+    drawn_by_all = [found[request_id].outputs[0].token_ids for request_id in (*IDS, *NEWCOMERS)]
+    assert drawn_by_all == [*drawn["old"], *drawn["old"][:2]]
 
 
 def test_a_prefix_is_pinned_while_outputs_of_ended_requests_wait(engine):
@@ -331,18 +340,18 @@ def test_a_request_that_was_prepared_before_an_update_belongs_to_the_weights_tha
 
 
 def test_newcomers_wait_for_the_new_weights_also_if_a_step_fails_meanwhile(tiny, drawn, monkeypatch):
-    with Engine(tiny, **{**SIZES, "max_num_seqs": 2}) as engine:
-        begin(engine, 2)
-        begun = [request.request_id for request in engine.scheduler.running]
+    with Engine(tiny, **SIZES) as engine:
+        begin(engine)
+        add_newcomers(engine)
         dispatch, calls = engine.runner.dispatch, count()
         with monkeypatch.context() as patch:
             patch.setattr(engine.runner, "dispatch", lambda one: dispatch(one) if next(calls) != 1 else 1 / 0)
             engine.update_params(NEW, in_flight="wait")
         found = step(engine)
-    for index, request_id in enumerate(IDS):
-        is_old = request_id in begun
-        assert found[request_id].outputs[0].token_ids == drawn["old" if is_old else "new"][index]
-        assert spans(found[request_id].outputs[0]) == [(0 if is_old else 1, 0, 24)]
+    for ids, version, name in ((IDS, 0, "old"), (NEWCOMERS, 1, "new")):
+        for request_id, wanted in zip(ids, drawn[name], strict=False):
+            assert found[request_id].outputs[0].token_ids == wanted
+            assert spans(found[request_id].outputs[0]) == [(version, 0, 24)]
 
 
 @pytest.mark.parametrize("copy", [True, False])

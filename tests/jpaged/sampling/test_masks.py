@@ -56,8 +56,17 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", list(SampleMode)[:3])
-@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize(
+    ("mode", "logprobs_mode"),
+    [
+        (SampleMode.GREEDY, "raw_logprobs"),
+        (SampleMode.RANDOM, "raw_logprobs"),
+        (SampleMode.SCORED, "raw_logprobs"),
+        (SampleMode.SCORED, "processed_logprobs"),
+        pytest.param(SampleMode.GREEDY, "processed_logprobs", marks=pytest.mark.slow),
+        pytest.param(SampleMode.RANDOM, "processed_logprobs", marks=pytest.mark.slow),
+    ],
+)
 def test_a_masked_row_draws_what_it_draws_from_logits_that_lack_the_other_tokens(mode, logprobs_mode, logits, allowed):
     settings = SampleSettings(max_logprobs=3, logprobs_mode=logprobs_mode)
     masked = run(logits, MIXED, mode, masks=packed(allowed), settings=settings)

@@ -202,9 +202,9 @@ def test_top_k_tells_neighbouring_float32_numbers_apart(control_flow):
 
 
 def test_a_uniform_distribution_keeps_every_token_under_every_rule():
-    rules = [full_rules(rule, 600) for rule in RULES.values()]
+    rules = [full_rules(rule, 1000) for rule in RULES.values()]
     for control_flow in (DYNAMIC, STATIC):
-        assert (np.asarray(kept_weights(jnp.zeros((len(rules), 600)), make_rows(rules), control_flow)) == 1.0).all()
+        assert (np.asarray(kept_weights(jnp.zeros((len(rules), 1000)), make_rows(rules), control_flow)) == 1.0).all()
 
 
 def is_drawn_from(weights, counts):
@@ -259,16 +259,16 @@ def test_a_temperature_that_is_greedy_on_the_host_is_greedy_on_the_device():
     assert (draw(np.zeros((64, 50), np.float32), rules, output_index=np.arange(64)).token_ids == 0).all()
 
 
-@pytest.mark.parametrize("control_flow", [DYNAMIC, STATIC])
+@pytest.mark.parametrize("control_flow", [DYNAMIC, pytest.param(STATIC, marks=pytest.mark.slow)])
 def test_a_top_p_of_zero_leaves_the_token_that_is_taken_without_a_draw(control_flow):
     """Also where tokens tie, after the other rules, and for what is told of the draw."""
-    logits = np.random.default_rng(24).integers(-3, 3, (32, 300)).astype(np.float32)
-    rules = [{**full_rules(rule, 300), "top_p": 0.0} for rule in list(RULES.values()) * 2][:32]
-    found = draw(logits, rules, output_index=np.arange(32), control_flow=control_flow)
+    logits = np.random.default_rng(24).integers(-3, 3, (18, 1000)).astype(np.float32)
+    rules = [{**full_rules(rule, 1000), "top_p": 0.0} for rule in [*RULES.values(), NO_RULE]]
+    found = draw(logits, rules, output_index=np.arange(18), control_flow=control_flow)
     assert np.array_equal(found.token_ids, logits.argmax(axis=1))
-    rows = replace(make_rows(rules), score=np.full(32, Score.OWN | Score.TOPS | Score.MASS, np.int32))
+    rows = replace(make_rows(rules), score=np.full(18, Score.OWN | Score.TOPS | Score.MASS, np.int32))
     for mode in ("processed_logprobs", "tempered_logprobs"):
-        settings = SampleSettings(max_logprobs=2, logprobs_mode=mode, control_flow=control_flow)
+        settings = SampleSettings(max_logprobs=4, logprobs_mode=mode, control_flow=control_flow)
         scores = run(logits, rows, SampleMode.FULL, settings).scores
         both = zip(logits, rules, strict=True)
         exact = np.array([exact_logprobs(row, rule["temperature"]).max() for row, rule in both])
@@ -306,13 +306,16 @@ def test_a_row_that_is_not_finite_is_flagged_and_changes_no_other_row(mode, dama
 
 
 def test_minus_infinity_is_a_token_that_is_never_drawn():
-    logits = np.full((4096, 600), -np.inf, np.float32)
-    allowed = [0, 511, 512, 599]
+    logits = np.full((32, 1000), -np.inf, np.float32)
+    allowed = [0, 511, 512, 999]
     logits[:, allowed] = 0.0
     for rule in ("none", "top-k 7", "top-p 0.5", "all"):
-        result = draw(logits, [full_rules(RULES[rule], 600)] * 4096, output_index=np.arange(4096))
-        assert result.is_finite.all()
-        assert sorted(set(result.token_ids.tolist())) == allowed
+        found = set()
+        for call in range(16):
+            result = draw(logits, [full_rules(RULES[rule], 1000)] * 32, output_index=32 * call + np.arange(32))
+            assert result.is_finite.all()
+            found |= set(result.token_ids.tolist())
+        assert sorted(found) == allowed
 
 
 def test_huge_logits_overflow_nothing():
@@ -373,7 +376,6 @@ def test_a_draw_is_the_same_in_any_row_of_any_bucket():
     together = tokens(range(24), 24)
     assert np.array_equal(tokens(range(23, -1, -1), 64)[:24], together[::-1])
     assert [tokens([row], 1)[0] for row in range(24)] == together.tolist()
-    assert [tokens([row], 8)[0] for row in range(24)] == together.tolist()
 
 
 # The tree
@@ -490,13 +492,16 @@ def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
 def test_the_mode_changes_no_token():
     logits = make_logits(len(RULES), 1000, seed=11)
     rules = [full_rules(rule, 1000) for rule in RULES.values()]
-    with_logprobs = draw(logits, rules, SampleMode.FULL, 3)
+    with_logprobs = draw(logits, rules, SampleMode.FULL)
     without = draw(logits, rules, SampleMode.RANDOM)
     assert np.array_equal(with_logprobs.token_ids, without.token_ids)
     assert without.scores is None
 
 
-@pytest.mark.parametrize(("max_logprobs", "num_top"), [(0, 0), (1, 1), (11, 11), (20, 11)])
+@pytest.mark.parametrize(
+    ("max_logprobs", "num_top"),
+    [(0, 0), *(pytest.param(count, count, marks=pytest.mark.slow) for count in (1, 11)), (20, 11)],
+)
 def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
     scores = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.FULL, max_logprobs).scores
     assert [part.shape for part in scores.top(1, max_logprobs)] == [(num_top,)] * 2
@@ -506,26 +511,26 @@ def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
 
 def test_only_rows_that_ask_for_logprobs_get_some():
     """Any number of rows may ask, at any index, and logprobs change no drawn token."""
-    logits = make_logits(19, 1000, seed=13)
-    rules = [full_rules(RULES[name], 1000) for name in (*RULES, "none", "hot")]
-    rows = make_rows(rules, output_index=np.arange(19))
-    settings = SampleSettings(max_logprobs=4)
+    logits = make_logits(32, 1000, seed=13)
+    rules = [full_rules(RULES[name], 1000) for name in [*RULES, *RULES][:32]]
+    rows = make_rows(rules, output_index=np.arange(32))
+    settings = SampleSettings(max_logprobs=5)
     whole = jax.tree.map(np.asarray, run(jnp.asarray(logits), rows, SampleMode.FULL, settings))
-    for wanted in ([], [0], [18], [3, 4, 11], list(range(8)), list(range(0, 19, 2)), list(range(19))):
-        score = np.zeros(19, np.int32)
+    for wanted in ([], [0], [31], [3, 4, 11], list(range(8)), list(range(0, 32, 2)), list(range(32))):
+        score = np.zeros(32, np.int32)
         score[wanted] = Score.OWN
         with_tops = wanted[::3] if len(wanted) > 1 else []
         score[with_tops] |= Score.TOPS
         changed = replace(rows, score=jnp.asarray(score))
         some = jax.tree.map(np.asarray, run(jnp.asarray(logits), changed, SampleMode.FULL, settings))
-        for row in range(19):
+        for row in range(32):
             assert some.token_ids[row] == whole.token_ids[row]
             if row in wanted:
                 exact = exact_logprobs(logits[row], 1.0)
                 assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
             if row in with_tops:
                 assert np.array_equal(some.scores.top_token_ids[row], whole.scores.top_token_ids[row])
-                np.testing.assert_allclose(some.scores.top_logprobs[row], -np.sort(-exact)[:4], atol=1e-5, rtol=0)
+                np.testing.assert_allclose(some.scores.top_logprobs[row], -np.sort(-exact)[:5], atol=1e-5, rtol=0)
 
 
 def exact_logprobs(logits, temperature):
@@ -535,8 +540,8 @@ def exact_logprobs(logits, temperature):
 
 
 def test_tempered_logprobs_are_those_before_truncation_in_every_mode_that_scores():
-    logits = make_logits(len(RULES), 1000, seed=17)
-    rules = [full_rules(rule, 1000) for rule in RULES.values()]
+    rules = [full_rules(rule, 1000) for rule in [*RULES.values(), GREEDY_ROW]]
+    logits = make_logits(len(rules), 1000, seed=17)
     for mode in (SampleMode.SCORED, SampleMode.FULL):
         settings = SampleSettings(max_logprobs=4, logprobs_mode="tempered_logprobs")
         result = jax.tree.map(np.asarray, run(jnp.asarray(logits), make_rows(rules), mode, settings))
@@ -632,9 +637,9 @@ def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_l
 
 def test_greedy_rows_are_not_truncated():
     """Else padding rows, which are all zeros, top-p 0 included, would have every step search thresholds for them."""
-    logits = make_logits(len(RULES), 1000, seed=15)
-    settings = SampleSettings(max_logprobs=20, logprobs_mode="processed_logprobs")
-    rules = [{**full_rules(rule, 1000), "temperature": 0.0} for rule in RULES.values()]
+    rules = [{**full_rules(rule, 1000), "temperature": 0.0} for rule in [*RULES.values(), {"top_p": 0.0}]]
+    logits = make_logits(len(rules), 1000, seed=15)
+    settings = SampleSettings(max_logprobs=4, logprobs_mode="processed_logprobs")
     scores = run(jnp.asarray(logits), make_rows(rules), SampleMode.FULL, settings).scores
     plain = run(jnp.asarray(logits), make_rows([GREEDY_ROW] * len(rules)), SampleMode.FULL, settings).scores
     assert np.array_equal(scores.top_logprobs, plain.top_logprobs)
