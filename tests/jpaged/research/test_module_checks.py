@@ -69,6 +69,9 @@ class Small(nnx.Module):
         return self.tokens.attend(hidden)
 
 
+jitted_logprobs = nnx.jit(dense_logprobs)
+
+
 def both_logprobs(module):
     """Return the logprobs of the tokens that an engine has drawn, by the engine and by the dense forward."""
     with Engine(module, **SIZES) as engine:
@@ -76,7 +79,7 @@ def both_logprobs(module):
         assert engine.stats()["recompiles"] == 0
     ids = [*IDS, *sample.token_ids]
     ours = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
-    return np.array(ours), np.asarray(dense_logprobs(module, jnp.array([ids]))[0, len(IDS) - 1 :])
+    return np.array(ours), np.asarray(jitted_logprobs(module, jnp.array([ids]))[0, len(IDS) - 1 :])
 
 
 WINDOWED, CAPPED = replace(LAYER, window=8), replace(LAYER, soft_cap=2.0)
@@ -371,7 +374,7 @@ def test_the_weights_of_a_module_are_found_in_a_training_state():
     with Engine(other, params={"params": doubled, "ema_params": state}, **SIZES) as engine:
         before = np.asarray(engine.logprobs(IDS))
         engine.update_params({"step": 3, "params": state, "opt_state": [{"mu": doubled, "nu": doubled}]})
-        wanted = np.asarray(dense_logprobs(module, jnp.array([IDS]))[0])
+        wanted = np.asarray(jitted_logprobs(module, jnp.array([IDS]))[0])
         assert np.abs(engine.logprobs(IDS) - wanted).max() < 1e-4 < np.abs(before - wanted).max()
 
 
@@ -401,7 +404,7 @@ def test_what_a_trainer_sets_to_debug_its_own_code_changes_nothing():
         scores = np.asarray(engine.logprobs(IDS))
     with engine:
         assert engine.generate(IDS, params)[0].outputs[0].token_ids == inside
-        assert np.abs(scores - dense_logprobs(module, jnp.array([IDS]))[0]).max() < 1e-4
+        assert np.abs(scores - jitted_logprobs(module, jnp.array([IDS]))[0]).max() < 1e-4
         assert engine.stats()["recompiles"] == 0
 
 
@@ -413,5 +416,5 @@ def test_a_module_of_float64_is_served_in_float32():
             state = jax.tree.map(lambda leaf, factor=factor: np.float64(factor) * leaf, nnx.state(module))
             engine.update_params(state)
             narrow = nnx.merge(nnx.graphdef(module), jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), state))
-            wanted = dense_logprobs(narrow, jnp.array([IDS]))[0]
+            wanted = jitted_logprobs(narrow, jnp.array([IDS]))[0]
             assert np.abs(engine.logprobs(IDS) - wanted).max() < 1e-4

@@ -130,9 +130,10 @@ class Named(Dropped):
 def adapted(dtype):
     """Return a model of Linen behind the adapter of the example."""
     example, ids = import_module("linen_model"), jnp.arange(8)
-    params = example.Model().init(jax.random.key(0), unpaged_inputs(ids, ids), DenseAttention(1))["params"]
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return example.Linen(example.Model(), params, replace(example.SPEC, dtype=dtype))
+    model = example.Model()
+    init = jax.jit(lambda key: model.init(key, unpaged_inputs(ids, ids), DenseAttention(1))["params"])
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
+    return example.Linen(model, params, replace(example.SPEC, dtype=dtype))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -213,7 +214,7 @@ def served():
         yield start
 
 
-def training_state(module: nnx.Module, optimizer: nnx.Optimizer) -> Any:
+def training_state(module: nnx.Module, optimizer: nnx.Optimizer | None) -> Any:
     """Return all that a trainer has of a module: its state and the optimizer's, or for Linen a TrainState."""
     if isinstance(module, Plain):
         return nnx.state((module, optimizer))
@@ -221,7 +222,7 @@ def training_state(module: nnx.Module, optimizer: nnx.Optimizer) -> Any:
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
 
-CASES = [(adapted, "float32")]
+CASES = [(Normed, "float32")]
 SLOW = [
     pytest.param(kind, dtype, marks=pytest.mark.slow)
     for kind in (Named, Normed, Scanned, adapted)
@@ -271,6 +272,18 @@ def test_running_statistics_may_stand_beside_the_parameters(served, name):
         engine.update_params(
             {**nnx.to_pure_dict(nnx.state(module, nnx.Param)), "betwen": {"0": {"mean": jnp.ones(16)}}}
         )
+
+
+def test_a_model_of_linen_scores_what_its_own_forward_says(monkeypatch):
+    """Before and after an update from a training state."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    module, own = adapted("float32"), nnx.jit(dense_logprobs)
+    with Engine(module, **SIZES) as engine:
+        for seed in (1, 2):
+            theirs = own(module, jnp.array([PROMPTS[0]]))[0]
+            np.testing.assert_allclose(engine.logprobs(PROMPTS[0]), theirs, atol=MAX_DIFFERENCE["float32"])
+            train(module, seed)
+            engine.update_params(training_state(module, None))
 
 
 def test_what_calls_have_left_and_values_that_are_no_arrays_are_no_weights():

@@ -60,7 +60,7 @@ VARIANTS = {
     "smollm3_window",
 }  # fmt: skip
 """Models whose options other models of every run have, of their family or of one that shares the code of the option."""
-FAST_XLA = ("gemma3", "gpt2", "gpt_oss", "llama")
+FAST_XLA = ("gpt2", "gpt_oss", "llama")
 TPU_FOLDERS = {"gpt2", "gpt_oss", "llama_tied", "qwen2_moe"}
 """Models whose weights are compared as TPUs store them: their widths, 32 and 64, are padded to 128 columns."""
 

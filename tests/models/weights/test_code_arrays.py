@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from jpaged import Engine, EngineConfig, ModelLoadError, SamplingParams
 from jpaged.models.config.decoder import DecoderConfig
-from jpaged.models.dense import dense_logits
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.opening.reading import config_from_hf
@@ -37,11 +36,10 @@ from jpaged.startup.attention.expected import random_codes
 from jpaged.startup.open_model import open_model
 
 from .processes import run_over_devices
-from .test_coded import ENGINE, write_file
+from .test_coded import AT_LOAD, ENGINE, logits_of, write_file
 from .test_packed_models import MODELS, write_model
 
 pytestmark = pytest.mark.usefixtures("few_buckets")
-AT_LOAD = ("int8", "fp8", "int4")
 
 
 def numbers_of(tensors: dict[str, np.ndarray], quantization: str) -> dict[str, np.ndarray]:
@@ -61,14 +59,6 @@ def weights_of(config: DecoderConfig, checkpoint: Any, num_devices: int = 1, dty
     return load_weights(abstract, config, checkpoint)
 
 
-def logits_of(weights: Weights) -> np.ndarray:
-    ids = jnp.asarray(np.random.default_rng(1).integers(0, 70, (2, 20)))
-    mesh = next(iter(jax.tree.leaves(weights.state))).sharding.mesh
-    with jax.set_mesh(mesh):
-        run = jax.jit(lambda state: dense_logits(nnx.merge(weights.graph, state), ids))
-        return np.asarray(run(weights.state))[..., :70]
-
-
 def model(directory: Path, *, is_tied: bool, has_biases: bool = False) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
     """Return a model of floats: 128 inputs of most matrices, and 96 of one that 8 devices share in parts of 12."""
     path = write_file(directory, kind=GGMLQuantizationType.F32, is_tied=is_tied, has_biases=has_biases)
@@ -76,16 +66,17 @@ def model(directory: Path, *, is_tied: bool, has_biases: bool = False) -> tuple[
     return config, {name: checkpoint.read(name, slice(None)) for name in checkpoint.names()}
 
 
-def errors_over(directory: Path, *, is_tied: bool, sizes: tuple[int, ...]) -> dict[str, float]:
+def errors_over(
+    directory: Path, *, is_tied: bool, num_devices: int, quantizations: tuple[str, ...]
+) -> dict[str, float]:
     """Return how far logits of codes are from those of their numbers, as a share of the largest one."""
     config, tensors = model(directory, is_tied=is_tied)
     errors = {}
-    for quantization in AT_LOAD:
+    for quantization in quantizations:
         wanted = logits_of(weights_of(config, TreeCheckpoint(numbers_of(tensors, quantization))))
-        for size in sizes:
-            quantized = QuantizedCheckpoint(TreeCheckpoint(tensors), quantization)
-            found = logits_of(weights_of(config, quantized, size))
-            errors[f"{quantization} {size}"] = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+        quantized = QuantizedCheckpoint(TreeCheckpoint(tensors), quantization)
+        found = logits_of(weights_of(config, quantized, num_devices))
+        errors[quantization] = float(np.abs(found - wanted).max() / np.abs(wanted).max())
     return errors
 
 
@@ -105,7 +96,7 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(
     """
     monkeypatch.setattr(Target, "platform", platform)
     abstract_weights.cache_clear()
-    errors = errors_over(tmp_path, is_tied=is_tied, sizes=(1,))
+    errors = errors_over(tmp_path, is_tied=is_tied, num_devices=1, quantizations=AT_LOAD)
     abstract_weights.cache_clear()
     assert max(errors.values()) < 1e-5, errors
 
@@ -133,16 +124,19 @@ OVER_MESHES = """
 import json, sys
 from pathlib import Path
 from tests.models.weights.test_code_arrays import check_update, errors_over
-errors = errors_over(Path(sys.argv[1]), is_tied=False, sizes=(8,))
+errors = errors_over(Path(sys.argv[1]), is_tied=False, num_devices=8, quantizations=("int8", "int4"))
 check_update(Path(sys.argv[1]), 8)
 print(json.dumps(errors))
 """
 
 
 def test_logits_over_several_devices_are_those_of_one(tmp_path: Path) -> None:
-    """12 of 96 inputs are on each of 8 devices, so groups of 32 are cut to 4; heads and vocabulary are padded."""
+    """12 of 96 inputs are on each of 8 devices, so groups of 32 are cut to 4; heads and vocabulary are padded.
+
+    Codes of fp8 lie as those of int8 do.
+    """
     errors = json.loads(run_over_devices(8, OVER_MESHES, str(tmp_path)).splitlines()[-1])
-    assert len(errors) == 3
+    assert errors.keys() == {"int8", "int4"}
     assert max(errors.values()) < 1e-4, errors
 
 

@@ -84,6 +84,14 @@ def loaded(path: Path, dtype: str, *, keeps_codes: bool) -> Weights:
     return load_weights(abstract, config, checkpoint)
 
 
+def logits_of(weights: Weights) -> np.ndarray:
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, 70, (2, 20)))
+    mesh = next(iter(jax.tree.leaves(weights.state))).sharding.mesh
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda state: dense_logits(nnx.merge(weights.graph, state), ids))
+        return np.asarray(run(weights.state))[..., :70]
+
+
 def formats_of(weights: Weights) -> dict[str, list[tuple[str, int]]]:
     """Return the formats of the columns of each matrix that is kept as codes."""
     return {
@@ -134,9 +142,8 @@ def test_logits_are_those_with_decoded_weights(
         request.addfinalizer(jax.clear_caches)
         jax.clear_caches()  # Traces of the same shapes are of integers, and those of this test are not.
     path = write_file(tmp_path, is_tied=is_tied)
-    ids = jnp.asarray(np.random.default_rng(1).integers(0, 70, (2, 20)))
     coded, plain = (loaded(path, dtype, keeps_codes=keeps_codes) for keeps_codes in (True, False))
-    logits = [dense_logits(nnx.merge(weights.graph, weights.state), ids) for weights in (coded, plain)]
+    logits = [logits_of(weights) for weights in (coded, plain)]
     if is_decoded:
         np.testing.assert_array_equal(*logits)
     else:
@@ -208,11 +215,9 @@ def logprobs_of(engine: Engine) -> list[Any]:
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
     [
-        *(("fp8", "bfloat16"), ("int4", "float32")),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32"), ("int4", "bfloat16"))
-        ),
+        pytest.param(quantization, dtype, marks=[pytest.mark.slow] * ((quantization, dtype) != ("fp8", "bfloat16")))
+        for quantization in AT_LOAD
+        for dtype in ("float32", "bfloat16")
     ],
 )
 def test_floats_are_quantized_as_they_are_read_and_as_they_are_given(
@@ -256,15 +261,15 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
     """int8 changes logits a little, and takes a quarter of the memory."""
     path, logits, sizes = write_file(tmp_path), [], []
     config, _ = open_checkpoint(path)
-    mesh, ids = device_mesh(jax.devices()[:1]), jnp.arange(20)[None]
+    mesh = device_mesh(jax.devices()[:1])
     for formats in ((), formats_at_load("int8", tensor_shapes(config, mesh))):
         weights = dummy_weights(abstract_weights(config, "float32", mesh, NATIVE_OPS, formats))
-        logits.append(np.asarray(dense_logits(nnx.merge(weights.graph, weights.state), ids)))
+        logits.append(logits_of(weights))
         sizes.append(weights.size_bytes)
     assert sizes[1] < 0.3 * sizes[0]
     assert 0 < np.abs(logits[1] - logits[0]).max() < 0.05 * np.abs(logits[0]).max()
-    with Engine(str(path), load_format="dummy", quantization="fp8", **ENGINE) as engine:
-        assert logprobs_of(engine)
+    with Engine(str(path), load_format="dummy", quantization="fp8", dtype="bfloat16", **ENGINE) as engine:
+        assert logprobs_of(engine), "by the programs of floats that are quantized as they are read"
 
 
 def test_codes_under_the_engines_own_paths_are_taken(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def test_an_engine_takes_trees_of_experts_sleeps_and_saves_them(
         monkeypatch.setattr(XlaBackend, "layer_ops", ops)
     options: dict[str, Any] = SIZES | {
         "max_model_len": 64, "attention_backend": backend, "quantization": quantization, "skip_tokenizer_init": True,
+        "num_decode_steps": 1,
     }  # fmt: skip
     tensors = tensors_of("mixtral")
 
