@@ -1,8 +1,8 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
     python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
-        [--pages N] [--tokens N] [--quantization FORMAT [--tied] [--decodes-only]] [--expert-parallel]
-        [--prompts-only]
+        [--pages N] [--tokens N] [--quantization FORMAT [--tied]] [--expert-parallel]
+        [--decodes-only | --prompts-only]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
@@ -430,11 +430,9 @@ def main() -> None:
             if args.quantization:
                 # A GPU has no loop of decode steps where groups have scales.
                 has_loop = target != "h100" or not has_group_scales(programs.weights.state)
-                keys = (*keys[: 3 if has_loop else 2], ("sample", 8, sample_mode))[: 1 if args.decodes_only else None]
-            elif is_cut:
-                if args.prompts_only:
-                    keys = keys[1:2]
-                elif model.experts is not None:
+                keys = *keys[: 3 if has_loop else 2], ("sample", 8, sample_mode)
+            elif is_cut and not args.prompts_only:
+                if model.experts is not None:
                     keys = keys[:2]
                 elif args.config and num_devices > 1:
                     keys = keys[2:]  # A step and the drawing of its tokens.
@@ -444,6 +442,10 @@ def main() -> None:
                     keys = (*keys, ("sample", 8, SampleMode.FULL))
                 else:
                     keys = keys[:2]
+            if args.decodes_only:
+                keys = keys[:1]
+            elif args.prompts_only:
+                keys = keys[1:2]
             for key in keys:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)

@@ -4,7 +4,6 @@ Most tests call the command's entry in this process. A process of its own runs w
 with an encoding of its own, and to see what is imported.
 """
 
-import io
 import json
 import os
 import re
@@ -12,14 +11,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jpaged.commands.generate import main
 from jpaged.config.engine_config import EngineConfig
 from jpaged.startup.open_model import open_model
 
@@ -43,15 +40,6 @@ def test_the_default_model_answers_offline_in_a_process_of_its_own_without_torch
     for shown in ("attention: ", "tokens/s", "recompiles 0", "temperature 0.0 (flag)", "top_p 0.9 (model)"):
         assert shown in run.stderr
     assert "ends: 2 (<|im_end|>), 0 (<|endoftext|>), 4 (<reponame>)" in run.stderr
-
-
-def test_output_goes_on_where_stdout_knows_no_unicode(tiny: str) -> None:
-    written = io.BytesIO()
-    with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")) as out, redirect_stderr(io.StringIO()):
-        assert main(["-m", tiny, *SIZE_FLAGS, "-n", "30", "--ignore-eos", "hi"]) == 0
-        out.flush()
-        assert out.encoding == "ascii"
-        assert len(written.getvalue()) > 10
 
 
 def test_results_stand_in_input_order_with_the_bad_line_as_an_error(prompt_file: Path, unbroken: Path) -> None:

@@ -69,7 +69,15 @@ def test_outputs_of_a_real_tokenizer_validate_as_the_detokenizer_writes_them(nam
         assert detokenizer.delta(finished=True).encode() == output
 
 
-@pytest.mark.parametrize("name", ["byte-level", "SentencePiece", "SentencePiece, tiny", "GGUF, SentencePiece"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "byte-level",
+        "SentencePiece",
+        "SentencePiece, tiny",
+        pytest.param("GGUF, SentencePiece", marks=pytest.mark.slow),
+    ],
+)
 def test_an_output_that_is_cut_within_a_character_is_a_valid_beginning_byte_by_byte(name):
     tokenizer, text = TOKENIZERS[name](), "é日本語 é🦙!"
     grammars = grammars_of(tokenizer)

@@ -24,7 +24,7 @@ from jpaged.text.tokenizer import Tokenizer, load_tokenizer
 
 from ...gguf_file import write_gguf
 from .published_tokenizers import (
-    MOST_FAMILIES,
+    FAMILIES,
     TEXTS,
     byte_tokenizer,
     family_directory,
@@ -75,7 +75,10 @@ def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(text):
 # Hugging Face directories.
 
 
-@pytest.mark.parametrize("family", MOST_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("bert", "deepseek", "llama2"))) for name in FAMILIES],
+)
 def test_a_directory_encodes_as_its_tokenizer_json_says(family):
     tokenizer = load_family(family)
     raw = tokenizers.Tokenizer.from_file(str(family_directory(family) / "tokenizer.json"))
@@ -89,7 +92,10 @@ def test_a_directory_encodes_as_its_tokenizer_json_says(family):
     assert tokenizer.vocab_size == max(raw.get_vocab().values()) + 1
 
 
-@pytest.mark.parametrize("family", ["deepseek", "llama3", "mistral", "qwen", *MOST_FAMILIES[3:4]])
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "llama3", "qwen"))],
+)
 def test_a_directory_encodes_and_decodes_as_transformers_does(family):
     """transformers 5 loads these families from tokenizer.json; others it rebuilds from the vocabulary alone.
 
@@ -215,7 +221,6 @@ def gemma_metadata():
     return values | ggml({"scores": scores})
 
 
-PUBLISHED = {"deepseek-v3": "deepseek", "gpt-4o": "o200k", "llama-bpe": "llama3", "qwen2": "qwen"}
 MORE_TEXTS = [
     "<|im_start|>user\n1999<|endoftext|>",
     "HTTPServer's IDs 'RE",
@@ -225,7 +230,15 @@ MORE_TEXTS = [
 
 
 @pytest.mark.parametrize(
-    ("pre", "family"), [*PUBLISHED.items(), pytest.param("default", "gemma", marks=pytest.mark.slow)]
+    ("pre", "family"),
+    [
+        ("deepseek-v3", "deepseek"),
+        ("llama-bpe", "llama3"),
+        *(
+            pytest.param(pre, family, marks=pytest.mark.slow)
+            for pre, family in (("default", "gemma"), ("gpt-4o", "o200k"), ("qwen2", "qwen"))
+        ),
+    ],
 )
 def test_a_gguf_encodes_as_the_directory_it_was_made_from(pre, family):
     metadata = gemma_metadata() if family == "gemma" else metadata_of(family, pre)
@@ -635,6 +648,7 @@ GREEDY_TEMPLATES = {
 @pytest.mark.parametrize("template", GREEDY_TEMPLATES.values(), ids=GREEDY_TEMPLATES.keys())
 def test_a_template_that_exceeds_a_limit_is_an_error_of_the_request(template, monkeypatch):
     monkeypatch.setattr("jpaged.text.template_environment.MAX_RENDER_S", 0.3)
+    monkeypatch.setattr("jpaged.text.template_environment.MAX_LEN", 1 << 20)
     tokenizer = chat_tokenizer(LINES)
     with pytest.raises(InvalidRequestError, match=r"it takes more than|it makes a") as caught:
         tokenizer.render_chat(HELLO, template=template)
