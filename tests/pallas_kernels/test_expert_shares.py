@@ -105,11 +105,10 @@ def sums(num_devices, by_expert, group=0):
 for group in (0, None, 2):
     wanted, _ = sums(1, False, group)
     assert np.isfinite(wanted).all()
-    for num_devices in (2, 8) if group == 0 else (8,):
-        for by_expert in (False, True):
-            found, collectives = sums(num_devices, by_expert, group)
-            error = float(np.abs(found - wanted).max())
-            print(json.dumps([group, num_devices, by_expert, error, collectives]))
+    for by_expert in (False, True):
+        found, collectives = sums(8, by_expert, group)
+        error = float(np.abs(found - wanted).max())
+        print(json.dumps([group, by_expert, error, collectives]))
 """
 """Prints, for floats, codes and codes in groups, by how much sums over devices differ, and how many collectives they
 have. Experts that pad the others hold NaN."""
@@ -127,7 +126,7 @@ def sums():
 
 def test_experts_and_a_shared_mlp_give_over_devices_what_they_give_on_one(sums):
     """Whole experts, or a share of each, with biases of all kinds; sums differ by rounding alone."""
-    assert len(sums) == 8
+    assert len(sums) == 6
     for *case, error, _ in sums:
         assert error < 1e-4, case
 

@@ -115,6 +115,8 @@ def is_fast(name: str, processor: str, dtype: str) -> bool:
     """Return whether each run multiplies this: every format in one of the dtypes, and some for all processors."""
     if processor == "AVX-512":  # Of float32 that is the code of the next, of bfloat16 the steps of AVX2.
         return False
+    if (processor, dtype) == ("AVX512-BF16", "float32"):  # The decoder of a processor with a matrix unit.
+        return False
     if processor != "this":
         return name in EVERYWHERE and dtype == DTYPES[EVERYWHERE.index(name) % len(DTYPES)]
     return dtype == DTYPES[list(FORMATS).index(name) % len(DTYPES)]
@@ -137,7 +139,7 @@ def test_products_have_the_bits_of_those_with_the_decoded_matrix(
                 pytest.skip(f"this processor has no {feature}")
         be_processor(monkeypatch, **features)
     # Decoded for a single batch as it is multiplied, and for several batches before; for two units of work.
-    for num_out, depth, row_counts in ((70, 512, (2, 300)), (32, 1792, (1, 17))):
+    for num_out, depth, row_counts in ((70, 512, (300,)), (32, 1792, (1, 17))):
         coded, decoded = matrices([(name, num_out)], depth, dtype)
         panels = in_panels(decoded.T)
         for num_rows in row_counts:

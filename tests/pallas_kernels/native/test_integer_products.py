@@ -22,6 +22,8 @@ from .test_experts import Experts, bits
 from .test_products import DTYPES, be_processor
 
 INTEGERS = [name for name in FORMATS if not name.startswith("fp8")]
+KINDS = ["Q5_0", "Q4_K", "MXFP4", "Q6_K", "zeros of float32", "groups of 8"]
+"""Formats of each kind: with minima, a table, zeros, small groups and none of these."""
 LARGEST_ERRORS = {"float32": 1e-6, "bfloat16": 5e-5}
 """As a share of norms. Rows of 24 bits leave float32's own error; rows of 16 bits are rounded more."""
 LOST_BITS = {"float32": 2.0**-24, "bfloat16": 2.0**-16}
@@ -84,7 +86,9 @@ def test_products_are_those_of_the_weights_in_float32(name: str, vectors: str, m
         be_vectors(monkeypatch, vectors)
     block = format_of(name, 512).block if FORMATS[name].group > 0 else 32
     sizes = [(70, 512, 5), (32, 1792, 17), (1, 8960 // block * block, 12), (33, block, 253)]
-    for dtype, (num_out, depth, num_rows) in zip([*DTYPES, *DTYPES], sizes, strict=True):
+    if name not in KINDS:
+        sizes = sizes[:2]  # Another of its kind has all.
+    for dtype, (num_out, depth, num_rows) in zip([*DTYPES, *DTYPES], sizes, strict=False):
         x = inputs(num_rows, depth)
         (found,), decoded = results([(name, num_out)], depth, [x], dtype)
         assert error(found, x, decoded) < LARGEST_ERRORS[dtype]
@@ -94,16 +98,16 @@ def test_products_are_those_of_the_weights_in_float32(name: str, vectors: str, m
     ("name", "dtype"),
     [
         pytest.param(name, dtype, marks=[pytest.mark.slow] * (place != index % 2))
-        for index, name in enumerate(["Q5_0", "Q4_K", "MXFP4", "Q6_K", "zeros of float32", "groups of 8"])
+        for index, name in enumerate(KINDS)
         for place, dtype in enumerate(DTYPES)
     ],
 )
 def test_bits_depend_neither_on_other_rows_nor_on_the_vectors(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 9, 23 and 300 are cut into batches of all kinds: one, several alike, and of two sizes. K is cut too."""
+    """Rows of 1, 23 and 300 are cut into batches of all kinds: one, several alike, and of two sizes. K is cut too."""
     x = inputs(300, 1792)
-    xs = [x[:1], x[:9], x[:23], x]
+    xs = [x[:1], x[:23], x]
     by_vectors = []
     for has_avx512 in {False, llvm.host_has("avx512vnni")}:
         with monkeypatch.context() as patch:
@@ -164,7 +168,7 @@ def test_an_expert_has_the_same_bits_for_any_number_of_rows(stored: str) -> None
     rows, routing, stream = experts.inputs(300)
     routing = replace(routing, experts=routing.experts.at[3:, 0].set(2).at[:, 1].set(4))
     together = bits(experts.add(rows, routing, stream))
-    for part in (slice(0, 1), slice(0, 4), slice(3, 8), slice(270, 300)):
+    for part in (slice(0, 1), slice(3, 8), slice(270, 300)):
         of_part = replace(routing, experts=routing.experts[part], weights=routing.weights[part])
         np.testing.assert_array_equal(bits(experts.add(rows[part], of_part, stream[part])), together[part])
 

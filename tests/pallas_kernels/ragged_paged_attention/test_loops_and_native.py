@@ -32,6 +32,8 @@ from .scenarios import (
 )
 
 FEATURES = features(page_size=8)
+FAST_FEATURES = ("window 1", "window of a page and one", "sinks", "all of them")
+"""Others are windows between these, or a cap, which is among `all of them`."""
 
 
 XLA = XlaBackend(Tiles(kv_splits=24, decode_keys=64, queries=16, prefill_keys=16, shared_rows=8), platform="gpu")
@@ -76,7 +78,7 @@ def test_every_head_size(head_size: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "xla") for name in FEATURES),
+        *(pytest.param(name, "xla", marks=[pytest.mark.slow] * (name not in FAST_FEATURES)) for name in FEATURES),
         # `native/test_attention.py` goes through windows and caps.
         *(pytest.param(name, "native", marks=[pytest.mark.slow] * (name != "all of them")) for name in FEATURES),
     ],

@@ -88,7 +88,7 @@ def assert_equal(found, expected):
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("num_moves", [1, MAX_MOVES - 1, MAX_MOVES])
+@pytest.mark.parametrize("num_moves", [1, pytest.param(MAX_MOVES - 1, marks=pytest.mark.slow), MAX_MOVES])
 def test_a_copy_puts_the_source_of_every_layer_at_the_destination_and_changes_no_other_page(layout, num_moves):
     """Bit for bit: a copy has no rounding to forgive. One source has two copies."""
     before = random_cache(layout)
@@ -120,7 +120,7 @@ def test_a_page_taken_holds_each_layers_entries(layout):
             assert np.array_equal(np.asarray(array).view(whole.dtype), whole[:, source])
 
 
-@pytest.mark.parametrize("num_moves", [1, MAX_MOVES - 1, MAX_MOVES])
+@pytest.mark.parametrize("num_moves", [1, pytest.param(MAX_MOVES - 1, marks=pytest.mark.slow), MAX_MOVES])
 def test_pages_taken_come_back_bit_for_bit_elsewhere_and_padding_touches_the_null_page_only(layout, num_moves):
     before, other = random_cache(layout), tuple(array[::-1] for array in random_cache(layout))
     sources, destinations = SHUFFLED[:num_moves], SHUFFLED[-num_moves:]

@@ -53,7 +53,7 @@ def family(world: World, num_children: int, num_shared: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
-@pytest.mark.parametrize("num_shared", [1, 4])
+@pytest.mark.parametrize("num_shared", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_shared: int, kind: str) -> None:
     """Eight rows in tiles of three, and one that shares nothing."""
     world = sharing_world(kind, options=options)

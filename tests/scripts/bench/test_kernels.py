@@ -35,8 +35,12 @@ OTHER_HEADS = Workload(
 
 @pytest.mark.parametrize(
     ("baseline", "workload"),
-    [*zip(GATHER_KINDS, (RAGGED, OTHER_HEADS, SMALL), strict=True), ("full gather", OTHER_HEADS)],
-    ids=["full, ragged", "grouped, 4/1 heads", "naive, 9/3 heads", "full, 4/1 heads"],
+    [
+        pytest.param("full gather", RAGGED, id="full, ragged", marks=pytest.mark.slow),
+        pytest.param("grouped", OTHER_HEADS, id="grouped, 4/1 heads"),
+        pytest.param("naive", SMALL, id="naive, 9/3 heads"),
+        pytest.param("full gather", OTHER_HEADS, id="full, 4/1 heads", marks=pytest.mark.slow),
+    ],
 )
 def test_every_gather_computes_what_paged_attention_does(kernels, baseline, workload):
     assert kernels.GATHER_KINDS == GATHER_KINDS
@@ -45,6 +49,7 @@ def test_every_gather_computes_what_paged_attention_does(kernels, baseline, work
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)  # Means of unit normals in another order.
 
 
+@pytest.mark.slow
 def test_shared_prefixes_compute_what_each_row_would_alone_and_are_found():
     workload = Workload(num_rows=6, context_len=70, num_layers=2, num_shared=48)
     sharing = NativeBackend(min_saved_tokens=1)
@@ -95,6 +100,7 @@ def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(ke
 )
 def test_pages_of_one_byte_are_timed_beside_those_of_float32(kernels, capsys, monkeypatch, kv_dtype, name):
     monkeypatch.setattr(kernels, "BYTE_DECODES", {"small": SMALL})
+    monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
     assert kernels.main(["--runs", "1", "--block-size", "16", "--kv-dtype", kv_dtype]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ratios"]["decode, small"][f"float32 ÷ {name} pages"] > 0

@@ -86,7 +86,9 @@ def test_rows_of_several_tiles_in_one_piece_each() -> None:
     "options", [{"num_stages": 3, "max_tile_kv": 32}, pytest.param({"num_stages": 4}, marks=pytest.mark.slow)], ids=str
 )
 def test_other_numbers_of_stages_and_smaller_tiles_match_the_oracle(options: dict[str, int]) -> None:
-    some = world(16, made_with=options, table_len=16)
+    """With nine heads and a soft cap, since each program takes seconds to compile."""
+    heads: dict[str, Any] = {"num_heads": 9, "num_kv_heads": 3, "options": FEATURES["soft cap"]}
+    some = world(16, made_with=options, table_len=16, **heads)
     some.add_rows(2)
     some.step({0: 79})
     some.step({0: 1, 1: 75})
@@ -133,13 +135,14 @@ def world_of_pieces(**changes: Any) -> World:
 
 
 SINKS = jnp.array([-1.0, 0.0, 2.0, 3.0])
+WINDOW_AND_SINKS: dict[str, Any] = {"window": 70, "sinks": SINKS}
 
 
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"window": 70, "sinks": SINKS},
+        WINDOW_AND_SINKS,
         pytest.param({"window": 70}, marks=pytest.mark.slow),
         pytest.param({"sinks": SINKS}, marks=pytest.mark.slow),
     ],
@@ -233,7 +236,8 @@ def test_a_step_that_only_decodes_has_tiles_of_one_size(sizes: dict[str, int], t
 
 
 def test_steps_of_padding_alone_have_finite_outputs() -> None:
-    some = world(**PAIR)
+    """The program is that of the test of ragged rows."""
+    some = world(16, table_len=16)
     some.add_row()
     some.step({})
     some.step({0: 3})
@@ -247,12 +251,10 @@ CASES: dict[str, dict[str, Any]] = {
     "head size 256, tiles of half a page": {"page_size": 64, "head_size": 256, "num_heads": 1, "num_kv_heads": 1},
 }
 """Every dtype, head size and feature once, in few programs, each of which has another combination of them."""
-FAST_CASES = ("int8, all features", "nine heads")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST_CASES)) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_shapes_dtypes_and_features(name: str) -> None:
     run_three_steps(world(**CASES[name]))
 
@@ -307,6 +309,7 @@ def test_the_candidate_for_prefill_on_hopper_matches_the_oracle(dtype: str) -> N
 
 
 WINDOWED: dict[str, Any] = {"options": {"window": 17}, "made_with": {"windows": (None, 17, 40)}}
+WINDOWED_INT8: dict[str, Any] = {**WINDOWED, "dtype": "int8", "options": {**FEATURES["all of them"], "window": 17}}
 
 
 @pytest.mark.slow
@@ -323,8 +326,11 @@ def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window:
     assert some.planned_windows == (None, 17, 40)
 
 
-def test_pages_that_the_window_has_left_may_be_null() -> None:
-    run_beyond_the_window(world(**WINDOWED), num_steps=3, chunk=9)
+@pytest.mark.parametrize(
+    "kind", [WINDOWED_INT8, pytest.param(WINDOWED, marks=pytest.mark.slow)], ids=["int8, all features", "bfloat16"]
+)
+def test_pages_that_the_window_has_left_may_be_null(kind: dict[str, Any]) -> None:
+    run_beyond_the_window(world(**kind), num_steps=3, chunk=9)
 
 
 @pytest.mark.slow
@@ -350,7 +356,7 @@ def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
 
 def test_a_plan_for_longer_contexts_does_for_the_steps_before() -> None:
     """Several steps on the device share the plan of the last: pieces end where the lengths say."""
-    some = world_of_pieces()
+    some = world_of_pieces(options=WINDOW_AND_SINKS)
     some.add_row()
     some.step({0: 150})
     plan = plan_of(some.shape.backend, [1], [300], some.shape.num_tokens, some.shape.num_rows)
@@ -362,11 +368,11 @@ def test_a_plan_for_longer_contexts_does_for_the_steps_before() -> None:
 
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
-    check_that_a_wrong_window_is_noticed(world(**WINDOWED), error)
+    check_that_a_wrong_window_is_noticed(world(**WINDOWED_INT8), error)
 
 
 def test_drawn_raggedness_matches_the_oracle() -> None:
-    """The program is that of the tests with pieces: compiling another one takes longer than the steps."""
+    """Rows are cut into pieces, without a window and sinks, which other tests of pieces have."""
     steps = ragged_steps(most_steps=3, most_tokens=80, most_context=300, lengths=(15, 16, 17, 63, 65))
     check_any_order(lambda seed: world_of_pieces(seed=seed), steps, max_examples=3)
 

@@ -338,7 +338,7 @@ def test_dead_slots_are_not_looked_at(page_size: int, head_size: int, dtype: str
 
 
 @pytest.mark.parametrize(("dtype", "page_size"), PAGES)
-@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4])
+@pytest.mark.parametrize("spread", [1e-3, pytest.param(30.0, marks=pytest.mark.slow), 1e4])
 def test_scores_of_any_size_make_weights(spread: float, dtype: str, page_size: int) -> None:
     """One key for all weight, or nearly the same for each: no overflow, no page forgotten."""
     rng = np.random.default_rng(0)
