@@ -1,6 +1,7 @@
 """Fixtures of the folders whose tests start many engines: these import them into their conftest."""
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
@@ -32,6 +33,13 @@ class SharedProgram:
         return self.compiled
 
 
+MAX_SHARED = 100
+"""Programs that are kept for later modules: each takes some 200 memory maps, and Linux ends a process that needs more
+than 65,530."""
+_shared: OrderedDict[Any, SharedProgram] = OrderedDict()
+"""The programs that modules of this run share, those used last at the end."""
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Give the directory of the tiny model as it comes."""
@@ -40,13 +48,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def shared_executables() -> Iterator[None]:
-    """Let the engines of a test module share executables: an engine traces about ten, which takes 60 ms each.
+    """Let engines share executables with those of all modules that use this fixture: an engine traces about ten, which
+    takes 60 ms each.
 
     Programs are equal if all that they are made from is: the model's graph, the shapes, the step's layout and the
-    sampler's settings. Modules must not use this fixture if their tests change what a program computes. The executables
-    are freed after the module: each takes some 200 memory maps, and Linux ends a process that needs more than 65,530.
+    sampler's settings. Modules must not use this fixture if their tests change what a program computes.
     """
-    shared: dict[Any, SharedProgram] = {}
     init = Programs.__init__
 
     def init_shared(self: Programs, weights: Any, cache: Any, mesh: Any, builder: Any, **options: Any) -> None:
@@ -59,12 +66,17 @@ def shared_executables() -> Iterator[None]:
         )  # fmt: skip
         for programs in (self.lower, self.lower_masked):
             for key, lower in programs.items():
-                program = shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
+                program = _shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
+                _shared.move_to_end((key, made_from))
                 programs[key] = lambda program=program: program
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "__init__", init_shared)
         yield
+    for made_from in [one for one, program in _shared.items() if program.compiled is None]:
+        del _shared[made_from]  # It holds its engine.
+    while len(_shared) > MAX_SHARED:
+        _shared.popitem(last=False)
 
 
 @pytest.fixture(scope="module")
