@@ -15,13 +15,15 @@ import pytest
 from safetensors import safe_open
 
 from jpaged.models.config.experts import ExpertsConfig, read_grouped_routing
-from jpaged.models.experts import SparseMLP, route
+from jpaged.models.experts import SparseMLP
+from jpaged.models.experts import route as untraced_route
 from jpaged.models.fields import Fields
 from jpaged.models.inputs import unpaged_inputs
 from jpaged.models.layers import WeightMaker
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "routers.safetensors"
+route = jax.jit(untraced_route, static_argnames="config")
 RTOL = 3e-6
 """Both sides compute in float32; their exponentials differ in the last bits."""
 

@@ -215,7 +215,8 @@ def test_a_row_of_a_chain_has_the_same_bits_beside_any_others(options: dict[str,
     """Also where K is cut into blocks, and where units of 256 rows leave one for the last."""
     run_chain = jax.jit(chain_of(NATIVE_OPS, dtype, **options))
     rng = np.random.default_rng(5)
-    rows, stream = (jnp.asarray(rng.normal(size=(300, size)), jnp.float32) for size in (HEADS, STREAM))
+    # Arrays of numpy: JAX would compile a program for each part that is taken of them.
+    rows, stream = (rng.normal(size=(300, size)).astype(np.float32) for size in (HEADS, STREAM))
     together = [np.asarray(x).view(np.int32) for x in run_chain(rows, stream)]
     for num_rows in (*ROWS, 257):
         for first in (0, 300 - num_rows):
@@ -229,7 +230,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: str) -> None:
     """Few rows or many, in one part of a column or in several."""
     for depth in (576, 3000):
         x, columns = operands(ROWS[-1], depth, 96, dtype)
-        panels = panels_of(columns)
+        x, panels = np.asarray(x), panels_of(columns)
         together = np.asarray(run(x, panels, 96)).view(np.int32)
         for rows in (*ROWS, 65):
             for first in (0, ROWS[-1] - rows):
