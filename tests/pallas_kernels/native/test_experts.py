@@ -93,12 +93,12 @@ class Experts:
             for each, weights in products
         ]
 
-    def expected(self, rows: jax.Array, routing: Routing, stream: jax.Array) -> np.ndarray:
+    def expected(self, rows: np.ndarray, routing: Routing, stream: np.ndarray) -> np.ndarray:
         """Return the stream plus sums of what each expert's chain alone gives, in the order of the choices."""
         chosen, factors = np.asarray(routing.experts), np.asarray(routing.weights)
         used = [expert for expert in np.unique(chosen) if expert < self.num_experts]
         # Always as many rows: code is compiled for each number of rows in a batch, and gives the same bits.
-        padded = jnp.pad(rows, ((0, MAX_ROWS - len(rows)), (0, 0)))
+        padded = np.pad(rows, ((0, MAX_ROWS - len(rows)), (0, 0)))
         results = {expert: np.asarray(NATIVE_OPS.chain(padded, self.alone(expert))[0]) for expert in used}
         total = np.zeros(stream.shape, np.float32)
         for choice in range(chosen.shape[1]):
@@ -107,7 +107,7 @@ class Experts:
                 total[is_chosen] += results[expert][: len(rows)][is_chosen] * factors[is_chosen, choice, None]
         return np.asarray(stream) + np.float32(SCALE) * total
 
-    def add(self, rows: jax.Array, routing: Routing, stream: jax.Array) -> np.ndarray:
+    def add(self, rows: np.ndarray, routing: Routing, stream: np.ndarray) -> np.ndarray:
         """Return what the experts make of rows, which are normed first, added to the stream."""
 
         # A new function each time: JAX would take one that was traced for another processor.
@@ -117,10 +117,13 @@ class Experts:
 
         return np.asarray(add(rows, routing, stream))
 
-    def inputs(self, num_rows: int, num_chosen: int = 2) -> tuple[jax.Array, Routing, jax.Array]:
-        """Return random rows, their choices, some of which are of no expert, and a stream."""
+    def inputs(self, num_rows: int, num_chosen: int = 2) -> tuple[np.ndarray, Routing, np.ndarray]:
+        """Return random rows, their choices, some of which are of no expert, and a stream.
+
+        Rows and stream are arrays of numpy: JAX would compile a program for each part that tests take of them.
+        """
         rng = np.random.default_rng(num_rows)
-        rows, stream = (jnp.asarray(rng.normal(size=(num_rows, size)), jnp.float32) for size in (self.depth, WIDTH))
+        rows, stream = (rng.normal(size=(num_rows, size)).astype(np.float32) for size in (self.depth, WIDTH))
         experts = np.stack([rng.permutation(self.num_experts + 1)[:num_chosen] for _ in range(num_rows)])
         factors = rng.random((num_rows, num_chosen))
         return rows, Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(factors, jnp.float32)), stream
@@ -199,7 +202,7 @@ def test_rows_of_no_expert_keep_their_stream() -> None:
     experts = Experts()
     rows, routing, stream = experts.inputs(40)
     wanted = np.array(experts.add(rows, routing, stream))
-    rows, stream = rows.at[7].set(jnp.nan).at[8].set(jnp.nan), stream.at[7].set(-0.0)
+    rows[7:9], stream[7] = np.nan, -0.0
     routing = replace(routing, experts=routing.experts.at[7:9].set(4))
     wanted[7:9] = stream[7:9]
     np.testing.assert_array_equal(bits(experts.add(rows, routing, stream)), bits(wanted))

@@ -33,7 +33,8 @@ NORMS = [rms, layer]
 
 def rows_of(count: int, size: int) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(size)
-    return jnp.asarray(rng.normal(size=(count, size)), jnp.float32), jnp.asarray(rng.normal(size=size), jnp.float32)
+    # Converted by numpy: JAX would compile a program for each shape.
+    return tuple(jnp.asarray(rng.normal(size=shape).astype(np.float32), jnp.float32) for shape in ((count, size), size))
 
 
 def exact(x: jax.Array, weight: jax.Array, eps: float, norm: Callable[..., jax.Array] = rms) -> np.ndarray:

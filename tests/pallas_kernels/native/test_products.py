@@ -196,7 +196,7 @@ def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, mo
     exact = jax.jit(chain_of(XLA_OPS, dtype, **CHAINS[name]))
     rng = np.random.default_rng(5)
     for num_rows in (5, 33):
-        rows, stream = (jnp.asarray(rng.normal(size=(num_rows, size)), jnp.float32) for size in (HEADS, STREAM))
+        rows, stream = (rng.normal(size=(num_rows, size)).astype(np.float32) for size in (HEADS, STREAM))
         for found, wanted in zip(native(rows, stream), exact(rows, stream), strict=True):
             assert found.dtype == wanted.dtype == jnp.float32
             np.testing.assert_allclose(found, wanted, **TOLERANCES[dtype])
