@@ -33,7 +33,7 @@ class SharedProgram:
         return self.compiled
 
 
-MAX_SHARED = 100
+MAX_SHARED_PROGRAMS = 100
 """Programs that are kept for later modules: each takes some 200 memory maps, and Linux ends a process that needs more
 than 65,530."""
 _shared: OrderedDict[Any, SharedProgram] = OrderedDict()
@@ -58,24 +58,33 @@ def shared_executables() -> Iterator[None]:
 
     def init_shared(self: Programs, weights: Any, cache: Any, mesh: Any, builder: Any, **options: Any) -> None:
         init(self, weights, cache, mesh, builder, **options)
-        leaves, tree = jax.tree.flatten((self.state, self._rules))
-        made_from = (
-            weights.graph, str(jax.tree.leaves(weights.state)), str(leaves), tree, self._options, builder.rules_spec,
-            builder.num_changes, builder.buckets.max_samples, tuple(builder.layouts.values()),
-            os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
+        optimized = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+        state, logit_weights = (self.state, self._rules), weights.split_logits()[0]
+        step_parts = (
+            weights.graph, str(jax.tree.leaves(weights.state)), str(jax.tree.leaves(state)), jax.tree.structure(state),
+            self._options, builder.rules_spec, builder.num_changes, builder.buckets.max_samples,
+            tuple(builder.layouts.values()), optimized,
         )  # fmt: skip
-        for programs in (self.lower, self.lower_masked):
+        # Samplers and scores see nothing of pages and of the layouts of steps.
+        sampler_state = self.state.last_tokens, self.state.hidden, self._rules
+        sampler_parts = (
+            weights.graph, str(logit_weights), str(sampler_state), jax.tree.structure(sampler_state),
+            self._options.settings, builder.rules_spec, builder.buckets.max_samples, optimized,
+        )  # fmt: skip
+        for programs in (self.lower, self.lower_masked, self.lower_scores):
             for key, lower in programs.items():
-                program = _shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
-                _shared.move_to_end((key, made_from))
+                parts = sampler_parts if key[0] in ("sample", "sample_masked", "score") else step_parts
+                program = _shared.setdefault((key, parts), SharedProgram(lower, Lock()))
+                _shared.move_to_end((key, parts))
                 programs[key] = lambda program=program: program
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "__init__", init_shared)
         yield
-    for made_from in [one for one, program in _shared.items() if program.compiled is None]:
-        del _shared[made_from]  # It holds its engine.
-    while len(_shared) > MAX_SHARED:
+    # A program that was never compiled holds the engine that would lower it.
+    for key_and_parts in [each for each, program in _shared.items() if program.compiled is None]:
+        del _shared[key_and_parts]
+    while len(_shared) > MAX_SHARED_PROGRAMS:
         _shared.popitem(last=False)
 
 

@@ -85,9 +85,9 @@ def test_a_swap_out_leaves_one_batch_of_pages_beside_the_cache(compiled):
 
 
 def test_attention_in_plain_xla_writes_and_reads_the_cache_in_place(compiled):
-    """All pages are aliased on any chip, and the memory needed beside them does not grow with their number.
+    """All pages are aliased, and the memory needed beside them is less than half of a layer's keys: none is copied.
 
-    Of a TPU's program it has less than half of a layer's pages, its keys or its values: none of them is copied.
+    That it does not grow with the number of pages is compared for a GPU and a CPU, whose programs have two numbers.
     """
     temporary = {}
     for name, found in compiled["programs"].items():
@@ -177,8 +177,8 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
 
 CODED = [
     (("h100", 1), "int4", "--decodes-only"),
-    # A layer of Gemma 3 with a window, in a step with prompts.
-    (("v6e", 1), "int8", "--config tests/public_configs/google__gemma-3-1b-it.json --prompts-only"),
+    # A layer with a window.
+    (("v6e", 1), "int8", "--config tests/public_configs/google__gemma-3-1b-it.json"),
     *(
         pytest.param(chip, quantization, None, marks=pytest.mark.slow)
         for chip in (("h100", 1), ("h100", 8), ("v6e", 1), ("v6e", 8))
@@ -193,7 +193,8 @@ CODED = [
 
 @pytest.mark.parametrize(("chip", "quantization", "option"), CODED, ids=str)
 def test_codes_become_numbers_within_the_products_that_read_them(chip, quantization, option):
-    """A layer of Llama-3 8B, of 70B on 8 devices: nothing as large as a matrix is made of its codes in another dtype.
+    """A layer of Llama-3 8B, of 70B on 8 devices, or of Gemma 3: nothing as large as a matrix is made of its codes in
+    another dtype.
 
     Arguments take the bytes of codes and scales, as the plan of memory counts them. Collectives are those of a step of
     floats, and one for the scales of the embeddings.

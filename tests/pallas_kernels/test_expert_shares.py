@@ -106,17 +106,17 @@ for group in (0, None, 2):
     wanted, _ = sums(1, False, group)
     assert np.isfinite(wanted).all()
     for by_expert in (False, True):
-        found, collectives = sums(8, by_expert, group)
+        found, collectives = sums(4, by_expert, group)
         error = float(np.abs(found - wanted).max())
         print(json.dumps([group, by_expert, error, collectives]))
 """
 """Prints, for floats, codes and codes in groups, by how much sums over devices differ, and how many collectives they
-have. Experts that pad the others hold NaN."""
+have. Experts that pad the others, two on each of 4 devices, hold NaN."""
 
 
 @pytest.fixture(scope="module")
 def sums():
-    environment = quick_compile.environment("--xla_force_host_platform_device_count=8") | {"NPROC": "16"}
+    environment = quick_compile.environment("--xla_force_host_platform_device_count=4") | {"NPROC": "16"}
     result = subprocess.run(
         [sys.executable, "-c", SUMS], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )

@@ -55,7 +55,7 @@ def likeliest(model, ids, last):
     return jnp.argmax(dense_logits(model, ids)[:, last], axis=-1)
 
 
-scores_of = nnx.jit(dense_logprobs)
+jitted_logprobs = nnx.jit(dense_logprobs)
 
 
 def dense_tokens(model, prompt, count=12):
@@ -144,9 +144,9 @@ def test_a_trainers_step_goes_into_the_engine_and_both_agree(model, wanted):
         sampled = replace(GREEDY, temperature=1.0, seed=3, n=2)
         for temperature in (1.0, 0.7):
             ids = np.array(PROMPTS[0] * 2)
-            theirs = scores_of(trained, jnp.array([ids]), temperature)[0]
+            theirs = jitted_logprobs(trained, jnp.array([ids]), temperature)[0]
             assert np.abs(engine.logprobs(ids, temperature=temperature) - theirs).max() < 1e-4
-        assert engine.compare_logprobs(lambda ids: scores_of(trained, ids), PROMPTS, sampled).max < 1e-4
+        assert engine.compare_logprobs(lambda ids: jitted_logprobs(trained, ids), PROMPTS, sampled).max < 1e-4
         partial = {name: leaf for name, leaf in nnx.to_pure_dict(changed).items() if name != "tokens"}
         with pytest.raises(
             ModelLoadError,

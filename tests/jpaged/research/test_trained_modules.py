@@ -277,13 +277,18 @@ def test_running_statistics_may_stand_beside_the_parameters(served, name):
 def test_a_model_of_linen_scores_what_its_own_forward_says(monkeypatch):
     """Before and after an update from a training state."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    module, own = adapted("float32"), nnx.jit(dense_logprobs)
+    module = adapted("float32")
+    jitted_logprobs = nnx.jit(dense_logprobs)
+
+    def check_logprobs(engine: Engine) -> None:
+        theirs = jitted_logprobs(module, jnp.array([PROMPTS[0]]))[0]
+        np.testing.assert_allclose(engine.logprobs(PROMPTS[0]), theirs, atol=MAX_DIFFERENCE["float32"])
+
     with Engine(module, **SIZES) as engine:
-        for seed in (1, 2):
-            theirs = own(module, jnp.array([PROMPTS[0]]))[0]
-            np.testing.assert_allclose(engine.logprobs(PROMPTS[0]), theirs, atol=MAX_DIFFERENCE["float32"])
-            train(module, seed)
-            engine.update_params(training_state(module, None))
+        check_logprobs(engine)
+        train(module, 1)
+        engine.update_params(training_state(module, None))
+        check_logprobs(engine)
 
 
 def test_what_calls_have_left_and_values_that_are_no_arrays_are_no_weights():

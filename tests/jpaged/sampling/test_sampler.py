@@ -639,7 +639,7 @@ def test_greedy_rows_are_not_truncated():
     """Else padding rows, which are all zeros, top-p 0 included, would have every step search thresholds for them."""
     rules = [{**full_rules(rule, 1000), "temperature": 0.0} for rule in [*RULES.values(), {"top_p": 0.0}]]
     logits = make_logits(len(rules), 1000, seed=15)
-    settings = SampleSettings(max_logprobs=4, logprobs_mode="processed_logprobs")
+    settings = SampleSettings(max_logprobs=8, logprobs_mode="processed_logprobs")
     scores = run(jnp.asarray(logits), make_rows(rules), SampleMode.FULL, settings).scores
     plain = run(jnp.asarray(logits), make_rows([GREEDY_ROW] * len(rules)), SampleMode.FULL, settings).scores
     assert np.array_equal(scores.top_logprobs, plain.top_logprobs)

@@ -91,7 +91,7 @@ def results(engine: Engine, kinds: Sequence[SamplingParams] = KINDS[:1]) -> list
 def test_a_later_start_traces_nothing_and_computes_the_same(
     tiny: str, first: dict[int, list[object]], nothing_is_traced: pytest.MonkeyPatch
 ) -> None:
-    assert results(start(tiny), KINDS) == [result for results in first.values() for result in results]
+    assert results(start(tiny), KINDS) == [result for of_kind in first.values() for result in of_kind]
 
 
 def test_the_program_that_measures_scales_of_pages_is_kept(

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -14,6 +15,7 @@ from jpaged.errors import InvalidRequestError
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.structured_outputs import MAX_REGEX_BYTES, MAX_SCHEMA_BYTES, StructuredOutputsParams
 from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.gguf_tokenizer import build_gguf_backend
 from jpaged.text.grammar import MAX_PREPARED, GrammarFailure, Grammars
 from jpaged.text.thinking import Thinking, thinking_after
 from jpaged.text.tokenizer import Tokenizer, load_tokenizer
@@ -26,12 +28,14 @@ from .published_tokenizers import (
     load_smollm2,
     sentence_piece_tokenizer,
 )
+from .test_tokenizer import SPM, ggml
 
 TOKENIZERS = {
     "byte-level": load_smollm2,
     "byte-level of 128,256 ids": lambda: load_family("llama3"),
     "SentencePiece": lambda: load_family("llama2"),
     "SentencePiece, tiny": sentence_piece_tokenizer,
+    "GGUF, tiny": lambda: Tokenizer(*build_gguf_backend(Path("m.gguf"), ggml(SPM))),
     "GGUF, byte-level": lambda: load_tokenizer(llama_cpp_models() / "ggml-vocab-gpt-2.gguf"),
     "GGUF, SentencePiece": lambda: load_tokenizer(llama_cpp_models() / "ggml-vocab-llama-spm.gguf"),
 }
@@ -47,7 +51,11 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("GGUF")) for name in TOKENIZERS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("GGUF, byte-level", "GGUF, SentencePiece")))
+        for name in TOKENIZERS
+    ],
 )
 def test_outputs_of_a_real_tokenizer_validate_as_the_detokenizer_writes_them(name):
     tokenizer = TOKENIZERS[name]()
@@ -75,6 +83,7 @@ def test_outputs_of_a_real_tokenizer_validate_as_the_detokenizer_writes_them(nam
         "byte-level",
         "SentencePiece",
         "SentencePiece, tiny",
+        "GGUF, tiny",
         pytest.param("GGUF, SentencePiece", marks=pytest.mark.slow),
     ],
 )

@@ -202,7 +202,8 @@ def test_rows_of_no_expert_keep_their_stream() -> None:
     experts = Experts()
     rows, routing, stream = experts.inputs(40)
     wanted = np.array(experts.add(rows, routing, stream))
-    rows[7:9], stream[7] = np.nan, -0.0
+    rows[7:9] = np.nan
+    stream[7] = -0.0
     routing = replace(routing, experts=routing.experts.at[7:9].set(4))
     wanted[7:9] = stream[7:9]
     np.testing.assert_array_equal(bits(experts.add(rows, routing, stream)), bits(wanted))
