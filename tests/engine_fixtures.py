@@ -59,7 +59,8 @@ def shared_executables() -> Iterator[None]:
     def init_shared(self: Programs, weights: Any, cache: Any, mesh: Any, builder: Any, **options: Any) -> None:
         init(self, weights, cache, mesh, builder, **options)
         optimized = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
-        state, logit_weights = (self.state, self._rules), weights.split_logits()[0]
+        state = self.state, self._rules
+        logit_weights, _ = weights.split_logits()
         step_parts = (
             weights.graph, str(jax.tree.leaves(weights.state)), str(jax.tree.leaves(state)), jax.tree.structure(state),
             self._options, builder.rules_spec, builder.num_changes, builder.buckets.max_samples,

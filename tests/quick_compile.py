@@ -17,11 +17,17 @@ if jax.__version_info__ < (0, 11):  # Newer versions of XLA have no other way to
     # Loops by LLVM alone instead of MLIR, whose contexts and passes take longer than what they do for a small program.
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
+CONTEXT_PROGRAMS = 10
+"""Programs that are lowered in one context of MLIR, about as many as in JAX 0.12. To make a context, with all its
+dialects, takes a third of the time of a small program; one context for all would keep every type and place in the
+source that it was given."""
+
 
 def use_in_this_process() -> None:
-    """Compile with OPTIONS while `jax_disable_most_optimizations` is set, and else with ONE_MODULE; reuse contexts.
+    """Compile with OPTIONS while `jax_disable_most_optimizations` is set, and else with ONE_MODULE.
 
-    JAX has no setting of its own for them: those of XLA_FLAGS hold for programs that are to be optimized too.
+    JAX has no setting of its own for them: those of XLA_FLAGS hold for programs that are to be optimized too. Versions
+    before 0.12 also make fewer contexts of MLIR from here on.
     """
     compile_options = compiler.get_compile_options
 
@@ -33,11 +39,6 @@ def use_in_this_process() -> None:
     compiler.get_compile_options = quick_options
     if jax.__version_info__ < (0, 12):
         _reuse_contexts()
-
-
-CONTEXT_PROGRAMS = 10
-"""Programs that are lowered in one context of MLIR, as JAX 0.12 has it: a context keeps all types and places in the
-source that it was ever given, and to make one, with all its dialects, takes a third of the time of a small program."""
 
 
 def _reuse_contexts() -> None:

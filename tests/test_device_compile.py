@@ -85,9 +85,10 @@ def test_a_swap_out_leaves_one_batch_of_pages_beside_the_cache(compiled):
 
 
 def test_attention_in_plain_xla_writes_and_reads_the_cache_in_place(compiled):
-    """All pages are aliased, and the memory needed beside them is less than half of a layer's keys: none is copied.
+    """All pages are aliased, and the memory needed beside them is less than a layer's keys: none are copied.
 
-    That it does not grow with the number of pages is compared for a GPU and a CPU, whose programs have two numbers.
+    It does not grow with the number of pages either; a TPU's program is compiled for one number, so that this is
+    compared for a GPU and a CPU.
     """
     temporary = {}
     for name, found in compiled["programs"].items():

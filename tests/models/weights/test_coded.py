@@ -268,7 +268,7 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
         sizes.append(weights.size_bytes)
     assert sizes[1] < 0.3 * sizes[0]
     assert 0 < np.abs(logits[1] - logits[0]).max() < 0.05 * np.abs(logits[0]).max()
-    # In bfloat16, whose programs floats that are quantized as they are read have compiled.
+    # Of the dtype whose programs the test of floats that are quantized as they are read compiles too.
     with Engine(str(path), load_format="dummy", quantization="fp8", dtype="bfloat16", **ENGINE) as engine:
         assert logprobs_of(engine)
 
