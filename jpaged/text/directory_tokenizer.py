@@ -1,4 +1,4 @@
-"""Builds a tokenizer from a directory's `tokenizer.json` and the options in its `tokenizer_config.json`.
+"""Changes the tokenizer in a directory's `tokenizer.json` as the options in its `tokenizer_config.json` say.
 
 The ids are those of transformers 4.57, which most published directories were written for and tested with. There the
 class that `tokenizer_config.json` names decides what the options mean: Llama's class puts BOS in front of a text unless
@@ -9,7 +9,6 @@ does not know how chats are rendered.
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from ..checks import one_line
 from ..errors import ModelLoadError
 from ..models.fields import Fields
 from ..models.formats.files import CONFIG_FILE
-
-TOKENIZER_FILE, OPTIONS_FILE = "tokenizer.json", "tokenizer_config.json"
-FETCH_AGAIN = "wanted the model's whole tokenizer: fetch its files again"
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Options that name a special token, under the names that chat templates use."""
+from .declared_tokens import add_tokens
+from .tokenizer_files import FETCH_AGAIN, OPTIONS_FILE, read_if_there
 
 
 @dataclass(frozen=True)
@@ -99,18 +95,6 @@ _CLASS_OF_MODEL_TYPE = {
 """Class → the `model_type`s of config.json that have it where no file names a class."""
 
 
-def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer in the file tokenizer.json of the directory `path`; the other files are not read.
-
-    The file may begin with a byte-order mark. Raise ModelLoadError, one line that names the file, if it cannot be read.
-    """
-    try:
-        raw = (path / TOKENIZER_FILE).read_bytes().removeprefix(codecs.BOM_UTF8)
-        return tokenizers.Tokenizer.from_buffer(raw)
-    except Exception as error:  # tokenizers raises errors of many types for a broken file.
-        raise ModelLoadError(f"{path / TOKENIZER_FILE}: cannot be read ({one_line(error)}); {FETCH_AGAIN}") from error
-
-
 def apply_options(
     backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], *, is_converted: bool = False
 ) -> dict[str, str]:
@@ -125,7 +109,9 @@ def apply_options(
     fields = Fields(options, path / OPTIONS_FILE)
     rules = _RULES.get(_class_name(path, options), _Rules())
     try:
-        special_tokens = _add_tokens(backend, path, options, rules)
+        special_tokens = add_tokens(
+            backend, path, options, defaults=rules.default_tokens, more_defaults=rules.extra_tokens
+        )
         _apply_prefix_space(backend, fields, rules, is_converted=is_converted)
         if rules.has_bert_options:
             _apply_bert_options(backend, fields)
@@ -139,48 +125,6 @@ def apply_options(
             f"{path / OPTIONS_FILE}: does not fit the vocabulary ({one_line(error)}); {FETCH_AGAIN}"
         ) from error
     return special_tokens
-
-
-def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
-    """Return the default chat template of a tokenizer directory; None if it has none.
-
-    It is in chat_template.jinja, in tokenizer_config.json (`options`), or in chat_template.json, which some models with
-    images have instead; the first of these that has one counts. The JSON files may hold several templates, as a list of
-    {name, template} or a mapping: the one named "default" is taken. Raise ModelLoadError for a template that is no text
-    and for a file that cannot be read.
-    """
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadError(f"{file}: cannot be read ({one_line(error)}); fetch it again") from error
-    for name, data in ((OPTIONS_FILE, options), ("chat_template.json", read_if_there(path / "chat_template.json"))):
-        template = data.get("chat_template")
-        if isinstance(template, list):
-            template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if isinstance(template, dict):
-            template = template.get("default")
-        if template is not None and not isinstance(template, str):
-            fault = f"chat_template is a {type(template).__name__}, wanted a string"
-            raise ModelLoadError(f"{path / name}: {fault}: fetch it again")
-        if template is not None:
-            return template
-    return None
-
-
-def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is no such file.
-
-    Raise ModelLoadError, one line that names the file, if it is not JSON or its value is not an object.
-    """
-    try:
-        value = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON ({one_line(error)}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: holds a {type(value).__name__}, wanted a JSON object; fetch it again")
-    return value
 
 
 def _class_name(path: Path, options: Mapping[str, Any]) -> str:
@@ -198,89 +142,6 @@ def _class_name(path: Path, options: Mapping[str, Any]) -> str:
             model_type = config.get("model_type")
             name = next((name for name, types in _CLASS_OF_MODEL_TYPE.items() if model_type in types), None)
     return name.removesuffix("Fast") if isinstance(name, str) else ""
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], rules: _Rules) -> dict[str, str]:
-    """Add the tokens that the files beside tokenizer.json declare to `backend`; return name → text of special tokens.
-
-    The files are in the directory `path`. `added_tokens_decoder` among the `options` of tokenizer_config.json, if it is
-    there, replaces the older files special_tokens_map.json and added_tokens.json. For a special token that no file
-    names, the default of the tokenizer class (`rules`) is used if the vocabulary has it: transformers 4.57 would give
-    any other one an id that the model has no row for. Declared tokens are added in the order of their ids. Those that
-    `backend` has with the same text and flags are not added again. A token whose text is in the vocabulary keeps its
-    id. Example: `eos_token` "</s>", a plain entry of the vocabulary, becomes a special token with the same id.
-    """
-    named, declared = _declarations(backend, path, options)
-    for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
-        if name not in named and backend.token_to_id(text) is not None:
-            named[name] = text
-    special_values = _special_values(named, *rules.extra_tokens)
-    present = backend.get_added_tokens_decoder().values()
-    present_forms = {repr(token) for token in present}  # The text and all flags.
-    to_add = [token for _, token in sorted(declared.items()) if repr(token) not in present_forms]
-    present_texts = {token.content for token in (*present, *to_add)}
-    by_text = {token.content: token for token in declared.values()}
-    for value in special_values:
-        token = by_text.get(_content(value)) or _token(value)
-        # A token that exists already keeps its flags if an option names only its text and no file declares it.
-        if isinstance(value, Mapping) or token.content in by_text or token.content not in present_texts:
-            to_add.append(token)
-    special_texts = {_content(value) for value in special_values}
-    for token in to_add:
-        token.special = token.special or token.content in special_texts
-    backend.add_tokens(to_add)
-    names = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name) is not None}
-    own_names = named.get("extra_special_tokens")  # The model's own names for tokens, or a list of nameless ones.
-    return names | (
-        {name: _content(value) for name, value in own_names.items()} if isinstance(own_names, Mapping) else {}
-    )
-
-
-def _declarations(
-    backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[int, AddedToken]]:
-    """Return the options with the special tokens that other files name, and the declared tokens by their ids.
-
-    If the options have `added_tokens_decoder`, no other file is read, and its entries are the declared tokens.
-    Otherwise special_tokens_map.json overrides the special tokens that the options name; only the lists
-    `additional_special_tokens` of both are joined. The declared tokens are then those of added_tokens.json and the
-    added tokens of `backend`, which win for an id that both have. A missing file counts as an empty one.
-    """
-    named = dict(options)
-    if options.get("added_tokens_decoder") is not None:
-        return named, {int(index): _token(value) for index, value in options["added_tokens_decoder"].items()}
-    named |= read_if_there(path / "special_tokens_map.json")
-    if extra := options.get("additional_special_tokens"):
-        named["additional_special_tokens"] = [*extra, *(named.get("additional_special_tokens") or ())]
-    special_texts = {_content(value) for value in _special_values(named)}
-    declared = {
-        index: AddedToken(text, normalized=text not in special_texts, special=text in special_texts)
-        for text, index in read_if_there(path / "added_tokens.json").items()
-    }
-    return named, declared | backend.get_added_tokens_decoder()
-
-
-def _special_values(named: Mapping[str, Any], *more_names: str) -> list[Any]:
-    """Return the special tokens that options name, as they stand there: strings, or mappings of a token's flags."""
-    values = [named.get(name) for name in (*SPECIAL_NAMES, *more_names)]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = named.get(name) or ()
-        values += more.values() if isinstance(more, Mapping) else more
-    return [value for value in values if value is not None]
-
-
-def _content(value: Any) -> str:
-    return str(value["content"] if isinstance(value, Mapping) else value)
-
-
-def _token(value: Any) -> AddedToken:
-    """Return the token of an option: a string is a special token, a mapping has flags.
-
-    The keys `__type` and `id`, which some files put among the flags, are dropped.
-    """
-    if isinstance(value, Mapping):
-        return AddedToken(**{name: flag for name, flag in value.items() if name not in ("__type", "id")})
-    return AddedToken(str(value), special=True, normalized=False)
 
 
 def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:

@@ -23,16 +23,16 @@ from ..checks import one_line, refusal, told
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.formats.gguf import GGUFFile, read_gguf
 from .chat_template import render_chat_template
-from .directory_tokenizer import (
+from .directory_tokenizer import apply_options
+from .gguf_tokenizer import build_gguf_backend
+from .tokenizer_files import (
     FETCH_AGAIN,
     OPTIONS_FILE,
     TOKENIZER_FILE,
-    apply_options,
     read_chat_template,
     read_if_there,
     read_tokenizer_json,
 )
-from .gguf_tokenizer import build_gguf_backend
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
