@@ -382,7 +382,7 @@ class EngineLoop:
         """Note the requests of the sequences in `sampled`, and all that have ended, in the inboxes of their callers.
 
         The time of the last token is noted in those that got tokens. An ended request whose caller takes no output any
-        more, since it was aborted, is forgotten here.
+        more, since it was aborted, is forgotten here, and so is one that its caller takes from `Inbox.ended`.
         """
         now = time.monotonic()
         # `_inbox_of` has lost those that were aborted since the step was started.
@@ -396,7 +396,13 @@ class EngineLoop:
             else:
                 self._forget(request)
         for request in changed:
-            self._inbox_of[request].note(request)
+            inbox = self._inbox_of[request]
+            if inbox.ended is None:
+                inbox.note(request)
+            elif request.state.is_finished:
+                self._forget(request)
+                inbox.ended.append(request)
+                inbox.changes.set()
 
     def output_of(self, request: Request) -> RequestOutput | None:
         """Return the output that a request's caller gets now; None if its `output_kind` gives nothing yet.

@@ -7,6 +7,7 @@ step and no output.
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from ..request import Request
 
@@ -14,15 +15,19 @@ from ..request import Request
 class Inbox:
     """The requests of one caller, and those of them that have changed since the caller looked last.
 
-    Everything but `changes` is read and written under the engine's step lock alone.
+    Everything but `changes` and `ended` is read and written under the engine's step lock alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gives_ended: bool = False) -> None:
+        """Start without requests. With `gives_ended`, requests that have ended go to `ended`."""
         self.requests: dict[Request, None] = {}
         """Those whose last output the caller has not got, in the order in which they were queued."""
         self._changed: dict[Request, None] = {}
         self.changes = threading.Event()
         """Set with each change, for a caller that waits while another thread computes the steps."""
+        self.ended: deque[Request] | None = deque() if gives_ended else None
+        """Requests that have ended and that the engine has forgotten, for a caller that takes nothing else of them. It
+        takes them here without the step lock, whatever step is computed meanwhile. None for other callers."""
 
     @property
     def has_changed(self) -> bool:

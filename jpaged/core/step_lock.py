@@ -87,7 +87,7 @@ class StepLock:
         They run before the lock is free, also if the step raises an exception. Wait while another thread has the lock.
         Threads that wait here get it before this thread can take it again. Raise RuntimeError in a forked process.
         """
-        self._check_process()
+        self.check_process()
         thread = threading.get_ident()
         try:
             self._waiting.add(thread)
@@ -113,7 +113,7 @@ class StepLock:
         after the step; this thread must not hold the lock. An interrupt of this thread is raised, before the command
         begins or after it has ended. Raise RuntimeError in a forked process.
         """
-        self._check_process()
+        self.check_process()
         call = QueuedCall(name, command)
         self._calls.append(call)
         try:
@@ -138,17 +138,22 @@ class StepLock:
         """Return what `command` reads while no other thread changes the engine, also from inside of a step."""
         return command() if self.is_own else self.call(name, command)
 
-    def post(self, name: str, command: Callable[[], object]) -> None:
-        """Let `command` run while no step runs, without waiting for the step of another thread, and drop its result.
+    def post(self, name: str, command: Callable[[], object]) -> QueuedCall[Any]:
+        """Let `command` run at the end of a step, or with the next call; return at once, and drop its result.
 
-        If this or another thread holds the lock, the command runs at the end of its step, or with the next call.
+        This runs nothing and waits for nothing, so that a finalizer may post: garbage is collected in any thread, also
+        within a step or while JAX traces a function. `StepThread.post` makes sure that a step comes.
         """
-        self._calls.append(QueuedCall(name, command))
-        if not self._lock.locked() and os.getpid() == self._process:
-            with self.hold():
-                pass
+        call = QueuedCall[Any](name, command)
+        self._calls.append(call)
+        return call
 
-    def _check_process(self) -> None:
+    @property
+    def has_calls(self) -> bool:
+        """Return whether calls wait for the end of a step."""
+        return bool(self._calls)
+
+    def check_process(self) -> None:
         """Raise RuntimeError in a child of `os.fork`: it lacks the threads that compute, so that a step would hang."""
         if os.getpid() != self._process:
             got = f"this engine is that of process {self._process}, and its threads are not in this fork of it"

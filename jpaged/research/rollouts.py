@@ -1,11 +1,19 @@
-"""Rollouts: groups of samples that a thread of the engine's own computes while their caller does other work."""
+"""Rollouts: groups of samples that a thread of the engine's own computes while their caller does other work.
+
+    caller   reads prompts ─▶ _unqueued                                 Inbox.ended, _refused ─▶ takes groups
+    engine                       └─▶ between two steps: queued ─▶ steps ─▶┘
+
+The caller never waits for the step lock: whatever step or compilation goes on, it queues prompts and takes groups that
+have ended at once.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -13,11 +21,26 @@ from ..checks import check, integer, refusal
 from ..core.batch import BatchRunner
 from ..core.engine_loop import EngineLoop
 from ..core.inbox import Inbox
+from ..core.step_lock import QueuedCall
 from ..core.step_thread import StepThread
 from ..errors import ConfigError, InvalidRequestError, QueueFullError
 from ..messages import NewRequest, Params, ResultForm
 from ..request import Request
+from ..text.grammar import Matcher
 from .arrays import GenerationArrays, generation_arrays
+
+ANSWER_S = 0.1
+"""Seconds that `submit` and `close` wait for an engine that is between two steps, so that a caller who looks at its
+requests next finds them changed. During a longer step they return, and the change follows behind it."""
+
+
+class _Prompt(NamedTuple):
+    """A prompt that was read and is not queued yet."""
+
+    index: int
+    new: NewRequest
+    grammar: Matcher | None
+    """A matcher of its grammar, compiled by the caller's thread; None without a grammar."""
 
 
 class Rollouts:
@@ -46,22 +69,34 @@ class Rollouts:
         self._batch, self._loop, self._thread = batch, batch.loop, thread
         self._prompts, self._priority = prompts, priority
         self.max_in_flight, self.in_order = max_in_flight, in_order
-        self._inbox = Inbox()
-        self._index_of: dict[Request, int] = {}
-        """Requests in flight in the order of their prompts, each with the index of its prompt."""
+        # The caller's: the engine neither reads nor writes these.
+        self._in_flight: dict[int, None] = {}
+        """The indices of prompts whose groups have not ended, in the order of the prompts."""
         self._ended: dict[int, Request | Exception] = {}
         """By the index of its prompt what nobody has taken, in the order of the ends: requests, errors of prompts that
         were refused, and what the iterator of prompts has raised in place of one."""
-        self._next: tuple[int, NewRequest] | None = None
-        """A prompt that found the queue full, or the engine asleep."""
-        self._full: QueueFullError | None = None
-        """What a prompt was told that found the queue full."""
         self._num_read, self._is_at_end = 0, False
+        # Between the caller and the engine: single operations of these are atomic.
+        self._inbox = Inbox(gives_ended=True)
+        self._unqueued: deque[_Prompt] = deque()
+        """Prompts in their order, until the engine has room for them and is awake. The caller appends, `_queue` takes
+        out."""
+        self._index_of: dict[Request, int] = {}
+        """Requests in flight, each with the index of its prompt. `_queue` adds, the caller takes out."""
+        self._refused: deque[tuple[int, Exception]] = deque()
+        """Prompts that the engine has refused. `_queue` appends, the caller takes out."""
+        self._full: QueueFullError | None = None
+        """What the first of `_unqueued` was told that found the queue full. Written by `_queue`."""
+        self._is_asleep = False
+        """Whether the engine was asleep when `_queue` ran last. Written by `_queue`, and by the caller before that."""
         # Requests of rollouts that nobody holds any more are ended as by `close`.
         self._dropping = weakref.finalize(self, _drop_later, self._loop, thread, self._inbox)
         self._dropping.atexit = False
         try:
-            self._refill()
+            self._read_ahead()
+            self._post_queue().is_done.wait(ANSWER_S)
+            if self._is_asleep:
+                self._raise_asleep()
         except BaseException:
             self.close()
             raise
@@ -69,7 +104,7 @@ class Rollouts:
     @property
     def num_in_flight(self) -> int:
         """Return the number of prompts that were read and whose groups nobody has taken."""
-        return len(self._index_of) + len(self._ended)
+        return len(self._in_flight) + len(self._ended)
 
     def __iter__(self) -> Self:
         return self
@@ -81,7 +116,8 @@ class Rollouts:
     def take(self, num_groups: int) -> GenerationArrays:
         """Return the next groups in one `GenerationArrays`: those that have ended first, or in the prompts' order.
 
-        Wait until `num_groups` have ended, or all that are left once the prompts have come to their end. Raise
+        Wait until `num_groups` have ended, or all that are left once the prompts have come to their end; return at once
+        if they have ended already, also while the engine computes a step or compiles a program. Raise
         StopIteration if none is left, the exception of a group that has failed, InvalidRequestError for a prompt that
         is refused, what the iterator of prompts has raised in place of one, ConfigError if the engine sleeps,
         RuntimeError if it was shut down, and QueueFullError if requests of others leave no room for any of these. Other
@@ -89,29 +125,35 @@ class Rollouts:
         """
         check("num_groups", num_groups, integer(1, self.max_in_flight))
         while True:
-            self._refill()
-            is_asleep = self._loop.call("submit", self._collect)
+            self._loop.check_outside("submit")
+            if not self._dropping.alive:
+                raise StopIteration
+            self._inbox.changes.clear()  # Before looking: what comes meanwhile sets it again.
+            self._collect()
+            self._read_ahead()
             wanted = min(num_groups, self.num_in_flight) if self._is_at_end else num_groups
             if not wanted:
                 raise StopIteration
             ready = list(self._ended)
             if self.in_order:  # Those at the head of the prompts' order that have ended.
-                order = sorted([*self._index_of.values(), *self._ended])[:wanted]
+                order = sorted([*self._in_flight, *self._ended])[:wanted]
                 ready = [index for index in order if index in self._ended]
             if len(ready) >= wanted:
                 return self._give(ready[:wanted])
-            if not self._index_of and self._full is not None:
-                raise self._full  # Nothing of this is computed, so that no end of a group can make room.
-            self._wait(is_asleep=is_asleep)
+            self._wait()
 
     def close(self) -> None:
-        """Abort the requests in flight; further calls, and further groups, find nothing left."""
+        """Abort the requests in flight; further calls, and further groups, find nothing left.
+
+        During a step of more than 0.1 s this returns, and the requests end with the step.
+        """
         if self._dropping.detach() is not None:
-            self._is_at_end, self._next = True, None
-            if self._loop.is_open:
-                self._loop.call("submit", partial(_drop, self._loop, self._thread, self._inbox))
-            self._index_of.clear()
+            self._is_at_end, self._unqueued = True, deque()
+            self._in_flight.clear()
             self._ended.clear()
+            if self._loop.is_open:
+                call = self._thread.post("submit", partial(_drop, self._loop, self._thread, self._inbox))
+                call.is_done.wait(ANSWER_S)
 
     def __enter__(self) -> Self:
         return self
@@ -139,54 +181,59 @@ class Rollouts:
 
     def _let_go(self, indices: list[int]) -> None:
         """Drop groups that are taken, once as many prompts more were read: an interrupt of that loses no group."""
-        self._refill(num_leaving=len(indices))
+        self._read_ahead(num_leaving=len(indices))
+        if self._unqueued:
+            self._post_queue()
         for index in indices:
             del self._ended[index]
 
-    def _wait(self, *, is_asleep: bool) -> None:
-        """Wait until a request in flight has ended, if there is any. Raise ConfigError if the engine sleeps."""
-        if is_asleep:
-            way_out = f"{self._loop.sleep.way_out}; the samples in flight go on then"
-            raise refusal("submit", "an engine that sleeps", "one that is awake", way_out, error=ConfigError)
-        if self._index_of:  # There is none if the engine slept at the last refill, and has been woken since.
-            self._inbox.changes.wait()
+    def _wait(self) -> None:
+        """Wait until a request in flight has ended or a prompt is refused.
 
-    def _collect(self) -> bool:
-        """Take what has ended out of the inbox, and return whether the engine sleeps.
-
-        Runs between steps: while weights are updated an engine lacks them too, and sleeps no longer than the update.
+        Raise ConfigError if the engine sleeps, and QueueFullError if requests of others leave no room for any of these.
         """
-        self._loop.check_open()
-        for request, _ in self._loop.last_outputs(self._inbox.take()):
-            self._ended[self._index_of.pop(request)] = request
-        return bool(self._loop.sleep.missing)
+        self._is_asleep, self._full = False, None
+        call = self._post_queue()  # Which also looks whether the engine sleeps.
+        self._inbox.changes.wait()
+        if self._is_asleep:
+            self._raise_asleep()
+        if self._full is not None and call.is_done.is_set() and not self._index_of and not self._has_news:
+            raise self._full  # Nothing of this is computed, so that no end of a group can make room.
 
-    def _refill(self, num_leaving: int = 0) -> None:
-        """Read prompts and queue them, until `max_in_flight` are in flight beside those that leave, or none is left.
+    def _raise_asleep(self) -> None:
+        way_out = f"{self._loop.sleep.way_out}; the samples in flight go on then"
+        raise refusal("submit", "an engine that sleeps", "one that is awake", way_out, error=ConfigError)
 
-        A prompt that is refused has its error in the place of its group. One that finds the queue full waits for the
-        next refill, and so does one that finds the engine asleep: groups that have ended can be taken then.
-        """
-        self._full = None
+    @property
+    def _has_news(self) -> bool:
+        """Return whether `_collect` would find anything."""
+        return bool(self._inbox.ended or self._refused)
+
+    def _collect(self) -> None:
+        """Take the groups that have ended, and the errors of prompts that the engine has refused."""
+        assert self._inbox.ended is not None
+        # What is taken out last is there still after an interrupt.
+        while self._inbox.ended:
+            request = self._inbox.ended[0]
+            if (index := self._index_of.get(request)) is not None:
+                self._end(index, request)
+                del self._index_of[request]
+            self._inbox.ended.popleft()
+        while self._refused:
+            self._end(*self._refused[0])
+            self._refused.popleft()
+
+    def _end(self, index: int, group: Request | Exception) -> None:
+        self._in_flight.pop(index, None)
+        self._ended[index] = group
+
+    def _read_ahead(self, num_leaving: int = 0) -> None:
+        """Read prompts until `max_in_flight` are in flight beside those that leave, or none is left."""
         while not self._is_at_end and self.num_in_flight < self.max_in_flight + num_leaving:
-            if self._next is None:
-                self._read()
-            if self._next is None:
-                continue
-            index, new = self._next
-            try:
-                self._loop.call("submit", partial(self._queue, index, new))
-            except ConfigError:
-                return
-            except QueueFullError as error:
-                self._full = error
-                return
-            except InvalidRequestError as error:
-                self._refuse(index, error)
-            self._next = None
+            self._read()
 
     def _read(self) -> None:
-        """Read the next prompt into `_next`, which stays None at the end of the prompts and for one that is refused."""
+        """Read the next prompt, and check it; one that is refused has its error in the place of its group."""
         try:
             prompt, params = next(self._prompts)
         except StopIteration:
@@ -198,20 +245,49 @@ class Rollouts:
         index, self._num_read = self._num_read, self._num_read + 1
         try:
             options: dict[str, Any] = {"number": 0, "priority": self._priority, "form": ResultForm.ARRAYS}
-            self._next = index, self._batch.builder.build("", prompt, params, **options)
+            new = self._batch.builder.build("", prompt, params, **options)
+            # Compiled here, since it would delay the next step.
+            grammar = self._loop.outputs.grammars.matcher(new.grammar) if new.grammar else None
         except InvalidRequestError as error:
-            self._refuse(index, error)
+            self._end(index, error.within(f"prompt {index}"))
+            return
+        self._unqueued.append(_Prompt(index, new, grammar))
+        self._in_flight[index] = None
 
-    def _refuse(self, index: int, error: InvalidRequestError) -> None:
-        self._ended[index] = error.within(f"prompt {index}")
+    def _post_queue(self) -> QueuedCall[Any]:
+        return self._thread.post("submit", self._queue)
 
-    def _queue(self, index: int, new: NewRequest) -> None:
-        """Give a request its number and its id, and queue it. Runs between steps."""
-        self._loop.check_ready("submit")
+    def _queue(self) -> None:
+        """Queue prompts in their order, until none is left or the queue is full. Runs between steps.
+
+        A prompt that is refused has its error in the place of its group. One that finds the queue full, or the engine
+        asleep, waits for the next call, and so do those behind it: groups that have ended can be taken then.
+        """
+        if not self._loop.is_open:
+            self._inbox.changes.set()  # A caller that waits finds the engine closed.
+            return
+        unqueued, self._is_asleep = self._unqueued, bool(self._loop.sleep.missing)
+        while unqueued and not self._is_asleep:
+            index, new, grammar = unqueued[0]
+            try:
+                self._queue_one(index, new, grammar)
+            except QueueFullError as error:
+                self._full = error
+                break
+            except InvalidRequestError as error:
+                self._refused.append((index, error.within(f"prompt {index}")))
+            except Exception as error:  # Of a scheduling policy, for example: the caller gets it, not the engine.
+                self._refused.append((index, error))
+            unqueued.popleft()
+        if self._is_asleep or self._refused or (self._full is not None and not self._index_of):
+            self._inbox.changes.set()
+
+    def _queue_one(self, index: int, new: NewRequest, grammar: Matcher | None) -> None:
+        """Give a request its number and its id, and queue it."""
         builder = self._batch.builder
         number = builder.num_requests
         request_id = self._batch.unused_id(f"submit-{number}")
-        request = self._loop.make(msgspec.structs.replace(new, request_id=request_id, number=number))
+        request = self._loop.make(msgspec.structs.replace(new, request_id=request_id, number=number), grammar)
         self._loop.queue(request, self._inbox)
         builder.num_requests += 1
         self._index_of[request] = index
@@ -225,5 +301,9 @@ def _drop(loop: EngineLoop, thread: StepThread, inbox: Inbox) -> None:
 
 
 def _drop_later(loop: EngineLoop, thread: StepThread, inbox: Inbox) -> None:
-    """Do what `_drop` does, now or after the present step: garbage is collected in any thread, also within a step."""
+    """Do what `_drop` does after the present step, or with the next call.
+
+    Garbage is collected in any thread, also within a step or while a trainer's function is traced: nothing runs here. A
+    thread that computes steps for the requests is there as long as any is unfinished and the engine is awake.
+    """
     loop.lock.post("submit", partial(_drop, loop, thread, inbox))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from flax import nnx
@@ -51,7 +50,7 @@ class Trainer:
     ) -> Rollouts:
         """Return an iterator over the samples of prompts, which a thread computes; see `Engine.submit`."""
         builder, loop = self.batch.builder, self.batch.loop
-        loop.call("submit", partial(loop.check_ready, "submit"))
+        loop.check_outside("submit")
         params: Any = builder.default_params() if sampling_params is None else sampling_params
         check("max_in_flight", max_in_flight, or_none(integer(1)))
         check("in_order", in_order, boolean)

@@ -1,5 +1,7 @@
 """Rollouts of `Engine.submit`: groups as arrays from the engine's own thread, while others score and update weights."""
 
+import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -7,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -194,6 +197,112 @@ def test_rollouts_that_nobody_holds_compute_no_more(engine) -> None:
         time.sleep(0.01)
     assert not engine.requests
     assert engine.stats()["idle_faults"] == 0
+
+
+LIMIT_S = 60
+BUSY_S = 5.0
+
+
+@pytest.fixture
+def held_step(engine, monkeypatch):
+    """Two events: a step waits, as one that compiles a program does, and it may go on; it goes on after BUSY_S."""
+    begun, may_go_on, dispatch = threading.Event(), threading.Event(), engine.runner.dispatch
+
+    def slow(inputs):
+        begun.set()
+        may_go_on.wait(BUSY_S)
+        return dispatch(inputs)
+
+    monkeypatch.setattr(engine.runner, "dispatch", slow)
+    yield begun, may_go_on
+    may_go_on.set()
+
+
+def wait_until_idle(engine: Engine) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while engine.requests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.requests
+
+
+def test_prompts_are_queued_and_ended_groups_taken_while_a_step_is_computed(engine, held_step) -> None:
+    begun, may_go_on = held_step
+    may_go_on.set()
+    wanted = [engine.generate([prompt], GROUPS, return_arrays=True) for prompt in PROMPTS[:5]]
+    ended = engine.submit(PROMPTS[:2], GROUPS)
+    while not all(request.state.is_finished for request in list(engine.requests.values())):
+        time.sleep(0.01)
+    may_go_on.clear()
+    begun.clear()
+    start_s = time.monotonic()
+    with engine.submit(PROMPTS[2:3], GROUPS) as first:
+        assert begun.wait(LIMIT_S)
+        second = engine.submit(PROMPTS[3:5], GROUPS)  # Queued behind the step.
+        groups = [ended.take(1), next(ended)]
+        dropped = engine.submit(PROMPTS, GROUPS)
+        dropped.close()
+        assert time.monotonic() - start_s < BUSY_S / 2
+        may_go_on.set()
+        groups += [first.take(1), *second]
+    found = {int(one.prompt_mask[0].sum()): one for one in groups}  # The lengths of the prompts differ.
+    for one in wanted:
+        group = found.pop(int(one.prompt_mask[0].sum()))
+        assert np.array_equal(group.tokens, one.tokens)
+        assert np.array_equal(group.logprobs, one.logprobs)
+    assert not found
+    wait_until_idle(engine)
+
+
+@pytest.mark.parametrize("call", ["take", "submit"])
+def test_an_interrupt_during_a_step_is_raised_at_once_and_leaves_nothing_running(engine, held_step, call) -> None:
+    begun, may_go_on = held_step
+
+    def interrupt() -> None:
+        begun.wait(LIMIT_S)
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def waiting_prompts() -> Iterator[list[int]]:
+        yield from PROMPTS[:2]
+        begun.wait(LIMIT_S)
+        time.sleep(LIMIT_S)
+
+    def run_until_interrupted() -> None:
+        with engine.submit(PROMPTS[:3], GROUPS) as rollouts:
+            if call == "submit":
+                engine.submit(waiting_prompts(), GROUPS)
+            rollouts.take(1)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_until_interrupted()
+    assert time.monotonic() - start_s < 2
+    sender.join()
+    may_go_on.set()
+    wait_until_idle(engine)
+    assert engine.stats()["idle_faults"] == 0
+    assert len(engine.submit(PROMPTS[:1], GROUPS).take(1).tokens) == 2
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_rollouts_dropped_while_a_function_is_traced_are_ended(engine) -> None:
+    """Garbage is collected anywhere; a mesh, for example, cannot be left within a traced function."""
+    held = [engine.submit(PROMPTS[:1], replace(GROUPS, max_tokens=90))]
+    engine.sleep(mode="keep")
+
+    @jax.jit
+    def traced(x: jax.Array) -> jax.Array:
+        held.clear()
+        gc.collect()
+        return x
+
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        traced(np.float32(1))
+    assert not held
+    engine.wake_up()
+    wait_until_idle(engine)
 
 
 def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str, num_before: int = 0) -> np.ndarray:
