@@ -161,8 +161,9 @@ class Engine(ResearchCalls):
         `default_sampling_params`. `priority`, likewise, overrides a mapping's: lower is sooner. `use_tqdm` shows a bar.
 
         With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn,
-        those of the `SamplingParams.logprobs` most likely ones beside each, and without text; parameters that ask for
-        prompt logprobs, for stop strings or for beams are refused.
+        those of the `SamplingParams.logprobs` most likely ones beside each, and without text. A stop string ends a
+        sample with the token that completes it, as in outputs, also where text goes on in that token. Parameters that
+        ask for beams, for prompt logprobs, or for logprobs of −1, the whole vocabulary, are refused.
 
         With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed, and
         an exception in a step, in the model or in an output is raised unchanged, with a note that names the request.
@@ -185,6 +186,7 @@ class Engine(ResearchCalls):
         each = [for_arrays(params) for params in each]
         return generation_arrays(self._batch.run("generate", prompts, each, **options, form=ResultForm.ARRAYS)[1])
 
+    @overload
     def chat(
         self,
         messages: Sequence[Any],
@@ -193,14 +195,43 @@ class Engine(ResearchCalls):
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
+        return_arrays: Literal[False] = False,
     ) -> list[RequestOutput]:
+        """Return one `RequestOutput` per conversation; the last definition below has the contract and the code."""
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
+        return_arrays: Literal[True],
+    ) -> GenerationArrays:
+        """Return all samples as arrays; the definition below has the contract and the code."""
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
+        return_arrays: bool = False,
+    ) -> list[RequestOutput] | GenerationArrays:
         """Answer one conversation or a list of conversations, written out by the model's chat template.
 
-        A conversation is a list of mappings with `role` and `content`. The other arguments, the order of the outputs
+        A conversation is a list of mappings with `role` and `content`. The other arguments, the results, their order
         and the errors are those of `generate`.
         """
         prompts = [{"messages": conversation} for conversation in as_conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, on_error=on_error)
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
+        if return_arrays:
+            return self.generate(prompts, sampling_params, **options, return_arrays=True)
+        return self.generate(prompts, sampling_params, **options)
 
     def beam_search(
         self,

@@ -31,7 +31,7 @@ class GenerationArrays:
     prompt_mask: Bool[Array, "B P"]
     """Whether there is a token of the prompt."""
     tokens: Int[Array, "B T"]
-    """int32; with the EOS or stop token that ended a sample."""
+    """int32; with the EOS or stop token that ended a sample, or the token that completed its stop string."""
     logprobs: Float[Array, "B T"]
     """float32; of each token, as the engine's `logprobs_mode` says."""
     log_kept_masses: Float[Array, "B T"] | None
@@ -91,20 +91,20 @@ class GenerationArrays:
 
 
 def for_arrays(params: Any) -> SamplingParams:
-    """Return a copy of `params` for results as arrays: with the logprob of each drawn token, and without text.
+    """Return a copy of `params` for results as arrays: with the logprob of each drawn token.
 
-    `logprobs` of None becomes 0, which means the drawn token alone. Raise InvalidRequestError for parameters that are
-    no SamplingParams, or that ask for the logprobs of the whole vocabulary or of the prompt, or for stop strings, which
-    need text.
+    `logprobs` of None becomes 0, which means the drawn token alone. Text is made only where stop strings need it; the
+    token that completes one is the sample's last, as in outputs. Raise InvalidRequestError for what arrays do not hold:
+    beams, the logprobs of the prompt (`prompt_logprobs`) and those of the whole vocabulary (`logprobs` −1).
     """
+    others = "arrays hold no beams, no prompt_logprobs and no logprobs of -1; generate without return_arrays gives them"
     if not isinstance(params, SamplingParams):
-        raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays")
-    for name, allowed in (("prompt_logprobs", (None,)), ("stop", ((), None))):
-        if (got := getattr(params, name)) not in allowed:  # The last allowed value is the one that the error names.
-            raise refusal(name, shown(got), f"{allowed[-1]} beside return_arrays", "leave it out")
+        raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays", others)
+    if params.prompt_logprobs is not None:
+        raise refusal("prompt_logprobs", params.prompt_logprobs, "None beside return_arrays", others)
     if (params.logprobs or 0) < 0:
-        raise refusal("logprobs", params.logprobs, "a number of tokens beside return_arrays")
-    return replace(params, logprobs=params.logprobs or 0, detokenize=False)
+        raise refusal("logprobs", params.logprobs, "a number of tokens beside return_arrays", others)
+    return replace(params, logprobs=params.logprobs or 0, detokenize=bool(params.stop))
 
 
 class _Sample(NamedTuple):

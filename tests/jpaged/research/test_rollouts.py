@@ -150,7 +150,7 @@ def test_refused_prompts_count_and_come_in_their_place(engine) -> None:
             rollouts.take(2)
         assert rollouts.take(2).prompt_indices.tolist() == [2, 2]
     options: dict[str, Any]
-    for options, name in (({"n": 99}, "n"), ({"logprobs": 50}, "logprobs"), ({"stop": "x"}, "stop")):
+    for options, name in (({"n": 99}, "n"), ({"logprobs": 50}, "logprobs"), ({"logprobs": -1}, "logprobs")):
         with pytest.raises(InvalidRequestError, match=f"^{name}: got"):
             engine.submit(prompts_without_end([]), replace(GROUPS, **options))
     with pytest.raises(InvalidRequestError, match="priority: got 1 under scheduling_policy fcfs"):
@@ -394,6 +394,31 @@ def test_weights_change_from_a_second_thread_while_a_third_scores(tiny: str, in_
                 distance = min(np.abs(got - one).max() for one in each)
             assert distance < 1e-4
     assert num_split <= 0.02 * 2 * len(groups), "few updates come between two chunks of one prompt"
+
+
+def test_stop_strings_end_samples_in_arrays_where_they_end_outputs(engine: Engine) -> None:
+    """Programs of four tokens draw more than the one that completes a stop string."""
+    params = replace(GROUPS, n=3, max_tokens=24, detokenize=True, logprobs=2)
+    texts = [sample.text for output in engine.generate(PROMPTS, params) for sample in output.outputs]
+    stopped = replace(params, stop=[text[5 + index : 7 + index] for index, text in enumerate(texts[:9])], min_tokens=3)
+    outputs = engine.generate(PROMPTS, stopped)
+    wanted = GenerationArrays.of(outputs, max_tokens=24, num_tops=2)
+    lens = wanted.mask.sum(axis=1)
+    assert len({int(one) % 4 for one in lens if one < 24}) > 2, "ends anywhere in a program of four tokens"
+    names = "tokens", "logprobs", "top_token_ids", "top_logprobs", "mask", "is_truncated", "versions", "prompt_tokens"
+    found = engine.generate(PROMPTS, stopped, return_arrays=True)
+    for name in names:
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+    shown = replace(stopped, include_stop_str_in_output=True)
+    for output in engine.generate(PROMPTS, shown):
+        for sample in output.outputs:
+            whole = engine.handle.tokenizer.decode(sample.token_ids)
+            assert sample.finish_reason == "length" or sample.stop_reason in whole[-3:], "the last token completes it"
+    with engine.submit(PROMPTS, stopped, max_in_flight=6, in_order=True) as rollouts:
+        assert rows(rollouts.take(len(PROMPTS))) == rows(wanted)
+    conversations = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "c"}]]
+    wanted = GenerationArrays.of(engine.chat(conversations, stopped), max_tokens=24, num_tops=2)
+    assert rows(engine.chat(conversations, stopped, return_arrays=True)) == rows(wanted)
 
 
 def test_outputs_of_steps_become_arrays(engine: Engine) -> None:
