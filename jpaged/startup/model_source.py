@@ -18,7 +18,15 @@ from typing import Any, Literal
 from ..checks import nearest, one_line, refusal, shown
 from ..errors import ConfigError, ModelLoadError
 from ..models.fields import Fields, read_json_object
-from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, TREE_FILE, UNFINISHED_ORBAX
+from ..models.formats.files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    STEP_FILE,
+    TREE_FILE,
+    UNFINISHED_ORBAX,
+)
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
 
 logger = logging.getLogger("jpaged")
@@ -27,6 +35,8 @@ GGUF_MAGIC = b"GGUF"
 WEIGHT_FILES = "*.safetensors"
 HUB_FILES = ("*.json", WEIGHT_FILES, "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 """Files that are downloaded: weights, configs and tokenizers, and nothing that could be code or a pickle."""
+FLAX_PREFIX = "checkpoint"
+"""What flax puts before the step in the name of a checkpoint's folder unless it is told otherwise."""
 EXCLUDED_HUB_FILES = ("*/*", "consolidated*")
 """Files that are not downloaded though HUB_FILES match: second copies of the weights in other formats."""
 
@@ -60,7 +70,7 @@ class ModelSource:
     default_sampling: Mapping[str, float | int] | None = None
     """Sampling defaults of a built-in model, whose file cannot carry them."""
     orbax: Path | None = None
-    """The folder of orbax that holds the weights: `path`, or one inside of it."""
+    """The folder of orbax that holds the weights, `path` or one inside of it, or several such folders."""
 
     @property
     def identity(self) -> str:
@@ -237,8 +247,9 @@ def _directory_source(model: str, path: Path, load_format: str, with_weights: bo
     Orbax checkpoints are looked at only if there are no safetensors or `load_format` is orbax. config.json must be in
     the directory. For an orbax checkpoint it may also be in the checkpoint's folder or up to two levels above, because
     orbax's CheckpointManager writes root/step/default. Without `with_weights` only config.json is needed, and the kind
-    is "safetensors", which then means nothing. Raises ModelLoadError if config.json is missing or there are several
-    orbax checkpoints. If one was chosen by its training step, that is logged.
+    is "safetensors", which then means nothing. If a manager saved several checkpoints as parts of one step, such as
+    root/step/params and root/step/opt_state, the source is their folder. Raises ModelLoadError if config.json is
+    missing or there are several orbax checkpoints otherwise. If one was chosen by its training step, that is logged.
     """
     trees = _trees(path)  # Folders of orbax checkpoints: of the newest training step, if they are named by steps.
     has_safetensors = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
@@ -249,6 +260,8 @@ def _directory_source(model: str, path: Path, load_format: str, with_weights: bo
         raise ModelLoadError(f"model {model!r}: {_missing_config(path, trees)}")
     if not with_weights or not trees:
         return ModelSource(model, "safetensors", config_dir)
+    if len(trees) > 1 and len({tree.parent for tree in trees}) == 1 and (trees[0].parent / STEP_FILE).is_file():
+        trees = [trees[0].parent]
     if len(trees) > 1:
         names = ", ".join(tree.relative_to(path).as_posix() for tree in trees[:10])
         raise ModelLoadError(f"model {model!r}: holds {len(trees)} orbax checkpoints ({names}): give one of them")
@@ -266,7 +279,8 @@ def _trees(path: Path) -> list[Path]:
     """
     if (path / TREE_FILE).is_file():
         return [path]
-    found = [file.parent for pattern in (f"*/{TREE_FILE}", f"[0-9]*/*/{TREE_FILE}") for file in path.glob(pattern)]
+    patterns = f"*/{TREE_FILE}", f"[0-9]*/*/{TREE_FILE}", f"*_[0-9]*/*/{TREE_FILE}"
+    found = {file.parent for pattern in patterns for file in path.glob(pattern)}
     trees = sorted(tree for tree in found if UNFINISHED_ORBAX not in str(tree.relative_to(path)))
     steps = [step for tree in trees if (step := _step(tree, path)) is not None]
     if steps:
@@ -277,10 +291,13 @@ def _trees(path: Path) -> list[Path]:
 def _step(tree: Path, root: Path) -> int | None:
     """Return the training step that the first folder of `tree` below `root` is named by, or None for another name.
 
-    For root/12/default that is 12. `tree` must lie below `root`.
+    For root/12/default and for flax's root/checkpoint_12 that is 12. A checkpoint manager may be told any other prefix:
+    root/run_12/default has the step 12 if root/run_12 has STEP_FILE. `tree` must lie below `root`.
     """
-    name = tree.relative_to(root).parts[0]
-    return int(name) if name.isascii() and name.isdigit() else None
+    first, *inner = tree.relative_to(root).parts
+    prefix, _, number = first.rpartition("_")
+    is_step = prefix in ("", FLAX_PREFIX) or (inner != [] and (root / first / STEP_FILE).is_file())
+    return int(number) if is_step and number.isascii() and number.isdigit() else None
 
 
 def _missing_config(path: Path, trees: list[Path]) -> str:

@@ -19,9 +19,8 @@ import numpy as np
 from ..errors import ModelLoadError
 from ..fields import Fields, read_json_object
 from .checkpoint import DTYPES, WHOLE, UnsavedTensor, as_matrix, block_of
-from .files import TREE_FILE, UNFINISHED_ORBAX
+from .files import STEP_FILE, TREE_FILE, UNFINISHED_ORBAX
 
-STEP_FILE = "_CHECKPOINT_METADATA"
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 STORE_ERRORS = (ValueError, OSError, IndexError, NotImplementedError)
@@ -37,6 +36,8 @@ takes of a cache. A chunk that does not fit is decoded again for every read."""
 class _Array:
     """The metadata of one array of the tree."""
 
+    stored_name: str
+    """Its name in the folder, which its name in the tree may shorten."""
     shape: tuple[int, ...]
     dtype: str
     chunk: tuple[int, ...]
@@ -56,17 +57,18 @@ class _Array:
 
 
 class OrbaxCheckpoint:
-    """The arrays of an orbax folder. Keys of nested trees are joined by dots: {"model": {"norm": …}} is model.norm.
+    """The leaves of an orbax folder. Keys of nested trees are joined by dots: {"model": {"norm": …}} is model.norm.
 
-    The constructor reads the metadata of every array. Since orbax may store a tensor as one compressed chunk, each
-    thread keeps the decoded chunks of the tensor that it reads until it has read the tensor's last value. Each
-    ModelLoadError names the folder.
+    The constructor reads the metadata of every array. A training state also holds leaves that no model reads, such as
+    the name of a run: whatever is wrong with a leaf is an error only if the leaf is asked for. Since orbax may store a
+    tensor as one compressed chunk, each thread keeps the decoded chunks of the tensor that it reads until it has read
+    the tensor's last value. Each ModelLoadError names the folder.
     """
 
     def __init__(self, directory: Path):
         """Open the folder and read the shape, dtype and chunk shape of every array; no values are read.
 
-        Raises ModelLoadError if the folder is unfinished or damaged, or holds anything but arrays.
+        Raises ModelLoadError if the folder is unfinished, or its list of leaves is damaged or empty.
         """
         self.path = directory
         self._check_finished()
@@ -80,21 +82,25 @@ class OrbaxCheckpoint:
         # `store_array_data_equal_to_fill_value` is false or absent, as in older versions of orbax. If it is true, all
         # chunks are stored, and a missing one is an error.
         self._omits_zeros = not fields.boolean("store_array_data_equal_to_fill_value", False)
-        # `_open_all` reads the three attributes above.
-        self._arrays = self._open_all(_array_names(fields))
+        # `_open_all` reads the attributes above, and adds to the faults: leaves → why they cannot be read.
+        stored_names, self._faults = _stored_names(fields)
+        self._arrays = self._open_all(stored_names)
         # Threads read different tensors at once: each has its own open array and its own cache of decoded chunks.
         self._thread = local()
 
     def names(self) -> Collection[str]:
-        """Return the names of all arrays."""
-        return self._arrays.keys()
+        """Return the names of all leaves but empty containers, of those that are no arrays too."""
+        return (self._arrays | self._faults).keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
+        """Return the whole tensor's shape; raise ModelLoadError for a leaf that is no array or cannot be read."""
+        if name in self._faults:
+            raise self._faults[name]
         return self._arrays[name].shape
 
     def dtype(self, name: str) -> str:
         """Return float32, bfloat16 or float16; raise ModelLoadError if the tensor is stored as anything else."""
+        self.shape(name)  # Raises for a leaf that cannot be read.
         found = self._arrays[name].dtype
         if found not in DTYPES:
             allowed = f"{', '.join(DTYPES)} are available in this version: save it in one of these"
@@ -130,7 +136,7 @@ class OrbaxCheckpoint:
         metadata = [self.path / TREE_FILE, self.path / STEP_FILE]
         if self._is_ocdbt:
             return [*metadata, self.path / "manifest.ocdbt", self.path / "d", *self.path.glob("ocdbt.process_*")]
-        return [*metadata, *(self.path / name for name in self._arrays)]
+        return [*metadata, *(self.path / array.stored_name for array in self._arrays.values())]
 
     def _check_finished(self) -> None:
         """Raise ModelLoadError for a folder that orbax has not finished writing.
@@ -145,46 +151,52 @@ class OrbaxCheckpoint:
         if not is_finished:
             raise ModelLoadError(f"{self.path}: is an orbax checkpoint whose saving did not end; take another one")
 
-    def _open_all(self, names: list[str]) -> dict[str, _Array]:
-        """Return the shape, dtype and chunk shape of each array; all of them are read at the same time.
+    def _open_all(self, stored_names: Mapping[str, str]) -> dict[str, _Array]:
+        """Return the metadata of each array, of which the names in the folder are given, by its name in the tree.
 
-        Raises ModelLoadError for an array that cannot be opened, for a name that would lead out of the folder, and for
-        chunks larger than their array, which could take any amount of memory.
+        The metadata of all arrays are read at the same time.
+
+        An array counts among the faults if it cannot be opened, if its name would lead out of the folder, or if its
+        chunks are larger than itself, which could take any amount of memory.
         """
         import ml_dtypes  # noqa: F401  (numpy knows bfloat16 from then on)
         import tensorstore
 
-        for name in names:
-            if not self._is_ocdbt and ("/" in name or "\\" in name or name in ("", ".", "..")):
-                raise ModelLoadError(f"{self.path / TREE_FILE}: {name!r} is no name of an array: save the tree anew")
-        context = tensorstore.Context()
-        opened = {name: tensorstore.open(self._spec(name), context=context, open=True, read=True) for name in names}
+        context, opened = tensorstore.Context(), {}
+        for name, stored in stored_names.items():
+            if not self._is_ocdbt and ("/" in stored or "\\" in stored or stored in ("", ".", "..")):
+                fault = f"{self.path / TREE_FILE}: {stored!r} is no name of an array: save the tree anew"
+                self._faults[name] = ModelLoadError(fault)
+            else:
+                opened[name] = tensorstore.open(self._spec(stored), context=context, open=True, read=True)
         arrays = {}
         for name, future in opened.items():
             try:
                 store = future.result()
             except STORE_ERRORS as error:
-                raise self._fault(name, error) from error
+                self._faults[name] = self._fault(name, error)
+                continue
             # tensorstore has no chunk shape for a scalar, and None for an axis whose chunk size it does not know.
             shape, chunk = tuple(store.shape), tuple(size or 0 for size in store.chunk_layout.read_chunk.shape or ())
             # A chunk has at least one element on each axis, also where the array has none: hence the `max`.
             if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
-                fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
-                raise ModelLoadError(f"{self.path}: tensor {name!r} {fault}, which are larger; save it anew")
-            arrays[name] = _Array(shape, store.dtype.name, chunk)
+                fault = f"of the shape {shape} is stored in pieces of the shape {chunk}, which are larger"
+                self._faults[name] = ModelLoadError(f"{self.path}: tensor {name!r} {fault}; save it anew")
+                continue
+            arrays[name] = _Array(stored_names[name], shape, store.dtype.name, chunk)
         return arrays
 
-    def _spec(self, name: str) -> dict[str, Any]:
-        """Return tensorstore's spec that opens the array `name`.
+    def _spec(self, stored_name: str) -> dict[str, Any]:
+        """Return tensorstore's spec that opens the array of this name in the folder.
 
         The array is in the folder's OCDBT database, one key-value store for all arrays, or in a folder of its own name.
         A chunk that is not stored reads as zeros if the checkpoint omits zeros, and is an error otherwise.
         """
         base = {"driver": "file", "path": f"{self.path.resolve()}/"}
         if self._is_ocdbt:
-            kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+            kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{stored_name}/"}
         else:
-            kvstore = {**base, "path": f"{base['path']}{name}/"}
+            kvstore = {**base, "path": f"{base['path']}{stored_name}/"}
         return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": self._omits_zeros}
 
     def _store(self, name: str, *, by_columns: bool) -> Any:
@@ -198,11 +210,12 @@ class OrbaxCheckpoint:
 
         if getattr(self._thread, "key", None) != (name, by_columns):
             self._thread.store = self._thread.key = None
-            limit = self._arrays[name].cache_bytes(by_columns=by_columns)
+            array = self._arrays[name]
+            limit = array.cache_bytes(by_columns=by_columns)
             context = tensorstore.Context({"cache_pool": {"total_bytes_limit": limit}})
             # Files do not change while they are read, so what is cached is not compared with them again.
             options = {"recheck_cached_data": False, "recheck_cached_metadata": False}
-            spec = {**self._spec(name), **options}
+            spec = {**self._spec(array.stored_name), **options}
             self._thread.store = tensorstore.open(spec, context=context, open=True, read=True).result()
             self._thread.key = name, by_columns
         return self._thread.store
@@ -212,29 +225,35 @@ class OrbaxCheckpoint:
         return ModelLoadError(f"{self.path}: tensor {name!r} cannot be read ({reason}); take another copy")
 
 
-def _array_names(fields: Fields) -> list[str]:
-    """Return the dotted names of all arrays in the tree; `fields` are those of the file that lists its leaves.
+def _stored_names(fields: Fields) -> tuple[dict[str, str], dict[str, ModelLoadError]]:
+    """Return the names of all arrays, each with its name in the folder, and the faults of all other leaves by name.
 
-    Each entry of `tree_metadata` describes a leaf: `key_metadata` are the keys on its path, and `value_metadata` has
-    its type. Empty containers are skipped. Raises ModelLoadError for other leaves than arrays, for two of the same
-    name, and for a tree without arrays.
+    `fields` are those of the file that lists the leaves. Each entry of `tree_metadata` describes one: `key_metadata`
+    are the keys on its path, and `value_metadata` has its type. The name in the folder is all keys joined by dots. A
+    variable of nnx has its array under the key "value", which is no part of its name. Empty containers are skipped.
+    Other leaves than arrays, such as strings, and two of the same name are faults. Raises ModelLoadError for a tree
+    without leaves.
     """
     tree = fields.mapping("tree_metadata")
-    names: dict[str, None] = {}
+    stored_names: dict[str, str] = {}
+    faults: dict[str, ModelLoadError] = {}
     for entry in tree.data:
         leaf = tree.mapping(entry)
-        keys = [Fields(key, fields.path) for key in leaf.items("key_metadata", dict)]
-        name = ".".join(str(key.data.get("key")) for key in keys)
+        keys = [str(key.get("key")) for key in leaf.items("key_metadata", dict)]
+        stored_name = ".".join(keys)
+        name = stored_name.removesuffix(".value")
         kind = leaf.mapping("value_metadata").data.get("value_type")
         if kind in EMPTY_TYPES:
             continue
-        if kind not in ARRAY_TYPES or name in names:
-            fault = f"is a leaf of the type {kind!r}, wanted an array" if kind not in ARRAY_TYPES else "is there twice"
-            raise ModelLoadError(f"{fields.path}: {name!r} {fault}: save a tree of arrays under Hugging Face names")
-        names[name] = None
-    if not names:
+        if kind in ARRAY_TYPES and name not in stored_names:
+            stored_names[name] = stored_name
+            continue
+        fault = "is there twice" if kind in ARRAY_TYPES else f"is a leaf of the type {kind!r}, wanted an array"
+        message = f"{fields.path}: {name!r} {fault}: save a tree of arrays under Hugging Face names"
+        faults[name] = ModelLoadError(message)
+    if not stored_names and not faults:
         raise ModelLoadError(f"{fields.path}: holds no array: save a tree of arrays under Hugging Face names")
-    return list(names)
+    return stored_names, faults
 
 
 def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor], *, is_nested: bool = False) -> None:

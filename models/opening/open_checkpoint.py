@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from ..config.decoder import DecoderConfig
+from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..fields import Fields, read_json_object
 from ..formats.checkpoint import Checkpoint, Subtree, are_equal
-from ..formats.files import CONFIG_FILE
+from ..formats.files import CONFIG_FILE, TREE_FILE
 from ..formats.gguf import read_gguf
 from ..formats.orbax_checkpoint import OrbaxCheckpoint
 from ..formats.quantization import read_quantization
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..formats.tree_checkpoint import TreeCheckpoint
-from ..weights.subtree import model_prefixes
+from ..weights.subtree import ambiguity_message, model_prefixes
 from .gguf_checkpoint import GGUFCheckpoint
 from .gguf_config import config_from_gguf
 from .page_scales import WithoutPageScales, is_page_scale
@@ -36,8 +37,9 @@ def open_checkpoint(
     """Open a directory with config.json and safetensors, or a GGUF file, and return its config and its tensors.
 
     With `orbax` the weights come from that folder of orbax, and with `params` from that tree of arrays; they may be in
-    a subtree, such as `params` of a whole training state. The config is still that of `path`. `overrides` replace
-    values of config.json. Only headers are read, except where tied matrices are compared.
+    a subtree, such as `params` of a whole training state, or in one of several folders within that of orbax. The config
+    is still that of `path`. `overrides` replace values of config.json. Only headers are read, except where tied
+    matrices are compared.
 
     A GGUF file with `params` gives only the config, and the tree the weights. As in transformers, the embedding's dtype
     counts if config.json names none. An output matrix that config.json ties to the embedding is not tied if both are
@@ -54,7 +56,7 @@ def open_checkpoint(
         if params is not None:
             checkpoint = _model_tree(TreeCheckpoint(params), config)
         elif orbax is not None:
-            checkpoint = _model_tree(OrbaxCheckpoint(orbax), config)
+            checkpoint = _model_in_orbax(orbax, config)
         else:
             checkpoint = SafetensorsCheckpoint(path, read_quantization(Fields(config.source, path / CONFIG_FILE)))
             if any(map(is_page_scale, checkpoint.names())):
@@ -80,6 +82,26 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
     if is_stored_twice and not _have_equal_bits(checkpoint, embedding, head):
         config = replace(config, tie_word_embeddings=False, has_head_though_tied=True)
     return config
+
+
+def _model_in_orbax(folder: Path, config: DecoderConfig) -> Checkpoint:
+    """Return the tensors of the model in an orbax folder, or in the one of several orbax folders in it that has them.
+
+    A checkpoint manager may save each part of a training state in a folder of its own: "params", "opt_state". These
+    count as subtrees of one tree, whose first keys are the names of the folders. Raises ModelLoadError if not exactly
+    one subtree may be the model's.
+    """
+    if (folder / TREE_FILE).is_file():
+        return _model_tree(OrbaxCheckpoint(folder), config)
+    items = {path.parent.name: OrbaxCheckpoint(path.parent) for path in sorted(folder.glob(f"*/{TREE_FILE}"))}
+    prefixes = model_prefixes([f"{item}.{name}" for item, tree in items.items() for name in tree.names()], config)
+    if len(prefixes) != 1:
+        wanted = ambiguity_message(prefixes) if prefixes else f"none of {', '.join(items)} holds tensors of the model"
+        raise ModelLoadError(f"{folder}: {wanted}: give one of the folders")
+    (prefix,) = prefixes
+    item = max((item for item in items if prefix.startswith(f"{item}.")), key=len)
+    inner = prefix.removeprefix(f"{item}.")
+    return Subtree(items[item], inner) if inner else items[item]
 
 
 def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:

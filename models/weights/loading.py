@@ -294,6 +294,7 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
     if isinstance(checkpoint, SafetensorsCheckpoint):
         extra = [name for name in extra if not checkpoint.is_idle_bias(name)]
     if extra:
+        checkpoint.shape(extra[0])  # Raises for what is no array, which is the better reason.
         fault = f"tensor {extra[0]} has no place in the model ({len(extra)} such tensors)"
         reason = "the config lacks a feature, or names another architecture"
         raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: correct the config")

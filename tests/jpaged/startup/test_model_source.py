@@ -105,6 +105,25 @@ def test_of_the_steps_of_a_training_run_the_newest_is_taken(tmp_path, caplog):
         resolve_model(str(root))
 
 
+def test_steps_of_flax_and_of_managers_with_a_prefix_count_and_parts_of_a_step_belong_together(tmp_path):
+    """A manager writes _CHECKPOINT_METADATA into each step. Folders of any other name are not compared by a number."""
+    for name, folders in {"flax": ("checkpoint_9", "checkpoint_10"), "runs": ("seed_9", "seed_10")}.items():
+        for folder in folders:
+            orbax_folder(tmp_path / name / folder)
+        (tmp_path / name / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path / "flax")).orbax == tmp_path / "flax" / "checkpoint_10"
+    with pytest.raises(ModelLoadError, match=r"holds 2 orbax checkpoints \(seed_10, seed_9\): give one of them"):
+        resolve_model(str(tmp_path / "runs"))
+    root = tmp_path / "manager"
+    for step, item in (("run_9", "default"), ("run_10", "params"), ("run_10", "opt_state")):
+        orbax_folder(root / step / item)
+        (root / step / "_CHECKPOINT_METADATA").write_text("{}")
+    (root / "config.json").write_text("{}")
+    assert resolve_model(str(root)) == ModelSource(str(root), "orbax", root, orbax=root / "run_10")
+    assert resolve_model(str(root / "run_10")).orbax == root / "run_10"
+    assert resolve_model(str(root / "run_10" / "params")).orbax == root / "run_10" / "params"
+
+
 def test_a_named_format_chooses_among_what_is_there_and_refuses_anything_else(tmp_path):
     path = model_directory(tmp_path / "model")
     orbax_folder(path / "tree")

@@ -8,22 +8,28 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 from safetensors.numpy import load_file
 
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.families.llama import Llama
 from jpaged.models.formats.orbax_checkpoint import OrbaxCheckpoint
-from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint, read_config
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.recipe import make_recipes
-from jpaged.models.weights.loading import abstract_weights
+from jpaged.models.weights.loading import abstract_weights, check_tensors
 from jpaged.sharding import device_mesh
+from jpaged.startup.model_source import resolve_model
 
 from .processes import HAS_PROC, peak_bytes, run_python
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
+GOLDEN = Path(__file__).parents[2] / "golden" / "orbax"
+MESH = device_mesh(jax.devices()[:1])
 
 RNG = np.random.default_rng(0)
 TREE = {
@@ -102,6 +108,90 @@ def test_the_weights_of_a_training_state_are_found_under_its_params(tmp_path):
     assert "averages.lm_head.weight" in open_checkpoint(LLAMA, orbax=two)[1].names(), "nothing says which is meant"
 
 
+BESIDE = {
+    "name": "a run", "none": None, "step": 7, "rate": 0.5, "is_last": True, "count": np.int64(2), "empty": {},
+    "nothing": [], "metrics": {"loss": np.float32(1.5), "notes": ["best", ()]}, "key": jax.random.key(0),
+    "mask": np.ones(3, bool), "a.b": np.ones(2), "a": {"b": np.ones(2)},
+}  # fmt: skip
+"""Parts of a training state that are no weights; two of them have one name."""
+
+
+def assert_is_model(checkpoint, tensors):
+    check_tensors(abstract_weights(read_config(LLAMA), "float32", MESH), read_config(LLAMA), checkpoint)
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(checkpoint.read(name, slice(None)), values)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_is_beside_the_parameters_does_not_matter(tmp_path, layout):
+    tensors = load_file(LLAMA / "model.safetensors")
+    path = save(tmp_path / "tree", {"params": tensors, **BESIDE, "damaged": np.ones(4)}, **layout)
+    if layout == LAYOUTS["files"]:
+        (path / "damaged" / ".zarray").write_text("{")
+    assert_is_model(open_checkpoint(LLAMA, orbax=path)[1], tensors)
+
+
+def test_states_of_flax_open(tmp_path):
+    """A `TrainState` has named tuples of optax; a state of nnx has each array under a further key, "value"."""
+    tensors = jax.tree.map(jnp.asarray, load_file(LLAMA / "model.safetensors"))
+    state = TrainState.create(apply_fn=print, params=tensors, tx=optax.adamw(1e-3))
+    assert_is_model(open_checkpoint(LLAMA, orbax=save(tmp_path / "linen", state))[1], tensors)
+    variables = nnx.State({"model": {name: nnx.Param(values) for name, values in tensors.items()}})
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "nnx", variables)
+    assert_is_model(open_checkpoint(LLAMA, orbax=tmp_path / "nnx")[1], tensors)
+
+
+def test_of_the_items_of_a_manager_the_one_with_the_parameters_is_read(tmp_path):
+    tensors = load_file(LLAMA / "model.safetensors")
+    moments = {"mu": tensors, "nu": tensors}
+    items = {"ema_params": tensors, "params": tensors, "opt_state": moments, "texts": {"name": "a run"}}
+    saved = {name: orbax.checkpoint.args.PyTreeSave(tree) for name, tree in items.items()}
+    with orbax.checkpoint.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(5, args=orbax.checkpoint.args.Composite(**saved, rates=orbax.checkpoint.args.JsonSave({"a": 1})))
+    checkpoint = open_checkpoint(LLAMA, orbax=tmp_path / "run" / "5")[1]
+    assert checkpoint.path == tmp_path / "run" / "5" / "params"
+    assert_is_model(checkpoint, tensors)
+    shutil.copytree(tmp_path / "run" / "5" / "params", tmp_path / "run" / "5" / "policy")
+    with pytest.raises(ModelLoadError, match=r"5: 2 subtrees hold tensors of the model: params, policy; give one of"):
+        open_checkpoint(LLAMA, orbax=tmp_path / "run" / "5")
+    for name in ("params", "policy", "ema_params"):
+        shutil.rmtree(tmp_path / "run" / "5" / name)
+    with pytest.raises(ModelLoadError, match=r"5: none of opt_state, texts holds tensors of the model: give one of"):
+        open_checkpoint(LLAMA, orbax=tmp_path / "run" / "5")
+
+
+def test_what_an_older_orbax_saved_opens():
+    """`scripts/make_orbax_goldens.py` says what is in the folder."""
+    source = resolve_model(str(GOLDEN))
+    assert source.orbax == GOLDEN / "5"
+    config, checkpoint = open_checkpoint(source.path, orbax=source.orbax)
+    check_tensors(abstract_weights(config, "float32", MESH), config, checkpoint)
+    for number, name in enumerate(sorted(checkpoint.names())):
+        values = checkpoint.read(name, slice(None))
+        np.testing.assert_array_equal(values.ravel(), number + np.arange(values.size) / 64)
+
+
+NO_WEIGHTS = {
+    "a string": ({"model.norm.weight": "text"}, "'params.model.norm.weight' is a leaf of the type 'string', wanted an"),
+    "a string that no weight takes": (
+        {"note": "text"},
+        "'params.note' is a leaf of the type 'string', wanted an array",
+    ),
+    "None": ({"model.norm.weight": None}, "tensor model.norm.weight is missing"),
+    "a number": ({"model.norm.weight": 3}, r"tensor model.norm.weight has shape \(\), the config asks for"),
+}
+
+
+@pytest.mark.parametrize(("leaf", "message"), NO_WEIGHTS.values(), ids=NO_WEIGHTS)
+def test_a_parameter_that_is_no_array_is_refused_by_its_path(tmp_path, leaf, message):
+    params = load_file(LLAMA / "model.safetensors") | leaf
+    config, checkpoint = open_checkpoint(LLAMA, orbax=save(tmp_path / "tree", {"params": params, "step": 1}))
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        check_tensors(abstract_weights(config, "float32", MESH), config, checkpoint)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_tensor_of_another_dtype_is_refused_when_it_is_read(tmp_path):
     checkpoint = OrbaxCheckpoint(save(tmp_path / "tree", {"step": np.arange(3)}))
     with pytest.raises(
@@ -152,11 +242,16 @@ DAMAGED = {
 }  # fmt: skip
 
 
+def shapes_of(path):
+    checkpoint = OrbaxCheckpoint(path)
+    return {name: checkpoint.shape(name) for name in checkpoint.names()}
+
+
 @pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_folder_is_refused_when_it_is_opened(tmp_path, damage, message):
+def test_a_damaged_folder_is_refused_before_values_are_read(tmp_path, damage, message):
     damage(save(tmp_path / "tree", {"a": np.ones((3, 2), np.float32), "b": np.ones(3, np.float32)}, use_ocdbt=False))
     with pytest.raises(ModelLoadError, match=message) as caught:
-        OrbaxCheckpoint(tmp_path / "tree")
+        shapes_of(tmp_path / "tree")
     assert "\n" not in str(caught.value)
 
 
@@ -191,7 +286,7 @@ import sys
 from pathlib import Path
 import jax
 from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
-from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint, read_config
 from jpaged.models.weights.saving import save_checkpoint
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
