@@ -83,15 +83,17 @@ class GGUFFormat:
     """Rows of q and k interleave each head's two halves, for a rotary embedding that rotates neighbouring lanes."""
     norms_hold_one_more: bool = False
     """Gains of norms are stored as 1 + w."""
+    may_lack_biases: bool = True
+    """A file may have biases of some matrices, or of some layers, alone; the others have none."""
 
 
 FORMATS = {
     "llama": GGUFFormat(LAYER_NAMES | MIXTRAL_NAMES, permutes_heads=True),
-    "qwen2": GGUFFormat(LAYER_NAMES),
+    "qwen2": GGUFFormat(LAYER_NAMES, may_lack_biases=False),
     "qwen3": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES),
-    "qwen2moe": GGUFFormat(LAYER_NAMES | QWEN_MOE_NAMES),
+    "qwen2moe": GGUFFormat(LAYER_NAMES | QWEN_MOE_NAMES, may_lack_biases=False),
     "qwen3moe": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES | QWEN_MOE_NAMES),
-    "gpt-oss": GGUFFormat(LAYER_NAMES | GPT_OSS_NAMES),
+    "gpt-oss": GGUFFormat(LAYER_NAMES | GPT_OSS_NAMES, may_lack_biases=False),
     "gemma2": GGUFFormat(GEMMA_LAYER_NAMES, norms_hold_one_more=True),
     "gemma3": GGUFFormat(GEMMA_LAYER_NAMES | QK_NORM_NAMES, norms_hold_one_more=True),
 }
@@ -102,7 +104,7 @@ class GGUFCheckpoint:
     """A GGUF file whose tensors have Hugging Face names; `read` de-quantizes to float32, `read_codes` does not.
 
     A tensor without a Hugging Face name keeps its own name. `read` undoes what llama.cpp's converter did to rows and
-    gains: see `GGUFFormat`.
+    gains: see `GGUFFormat`. Biases that the model has and the file lacks are zeros.
     """
 
     def __init__(self, file: GGUFFile, config: DecoderConfig):
@@ -112,6 +114,7 @@ class GGUFCheckpoint:
         self._head_size = config.head_size
         self._format = FORMATS[file.metadata["general.architecture"]]
         self._stored = {self._hf_name(name): name for name in file.tensors if name not in CONFIG_TENSORS}
+        self._zero_biases = self._absent_biases(config) if self._format.may_lack_biases else {}
 
     @property
     def is_quantized(self) -> bool:
@@ -120,10 +123,12 @@ class GGUFCheckpoint:
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors except those that belong to the config."""
-        return self._stored.keys()
+        return (self._stored | self._zero_biases).keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
+        if name in self._zero_biases:
+            return (self._zero_biases[name],)
         shape = self.file.tensors[self._stored[name]].shape
         # llama.cpp's converter drops the axis of the one output of this matrix.
         return (1, *shape) if name.endswith(".shared_expert_gate.weight") and len(shape) == 1 else shape
@@ -139,8 +144,11 @@ class GGUFCheckpoint:
         that interleave the halves of query and key heads, rows are put back in order, and in formats that store gains
         of norms as 1 + w, 1 is subtracted. Raises ModelLoadError for a quantization that the gguf package cannot read.
         """
-        stored, shape = self._stored[name], self.shape(name)
+        shape = self.shape(name)
         start, stop = bounds_of(rows, math.prod(shape[:-1]) if len(shape) > 1 else shape[0])
+        if name in self._zero_biases:
+            return np.zeros(stop - start, np.float32)
+        stored = self._stored[name]
         stored_rows = self._rows_in_file(name, start, stop)
         try:
             if len(shape) > 1:
@@ -155,6 +163,8 @@ class GGUFCheckpoint:
 
     def code_format(self, name: str) -> CodeFormat | None:
         """Return the format of a matrix, or of those of all experts, that the file stores as codes; None for others."""
+        if name in self._zero_biases:
+            return None
         tensor = self.file.tensors[self._stored[name]]
         return CODE_FORMATS.get(tensor.type_name) if len(tensor.shape) in (2, 3) else None
 
@@ -172,6 +182,33 @@ class GGUFCheckpoint:
     def files(self) -> list[Path]:
         """Return the file, or all parts of a split one."""
         return list(self.file.paths)
+
+    def floats_note(self, dtype: str) -> str | None:
+        """Return a clause for the log about tensors whose codes are never kept, with their bytes as floats of `dtype`.
+
+        The result is None if there are none, as in files whose types all are in CODE_FORMATS.
+        """
+        tensors = [self.file.tensors[stored] for stored in self._stored.values()]
+        widened = [each for each in tensors if each.type_name not in (*FLOAT_TYPES, *CODE_FORMATS)]
+        if not widened:
+            return None
+        names = ", ".join(sorted({each.type_name for each in widened}))
+        stored_bytes = sum(each.size_bytes for each in widened)
+        float_bytes = sum(math.prod(each.shape) for each in widened) * np.dtype(dtype).itemsize
+        sizes = f"{stored_bytes / 1e9:.3g} GB in the file, {float_bytes / 1e9:.3g} GB as {dtype}"
+        way_out = "take the model in Q4_0, Q6_K or Q8_0, on a CPU also Q4_K_M, which stay quantized"
+        return f"{len(widened)} of {len(tensors)} tensors are of {names} and become floats: {sizes}; {way_out}"
+
+    def _absent_biases(self, config: DecoderConfig) -> dict[str, int]:
+        """Return the names and lengths of biases that the model has beside stored matrices, and the file lacks."""
+        parts = ["attn_q", "attn_k", "attn_v"] * config.qkv_bias + ["attn_output"] * config.out_bias
+        parts += ["ffn_gate", "ffn_up", "ffn_down"] * config.mlp_bias
+        modules = [f"model.layers.{i}.{LAYER_NAMES[part]}" for i in range(config.num_layers) for part in parts]
+        return {
+            f"{module}.bias": self.file.tensors[self._stored[f"{module}.weight"]].shape[0]
+            for module in modules
+            if f"{module}.bias" not in self._stored and f"{module}.weight" in self._stored
+        }
 
     def _rows_in_file(self, name: str, start: int, stop: int) -> slice | np.ndarray:
         """Return where the rows `start` … `stop` − 1 of a tensor are in the file."""

@@ -47,6 +47,8 @@ ALWAYS_SPARSE = EXPERT_KEYS.keys() - {"llama"}
 """Architectures without dense models: their files name a number of experts."""
 _STAYS_FLOAT32 = re.compile(r"\.ffn_gate_inp\.weight$|_exps\.bias$")
 """Names of tensors of several axes that llama.cpp's converter writes as float32, whatever the dtype of the model."""
+_ATTENTION_BIAS = re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias")
+_MLP_BIAS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias")
 GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
 """Gemma 3 with 4B, 12B and 27B parameters: layers without a window have a linear factor 8, which some files omit."""
 
@@ -107,8 +109,9 @@ class _Metadata:
         """Return the content that config.json would have for this model.
 
         Values that the metadata lack come from the tensors: the vocabulary is the rows of the embedding, a head is tied
-        if it is not stored, and biases exist if the first layer has them. The method of the architecture adds the keys
-        of its family, such as windows and the rotary embedding. May set `freq_factors`. Raises ModelLoadError for
+        if it is not stored, and biases of attention, or of the MLP, exist if a layer has one of them; `GGUFCheckpoint`
+        has zeros for the others. The method of the architecture adds the keys of its family, such as windows and the
+        rotary embedding. May set `freq_factors`. Raises ModelLoadError for
         metadata that are invalid or not supported, and for a file without an embedding.
         """
         fields, tensors = self.fields, self.file.tensors
@@ -131,8 +134,8 @@ class _Metadata:
             "num_hidden_layers": fields.integer(self.key("block_count"), max=MAX_LAYERS),
             "rms_norm_eps": fields.number(self.names["rms_norm_eps"], above=0),
             "tie_word_embeddings": "output.weight" not in tensors,
-            "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_output.bias"} & tensors.keys()),
-            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "attention_bias": any(map(_ATTENTION_BIAS.fullmatch, tensors)),
+            "mlp_bias": any(map(_MLP_BIAS.fullmatch, tensors)),
             "dtype": self._dtype(),
             "eos_token_id": end_token_ids(fields, vocab_size),
             "bos_token_id": None,  # Unless the file names one, below.
@@ -355,11 +358,13 @@ class _Metadata:
     def _yarn(self) -> dict[str, Any]:
         """Return the parameters of YaRN under the names that config.json has for them.
 
-        Raises ModelLoadError for llama.cpp's further parameters of YaRN, which config.json does not have, unless they
-        have the value that changes nothing.
+        llama.cpp's converter writes `attention_factor` of config.json, which takes the place of YaRN's own factor,
+        0.1 ln(factor) + 1, as `yarn_attn_factor`. `attn_factor` multiplies either of the two. Raises ModelLoadError for
+        further parameters of llama.cpp, which config.json does not have, unless they have the value that changes
+        nothing.
         """
         fields, prefix = self.fields, self.key("rope.scaling.")
-        for name, neutral in {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
+        for name, neutral in {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
             if fields.number(prefix + name, neutral) != neutral:
                 raise fields.wrong(prefix + name, f"{neutral:g}: other values are not supported")
         factor = fields.number(prefix + "factor", min=1)
@@ -370,9 +375,7 @@ class _Metadata:
             "beta_fast": fields.number(prefix + "yarn_beta_fast", 32.0, above=0),
             "beta_slow": fields.number(prefix + "yarn_beta_slow", 1.0, above=0),
         }
-        if fields.has(prefix + "attn_factor"):
-            # llama.cpp multiplies YaRN's formula, 0.1 ln(factor) + 1, by attn_factor, and attention_factor of
-            # transformers replaces the formula. So the product of both is written there.
-            scale = fields.number(prefix + "attn_factor", above=0)
-            parameters["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+        if fields.has(prefix + "yarn_attn_factor") or fields.has(prefix + "attn_factor"):
+            own_factor = fields.number(prefix + "yarn_attn_factor", 0.1 * math.log(factor) + 1.0, above=0)
+            parameters["attention_factor"] = own_factor * fields.number(prefix + "attn_factor", 1.0, above=0)
         return parameters

@@ -722,12 +722,26 @@ GGUF_EQUALS_HF = {
     "llama": ({}, LLAMA),
     "tied": ({"tensors": {"output.weight": None}}, TIED),
     "llama with biases": ({"tensors": LLAMA_BIASES}, LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    **{
+        f"llama with a bias of {name} in layer {layer}": (
+            {"tensors": {f"blk.{layer}.{name}.bias": vector(64)}},
+            LLAMA | {"attention_bias": name.startswith("attn"), "mlp_bias": name.startswith("ffn")},
+        )
+        for layer, name in ((0, "attn_k"), (0, "attn_output"), (1, "attn_v"), (0, "ffn_up"), (3, "ffn_down"))
+    },
     "qwen2": (QWEN2_GGUF, QWEN2_HF),
     "bfloat16": (embedding_only(BF16_EMBEDDING), TIED | {"dtype": "bfloat16"}),
     "float16": (embedding_only(np.zeros((100, 64), np.float16)), TIED | {"dtype": "float16"}),
     "linear": ({"metadata": rope({"scaling.type": "linear", "scaling.factor": 4.0})}, LINEAR),
     "linear by the oldest key": ({"metadata": rope({"scale_linear": 4.0})}, LINEAR),
     "yarn": (QWEN2_GGUF | {"metadata": rope(GGUF_YARN)}, QWEN2_HF | {"rope_scaling": {"type": "yarn", **YARN}}),
+    **{
+        f"yarn, attention factor {factor:g}": (
+            QWEN2_GGUF | {"metadata": rope({**GGUF_YARN, "scaling.yarn_attn_factor": factor})},
+            QWEN2_HF | {"rope_scaling": {"type": "yarn", "attention_factor": factor, **YARN}},
+        )
+        for factor in (0.75, 1.0, 1.125)
+    },
     "stop ids of turn and message": (
         {"tokenizer": {"eot_token_id": 7, "eom_token_id": 2}},
         LLAMA | {"eos_token_id": [2, 7]},
@@ -831,6 +845,8 @@ def test_the_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):
     found = gguf_config(tmp_path, rope(scaling)).ropes[0]
     assert found.attention_factor == pytest.approx(2 * (0.1 * np.log(4) + 1))
     assert found.original_max_position == 512
+    found = gguf_config(tmp_path, rope({**scaling, "scaling.yarn_attn_factor": 0.75})).ropes[0]
+    assert found.attention_factor == 1.5, "it multiplies what the converter wrote in place of the formula"
 
 
 def test_gemma_without_a_theta_has_that_of_its_config_json(tmp_path):
@@ -864,6 +880,18 @@ INVALID_GGUF = {
     ),
     "partial rotary": ({"metadata": rope({"dimension_count": 8})}, "dimension_count is 8"),
     "unknown rope type": ({"metadata": rope({"scaling.type": "longrope"})}, "longrope.*none, linear, yarn"),
+    **{
+        f"yarn, {name}": (
+            {"metadata": rope({**GGUF_YARN, f"scaling.{name}": value})},
+            f"llama.rope.scaling.{name} is {value}, wanted {wanted}",
+        )
+        for name, value, wanted in (
+            ("yarn_attn_factor", 0.0, "a number above 0"),
+            ("attn_factor", -1.0, "a number above 0"),
+            ("yarn_ext_factor", 0.5, "1: other values"),
+            ("yarn_log_multiplier", 0.5, "0: other values"),
+        )
+    },
     "too few frequency factors": ({"tensors": {"rope_freqs.weight": vector(4) + 1}}, "4 values, wanted 8"),
     "frequency factor 0": ({"tensors": {"rope_freqs.weight": vector(8)}}, "above 0 and up to 1e"),
     "window of unknown layers": (QWEN2_GGUF | {"metadata": {"attention.sliding_window": 8}}, "sliding_window"),

@@ -122,6 +122,45 @@ def test_a_gguf_file_loads_as_the_directory_it_was_converted_from(tmp_path, mode
         np.testing.assert_allclose(weights[path], values, rtol=0, atol=atol, err_msg=str(path))
 
 
+BIASED = {f"self_attn.{part}_proj": "attention_bias" for part in "qkvo"} | {
+    f"mlp.{part}_proj": "mlp_bias" for part in ("gate", "up", "down")
+}
+
+
+@pytest.mark.parametrize(
+    "present",
+    [("0.self_attn.q_proj", "0.self_attn.k_proj", "0.self_attn.v_proj", "1.self_attn.q_proj", "1.self_attn.k_proj",
+      "1.self_attn.v_proj"), ("1.self_attn.v_proj",), ("0.self_attn.o_proj", "1.mlp.up_proj"), ("0.mlp.down_proj",)],
+    ids=["all of q, k and v", "v of a layer", "an output and an up", "a down"],
+)  # fmt: skip
+def test_biases_that_a_file_lacks_beside_others_are_zeros(tmp_path, present):
+    """llama.cpp takes each bias as there or not; config.json has one key for all of attention and one for the MLP."""
+    switches = {BIASED[name[2:]]: True for name in present}
+    in_directory, in_file = hf_tensors(LLAMA), hf_tensors(LLAMA)
+    for name, switch in BIASED.items():
+        for layer in range(2) if switch in switches else ():
+            module = f"model.layers.{layer}.{name}"
+            bias = np.zeros(len(in_file[f"{module}.weight"]), np.float32)
+            if f"{layer}.{name}" in present:
+                in_file[f"{module}.bias"] = bias = np.linspace(-1, 1, len(bias), dtype=np.float32)
+            in_directory[f"{module}.bias"] = bias
+    save_file(in_directory, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | switches))
+    config, weights = load(convert_to_gguf(tmp_path / "m.gguf", LLAMA, in_file))
+    expected_config, expected = load(tmp_path)
+    assert config == expected_config
+    for path, values in expected.items():
+        np.testing.assert_array_equal(weights[path], values, err_msg=str(path))
+
+
+def test_a_qwen2_file_must_have_all_its_biases(tmp_path):
+    qwen2 = MODELS["qwen2"]
+    tensors = hf_tensors(qwen2)
+    del tensors["model.layers.1.self_attn.k_proj.bias"]
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.self_attn\.k_proj\.bias is missing \(1 of"):
+        load(convert_to_gguf(tmp_path / "m.gguf", qwen2, tensors))
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
 def test_quantized_rows_equal_those_of_the_dequantized_tensor(tmp_path, kind):
     """The rows are equal bit for bit: quantization works along a row, so rows may be permuted before or after."""
