@@ -38,6 +38,7 @@ from .packed_matrix import (
 )
 from .quantization import WAY_OUT, PackedScheme, Quantization
 from .tensor_files import TensorFiles
+from .unread_quantizers import MODELOPT_FILE, refuse_by_tensors
 
 FETCH_AGAIN = f"fetch it again, or {WAY_OUT}"
 CODES_TENSOR = {
@@ -57,8 +58,6 @@ COMPANION_TENSORS = {
 """End of that name → ends of the names of the tensors beside it."""
 PACKED_ENDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx")
 """Ends of names that no tensor of a checkpoint without quantization has."""
-MODELOPT_FILE = "hf_quant_config.json"
-"""The file in which ModelOpt says how a checkpoint is quantized, where config.json does not."""
 
 
 def refuse_quantized(files: TensorFiles, quantization: Quantization | None) -> None:
@@ -66,6 +65,8 @@ def refuse_quantized(files: TensorFiles, quantization: Quantization | None) -> N
 
     `quantization` is what the config says of keys, values or activations alone; None if it has no such key.
     """
+    if quantization is None:
+        refuse_by_tensors(files, WAY_OUT)
     for name in files.names():
         is_weight = name.endswith(WEIGHT_SCALES) or not is_scale(name)
         is_float8 = files.dtype(name).startswith("F8_") and is_weight

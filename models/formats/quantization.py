@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..fields import Fields
+from .unread_quantizers import refuse_by_config
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 METHODS = (
@@ -73,6 +74,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     `fields` are those of config.json. Their object `quantization_config` names the method, whose own keys say the rest.
     Raises ModelLoadError, which names the key and what to do, for everything that is not supported.
     """
+    refuse_by_config(fields, CONFIG_KEYS, WAY_OUT)
     present = [key for key in CONFIG_KEYS if fields.has(key)]
     if not present:
         return None

@@ -17,6 +17,7 @@ from ..config.overrides import check_overrides, override, paths
 from ..families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, LANGUAGE_MODELS, Family
 from ..fields import Fields
 from ..formats.quantization import CONFIG_KEYS, read_quantization
+from ..formats.unread_quantizers import MLX_KEY
 
 COMMON_WITHOUT_EFFECT = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
@@ -29,7 +30,7 @@ WAY_OUT = "correct it there or by hf_overrides, or take another model"
 """What a user can do about a value of config.json that is wrong or not supported."""
 TEXT_CONFIG = "text_config"
 """The key under which a model with images has the config of its language model."""
-SHARED_KEYS = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", *CONFIG_KEYS)
+SHARED_KEYS = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", MLX_KEY, *CONFIG_KEYS)
 """Keys of a model with images that count for its language model."""
 
 
