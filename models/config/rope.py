@@ -134,7 +134,8 @@ def read_ropes_by_type(
     Files of transformers 5 have an object per layer type in `rope_parameters`. Files of version 4 have each theta at
     the top level, and a `rope_scaling` that applies to layers of full attention only. `thetas` maps a layer type to
     (its top-level key, None if it has none; the default theta). A layer type without an object of its own is read in
-    the form of version 4. Raises ModelLoadError, also for a file that mixes both forms.
+    the form of version 4. Parameters for all layers in `rope_parameters` have no effect in transformers; they may stand
+    there if they say what each layer type has. Raises ModelLoadError for others, and for a file that mixes both forms.
 
     Example: with the `thetas` {FULL: ("rope_theta", 1e6), SLIDING: (None, 1e4)}, a file with only {"rope_scaling":
     {"rope_type": "linear", "factor": 8}} gives theta 1e6 and factor 8 on layers of full attention, and theta 1e4
@@ -142,7 +143,8 @@ def read_ropes_by_type(
     """
     by_type = fields.mapping("rope_parameters")
     scaling = fields.mapping("rope_scaling")
-    if unknown := [key for key in by_type.data if key not in thetas]:
+    of_all_layers = {key: value for key, value in by_type.data.items() if key not in thetas}
+    if unknown := [key for key, value in of_all_layers.items() if isinstance(value, dict)]:
         raise fields.wrong("rope_parameters", f"an object for each of {', '.join(thetas)}, and not {unknown[0]!r}")
     if scaling.data and by_type.data:
         raise fields.wrong("rope_scaling", "none beside rope_parameters")
@@ -159,6 +161,11 @@ def read_ropes_by_type(
         if not ropes[layer_type].truncate:
             reason = "transformers ignores it in an object per layer type; leave it out"
             raise rope.wrong("truncate", f"true: {reason}")
+        with_others = rope.with_data({**rope.data, **of_all_layers})
+        if of_all_layers and read_rope(fields, with_others, head_size=head_size) != ropes[layer_type]:
+            wanted = f"objects for {' and '.join(thetas)}, each with its parameters"
+            reason = "transformers ignores parameters for all layers, and these differ from what it uses"
+            raise fields.wrong("rope_parameters", f"{wanted}: {reason}")
     return tuple(ropes[layer_type] for layer_type in layer_types)
 
 

@@ -30,7 +30,8 @@ WAY_OUT = "correct it there or by hf_overrides, or take another model"
 """What a user can do about a value of config.json that is wrong or not supported."""
 TEXT_CONFIG = "text_config"
 """The key under which a model with images has the config of its language model."""
-SHARED_KEYS = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", MLX_KEY, *CONFIG_KEYS)
+DTYPE_KEYS = ("dtype", "torch_dtype")
+SHARED_KEYS = (*DTYPE_KEYS, "bos_token_id", "eos_token_id", "tie_word_embeddings", MLX_KEY, *CONFIG_KEYS)
 """Keys of a model with images that count for its language model."""
 
 
@@ -48,13 +49,13 @@ def config_from_hf(
     model. Raises ModelLoadError, which names `path` and the key, for a value that is wrong or not supported, for an
     unknown family, and for an override that the family does not know.
     """
-    overrides = overrides or {}
+    overrides, data = overrides or {}, _with_named_dtype(data)
     if (model_type := _wrapped_model_type(data)) is not None:
         data, names = _language_model(Fields(data, path, names or {}), model_type)
         # Overrides may stand inside of text_config, as in the file, or at the top level; those inside win.
         text_overrides = Fields(overrides, Path("hf_overrides")).mapping(TEXT_CONFIG).data
         overrides = {key: value for key, value in overrides.items() if key != TEXT_CONFIG} | dict(text_overrides)
-    data = override(data, overrides)
+    data = _with_named_dtype(override(data, overrides))
     # An error about a value that an override replaced says where the value came from. Names of nested values are the
     # last parts of their dotted paths.
     overridden = {key.rpartition(".")[2] for key in paths(overrides)}
@@ -72,28 +73,56 @@ def config_from_hf(
     return config
 
 
+def _with_named_dtype(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data` with the dtype by its plain name: "torch.bfloat16" is bfloat16, and "auto" counts as absent."""
+    named = dict(data)
+    for key in DTYPE_KEYS:
+        if named.get(key) == "auto":
+            del named[key]
+        elif isinstance(named.get(key), str):
+            named[key] = named[key].removeprefix("torch.")
+    return named
+
+
 def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
     """Return the model type of the language model within a model with images; None for any other model."""
-    match data.get("architectures"):
-        case [str(name)]:
-            return LANGUAGE_MODELS.get(name)
-    return None
+    return LANGUAGE_MODELS.get(_known_name(data))
+
+
+def _known_name(data: Mapping[str, Any]) -> str:
+    """Return the first name in `architectures` of config.json that the table has, and "" if there is none.
+
+    If the table has several of the names, the one whose family has the `model_type` of `data` comes first: transformers
+    goes by that.
+    """
+    names = data.get("architectures")
+    known = [
+        name
+        for name in (names if isinstance(names, list) else [])
+        if isinstance(name, str) and (name in BY_ARCHITECTURE or name in LANGUAGE_MODELS)
+    ]
+    by_model_type = BY_MODEL_TYPE.get(str(data.get("model_type")))
+    if by_model_type is not None and by_model_type.architecture in known:
+        return by_model_type.architecture
+    return known[0] if known else ""
 
 
 def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the config of the language model within a model with images, and the file's names of its keys.
 
     `model_type` is the only language model that this kind of model is known to have; it counts if `text_config` names
-    none. The config is the object `text_config`, with the class name of its family added. Token ids, dtype, tying and
+    none. The config is the object `text_config`, with the class name of its family added. Token ids, dtype and
     quantization at the top level win over those inside; a key is then named "dtype" in errors and not
-    "text_config.dtype". Raises ModelLoadError if `text_config` is missing or has another model type.
+    "text_config.dtype". Only the top level says whether the head is tied, and it is if that says nothing: the inner
+    key has no effect in transformers. Raises ModelLoadError if `text_config` is missing or has another model type.
     """
     if not fields.has(TEXT_CONFIG):
         raise fields.wrong(TEXT_CONFIG, "the config of the language model")
-    text_config = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
+    text_config = {"model_type": model_type, **_with_named_dtype(fields.mapping(TEXT_CONFIG).data)}
     names = {key: f"{TEXT_CONFIG}.{key}" for key in text_config}
-    if fields.has("dtype") or fields.has("torch_dtype"):  # The key inside may have the other one of the two names.
-        text_config = {key: value for key, value in text_config.items() if key not in ("dtype", "torch_dtype")}
+    if any(map(fields.has, DTYPE_KEYS)):  # The key inside may have the other one of the two names.
+        text_config = {key: value for key, value in text_config.items() if key not in DTYPE_KEYS}
+    text_config["tie_word_embeddings"] = True  # Unless the top level has the key, which replaces it below.
     for key in SHARED_KEYS:
         if fields.has(key):
             text_config[key], names[key] = fields.data[key], key
@@ -121,14 +150,12 @@ def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 def _family(fields: Fields) -> Family:
     """Return the family that `architectures` of config.json names or, if that is absent, `model_type`.
 
-    `architectures` must be a list of one name. Raises ModelLoadError, which lists the known architectures, for a list
-    of several, for an unknown name, and if neither key names a family.
+    The first name that the table has counts: see `_known_name`. Raises ModelLoadError, which lists the known
+    architectures, for a list without one, and if neither key names a family.
     """
-    names = fields.data.get("architectures")
-    if not names:
-        family = BY_MODEL_TYPE.get(str(fields.data.get("model_type")))
-        names = [family.architecture] if family else names
-    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in BY_ARCHITECTURE:
-        return BY_ARCHITECTURE[names[0]]
+    if not fields.data.get("architectures") and (family := BY_MODEL_TYPE.get(str(fields.data.get("model_type")))):
+        return family
+    if (name := _known_name(fields.data)) in BY_ARCHITECTURE:
+        return BY_ARCHITECTURE[name]
     wanted = f"one of {', '.join([*BY_ARCHITECTURE, *LANGUAGE_MODELS])}: give a model of one of these families"
     raise fields.wrong("architectures", wanted)

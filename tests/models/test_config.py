@@ -23,6 +23,7 @@ from jpaged.models.rope import inverse_frequencies
 from ..gguf_file import write_gguf
 
 PATH = Path("somewhere/config.json")
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 MULTIPLIERS = {
     "embedding_multiplier": "embedding_multiplier",
@@ -334,6 +335,90 @@ def test_a_model_with_images_is_its_language_model():
         assert 5 in config_from_hf(WITH_IMAGES, PATH, overrides=overrides).windows
 
 
+@pytest.mark.parametrize("inner", [None, False, True])
+@pytest.mark.parametrize("outer", [None, False, True])
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_the_top_level_alone_says_whether_a_model_with_images_is_tied(name, outer, inner):
+    """The class of the whole model ties by default, and what is in `text_config` has no effect in transformers."""
+    data = json.loads((FAMILIES / f"{name}_with_images" / "config.json").read_text())
+    data |= {"tie_word_embeddings": outer}
+    data["text_config"] |= {"tie_word_embeddings": inner}
+    for values in (data, data["text_config"]):
+        if values["tie_word_embeddings"] is None:
+            del values["tie_word_embeddings"]
+    theirs = CONFIG_MAPPING[data["model_type"]].from_dict(data)
+    assert config_from_hf(data, PATH).tie_word_embeddings is theirs.tie_word_embeddings is (outer is not False)
+
+
+FLAT = {"rope_type": "default", "rope_theta": 5e5}
+OLMO3 = {"architectures": ["Olmo3ForCausalLM"], **SIZES}
+FLAT_ROPES = {
+    "the defaults": (OLMO3, FLAT),
+    "no theta": (OLMO3, {"rope_type": "default"}),
+    "no theta, Gemma 3": (GEMMA3_TEXT, {"rope_type": "default"}),
+    "as transformers saves it": (OLMO3, {**FLAT, "full_attention": FLAT, "sliding_attention": FLAT}),
+}
+
+
+@pytest.mark.parametrize(("data", "parameters"), FLAT_ROPES.values(), ids=FLAT_ROPES)
+def test_parameters_of_all_layers_that_say_what_layer_types_have_are_read(data, parameters):
+    """transformers ignores them where each layer type has parameters of its own."""
+    config = config_from_hf({**data, "rope_parameters": dict(parameters)}, PATH)
+    model_type = BY_ARCHITECTURE[data["architectures"][0]].model_type
+    theirs = CONFIG_MAPPING[model_type](**SIZES, rope_parameters=dict(parameters)).rope_parameters
+    expected = [theirs["full_attention" if window is None else "sliding_attention"] for window in config.windows]
+    assert [(rope.theta, rope.kind) for rope in config.ropes] == [(r["rope_theta"], r["rope_type"]) for r in expected]
+
+
+OTHER_FLAT_ROPES = {
+    "another theta": {**FLAT, "rope_theta": 1e6},
+    "yarn": {**FLAT, "rope_type": "yarn", **YARN},
+    "another theta beside those of the types": {"rope_theta": 1e4, "full_attention": FLAT, "sliding_attention": FLAT},
+}
+
+
+@pytest.mark.parametrize("parameters", OTHER_FLAT_ROPES.values(), ids=OTHER_FLAT_ROPES)
+def test_other_parameters_of_all_layers_are_refused_with_the_reason(parameters):
+    reason = "transformers ignores parameters for all layers, and these differ from what it uses"
+    message = (
+        rf"rope_parameters is .*, wanted objects for full_attention and sliding_attention, .*: {reason}; correct it"
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        config_from_hf({**OLMO3, "rope_parameters": parameters}, PATH)
+
+
+TWO_NAMES = {
+    "one of which is known": (["MyModel", "LlamaForCausalLM"], "llama", "LlamaForCausalLM"),
+    "the same twice": (["LlamaForCausalLM"] * 2, "llama", "LlamaForCausalLM"),
+    "both known": (["LlamaForCausalLM", "Qwen2ForCausalLM"], "qwen2", "Qwen2ForCausalLM"),
+    "both known, another type": (["LlamaForCausalLM", "Qwen2ForCausalLM"], "custom", "LlamaForCausalLM"),
+    "one that is no text": ([3, "LlamaForCausalLM"], "llama", "LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize(("names", "model_type", "chosen"), TWO_NAMES.values(), ids=TWO_NAMES)
+def test_of_several_architectures_a_known_one_counts(names, model_type, chosen):
+    data = {**SIZES, "architectures": names, "model_type": model_type}
+    assert config_from_hf(data, PATH).architecture == chosen
+
+
+def test_one_of_several_architectures_may_be_a_model_with_images():
+    data = WITH_IMAGES | {"architectures": ["MyModel", *WITH_IMAGES["architectures"]]}
+    assert config_from_hf(data, PATH) == config_from_hf(WITH_IMAGES, PATH)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_may_be_auto_or_have_the_name_of_its_library(key):
+    assert config_from_hf(LLAMA | {key: "torch.bfloat16"}, PATH).dtype == "bfloat16"
+    automatic = config_from_hf(LLAMA | {key: "auto"}, PATH)
+    assert automatic == config_from_hf(LLAMA, PATH)
+    assert key not in automatic.source, "the dtype of the stored tensors counts then"
+    assert config_from_hf(LLAMA | {"dtype": "bfloat16"}, PATH, overrides={"dtype": "auto"}).source.get("dtype") is None
+    inner = WITH_IMAGES | {"torch_dtype": None, "text_config": WITH_IMAGES["text_config"] | {"torch_dtype": "auto"}}
+    assert config_from_hf(inner | {key: "auto"}, PATH).dtype == "float32"
+    assert config_from_hf(WITH_IMAGES | {"dtype": "auto", "torch_dtype": None}, PATH).dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("max_position", "wanted"), [(32768, math.sqrt(1 + math.log(8) / math.log(4096))), (4096, 1.0)]
 )
@@ -367,7 +452,7 @@ def mistral_with(types):
 
 INVALID = {
     "another architecture": (LLAMA | {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*LlamaForCausalLM"),
-    "two architectures": (LLAMA | {"architectures": ["LlamaForCausalLM"] * 2}, "architectures"),
+    "two architectures": (LLAMA | {"architectures": ["BloomForCausalLM", "Llama"]}, "'Llama'.*LlamaForCausalLM"),
     "architecture is a number": (LLAMA | {"architectures": 3}, "architectures is 3"),
     "architecture is a list of lists": (LLAMA | {"architectures": [[]]}, "architectures"),
     "nothing at all": ({}, "architectures is missing"),

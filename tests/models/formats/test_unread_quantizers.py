@@ -32,7 +32,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "MLX of a quantized checkpoint": (
         {"quantization": MLX, "quantization_config": {"quant_method": "fp8"}}, "quantization is .* MLX"
     ),
-    "another object of MLX's name": ({"quantization": {"scheme": "w8"}}, "quantization is {'scheme': 'w8'}, .* another tool"),
+    "another object of MLX's name": ({"quantization": {"scheme": "w8"}}, "quantization is .* another tool"),
     "bitsandbytes": ({"quantization_config": BITSANDBYTES}, "quantization_config is .* bitsandbytes"),
     "bitsandbytes, 8 bits": ({"quantization_config": {"load_in_8bit": True}}, "quantization_config is .* bitsandbytes"),
     "ModelOpt": ({"quantization": {"quant_algo": "NVFP4"}}, r"quantization is .* ModelOpt \(NVFP4\)"),

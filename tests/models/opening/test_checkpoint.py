@@ -7,15 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.loading import abstract_weights, check_tensors
+from jpaged.sharding import device_mesh
 
+MISTRAL_WITH_IMAGES = Path(__file__).parents[2] / "golden" / "families" / "mistral_with_images"
 EMBEDDING = "model.embed_tokens.weight"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -166,6 +170,18 @@ def test_a_bad_index_is_refused_by_name(tmp_path, content, message):
         SafetensorsCheckpoint(directory)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 40, -1])
+def test_a_half_written_index_is_refused_in_one_line(tmp_path, num_bytes):
+    write_shards(tmp_path, {"x-1.safetensors": one("a"), "x-2.safetensors": one("b")})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(index.read_bytes()[:num_bytes])
+    with pytest.raises(
+        ModelLoadError, match=r"model\.safetensors\.index\.json: is not JSON .*: fetch it again$"
+    ) as caught:
+        SafetensorsCheckpoint(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path):
     shards = {"x-1.safetensors": one("a"), "x-2.safetensors": one("b")}
     write_shards(tmp_path, shards, {"a": "x-2.safetensors", "b": "x-1.safetensors"})
@@ -224,3 +240,20 @@ def test_a_config_that_is_not_a_json_object_is_refused_by_name(tmp_path, content
     with pytest.raises(ModelLoadError, match=r"config\.json: ") as caught:
         open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_model_with_images_without_a_word_about_tying_has_the_head_that_is_stored(tmp_path, inner):
+    """So in transformers 5.24, whatever its `text_config` says."""
+    data = json.loads((MISTRAL_WITH_IMAGES / "config.json").read_text())
+    del data["tie_word_embeddings"]
+    data["text_config"]["tie_word_embeddings"] = inner
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    tensors = load_file(MISTRAL_WITH_IMAGES / "model.safetensors")
+    for is_stored in (True, False):
+        if not is_stored:
+            del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        config, checkpoint = open_checkpoint(tmp_path)
+        check_tensors(abstract_weights(config, "float32", device_mesh(jax.devices()[:1])), config, checkpoint)
+        assert config.tie_word_embeddings is not is_stored
