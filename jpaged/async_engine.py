@@ -203,12 +203,16 @@ class AsyncEngine:
         self.core.wake()
         return result
 
-    async def abort(self, request_id: str) -> None:
-        """End the requests of `generate` with this id; their iterators get a last output with the reason "abort"."""
-        await self._result(partial(self.core.call, partial(self.engine.abort_request, self._core_ids(request_id))))
+    async def abort(self, request_id: str, *, sample: int | None = None) -> None:
+        """End the requests of `generate` with this id; their iterators get a last output with the reason "abort".
 
-    async def fork(self, request_id: str, n: int = 1, **options: Any) -> list[int]:
-        """Add `n` samples to the unfinished request with this id; see `Engine.fork`."""
+        With `sample`, only this sample of one request ends; see `Engine.abort_request`.
+        """
+        abort = partial(self.engine.abort_request, self._core_ids(request_id), sample=sample)
+        await self._result(partial(self.core.call, abort))
+
+    async def fork(self, request_id: str, n: int | None = None, **options: Any) -> list[int]:
+        """Add `n` samples to the unfinished request with this id; the arguments are those of `Engine.fork`."""
         ids = self._core_ids(request_id)
         if len(ids) != 1:
             got = f"{shown(request_id)}, the id of {len(ids)} unfinished requests"

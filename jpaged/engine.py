@@ -345,27 +345,51 @@ class Engine(ResearchCalls):
         """Return the number of requests whose last output `step` has not returned."""
         return len(self.loop.inbox.requests) + sum(output.finished for output in self.loop.unreturned)
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+    def abort_request(self, request_ids: str | Iterable[str], *, sample: int | None = None) -> None:
         """End requests, in any state, and free what they hold; they give no further output.
 
         `request_ids` is one id or several; ids of no unfinished request are ignored. Other requests go on unchanged. A
         request of `generate` or its like, in another thread, keeps its output there, with the finish reason "abort".
-        Raise InvalidRequestError for what is no id.
+
+        With `sample` and one id, only the sample with this index ends, by the finish reason "abort". The others go on
+        with the same tokens, and the request gives its outputs as before, the last one once all samples have ended. A
+        sample that has ended already stays as it is. Raise InvalidRequestError for what is no id, and for a sample that
+        the request does not have.
         """
-        self.loop.call("abort_request", lambda: self.loop.abort(request_ids))
+        self.loop.call("abort_request", lambda: self.loop.abort(request_ids, sample))
 
     def fork(
-        self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
+        self,
+        request_id: str,
+        n: int | None = None,
+        *,
+        sample: int = 0,
+        sample_indices: Sequence[int] | None = None,
+        num_output_tokens: int | None = None,
+        first_token_ids: Sequence[int] | None = None,
     ) -> list[int]:
-        """Add `n` samples to a request that go on from where its sample `sample` stands; return their sample indices.
+        """Add `n` samples to a request that begin as its sample `sample` does; return their sample indices.
 
-        The new samples start with the tokens of `sample` and share its pages. Their later draws depend on their own
-        sample indices: `sample_indices`, or the lowest free ones. Their outputs are those of the request. The new
-        samples may delay other requests. Raise InvalidRequestError, changing nothing, if the request or the sample is
-        unknown or has ended, if the request is greedy or a beam search, or if so many samples can never fit.
+        The new samples start with the first `num_output_tokens` output tokens of `sample`, by default all that it has
+        got, and share its pages. `first_token_ids`, one for each of them, are their next tokens, instead of drawn ones;
+        each counts as drawn: by penalties, by stop rules, which may end the sample there, and with a logprob, which is
+        the model's where `logprobs_mode` is not processed_logprobs (then it is 0: no other token was left). All other
+        tokens are drawn as ever, output token t by the request's seed, the sample's index and t. Sample indices are
+        `sample_indices`, or the lowest free ones. `n` of None is the number of `first_token_ids`, or 1. Outputs are
+        those of the request. The new samples may delay other requests.
+
+        Raise InvalidRequestError, changing nothing, if the request or the sample is unknown or has ended, if the sample
+        has fewer output tokens, if a token is outside the vocabulary or one that the request may not draw there (by
+        its grammar, `allowed_token_ids`, `bad_words` or `min_tokens`), if the request is a beam search or, without
+        `first_token_ids`, greedy, or if so many samples can never fit.
         """
-        fork = partial(self.loop.fork, request_id, n, sample=sample, sample_indices=sample_indices)
-        return self.loop.call("fork", fork)
+        options: dict[str, Any] = {
+            "sample": sample,
+            "sample_indices": sample_indices,
+            "num_output_tokens": num_output_tokens,
+            "first_token_ids": first_token_ids,
+        }
+        return self.loop.call("fork", partial(self.loop.fork, request_id, n, **options))
 
     def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
         """Keep the full pages of a prompt in the prefix cache, however rarely used; return the tokens cached so far.

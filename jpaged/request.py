@@ -158,6 +158,8 @@ class SampleSequence:
     state: RequestState = RequestState.WAITING
     seq_slot: int = 0
     """State slot on the device; 0, the null slot, while it has none."""
+    given_token: tuple[int, int] | None = None
+    """(number of tokens before it, token id): the token that the sample draws there, whatever the logits are."""
 
     # Written by kv_cache/block_manager.
     pages: list[list[int]] = field(default_factory=list)
@@ -187,6 +189,12 @@ class SampleSequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def token_given_after(self, num_tokens: int) -> int | None:
+        """Return the token that follows the first `num_tokens` ones whatever the logits are; None if it is drawn."""
+        if self.given_token is None or self.given_token[0] != num_tokens:
+            return None
+        return self.given_token[1]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -349,12 +357,15 @@ class Request:
         """Add a live sample with the index `index` and a copy of `token_ids`, and return it.
 
         It waits, has no pages, and has no parent in the tree of samples: the caller sets that. If `token_ids` are the
-        tokens of another sample, `parent`, the new sample also gets a copy of that sample's weight versions.
+        first tokens of another sample, `parent`, the new sample also gets the weight versions that drew these.
         `num_groups` counts page-table groups.
         """
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
-        versions = [(0, self.weights_version)] if parent is None else parent.weight_versions[:]
+        num_output_tokens = len(token_ids) - self.prompt_len
+        versions = [] if parent is None else [one for one in parent.weight_versions if one[0] < num_output_tokens]
+        if not versions or versions[-1][1] != self.weights_version:
+            versions.append((max(0, num_output_tokens), self.weights_version))
         sample = SampleSequence(
             request=self,
             index=index,

@@ -3,9 +3,9 @@
     schedule → build → dispatch → (in flight) → read → retire
 
 `EngineCore.dispatch` does the first three, `EngineCore.retire` the last two; between them up to two steps are in
-flight. A step with masks, those of grammars, is sampled once the host knows all tokens before it: when it has become
-the oldest step in flight. The engine, the simulation in the tests and `scripts/bench/scheduler.py` all drive this one
-object. It knows no array but the sampled rows and the masks of a step.
+flight. A step with masks, those of grammars and of given tokens, is sampled once the host knows all tokens before it:
+when it has become the oldest step in flight. The engine, the simulation in the tests and `scripts/bench/scheduler.py`
+all drive this one object. It knows no array but the sampled rows and the masks of a step.
 """
 
 from __future__ import annotations
@@ -144,14 +144,22 @@ class EngineCore:
             self.results.start(sequence)
         self.scheduler.add(request)
 
-    def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
+    def fork(
+        self,
+        parent: SampleSequence,
+        indices: Sequence[int],
+        num_tokens: int | None = None,
+        first_token_ids: Sequence[int] | None = None,
+    ) -> list[SampleSequence]:
         """Add one sample per sample index to the request of `parent`, and return the new samples.
 
-        `indices` are the sample indices, from which each new sample draws differently. Each starts with the parent's
-        tokens and output so far. Raise InvalidRequestError, changing nothing, if there are not as many state slots, or
-        if the page pool could never hold the request with so many samples.
+        `indices` are the sample indices, from which each new sample draws differently. Each starts with the first
+        `num_tokens` tokens of the parent, prompt and output, and with their text and logprobs; None: with all that the
+        host knows. The next token of each is that of `first_token_ids`, if given, whatever the logits are. Raise
+        InvalidRequestError, changing nothing, if there are not as many state slots, or if the page pool could never
+        hold the request with so many samples.
         """
-        children = self.scheduler.fork(parent, indices)
+        children = self.scheduler.fork(parent, indices, num_tokens, first_token_ids)
         for child in children:
             self.outputs.fork(parent, child)
             self.results.start(child, parent)
@@ -161,6 +169,10 @@ class EngineCore:
         """End a request in any state and drop what is in flight for it. A second call does nothing."""
         for sequence in list(request.live):
             self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+
+    def abort_sample(self, sequence: SampleSequence) -> None:
+        """End one sample of a request, in any state; the others go on. Do nothing if it has ended."""
+        self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
 
     def fail(self, request: Request, message: str, *, cause: Exception | None = None) -> None:
         """End all samples of a request that have not ended by an error; other requests go on unchanged.
@@ -251,7 +263,7 @@ class EngineCore:
         grammar takes too much work end by an error.
         """
         if self.in_flight and (step := self.in_flight[0]).awaits_masks:
-            masks, failures = self.outputs.masks(step.rows.samples)
+            masks, failures = self.outputs.masks(step.rows.samples, self.builder.rules_spec.vocab_size)
             for sequence, message in failures:
                 self.fail(sequence.request, message)
             outputs = self.runner.sample(step.inputs, step.outputs, masks)

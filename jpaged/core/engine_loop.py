@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from ..checks import one_line, refusal, shown
 from ..errors import ConfigError
-from ..intake.request_builder import as_request_ids, check_new_id, fork_source, unfinished_request
+from ..intake.request_builder import check_new_id
+from ..intake.sample_calls import as_request_ids, checked_fork, forbidden_token, sample_of, unfinished_request
 from ..messages import NewRequest
 from ..outputs import RequestOutput, SampleDelta, error_output
 from ..request import CacheKey, Request, RequestState, SampleSequence
@@ -55,7 +56,7 @@ class EngineLoop:
         """Prompt tokens of all requests that were queued so far."""
         self.is_open = True
         self._is_cpu = parts.device.platform == "cpu"
-        self._max_num_seqs = parts.sizes.step.max_num_seqs
+        self._max_num_seqs, self._rules = parts.sizes.step.max_num_seqs, self.core.builder.rules_spec
         self._max_in_flight = 2 if parts.config.async_scheduling else 1
         self._is_computing = False
         self.lock = StepLock()
@@ -118,27 +119,42 @@ class EngineLoop:
         self.num_prompt_tokens += request.prompt_len
         return request
 
-    def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests in any state. Ids of no unfinished request are ignored.
+    def abort(self, request_ids: str | Iterable[str], sample: int | None = None) -> None:
+        """End requests in any state, or one sample of one. Ids of no unfinished request are ignored.
 
         `request_ids` is one id or several. Requests of `add_request` give no further output. A call such as `generate`
-        does return an output for each of its requests: those that are aborted here have the finish reason "abort".
+        does return an output for each of its requests: those that are aborted here have the finish reason "abort". With
+        `sample`, only the sample with this index ends; a request whose last sample that was gives its last output.
         """
-        for request_id in as_request_ids(request_ids):
+        ids = as_request_ids(request_ids)
+        if sample is not None and len(ids) > 1:
+            raise refusal("request_ids", f"{len(ids)} ids beside sample", "one id", "abort samples one by one")
+        for request_id in ids:
             request = self.requests.get(request_id)
-            if request is not None:
-                self.core.abort(request)
-                if self._inbox_of[request] is self.inbox:
-                    self._forget(request)
+            if request is None:
+                continue
+            if sample is not None:
+                self.core.abort_sample(sample_of(request, sample))
+                self._note(request)
+                continue
+            self.core.abort(request)
+            if self._inbox_of[request] is self.inbox:
+                self._forget(request)
         self._distribute([])
 
-    def fork(self, request_id: str, n: int, *, sample: int, sample_indices: Sequence[int] | None) -> list[int]:
-        """Add `n` samples that go on from the tokens of sample `sample`; return their indices. See `Engine.fork`."""
+    def fork(self, request_id: str, n: int | None, **options: Any) -> list[int]:
+        """Add `n` samples that go on from the tokens of one sample; return their indices. See `Engine.fork`.
+
+        `options` are those of `checked_fork` that say what the caller asks for.
+        """
         request = unfinished_request(request_id, self.requests)
-        options: dict[str, Any] = {"sample_indices": sample_indices, "max_num_seqs": self._max_num_seqs}
-        parent, indices = fork_source(request, n, sample=sample, **options)
-        self.core.fork(parent, indices)
-        return indices
+        limits: dict[str, Any] = {"max_num_seqs": self._max_num_seqs, "rules": self._rules}
+        fork = checked_fork(request, n, **options, **limits)
+        for token_id in fork.first_token_ids or ():
+            if not self.outputs.may_follow(fork.parent, fork.num_tokens, token_id):
+                raise forbidden_token(token_id, "the grammar of structured_outputs forbids")
+        self.core.fork(fork.parent, fork.sample_indices, fork.num_tokens, fork.first_token_ids)
+        return fork.sample_indices
 
     def pin(self, token_ids: list[int], key: CacheKey) -> int:
         """Keep the full pages of a prefix; see `Engine.pin_prefix`."""
@@ -396,13 +412,17 @@ class EngineLoop:
             else:
                 self._forget(request)
         for request in changed:
-            inbox = self._inbox_of[request]
-            if inbox.ended is None:
-                inbox.note(request)
-            elif request.state.is_finished:
-                self._forget(request)
-                inbox.ended.append(request)
-                inbox.changes.set()
+            self._note(request)
+
+    def _note(self, request: Request) -> None:
+        """Note in the inbox of its caller that a request has changed; see `_distribute`."""
+        inbox = self._inbox_of[request]
+        if inbox.ended is None:
+            inbox.note(request)
+        elif request.state.is_finished:
+            self._forget(request)
+            inbox.ended.append(request)
+            inbox.changes.set()
 
     def output_of(self, request: Request) -> RequestOutput | None:
         """Return the output that a request's caller gets now; None if its `output_kind` gives nothing yet.

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count, islice
 from typing import Any
 
 from ..checks import is_integer, is_number, refusal, sent_as, shown
 from ..config.engine_config import EngineConfig
 from ..messages import INT32_BYTES, NewRequest, Params, ResultForm, Scoring
-from ..request import CacheKey, Request, SampleSequence
+from ..request import CacheKey, Request
 from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
 from ..text.prompts import CheckedParams, EncodedPrompt, PromptEncoder, check_num_samples, check_priority
 from .limit_checks import check_limits
-
-MAX_SAMPLE_INDEX = (1 << 31) - 1
-"""Sample indices travel to the device as int32."""
 
 
 class RequestBuilder:
@@ -185,63 +181,6 @@ def check_new_id(request_id: Any, used: Mapping[str, Request]) -> None:
         raise refusal("request_id", shown(request_id), "a non-empty string")
     if request_id in used:
         raise refusal("request_id", f"{shown(request_id)}, which is in use", "an id that no unfinished request has")
-
-
-def unfinished_request(request_id: Any, requests: Mapping[str, Request]) -> Request:
-    """Return the request with this id; raise InvalidRequestError if there is none."""
-    request = requests.get(request_id) if isinstance(request_id, str) else None
-    if request is None:
-        raise refusal("request_id", shown(request_id), "an unfinished request", "fork before it ends")
-    return request
-
-
-def as_request_ids(request_ids: Any) -> list[str]:
-    """Return a list of ids from one id or several; raise InvalidRequestError for anything else."""
-    ids = [request_ids] if isinstance(request_ids, str) or not isinstance(request_ids, Iterable) else list(request_ids)
-    if not all(isinstance(request_id, str) for request_id in ids):
-        raise refusal("request_ids", shown(request_ids), "a string or a list of strings")
-    return ids
-
-
-def fork_source(
-    request: Request, n: Any, *, sample: Any, sample_indices: Any, max_num_seqs: int
-) -> tuple[SampleSequence, list[int]]:
-    """Return the sequence with index `sample` of a request, and the sample indices of its `n` forks.
-
-    `sample_indices` are n different indices that the request has never had; None stands for the lowest such indices.
-    Example: a request that has had the samples 0, 1 and 3 gets 2 and 4 for `n=2`. `max_num_seqs` bounds the samples
-    that have not ended at a time, so `n` must be an integer from 1 to `max_num_seqs` less their number.
-
-    Raise InvalidRequestError if `n` or an index is wrong, if the sample is unknown or has ended, or if the request is a
-    beam search or greedy. All samples of a greedy request would be equal.
-    """
-    if request.scoring is not None:
-        raise refusal("request_id", "a request that scores given tokens", "a request that samples")
-    if request.beams is not None:
-        raise refusal("request_id", "a beam search", "a request that samples", "its beams fork by themselves")
-    parent = next((sequence for sequence in request.live if sequence.index == sample), None)
-    if parent is None:
-        raise refusal("sample", shown(sample), f"a sample that has not ended, {[live.index for live in request.live]}")
-    if request.params.is_greedy:
-        got = "a greedy request, whose samples would all be equal"
-        raise refusal("temperature", got, "a request that draws", "fork one with temperature > 0")
-    num_live, room = len(request.live), max_num_seqs - len(request.live)
-    if not is_integer(n) or not 1 <= n <= room:
-        left = f"which max_num_seqs, {max_num_seqs}, leaves beside {num_live} samples that have not ended"
-        allowed = f"{f'an integer in [1, {room}]' if room else 'none'}, {left}"
-        raise refusal("n", shown(n), allowed, "fork fewer, or start the engine with a larger max_num_seqs")
-    used = {sequence.index for sequence in request.sequences}  # Ended samples keep their indices.
-    if sample_indices is None:
-        return parent, list(islice((index for index in count() if index not in used), n))
-    if isinstance(sample_indices, str) or not isinstance(sample_indices, Sequence):
-        raise refusal("sample_indices", shown(sample_indices), "a list of integers")
-    indices = list(sample_indices)
-    is_valid = all(is_integer(index) and 0 <= index <= MAX_SAMPLE_INDEX for index in indices)
-    # The union is larger by n only if the n indices differ from each other and from the used ones.
-    if not is_valid or len(indices) != n or len(used.union(indices)) != len(used) + n:
-        allowed = f"n, {n}, different integers ≥ 0 that the request does not have yet"
-        raise refusal("sample_indices", shown(indices), allowed, f"it has {sorted(used)}")
-    return parent, indices
 
 
 def _as_arrival_time(arrival_time: Any) -> float | None:

@@ -47,19 +47,24 @@ class PageDemand:
             way_out = "shorten it, lower max_tokens or n, or start the engine with more num_blocks"
             raise refusal("prompt", got, self.available, way_out)
 
-    def check_fork(self, parent: SampleSequence, num_forks: int, max_num_seqs: int) -> None:
+    def check_fork(
+        self, parent: SampleSequence, num_forks: int, max_num_seqs: int, num_tokens: int | None = None
+    ) -> None:
         """Raise InvalidRequestError if the parent's request could not run, even alone, with `num_forks` more samples.
+
+        They begin with the parent's first `num_tokens` tokens, by default with all that the host knows.
 
         Its samples are the live ones, which have not ended, and the forks. They need one state slot each, of which
         there are `max_num_seqs`, and their pages at full length must fit into the pool. Pages of other requests do not
         count, because those can be preempted; pinned pages cannot be taken.
         """
         request = parent.request
+        num_tokens = len(parent.token_ids) if num_tokens is None else num_tokens
         num_samples = len(request.live) + num_forks
-        # The first tokens that all samples will share. `common_len` is 0 if the parent is the only sample: then the
-        # forks share all its tokens. A parent may have tokens that steps in flight are still drawing; the host does not
-        # know these, `token_ids` lacks them, and forks do not get them.
-        shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
+        # The first tokens that all samples will share. `common_len` is 0 if the parent is the only sample.
+        shared_len = min(common_len(request) or num_tokens, num_tokens)
+        if parent.num_computed >= max(1, num_tokens - 1) and not self.blocks.can_share(parent, num_tokens - 1):
+            shared_len = min(shared_len, 1)  # The forks compute all their tokens in pages of their own.
         num_pages = self._max_pages(request, shared_len, num_samples)
         pool_pages = self.blocks.num_available  # All usable pages of the pool, those in use included, but pinned ones.
         if num_samples > max_num_seqs or num_pages > pool_pages:

@@ -334,34 +334,51 @@ class Lifecycle:
 
     # Samples that begin with the pages of another sample
 
-    def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
+    def fork(
+        self,
+        parent: SampleSequence,
+        indices: Sequence[int],
+        num_tokens: int | None = None,
+        first_token_ids: Sequence[int] | None = None,
+    ) -> list[SampleSequence]:
         """Add copies of the live sample `parent` to its request, one for each sample index in `indices`; return them.
 
-        A copy has the parent's tokens that the host knows, and shares the pages of all of them but the last. Before a
-        sample writes a partly filled page that others share, it gets a copy of that page. Raise InvalidRequestError,
-        and change nothing, if the request could not run alone with so many samples.
+        A copy has the first `num_tokens` tokens of the parent, by default all that the host knows, and shares the pages
+        of all of them but the last. Before a sample writes a partly filled page that others share, it gets a copy of
+        that page. `first_token_ids` are the tokens that the copies draw first, whatever the logits are. Raise
+        InvalidRequestError, and change nothing, if the request could not run alone with so many samples.
         """
-        self.demand.check_fork(parent, len(indices), self.config.max_num_seqs)
-        return [self._fork(parent, index) for index in indices]
+        num_tokens = len(parent.token_ids) if num_tokens is None else num_tokens
+        self.demand.check_fork(parent, len(indices), self.config.max_num_seqs, num_tokens)
+        tokens = [None] * len(indices) if first_token_ids is None else first_token_ids
+        return [self._fork(parent, *one, num_tokens) for one in zip(indices, tokens, strict=True)]
 
-    def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
+    def _fork(self, parent: SampleSequence, index: int, first_token_id: int | None, num_tokens: int) -> SampleSequence:
         """Add one copy of `parent` with sample index `index` to its request, and return the copy.
 
         `fork` has checked that the request can run with one more sample. The copy shares the parent's pages now, or
         later if the parent has not computed the shared tokens yet. It has no state slot yet: the scheduler gives it one
-        when it takes part in a step. Example: of a parent with 10 known tokens, the copy shares 9 and computes the
-        last.
+        when it takes part in a step. Example: of a parent with 10 tokens, the copy shares 9 and computes the last.
+
+        A window of the parent may have passed pages that the copy needs. The copy then computes its tokens itself, and
+        a swapped request, whose pages lie in the other pool, is computed anew as a whole.
         """
-        child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups, parent=parent)
+        request = parent.request
+        child = request.new_sequence(index, parent.token_ids[:num_tokens], self.arithmetic.num_groups, parent=parent)
         child.state = parent.state
+        child.given_token = None if first_token_id is None else (num_tokens, first_token_id)
         # All tokens but the last are shared. The child computes the last one itself, to have logits to draw from.
-        num_shared = child.num_tokens - 1
+        num_shared = num_tokens - 1
         # A parent that has computed nothing may have no pages: the child waits even if it shares no token.
         sample_tree.attach(child, parent, awaits_parent=parent.num_computed < max(1, num_shared))
-        if not child.awaits_parent:
-            self._share_all(parent, child, num_shared)
         self._has_changed = True
         self.counts["fork"] += 1
+        if child.awaits_parent:
+            return child
+        if request.state is RequestState.SWAPPED and not self.blocks.can_share(parent, num_shared):
+            self.recompute(request)
+        else:
+            self.share_with_parent(child)
         return child
 
     def branch(self, request: Request, parents: Sequence[SampleSequence]) -> list[SampleSequence]:

@@ -201,7 +201,10 @@ class StepInputBuilder:
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, slots = self._fill_samples(view["samples"], rows, work)
         # Each mode can do what the modes before it do, so the highest one serves all samples.
-        mode, any_grammar = MODES[self.modes[slots].max(initial=0)], bool(self.has_grammar[slots].any())
+        mode, has_masks = MODES[self.modes[slots].max(initial=0)], bool(self.has_grammar[slots].any())
+        # Tokens count as existing once they are scheduled, so the token of this step does. One that is given comes
+        # after a chunk: the fork that draws it has computed the token before it.
+        has_masks |= any(one.token_given_after(one.num_tokens - 1) is not None for one in samples[len(work.decodes) :])
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples)
         chunks = zip(work.chunks, rows.chunk_starts(len(work.chunks)), strict=True)
         scored, scores = score_rows(chunks, self.buckets, self.max_logprobs) if work.chunks else ([], ())
@@ -213,7 +216,7 @@ class StepInputBuilder:
             layout=layout,
             num_samples=len(samples),
             mode=mode,
-            has_masks=any_grammar,
+            has_masks=has_masks,
             decode_lens=work.decode_lens,
             scores=scores,
         )

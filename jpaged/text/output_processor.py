@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..outputs import (
     CompletionOutput,
     Logprob,
@@ -20,6 +22,7 @@ from ..outputs import (
     WeightVersion,
 )
 from ..request import Request, RequestState, SampleSequence
+from ..sampling.sample_columns import num_mask_words
 from ..sampling.sampling_params import RequestOutputKind
 from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import Beam, BeamSearch
@@ -27,8 +30,6 @@ from .detokenizer import Detokenizer
 from .grammar import GrammarFailure, Matcher
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..sampling.sampler import SampledRows
     from ..sampling.token_scores import TokenScores
     from .grammar import Grammars
@@ -104,19 +105,45 @@ class OutputProcessor:
         sequence.needs_every_token = detokenizer is not None or matcher is not None or has_entries
 
     def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
-        """Set up the output of a fork, which has its parent's tokens and so its parent's text and logprobs."""
+        """Set up the output of a fork, which begins with tokens of its parent and so with their text and logprobs."""
         self._replay(child, _output_of(parent))
 
-    def masks(self, samples: Sequence[SampleSequence]) -> tuple[np.ndarray, list[tuple[SampleSequence, str]]]:
+    def masks(
+        self, samples: Sequence[SampleSequence], vocab_size: int
+    ) -> tuple[np.ndarray, list[tuple[SampleSequence, str]]]:
         """Return which tokens each sample may draw next, and the samples whose grammar cannot go on, with the reasons.
 
-        The masks are int32 [samples, W], with a bit for each token (`sampler.mask_bias`). Samples without a grammar may
-        draw every token, as may those that have ended or failed, whose token is not used.
+        The masks are int32 [samples, W], with a bit for each of the `vocab_size` tokens (`sampler.mask_bias`). A sample
+        whose next token is given may draw that one alone. Samples without a grammar may draw every token, as may those
+        that have ended or failed, whose token is not used.
         """
         matchers = [None if sample.state.is_finished else _output_of(sample).matcher for sample in samples]
-        masks = self.grammars.masks(matchers)
+        masks = self._grammar_masks(matchers, vocab_size)
+        for row, sample in enumerate(samples):
+            if (token_id := sample.token_given_after(len(sample.token_ids))) is not None:
+                self._allow_only(masks, row, token_id)
         pairs = zip(samples, matchers, strict=True)
         return masks, [(sample, failure) for sample, one in pairs if one is not None and (failure := one.failure)]
+
+    def _grammar_masks(self, matchers: Sequence[Matcher | None], vocab_size: int) -> np.ndarray:
+        if self._grammars is None:  # There is no tokenizer, and no request has a grammar.
+            return np.full((len(matchers), num_mask_words(vocab_size)), -1, np.int32)
+        return self._grammars.masks(matchers)
+
+    def _allow_only(self, masks: np.ndarray, row: int, token_id: int) -> None:
+        """Let a row of masks allow one token alone."""
+        masks[row] = 0
+        masks.view(np.uint32)[row, token_id // 32] = 1 << token_id % 32
+
+    def may_follow(self, sequence: SampleSequence, num_tokens: int, token_id: int) -> bool:
+        """Return whether the grammar of a sample allows a token behind the sample's first `num_tokens` tokens."""
+        request = sequence.request
+        if not isinstance(request.grammar, Matcher):
+            return True
+        matcher = request.grammar.copy()
+        matcher.advance_all(sequence.token_ids[request.prompt_len : num_tokens])
+        mask = self.grammars.masks([matcher])[0]
+        return bool(mask[token_id // 32] >> token_id % 32 & 1)
 
     def set_grammar(self, request: Request, grammar: Matcher | None) -> None:
         """Give a request its grammar, or free that of one that has ended: it may be large, and cycles keep requests."""

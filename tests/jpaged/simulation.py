@@ -20,7 +20,7 @@ from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapC
 from jpaged.scheduling.request_queue import POLICIES, QueueLimits
 
 from .shrinking_pool import withdraw
-from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host, Interrupt
+from .symbolic import EOS, POISON_TOKEN, STOP_TOKEN, DeviceError, Host, Interrupt
 
 MAX_STEPS = 5000
 """Steps of one life; more mean that it makes no progress."""
@@ -93,6 +93,9 @@ class Life:
         self.grammarian = random.Random(f"{seed} grammar")
         """Draws for requests with a grammar, likewise."""
         self.grammar_share = self.grammarian.choice([0.0, 0.0, 0.0, 0.3, 0.8])
+        self.tree = random.Random(f"{seed} trees")
+        """Draws for forks behind an earlier token, and for their given tokens, likewise."""
+        self.tree_share = self.tree.choice([0.0, 0.5, 1.0])
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
@@ -366,13 +369,23 @@ class Life:
         request = parent.request
         stage = host.scheduler.stage_of(parent)
         is_in_flight = host.scheduler.is_in_flight(parent)
+        num_forks, num_known, at = rng.choice([1, 1, 2]), len(parent.token_ids), {}
+        if self.tree.random() < self.tree_share:
+            at["num_tokens"] = self.tree.randint(request.prompt_len, num_known)
+            if self.tree.random() < 0.7:
+                most = [EOS, STOP_TOKEN, POISON_TOKEN, *range(10, 400)]
+                at["first_token_ids"] = [self.tree.choice(most) for _ in range(num_forks)]
         try:
-            host.fork(parent, rng.choice([1, 1, 2]))
+            host.fork(parent, num_forks, **at)
         except InvalidRequestError:
             self._happen("fork refused", request.number)
             return
-        self._happen(f"fork {stage}", f"{request.number}.{parent.index}")
+        self._happen(f"fork {stage}", f"{request.number}.{parent.index}", *at.values())
         self.events["fork in flight"] += is_in_flight
+        self.events["fork behind an earlier token"] += at.get("num_tokens", len(parent.token_ids)) < len(
+            parent.token_ids
+        )
+        self.events["fork with a given token"] += "first_token_ids" in at
 
     def _pick_sequence(self):
         """Return a random sequence that has not ended, from a random queue that is not empty; None if all are."""

@@ -54,7 +54,7 @@ ENDLESS = 1 << 40
 GRAMMAR_END, GRAMMAR_STUCK = 17, 97
 """One state of a grammar in so many is its end, or one from which it cannot go on."""
 ALL_TOKENS = -1
-"""The mask of a row without a grammar."""
+"""The mask of a row without a grammar. The mask that allows token t alone is `ALL_TOKENS` − 1 − t."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class Model:
         seen = [tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)]
         if not self.is_finite(histories, end):
             return None
+        if mask < ALL_TOKENS:
+            return ALL_TOKENS - 1 - mask
         number = hash((tuple(seen), sample_row if mask == ALL_TOKENS else (*sample_row, mask))) % VOCAB
         if self.stop_share and number % self.stop_share < 2:
             return (EOS, STOP_TOKEN)[number % self.stop_share]
@@ -153,8 +155,10 @@ class Solo:
     """One sequence that is computed by itself, without pages, steps or code of the host core."""
 
     def __init__(self, model, *, prompt, params, seed, sample_index, max_tokens, extra=0, grammar=None):
-        self.grammar = grammar
-        """The state of its grammar, which each of its output tokens changes; None without one."""
+        self.grammar = self.first_grammar = grammar
+        """The state of its grammar, which each of its output tokens changes, and the first one; None without one."""
+        self.given = None
+        """(number of tokens before it, token): a token that it does not draw; None if it draws all."""
         self.model, self.params, self.extra = model, params, extra
         self.is_pure = True
         """All of its keys are those of its present `extra`."""
@@ -168,12 +172,22 @@ class Solo:
             self.append(token)
         self._set_row(sample_index)
 
-    def fork(self, sample_index):
-        """Return a copy that draws its next tokens with another sample index."""
+    def fork(self, sample_index, num_tokens=None, token=None):
+        """Return a copy of the first tokens that draws its next ones with another sample index, or `token` first.
+
+        It computes the last of these tokens anew, maybe with other weights than its parent did.
+        """
         other = object.__new__(Solo)
         other.__dict__.update(self.__dict__)
-        other.tokens, other.keys = list(self.tokens), [list(keys) for keys in self.keys]
-        other.versions = list(self.versions)
+        num_tokens = len(self.tokens) if num_tokens is None else num_tokens
+        other.tokens, other.keys = self.tokens[:num_tokens], [keys[: num_tokens - 1] for keys in self.keys]
+        self.model.append(other.keys, self.extra, num_tokens - 1, other.tokens[-1])
+        other.versions = self.versions[: num_tokens - self.prompt_len]
+        other.given = None if token is None else (num_tokens, token)
+        if self.grammar is not None:
+            other.grammar = self.first_grammar
+            for each in other.tokens[self.prompt_len :]:
+                other.grammar = next_state(other.grammar, each)
         other._set_row(sample_index)
         return other
 
@@ -195,6 +209,8 @@ class Solo:
         if self.grammar is not None and is_stuck(self.grammar):
             return None
         mask = ALL_TOKENS if self.grammar is None else mask_of(self.grammar)
+        if self.given is not None and self.given[0] == len(self.tokens):
+            mask = ALL_TOKENS - 1 - self.given[1]
         return self.model.draw(self.keys, len(self.tokens), (len(self.tokens) - self.prompt_len, *self.row), mask)
 
     def append(self, token):
@@ -464,6 +480,9 @@ class InterruptedOutputs(OutputProcessor):
 
     interrupt = None
     """Interrupt "before" or "after" the next token is checked; None: not at all."""
+
+    def _allow_only(self, masks, row, token_id):
+        masks[row] = ALL_TOKENS - 1 - token_id
 
     def check_stop(self, sequence, sampled, row):
         self._fail("before")
@@ -748,14 +767,16 @@ class Host:
         self.check()
         return request
 
-    def fork(self, parent, n=1):
+    def fork(self, parent, n=1, num_tokens=None, first_token_ids=None):
         """Add samples to the parent's request, with the next free indices."""
         first = max(sequence.index for sequence in parent.request.sequences) + 1
-        children = self.core.fork(parent, range(first, first + n))
-        for index, child in enumerate(children, first):
+        children = self.core.fork(parent, range(first, first + n), num_tokens, first_token_ids)
+        for index, child, token in zip(itertools.count(first), children, first_token_ids or [None] * n, strict=False):
             assert child.index == index
-            assert child.token_ids == parent.token_ids, "a fork that differs from its parent"
-            self.solos[child] = self.solos[parent].fork(index)
+            assert child.token_ids == parent.token_ids[:num_tokens], "a fork that differs from its parent"
+            solo = self.solos[child] = self.solos[parent].fork(index, num_tokens, token)
+            if not child.awaits_parent and child.fork_len < len(child.token_ids):
+                solo.change_weights(solo.extra, 0)  # Windows of its parent have passed what it would share.
         self.check()
         return children
 
@@ -836,7 +857,7 @@ class Host:
         self.check()
 
     def abort_sequence(self, sequence):
-        self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+        self.core.abort_sample(sequence)
         self._note_ends(sequence.request)
         self.check()
 

@@ -194,9 +194,11 @@ def test_calls_between_steps_fork_update_sleep_and_forget(make):
         async for output in stream:
             outputs.append(output)
             if len(outputs) == 3:
-                indices = await engine.fork("forked", 2)
+                indices = await engine.fork("forked", num_output_tokens=1, first_token_ids=[70, 71])
+                await engine.abort("forked", sample=0)
         assert indices == [1, 2]
-        assert {sample.index for sample in outputs[-1].outputs} == {0, 1, 2}
+        ends = {sample.index: (sample.token_ids[1], sample.finish_reason) for sample in outputs[-1].outputs}
+        assert ends == {0: (ends[0][0], "abort"), 1: (70, "length"), 2: (71, "length")}
         before = (await collect(engine.generate("Hi", params())))[-1].outputs[0].text
         await engine.reset_prefix_cache()
         await engine.sleep(1)

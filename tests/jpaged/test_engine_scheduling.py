@@ -1,8 +1,10 @@
 """Scheduling options, priorities, limits, forks, pins and interrupts of `Engine`, on a tiny random model."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -264,6 +266,18 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
             (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number="zz"), "number"),  # type: ignore[arg-type]
             (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number=-1), "number"),
             (lambda: engine.fork(7), "request_id"),  # type: ignore[arg-type]
+            *(
+                (partial(engine.fork, "a", num_output_tokens=wrong), "num_output_tokens")
+                for wrong in (1, -1, True, "0")
+            ),
+            *(
+                (partial(engine.fork, "a", first_token_ids=wrong), "first_token_ids")
+                for wrong in ([258], [-1], [2**70])
+            ),
+            *(
+                (partial(engine.fork, "a", 1, first_token_ids=wrong), "first_token_ids")
+                for wrong in ([], [1, 2], 5, "a")
+            ),
             (lambda: engine.abort_request([["a"]]), "request_ids"),  # type: ignore[list-item]
             (lambda: engine.abort_request(5), "request_ids"),  # type: ignore[arg-type]
         ]:
@@ -271,6 +285,81 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
                 call()
             assert caught.value.param == param
         assert engine.get_num_unfinished_requests() == 2
+
+
+BAD_FORKS: list[tuple[str, dict[str, Any], str]] = [
+    ("a", {"num_output_tokens": 3}, "num_output_tokens: got 3, allowed: an integer in [0, 2], the output tokens that "),
+    ("a", {"num_output_tokens": -1}, "num_output_tokens: got -1"),
+    ("a", {"num_output_tokens": True}, "num_output_tokens: got True"),
+    ("a", {"first_token_ids": [258]}, "first_token_ids: got token id 258, out of vocabulary, allowed: 0 to 257"),
+    ("a", {"first_token_ids": [5, -1]}, "first_token_ids: got token id -1, out of vocabulary"),
+    ("a", {"first_token_ids": [2**70]}, "first_token_ids: got token id 1180591620717411303424, out of vocabulary"),
+    ("a", {"first_token_ids": [0.5]}, "first_token_ids: got token id 0.5"),
+    ("a", {"first_token_ids": []}, "n: got 0"),
+    ("a", {"first_token_ids": 5}, "first_token_ids: got 5, allowed: a list of n, 1, token ids"),
+    ("a", {"n": 1, "first_token_ids": [1, 2]}, "first_token_ids: got [1, 2], allowed: a list of n, 1, token ids"),
+    ("greedy", {"num_output_tokens": 1}, "temperature: got a greedy request, whose samples would all be equal"),
+    ("ruled", {"first_token_ids": [8]}, "first_token_ids: got token id 8, which completes one of bad_words"),
+    ("ruled", {"first_token_ids": [9]}, "first_token_ids: got token id 9, which is not among allowed_token_ids"),
+    (
+        "ruled",
+        {"first_token_ids": [0]},
+        "first_token_ids: got token id 0, which would end a sample before min_",
+    ),
+]
+BAD_SAMPLES: list[Any] = [1, -1, True, "0", 0.5, [0]]
+
+
+def test_bad_forks_and_samples_to_abort_are_refused_in_one_line_and_change_no_request(tiny: str) -> None:
+    with Engine(tiny, **ONE_BY_ONE) as engine:
+        rules: dict[str, Any] = {"allowed_token_ids": [0, 7, 8], "bad_words": [engine.tokenizer.decode([8])]}
+        short = replace(SAMPLED, max_tokens=9)
+        params = {"a": short, "greedy": replace(GREEDY, max_tokens=9), "ruled": replace(short, min_tokens=9, **rules)}
+        wanted = samples(engine.generate([PROMPTS[0]] * 3, list(params.values()), use_tqdm=False))
+        for request_id, one in params.items():
+            engine.add_request(request_id, PROMPTS[0], one)
+        while len(engine.requests["ruled"].sequences[0].token_ids) < len(PROMPTS[0]) + 2:
+            engine.step()
+        for request_id, options, words in BAD_FORKS:
+            with pytest.raises(InvalidRequestError, match=f"^{re.escape(words)}[^\n]*$"):
+                engine.fork(request_id, **options)
+        for sample in BAD_SAMPLES:
+            with pytest.raises(
+                InvalidRequestError, match=r"^sample: got .*, allowed: one of the request's samples, \[0\];"
+            ):
+                engine.abort_request("a", sample=sample)
+        with pytest.raises(InvalidRequestError, match=r"^request_ids: got 2 ids beside sample, allowed: one id;"):
+            engine.abort_request(["a", "greedy"], sample=0)
+        engine.abort_request("unknown", sample=2)  # As without a sample: the request may have ended.
+        outputs = {output.request_id: output for output in engine.run_until_done()}
+        assert samples([outputs[request_id] for request_id in params]) == wanted
+
+
+def test_given_tokens_count_as_drawn_and_the_last_sample_that_is_pruned_ends_the_request(tiny: str) -> None:
+    params = replace(SAMPLED, ignore_eos=False, stop=["zz"], output_kind="delta", min_tokens=2)
+    with Engine(tiny, **ONE_BY_ONE) as engine:
+        (letter,) = engine.tokenizer.encode("z")
+        engine.add_request("a", PROMPTS[0], params)
+        while len(engine.requests["a"].sequences[0].token_ids) < len(PROMPTS[0]) + 3:
+            engine.step()
+        assert engine.fork("a", num_output_tokens=2, first_token_ids=np.array([0, letter])) == [1, 2]
+        deltas = [one for _ in range(4) for output in engine.step() for one in output.outputs]
+        assert [(one.finish_reason, one.text) for one in deltas if one.index == 1][-1] == ("stop", "")
+        engine.fork("a", sample=2, num_output_tokens=3, first_token_ids=[letter])
+        engine.abort_request("a", sample=0)
+        engine.abort_request("a", sample=2)
+        deltas += [one for output in engine.run_until_done() for one in output.outputs]
+        ends = {one.index: (one.finish_reason, one.stop_reason) for one in deltas if one.finish_reason}
+        assert ends == {0: ("abort", None), 1: ("stop", None), 2: ("abort", None), 3: ("stop", "zz")}
+        drawn = [token for one in deltas if one.index == 3 for token in one.token_ids]
+        assert drawn[2:] == [letter, letter]
+        assert engine.stats()["blocks_used"] == 0
+        engine.add_request("b", PROMPTS[0], params)
+        engine.step()
+        engine.abort_request("b", sample=0)
+        (last,) = engine.step()
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        assert not engine.requests
 
 
 def test_stats_count_requests_by_state_and_no_dropped_token(tiny: str) -> None:

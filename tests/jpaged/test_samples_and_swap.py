@@ -180,6 +180,53 @@ def test_a_fork_draws_as_it_would_alone(world: World, roomy: Engine, solo: Solo,
     check_everything_came_back(roomy)
 
 
+def known(outputs: list[RequestOutput]) -> dict[int, tuple[int, ...]]:
+    """Return the tokens so far of each sample of one request, by sample index."""
+    return {sample.index: sample.token_ids for sample in outputs[-1].outputs}
+
+
+@in_worlds("both", "one step after another")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_tree_of_forks_draws_what_requests_that_begin_alike_draw(
+    world: World, roomy: Engine, solo: Solo, temperature: float
+) -> None:
+    """Three forks of three, each behind an earlier token and with a first token of its own; parents are pruned."""
+    prompt, params = world.prompts[3][:13], replace(PARAMS, temperature=temperature, logprobs=0)
+    roomy.add_request("a", prompt, params)
+    seen: list[RequestOutput] = []
+    while not seen or len(known(seen)[0]) < 6:
+        seen = roomy.step()
+    begins: dict[int, tuple[int, ...]] = {}
+    for at, parent, firsts in ((4, 0, [5, 6, 7]), (9, 1, [8, 9, 10]), (10, 2, [8, 5, 5]), (7, 3, [3, 4, 5])):
+        while len(known(seen).get(parent, ())) < at + 1:
+            seen = roomy.step() or seen
+        before = known(seen)[parent][:at]
+        forks = roomy.fork("a", sample=parent, num_output_tokens=at, first_token_ids=firsts)
+        begins |= {index: (*before, first) for index, first in zip(forks, firsts, strict=True)}
+        for pruned in (parent, parent, *forks[1 : 1 + bool(parent)]):  # The second time changes nothing.
+            roomy.abort_request("a", sample=pruned)
+    (output,) = roomy.run_until_done()
+    ends = {sample.index: sample for sample in output.outputs}
+    assert sorted(index for index in ends if ends[index].finish_reason == "abort") == [0, 1, 2, 3, 5, 8, 11]
+    kept = {index: sample for index, sample in ends.items() if sample.finish_reason == "length"}
+    assert sorted(kept) == [4, 6, 7, 9, 10, 12]
+    check_everything_came_back(roomy)
+    for index, sample in kept.items():
+        begin = begins[index]
+        if temperature:
+            assert sample.token_ids == solo(prompt, index, begin)
+        num_left = PARAMS.max_tokens - len(begin)
+        alone = roomy.generate([[*prompt, *begin]], replace(params, max_tokens=num_left), use_tqdm=False)[0].outputs[0]
+        scores = roomy.logprobs([*prompt, *sample.token_ids])[len(prompt) - 1 :]
+        drawn = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+        assert drawn == pytest.approx(scores.tolist(), abs=1e-4), "the model's logprobs, of given tokens too"
+        if not temperature:
+            assert sample.token_ids == (*begin, *alone.token_ids)
+            assert drawn[len(begin) :] == [
+                entry[token].logprob for token, entry in zip(alone.token_ids, alone.logprobs, strict=True)
+            ]
+
+
 @in_worlds("both")
 def test_a_fork_of_a_waiting_request_starts_with_it(world: World, roomy: Engine, solo: Solo) -> None:
     roomy.add_request("a", world.prompts[2], PARAMS)

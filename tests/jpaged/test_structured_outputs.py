@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,25 @@ def test_rules_that_leave_nothing_to_draw_end_that_request_alone(structure: Any,
     # A bias cannot forbid a token, so the only one that is left is drawn.
     (token,) = engine.tokenizer.encode("a")
     assert one(engine, {"choice": ["a"]}, logit_bias={token: -100.0}).outputs[0].text == "a"
+
+
+def test_a_given_token_follows_the_grammar_and_its_fork_goes_on_by_it(engine: Engine) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a[bc]{3}(bx|cy)"}, temperature=0.0, max_tokens=20)
+    token_of = {letter: engine.tokenizer.encode(letter)[0] for letter in "abcxy"}
+    engine.add_request("a", "x", params)
+    while len(engine.requests["a"].sequences[0].token_ids) < engine.requests["a"].prompt_len + 3:
+        engine.step()
+    for at, letter in ((0, "b"), (1, "x"), (2, "y")):
+        with pytest.raises(
+            InvalidRequestError, match=f"first_token_ids: got token id {token_of[letter]}, which the gr"
+        ):
+            engine.fork("a", num_output_tokens=at, first_token_ids=[token_of[letter]])
+    engine.fork("a", num_output_tokens=1, first_token_ids=[token_of["b"], token_of["c"]])
+    engine.fork("a", num_output_tokens=0, first_token_ids=[token_of["a"]])
+    texts = [sample.text for sample in next(iter(engine.run_until_done())).outputs]
+    assert all(re.fullmatch("a[bc]{3}(bx|cy)", text) for text in texts)
+    assert [text[1] for text in texts[1:3]] == ["b", "c"]
+    assert texts[3] == texts[0], "greedy, with the same tokens"
 
 
 def test_a_logits_processor_of_the_engine_cannot_leave_the_grammar(engine: Engine) -> None:

@@ -102,6 +102,28 @@ def test_forks_may_use_every_slot_and_no_more():
 # Forks: when they go on.
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 3), (2, 6)], ids=str)
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["running", "swapped"])
+def test_forks_behind_earlier_tokens_share_what_windows_have_not_passed(windows, is_swapped):
+    """Where a window has passed, they compute their tokens anew; `Host` compares each with a run of its own."""
+    host = Host(windows=windows, num_blocks=200, num_host_blocks=200, max_num_seqs=8, preemption=SWAP)
+    request = host.add(prompt(5), max_tokens=40)
+    parent = request.sequences[0]
+    while len(parent.token_ids) < 24:
+        host.step()
+    if is_swapped:
+        host.scheduler.preempt(request)
+        assert request.state is RequestState.SWAPPED
+    for num_tokens, given in ((23, None), (22, [99]), (16, [77, 78]), (9, None), (5, [55])):
+        (child, *_) = host.fork(parent, len(given or [0]), num_tokens, given)
+        is_shared = windows == (None,) or num_tokens >= 22
+        assert (child.fork_len == num_tokens) == (is_shared or request.state is RequestState.WAITING)
+    host.abort_sequence(parent)
+    host.run()
+    assert [child.token_ids[22] for child in request.sequences[2:3]] == [99]
+    assert [child.token_ids[16] for child in request.sequences[3:5]] == [77, 78]
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 @pytest.mark.parametrize("prompt_len", [1, 5])
 def test_a_fork_goes_on_in_the_next_step_if_its_parent_is_computed(prompt_len, num_steps):
