@@ -41,7 +41,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
             raise
         raise ModelLoadError(f"{path}: is not JSON ({error}), it starts with {raw[:16]!r}: fetch it again") from error
     if not isinstance(data, dict):
-        raise ModelLoadError(f"{path}: holds a JSON {type(data).__name__}, wanted an object {{…}}")
+        kind = "null" if data is None else type(data).__name__
+        raise ModelLoadError(f"{path}: holds a JSON {kind}, wanted an object {{…}}: fetch it again")
     return data
 
 

@@ -69,8 +69,6 @@ _RULES = {
     ),
     "LlamaTokenizer": _Rules(_LLAMA_TOKENS, adds_bos=True, converts_prefix_space=True, keeps_prefix_space=True),
     "Qwen2Tokenizer": _Rules(dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")),
-    # Written by transformers 5, and not known to 4.57.
-    "TokenizersBackend": _Rules(keeps_prefix_space=True),
     "T5Tokenizer": _Rules({"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, keeps_prefix_space=True),
 }
 """The classes that differ from PreTrainedTokenizerFast, without the `Fast` at the end of their names."""
@@ -107,7 +105,7 @@ def apply_options(
     wrong type or one that does not fit the vocabulary.
     """
     fields = Fields(options, path / OPTIONS_FILE)
-    rules = _RULES.get(_class_name(path, options), _Rules())
+    rules = _RULES.get(class_name(path, options), _Rules())
     try:
         special_tokens = add_tokens(
             backend, path, options, defaults=rules.default_tokens, more_defaults=rules.extra_tokens
@@ -127,21 +125,26 @@ def apply_options(
     return special_tokens
 
 
-def _class_name(path: Path, options: Mapping[str, Any]) -> str:
+def class_name(path: Path, options: Mapping[str, Any]) -> str:
     """Return the name of the tokenizer's class in transformers, without `Fast` at its end; "" if no file tells it.
 
     The class is named in tokenizer_config.json (`options`) or in config.json, or follows from config.json's
-    `model_type`; the first of these counts. "LlamaTokenizerFast" gives "LlamaTokenizer". A name that is no string gives
-    "" too.
+    `model_type`; the first of these counts. "LlamaTokenizerFast" gives "LlamaTokenizer". Raise ModelLoadError, which
+    names the file, for a name that is no string.
     """
-    name = options.get("tokenizer_class")
-    if name is None:
-        config = read_if_there(path / CONFIG_FILE)
-        name = config.get("tokenizer_class")
-        if name is None:
-            model_type = config.get("model_type")
-            name = next((name for name, types in _CLASS_OF_MODEL_TYPE.items() if model_type in types), None)
-    return name.removesuffix("Fast") if isinstance(name, str) else ""
+    for fields in (Fields(options, path / OPTIONS_FILE), Fields(read_if_there(path / CONFIG_FILE), path / CONFIG_FILE)):
+        if fields.has("tokenizer_class"):
+            name = fields.data["tokenizer_class"]
+            if not isinstance(name, str):
+                raise fields.wrong("tokenizer_class", "a string: name the tokenizer's class, or fetch the file again")
+            return name.removesuffix("Fast")
+    model_type = fields.data.get("model_type")
+    return next((name for name, types in _CLASS_OF_MODEL_TYPE.items() if model_type in types), "")
+
+
+def default_tokens(name: str) -> Mapping[str, str]:
+    """Return name → text of the special tokens that the class `name` has where no file names them."""
+    return _RULES.get(name, _Rules()).default_tokens
 
 
 def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:

@@ -25,6 +25,7 @@ from ..models.formats.gguf import GGUFFile, read_gguf
 from .chat_template import render_chat_template
 from .directory_tokenizer import apply_options
 from .gguf_tokenizer import build_gguf_backend
+from .saved_tokenizer import apply_saved_options, is_saved_by_transformers_5
 from .tokenizer_files import (
     FETCH_AGAIN,
     OPTIONS_FILE,
@@ -272,7 +273,11 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
     options = read_if_there(path / OPTIONS_FILE)
     has_file = (path / TOKENIZER_FILE).is_file()
     backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
-    special_tokens = apply_options(backend, path, options, is_converted=not has_file)
+    is_saved = has_file and is_saved_by_transformers_5(options)
+    if is_saved:
+        special_tokens = apply_saved_options(backend, path, options)
+    else:
+        special_tokens = apply_options(backend, path, options, is_converted=not has_file)
     # Counted first, since listing a large vocabulary takes time; only a small one can consist of added tokens alone.
     if backend.get_vocab_size(with_added_tokens=False) <= len(backend.get_added_tokens_decoder()):
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -288,7 +293,7 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
                 t.content, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=True
             )
             for t in backend.get_added_tokens_decoder().values()
-            if t.special and t.normalized
+            if t.special and t.normalized and not is_saved
         ]
     )
     return backend, special_tokens, read_chat_template(path, options)

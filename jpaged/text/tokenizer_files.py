@@ -6,7 +6,6 @@ This module does not know what the options in them mean.
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import tokenizers
 
 from ..checks import one_line
 from ..errors import ModelLoadError
+from ..models.fields import read_json_object
 
 TOKENIZER_FILE, OPTIONS_FILE = "tokenizer.json", "tokenizer_config.json"
 FETCH_AGAIN = "wanted the model's whole tokenizer: fetch its files again"
@@ -49,7 +49,10 @@ def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
     for name, data in ((OPTIONS_FILE, options), ("chat_template.json", read_if_there(path / "chat_template.json"))):
         template = data.get("chat_template")
         if isinstance(template, list):
-            template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
+                fault = "chat_template is a list, wanted objects with the keys name and template in it"
+                raise ModelLoadError(f"{path / name}: {fault}: fetch it again")
+            template = {entry["name"]: entry.get("template") for entry in template}
         if isinstance(template, dict):
             template = template.get("default")
         if template is not None and not isinstance(template, str):
@@ -65,10 +68,4 @@ def read_if_there(path: Path) -> dict[str, Any]:
 
     Raise ModelLoadError, one line that names the file, if it is not JSON or its value is not an object.
     """
-    try:
-        value = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON ({one_line(error)}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: holds a {type(value).__name__}, wanted a JSON object; fetch it again")
-    return value
+    return read_json_object(path) if path.is_file() else {}

@@ -167,14 +167,15 @@ def _read_index(directory: Path) -> dict[str, str]:
     path = directory / INDEX_FILE
     if not path.is_file():
         raise ModelLoadError(f"{directory}: {_missing_weights(directory)}")
-    weight_map = Fields(read_json_object(path), path).mapping("weight_map").data
+    weight_map = Fields(read_json_object(path), path, way_out="fetch it again").mapping("weight_map").data
     if not weight_map:
         raise ModelLoadError(f"{path}: weight_map is empty or missing, wanted the file of each tensor: fetch it again")
     for name, file_name in weight_map.items():
         is_plain = isinstance(file_name, str) and PurePosixPath(file_name).name == file_name and "\\" not in file_name
         if not is_plain or not file_name.endswith(".safetensors"):
             raise ModelLoadError(
-                f"{path}: places tensor {name!r} in {file_name!r}, wanted the name of a .safetensors file beside it"
+                f"{path}: places tensor {name!r} in {file_name!r}, wanted the name of a .safetensors file beside it: "
+                "fetch it again"
             )
     for file_name in sorted(set(weight_map.values())):
         if not (directory / file_name).is_file():

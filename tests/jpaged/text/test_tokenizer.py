@@ -362,9 +362,34 @@ BAD_DIRECTORIES = {
     "HTML": ({"tokenizer.json": "<html>"}, r"tokenizer\.json: cannot be read"),
     "a list": ({"tokenizer.json": "[]"}, r"tokenizer\.json: cannot be read"),
     "no vocabulary": ({"tokenizer.json": '{"version": "1.0"}'}, r"tokenizer\.json: cannot be read"),
-    "config cut": ({"tokenizer.json": WHOLE_JSON, "tokenizer_config.json": "{"}, r"tokenizer_config\.json: cannot"),
-    "config is a list": ({"tokenizer.json": WHOLE_JSON, "tokenizer_config.json": "[]"}, r"_config\.json: holds a list"),
 }
+JSON_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "chat_template.json",
+)
+BAD_JSON = {
+    "empty": ("", "is not JSON .*: fetch it again"),
+    "cut": ('{"backend": "tok', "is not JSON .*: fetch it again"),
+    "a list": ("[]", "holds a JSON list, wanted an object .*: fetch it again"),
+    "null": ("null", "holds a JSON null, wanted an object .*: fetch it again"),
+}
+WRONG_OPTIONS = {
+    "backend": (3, "wanted the name of a backend"),
+    "tokenizer_class": (["LlamaTokenizer"], "wanted a string"),
+    "bos_token": (3, "wanted a string or an object"),
+    "eos_token": ({"content": "<end>", "lstrip": "yes"}, "wanted a string or an object"),
+    "pad_token": ({}, "wanted a string or an object"),
+    "extra_special_tokens": ("<x>", "wanted a list or an object of tokens"),
+    "additional_special_tokens": ([None], "wanted a list or an object of tokens"),
+    "added_tokens_decoder": ([{"content": "<x>"}], "wanted an object"),
+    "add_bos_token": ("yes", "wanted true or false"),
+    "split_special_tokens": (1, "wanted true or false"),
+    "chat_template": (["{{ messages }}"], "wanted objects with the keys name and template"),
+}
+"""Option of tokenizer_config.json → a value that is not right, and a part of the error."""
 
 
 @pytest.mark.parametrize(("files", "message"), BAD_DIRECTORIES.values(), ids=BAD_DIRECTORIES.keys())
@@ -374,6 +399,41 @@ def test_a_bad_directory_is_an_error_of_one_line_that_names_the_file(tmp_path, f
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize(("content", "message"), BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_a_half_written_file_of_a_tokenizer_is_an_error_that_names_it(tmp_path, name, content, message):
+    (tmp_path / "tokenizer.json").write_text(WHOLE_JSON)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=rf"{name}: {message}") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("written_by", ["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("option", WRONG_OPTIONS)
+def test_an_option_of_a_wrong_type_is_an_error_of_one_line_that_names_it(tmp_path, option, written_by):
+    value, message = WRONG_OPTIONS[option]
+    options = {"tokenizer_class": "GPTNeoXTokenizer", **({"backend": "tokenizers"} if written_by[-1] == "5" else {})}
+    (tmp_path / "tokenizer.json").write_text(WHOLE_JSON)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**options, option: value}))
+    if written_by == "transformers 5" and option == "add_bos_token":
+        assert load_tokenizer(tmp_path).encode("a") == [ord("a")]  # It has no effect there.
+        return
+    with pytest.raises(ModelLoadError, match=rf"tokenizer_config\.json: {option} is .*{message}") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_that_tokenizer_json_cannot_be_of_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(WHOLE_JSON)
+    options = {"backend": "tokenizers", "tokenizer_class": "BertTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    with pytest.raises(
+        ModelLoadError, match=r"BertTokenizer is for models of the type WordPiece, .* name TokenizersBackend"
+    ):
+        load_tokenizer(tmp_path)
 
 
 QWEN_OPTIONS = json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})

@@ -145,15 +145,16 @@ def one(name):
 
 BAD_INDEX = {
     "is no object": ([], "JSON list"),
+    "null": (None, "JSON null, wanted an object .*: fetch it again"),
     "no map": ({"metadata": {}}, "weight_map is empty or missing"),
-    "map is a list": ({"weight_map": ["a"]}, "weight_map is"),
+    "map is a list": ({"weight_map": ["a"]}, "weight_map is .*; fetch it again"),
     "shard in the parent": ({"weight_map": {"a": "../x-1.safetensors"}}, r"'\.\./x-1.safetensors'"),
     "shard in a folder": ({"weight_map": {"a": "sub/x-1.safetensors"}}, "'sub/x-1.safetensors'"),
     "shard by backslash": ({"weight_map": {"a": "..\\x-1.safetensors"}}, "x-1.safetensors'"),
     "shard at an absolute path": ({"weight_map": {"a": "/x-1.safetensors"}}, "'/x-1.safetensors'"),
     "shard is a dot": ({"weight_map": {"a": ".."}}, r"'\.\.'"),
     "shard is a pickle": ({"weight_map": {"a": "x-1.bin"}}, "'x-1.bin'"),
-    "shard is a number": ({"weight_map": {"a": 1}}, "in 1, wanted the name"),
+    "shard is a number": ({"weight_map": {"a": 1}}, "in 1, wanted the name .*: fetch it again"),
     "shard absent": ({"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}, "names x-2.safetensors"),
     "tensor in no shard": ({"weight_map": {"a": "x-1.safetensors", "b": "x-1.safetensors"}}, "'b' .* in no shard"),
 }
