@@ -61,7 +61,7 @@ def add(tokenizer: Any) -> None:
     plain = [
         AddedToken(" fox", lstrip=True),
         AddedToken("wOrLd", normalized=True),
-        AddedToken("Hello", single_word=True),
+        AddedToken("foxy", single_word=True),
     ]
     tokenizer.add_tokens(["HELLO", *plain])
     tokenizer.add_special_tokens(

@@ -37,7 +37,6 @@ _WHOLE_MODEL_TYPES = (
 """Values of `model_type` in config.json for which transformers 5.24 opens that class, whatever the files name."""
 _LETTERS = {"Qwen2Tokenizer": r"\p{L}", "Qwen3_5Tokenizer": r"\p{L}\p{M}"}
 """What Qwen's generations count as the letters of a word: in the newer one its combining marks too."""
-
 _DECLARED_ANEW = {"CohereTokenizer": EXTRA_NAMES, "Qwen2Tokenizer": (*SPECIAL_NAMES, *EXTRA_NAMES)}
 """Class → the options whose tokens it declares anew, without the flags that tokenizer.json has for them."""
 
