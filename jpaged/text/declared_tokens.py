@@ -83,9 +83,9 @@ def checked_tokens(data: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
         if fields.has(name) and not is_token(data[name]):
             raise fields.wrong(name, token)
     for name in EXTRA_NAMES:
-        more = data.get(name)
-        tokens = more.values() if isinstance(more, Mapping) else more
-        if fields.has(name) and not (isinstance(more, Mapping | list) and all(map(is_token, tokens))):
+        more = data[name] if fields.has(name) else []
+        tokens = list(more.values()) if isinstance(more, Mapping) else more
+        if not (isinstance(tokens, list) and all(map(is_token, tokens))):
             raise fields.wrong(name, f"a list or an object of tokens, each {token}")
     by_id = fields.mapping("added_tokens_decoder").data
     if not all(token_id.isdecimal() and is_token(value) for token_id, value in by_id.items()):

@@ -126,41 +126,66 @@ def _steps_of(name: str, backend: tokenizers.Tokenizer, fields: Fields) -> _Step
     match name:
         case "LlamaTokenizer":
             scheme = "always" if fields.boolean("legacy", False) else "first"
-            bars = pre_tokenizers.Metaspace("▁", scheme if adds_space else "never", split=False)
-            return _Steps(bars, sentence_piece_decoder(adds_space=adds_space), has_byte_fallback=True)
+            return _Steps(
+                pre_tokenizer=pre_tokenizers.Metaspace("▁", scheme if adds_space else "never", split=False),
+                decoder=sentence_piece_decoder(adds_space=adds_space),
+                has_byte_fallback=True,
+            )
         case "CodeLlamaTokenizer":
-            bars = pre_tokenizers.Metaspace("▁", "first" if adds_space else "never", split=False)
-            decoder = sentence_piece_decoder(adds_space=True)
-            return _Steps(bars, decoder, has_byte_fallback=True, has_unk_token=True)
+            return _Steps(
+                pre_tokenizer=pre_tokenizers.Metaspace("▁", "first" if adds_space else "never", split=False),
+                decoder=sentence_piece_decoder(adds_space=True),
+                has_byte_fallback=True,
+                has_unk_token=True,
+            )
         case "GemmaTokenizer":
-            words = pre_tokenizers.Split(" ", "merged_with_previous")
-            decoder = sentence_piece_decoder(adds_space=False)
-            to_bar = normalizers.Replace(" ", "▁")
-            return _Steps(words, decoder, to_bar, has_byte_fallback=True, has_unk_token=True)
+            return _Steps(
+                normalizer=normalizers.Replace(" ", "▁"),
+                pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+                decoder=sentence_piece_decoder(adds_space=False),
+                has_byte_fallback=True,
+                has_unk_token=True,
+            )
         case "GPT2Tokenizer":
-            return _Steps(byte_level, decoders.ByteLevel())
+            return _Steps(pre_tokenizer=byte_level, decoder=decoders.ByteLevel())
         case "GPTNeoXTokenizer":
-            return _Steps(byte_level, decoders.ByteLevel(), normalizers.NFC())
+            return _Steps(normalizer=normalizers.NFC(), pre_tokenizer=byte_level, decoder=decoders.ByteLevel())
         case "CohereTokenizer":
             digits = pre_tokenizers.Digits(individual_digits=True)
-            return _Steps(pre_tokenizers.Sequence([digits, byte_level]), decoders.ByteLevel(), normalizers.NFC())
+            return _Steps(
+                normalizer=normalizers.NFC(),
+                pre_tokenizer=pre_tokenizers.Sequence([digits, byte_level]),
+                decoder=decoders.ByteLevel(),
+            )
         case "Qwen2Tokenizer" | "Qwen3_5Tokenizer":
             words = pre_tokenizers.Split(Regex(_qwen_words(_LETTERS[name])), "isolated")
             to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=adds_space, use_regex=False)
-            return _Steps(pre_tokenizers.Sequence([words, to_bytes]), decoders.ByteLevel(), normalizers.NFC())
+            return _Steps(
+                normalizer=normalizers.NFC(),
+                pre_tokenizer=pre_tokenizers.Sequence([words, to_bytes]),
+                decoder=decoders.ByteLevel(),
+            )
         case "BertTokenizer":
             normalizer = normalizers.BertNormalizer(
                 lowercase=fields.boolean("do_lower_case", True),
                 strip_accents=fields.boolean("strip_accents", False) if fields.has("strip_accents") else None,
                 handle_chinese_chars=fields.boolean("tokenize_chinese_chars", True),
             )
-            words, decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-            return _Steps(words, decoder, normalizer, model="WordPiece", has_unk_token=True)
+            return _Steps(
+                model="WordPiece",
+                normalizer=normalizer,
+                pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+                decoder=decoders.WordPiece(),
+                has_unk_token=True,
+            )
         case "T5Tokenizer":
             bars = pre_tokenizers.Metaspace("▁", "always")
-            words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), bars])
-            decoder = decoders.Metaspace("▁", "always")
-            return _Steps(words, decoder, _table_of_characters(backend), model="Unigram")
+            return _Steps(
+                model="Unigram",
+                normalizer=_table_of_characters(backend),
+                pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), bars]),
+                decoder=decoders.Metaspace("▁", "always"),
+            )
     return None
 
 
