@@ -267,8 +267,9 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
     """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template or None.
 
     The options of tokenizer_config.json are applied to it. Without tokenizer.json, transformers converts the
-    vocabulary's other files. Special tokens that are declared `normalized` are declared anew without that. Raise
-    ModelLoadError for a file that is corrupt and for a tokenizer that has only special and added tokens.
+    vocabulary's other files. Special tokens that are declared `normalized` are declared anew without that, unless
+    transformers 5 saved the directory. Raise ModelLoadError for a file that is corrupt and for a tokenizer that has
+    only special and added tokens.
     """
     options = read_if_there(path / OPTIONS_FILE)
     has_file = (path / TOKENIZER_FILE).is_file()
