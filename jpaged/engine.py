@@ -29,6 +29,7 @@ from .sampling.sampling_params import BeamSearchParams, SampleMode, SamplingPara
 from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing.sizes import Demand
+from .step.jax_settings import refuse_traced
 from .text.grammar import Matcher
 from .text.prompts import CheckedParams, EncodedPrompt
 
@@ -57,6 +58,7 @@ class Engine(ResearchCalls):
         or of `params`, a tree under the paths of the module's state. Without `compilation_cache_dir`, JAX's
         configuration is then unchanged and executables are not kept for later runs.
         """
+        refuse_traced("Engine")
         if isinstance(model, nnx.Module):
             config = EngineConfig(model=type(model).__name__, **options)
             self._start(build_engine(config, open_module(config, model, call=call, head=logits)))
@@ -86,6 +88,7 @@ class Engine(ResearchCalls):
         and for later ones: leave it out where functions of jpaged are replaced by others. Raise ConfigError or
         ModelLoadError.
         """
+        refuse_traced("Engine")
         handle = handle or open_model(config)
         engine = cls.__new__(cls)
         parts = build_engine(
@@ -175,6 +178,7 @@ class Engine(ResearchCalls):
         Requests of other threads and of `add_request` are computed beside these. Requests of a call that raises, or is
         interrupted, are aborted.
         """
+        refuse_traced("generate")
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         prompts = as_prompts(prompts)
@@ -283,6 +287,7 @@ class Engine(ResearchCalls):
         never fit; QueueFullError if as many requests or tokens wait as the engine's `limits` allow. Nothing is queued
         then.
         """
+        refuse_traced("add_request")
         check_new_id(request_id, self.loop.requests)
         options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
         new = self.builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
@@ -399,11 +404,13 @@ class Engine(ResearchCalls):
         could otherwise never run. `cache_salt` is that of the requests that share the pages. Raise InvalidRequestError
         if prefix caching is off, if the prompt fills no page, or if an unfinished request could then never end.
         """
+        refuse_traced("pin_prefix")
         token_ids, key = self.builder.prefix(prompt, cache_salt)
         return self.loop.call("pin_prefix", lambda: self.loop.pin(token_ids, key))
 
     def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> None:
         """Undo one `pin_prefix` of the same prompt and salt. Raise InvalidRequestError if it is not pinned."""
+        refuse_traced("unpin_prefix")
         token_ids, key = self.builder.prefix(prompt, cache_salt)
         self.loop.call("unpin_prefix", lambda: self.loop.unpin(token_ids, key))
 

@@ -28,7 +28,7 @@ from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
-from ..step.jax_settings import engine_settings
+from ..step.jax_settings import engine_settings, refuse_traced
 from ..text.grammar import Matcher
 from .engine_core import STEPS_FAILED
 from .inbox import Inbox
@@ -76,23 +76,34 @@ class EngineLoop:
 
         During a step of another thread the command waits, and that thread runs it after the step. A thread that holds
         the lock between two steps runs the command at once. Raise ConfigError for a call from inside of a step, such as
-        from a scheduling policy: the step would wait for the command, and the command for the end of the step.
+        from a scheduling policy: the step would wait for the command, and the command for the end of the step. Raise it
+        too for a call from a function that JAX traces.
         """
         if self.lock.is_own:
             self.check_outside(name)
             return command()
+        refuse_traced(name)
         return self.lock.call(name, command)
+
+    def read(self, name: str, command: Callable[[], Result]) -> Result:
+        """Return what `command` reads while no other thread changes the engine, also from inside of a step.
+
+        Raise ConfigError for a call from a function that JAX traces.
+        """
+        refuse_traced(name)
+        return self.lock.read(name, command)
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
         """Hold the lock for one step, the `with` block; a thread that holds it already does not take it again.
 
-        Raise ConfigError inside of a step; `name` is the method in the error.
+        Raise ConfigError inside of a step, and in a function that JAX traces; `name` is the method in the error.
         """
         if self.lock.is_own:
             self.check_outside(name)
             yield
             return
+        refuse_traced(name)
         with self.lock.hold():
             yield
 
@@ -312,8 +323,12 @@ class EngineLoop:
             raise refusal(call, got, "one that is awake", self.sleep.way_out, error=ConfigError)
 
     def check_outside(self, call: str) -> None:
-        """Raise ConfigError for a call from inside of a step, RuntimeError for an engine that was shut down."""
+        """Raise ConfigError for a call from inside of a step or from a function that JAX traces.
+
+        Raise RuntimeError for an engine that was shut down.
+        """
         self.check_open()
+        refuse_traced(call)
         if self._is_computing and self.lock.is_own:
             raise refusal(call, "a call from inside of a step", "calls between steps", error=ConfigError)
 

@@ -71,7 +71,7 @@ class ResearchCalls:
         They are the arrays that steps read: copy those that are to outlive the next update. Matrices that stay codes of
         a quantized file are arrays of bytes.
         """
-        return self.loop.lock.read("params", lambda: self._trainer.params)
+        return self.loop.read("params", lambda: self._trainer.params)
 
     @overload
     def logprobs(self, ids: Any, /, *, temperature: Any = 1.0) -> Float[Array, "*B N1"]:
@@ -191,4 +191,4 @@ class ResearchCalls:
 
     def is_sleeping(self) -> bool:
         """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""
-        return self.loop.lock.read("is_sleeping", lambda: bool(self.loop.sleep.missing))
+        return self.loop.read("is_sleeping", lambda: bool(self.loop.sleep.missing))

@@ -26,6 +26,7 @@ from ..intake.offline import as_array, as_sequences
 from ..messages import NewRequest, Scoring
 from ..sampling.sampling_params import COUNTS, ScoreKind
 from ..sampling.token_numbers import TokenNumbers
+from ..step.jax_settings import refuse_traced
 from .arrays import on_device
 
 ALIGNMENT = 64
@@ -104,6 +105,7 @@ class Scorer:
         """Return the logprobs of all tokens but the first, or what else is asked for; see `Engine.logprobs`."""
         if isinstance(ids, jax.core.Tracer):
             raise refusal("ids", "a traced array", "an array of token ids", "call it outside of jitted functions")
+        refuse_traced("logprobs")
         sequences, is_one = as_sequences(ids)
         check("hidden", hidden, boolean)
         named = {"top_k": top_k, "token_ids": token_ids, "hidden": hidden or None}
@@ -141,6 +143,7 @@ class Scorer:
 
     def score(self, contexts: Any, continuations: Any, *, temperature: Any, from_position: Any) -> Scores:
         """Return the scores of continuations, each context computed once; see `Engine.score`."""
+        refuse_traced("score")
         pairs = self._pairs(contexts, continuations)
         temperatures = _each_temperature(temperature, len(pairs))
         check("from_position", from_position, integer(0))

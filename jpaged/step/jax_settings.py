@@ -7,6 +7,26 @@ from contextlib import contextmanager
 
 import jax
 
+from ..checks import refusal
+from ..errors import ConfigError
+
+
+def refuse_traced(call: str) -> None:
+    """Raise ConfigError if JAX traces a function in this thread, as it does for `jax.jit` and `jax.grad`.
+
+    Such a call would happen once, when the function is traced, and not when it runs. `call` is the method in the error.
+    """
+    try:
+        with jax.set_mesh(None):  # JAX lets no function that it traces set a mesh. This takes a microsecond.
+            pass
+    except ValueError:
+        way_out = "call it before, and give the function its results as arguments"
+        got, allowed = (
+            "a call from a function that JAX traces",
+            "calls outside of functions of jax.jit, grad and the like",
+        )
+        raise refusal(call, got, allowed, way_out, error=ConfigError) from None
+
 
 @contextmanager
 def engine_settings() -> Iterator[None]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged import BeamSearchParams, ContextLengthError, Engine, InvalidRequestError, SamplingParams
+from jpaged import BeamSearchParams, ConfigError, ContextLengthError, Engine, InvalidRequestError, SamplingParams
 from jpaged.core.step_record import StepRecord
 
 from .tiny_model import SIZES
@@ -38,6 +38,45 @@ def test_every_form_of_prompt_is_taken_and_outputs_keep_the_order(engine: Engine
     assert outputs[2].prompt_token_ids == (20, 30, 40)
     for array in (np.array([20, 30, 40]), jax.numpy.array([20, 30, 40]), [np.int64(20), 30, 40]):
         assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == [outputs[2].outputs[0].token_ids]
+
+
+CALLS: dict[str, Callable[[Engine, Any], Any]] = {
+    "generate": lambda engine, ids: engine.generate(ids, GREEDY),
+    "generate, arrays": lambda engine, ids: engine.generate(ids, GREEDY, return_arrays=True),
+    "logprobs": lambda engine, ids: engine.logprobs([list(ids)]),
+    "score": lambda engine, ids: engine.score([ids], [ids]),
+    "submit": lambda engine, ids: engine.submit([ids], GREEDY),
+    "update_params": lambda engine, ids: engine.update_params({"a": ids}),
+    "params": lambda engine, ids: engine.params,
+    "add_request": lambda engine, ids: engine.add_request("traced", ids, GREEDY),
+    "step": lambda engine, ids: engine.step(),
+    "abort_request": lambda engine, ids: engine.abort_request("traced"),
+    "pin_prefix": lambda engine, ids: engine.pin_prefix(ids),
+    "sleep": lambda engine, ids: engine.sleep(1),
+    "Engine": lambda engine, ids: Engine("no model"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_from_functions_that_jax_traces_are_refused_also_with_constants(engine: Engine, call: str) -> None:
+    message = (
+        rf"^{call.partition(',')[0]}: got a call from a function that JAX traces, allowed: calls outside of .*; call"
+    )
+    constant = np.array([20, 30, 40])
+    for trace in (jax.jit, jax.grad):
+        with pytest.raises(ConfigError, match=message) as caught:
+            trace(lambda x: [x, CALLS[call](engine, constant)][0])(1.0)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=message):
+        jax.jit(lambda ids: [ids, CALLS[call](engine, ids)][0])(constant)
+
+
+def test_a_group_of_rollouts_cannot_be_taken_by_a_function_that_jax_traces(engine: Engine) -> None:
+    with engine.submit([[20, 30, 40]], GREEDY) as rollouts:
+        for take in (lambda: rollouts.take(1), lambda: next(rollouts)):
+            with pytest.raises(ConfigError, match="got a call from a function that JAX traces"):
+                jax.jit(lambda x, take=take: [x, take()][0])(1.0)
+        assert rollouts.take(1).tokens.shape == (1, 20)
 
 
 def step_to_the_end(engine: Engine) -> tuple[dict[str, list[int]], dict[str, Any]]:
