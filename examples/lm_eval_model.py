@@ -4,6 +4,7 @@ python examples/lm_eval_model.py [MODEL]
 """
 
 import sys
+from contextlib import chdir
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jpaged import Engine, SamplingParams
 
-TASKS = Path(__file__).parent / "tasks"
+TASKS = Path(__file__).resolve().parent / "tasks"
 
 
 class JpagedLM(LM):
@@ -82,7 +83,8 @@ def main(model: str) -> dict[str, dict[str, float]]:
     with Engine(model, max_model_len=2048) as engine:
         manager = TaskManager(include_path=str(TASKS), include_defaults=False)
         tasks = [path.stem for path in sorted(TASKS.glob("*.yaml"))]
-        found = simple_evaluate(JpagedLM(engine), tasks=tasks, task_manager=manager, bootstrap_iters=0)
+        with chdir(TASKS):  # The names of data files in tasks are relative to the working directory.
+            found = simple_evaluate(JpagedLM(engine), tasks=tasks, task_manager=manager, bootstrap_iters=0)
     return found["results"]
 
 

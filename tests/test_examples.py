@@ -64,11 +64,11 @@ def test_a_student_comes_near_its_teacher(seed):
 
 
 @pytest.mark.slow
-def test_lm_eval_asks_all_three_questions():
+def test_lm_eval_asks_all_three_questions_in_any_folder():
     pytest.importorskip("lm_eval", reason="pip install lm_eval")
     printed = run(
         "-c",
-        "import os; os.chdir('..'); import sys; sys.path.insert(0, 'examples'); "
+        "import sys, os; sys.path.insert(0, os.getcwd()); os.chdir('/'); "
         "import lm_eval_model, json; print(json.dumps(lm_eval_model.main('smollm2-135m'), default=float))",
     )
     results = json.loads(printed.splitlines()[-1])

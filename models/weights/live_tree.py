@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -114,15 +114,17 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
 
 
 def _listed(fault: str, names: set[str]) -> list[str]:
-    """Return one message with a fault and the sorted names that have it; an empty list without names.
+    """Return one message with a fault and the names that have it; an empty list without names."""
+    return [f"{fault}: {joined_names(names)}"] if names else []
 
-    At most MAX_NAMED names are listed, and the rest are counted: with a limit of 2, the names a to e that are missing
-    give ["missing: a, b and 3 more"].
+
+def joined_names(names: Collection[str]) -> str:
+    """Return the sorted names, joined by commas. At most MAX_NAMED are listed, and the rest are counted.
+
+    With a limit of 2, the names a to e give "a, b and 3 more".
     """
-    if not names:
-        return []
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return [f"{fault}: {', '.join(sorted(names)[:MAX_NAMED])}{rest}"]
+    return ", ".join(sorted(names)[:MAX_NAMED]) + rest
 
 
 def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:

@@ -33,6 +33,7 @@ from ..layers import Axes, WeightMaker, has_expert_axis
 from ..recipe import Bounds, Path, Piece, Recipes, make_recipes
 from .code_arrays import Target, hold_codes, num_bytes, read_held
 from .coded import StoredFormats, check_codes, read_coded, with_codes
+from .live_tree import joined_names
 from .subtree import ambiguity_message, model_prefixes
 from .weight_rows import OrderedPieces, read_rows
 
@@ -140,17 +141,20 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
     """Check the names, shapes and dtypes of a checkpoint's tensors against the model, before anything is allocated.
 
     `abstract` has the shapes of the model's weights; the shapes that tensors must have follow from these. Raises
-    ModelLoadError, which names the checkpoint and the first tensor that is missing, is unknown to the model, has
-    another shape, or is stored in a type that is not supported. Values are not read.
+    ModelLoadError, which names the checkpoint and all tensors that are missing and that are unknown to the model, or
+    else all that have another shape, or else the first that is stored in a type that is not supported. Values are not
+    read.
     """
     recipes = recipes_for(abstract, config, checkpoint.names())
     shapes = recipes.shapes
     _check_names(set(shapes), config, checkpoint)
-    for name, shape in shapes.items():
-        if checkpoint.shape(name) != shape:
-            fault = f"tensor {name} has shape {checkpoint.shape(name)}, the config asks for {shape}"
-            reason = "config and weights belong to different models"
-            raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: take both of one model")
+    if misshapen := [name for name, shape in shapes.items() if checkpoint.shape(name) != shape]:
+        name, others = misshapen[0], misshapen[1:]
+        fault = f"tensor {name} has shape {checkpoint.shape(name)}, the config asks for {shapes[name]}"
+        fault += f"; {len(others)} more have another shape: {joined_names(others)}" if others else ""
+        reason = "config and weights belong to different models"
+        raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: take both of one model")
+    for name in shapes:
         checkpoint.read(name, slice(0, 0))  # No row is read, but a stored type that is not supported raises here.
     check_codes(dict(nnx.to_flat_state(abstract.state)), recipes, checkpoint)
 
@@ -271,8 +275,8 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
     """Raise ModelLoadError unless a checkpoint has all tensors that the model needs, and no unknown ones.
 
     Tensors that the family ignores may be there as well, zeros as biases of quantized matrices, and the head of a tied
-    model that stores it twice. Missing tensors are reported before unknown ones; the message names one tensor and how
-    many there are. If several subtrees of a training state might be the model, the error asks for one of them.
+    model that stores it twice. The message has the names of all missing and all unknown tensors. If several subtrees of
+    a training state might be the model, the error asks for one of them.
     """
     model = model_class(config.architecture)
     stored_names = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
@@ -281,21 +285,25 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
         # the matrix is stored only as the head, `needed_names` has the head.
         head_name = model.naming(stored_names)(f"{model.tensor_names['head']}.weight")
         stored_names -= {head_name} - needed_names
-    if missing := sorted(needed_names - stored_names):
-        if len(prefixes := model_prefixes(checkpoint.names(), config)) > 1:
-            raise ModelLoadError(f"{checkpoint.path}: {ambiguity_message(prefixes)}")
-        fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
-        if stored_names.isdisjoint(needed_names):
-            stored_name = repr(min(stored_names)) if stored_names else "no tensor"
-            fault = f"the checkpoint holds {stored_name}: give the tensors their Hugging Face names"
-        num_missing = f"({len(missing)} of {len(needed_names)} are)"
-        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {num_missing}; {fault}")
     extra = sorted(stored_names - needed_names)
     if isinstance(checkpoint, SafetensorsCheckpoint):
         extra = [name for name in extra if not checkpoint.is_idle_bias(name)]
+    if missing := sorted(needed_names - stored_names):
+        if len(prefixes := model_prefixes(checkpoint.names(), config)) > 1:
+            raise ModelLoadError(f"{checkpoint.path}: {ambiguity_message(prefixes)}")
+        reason = "the checkpoint is incomplete, or its config names another architecture: complete it"
+        if stored_names.isdisjoint(needed_names):
+            stored_name = repr(min(stored_names)) if stored_names else "no tensor"
+            reason = f"the checkpoint holds {stored_name}: give the tensors their Hugging Face names"
+        elif extra:
+            reason = f"without a place in the model: {joined_names(extra)}; {reason}"
+        others = f": {joined_names(missing)}" if 1 < len(missing) < len(needed_names) else ""
+        num_missing = f"({len(missing)} of {len(needed_names)} are{others})"
+        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {num_missing}; {reason}")
     if extra:
         checkpoint.shape(extra[0])  # Raises for what is no array, which is the better reason.
-        fault = f"tensor {extra[0]} has no place in the model ({len(extra)} such tensors)"
+        others = f": {joined_names(extra)}" if len(extra) > 1 else ""
+        fault = f"tensor {extra[0]} has no place in the model ({len(extra)} such tensors{others})"
         reason = "the config lacks a feature, or names another architecture"
         raise ModelLoadError(f"{checkpoint.path}: {fault}; {reason}: correct the config")
 

@@ -100,3 +100,29 @@ def test_a_leaf_that_is_asked_for_and_no_array_of_floats_is_refused_by_its_name(
     with pytest.raises(ModelLoadError, match=message) as caught:
         shape_of_first(tree)
     assert "\n" not in str(caught.value)
+
+
+def faults_of(tree):
+    config, checkpoint = open_checkpoint(LLAMA, params=tree)
+    with pytest.raises(ModelLoadError, match="^params: ") as caught:
+        check_tensors(abstract_weights(config, "float32", device_mesh(jax.devices()[:1])), config, checkpoint)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", [lambda tree: tree, lambda tree: {"params": tree, "mu": tree}], ids=["tree", "state"])
+def test_all_names_that_are_left_over_missing_or_misshapen_are_listed(form):
+    tensors = load_file(LLAMA / "model.safetensors")
+    norms = sorted(name for name in tensors if "norm" in name)
+    more = {f"model.more.{number}": ROWS for number in range(3)}
+    names = "model.more.0, model.more.1, model.more.2"
+    assert f"model.more.0 has no place in the model (3 such tensors: {names})" in faults_of(form(tensors | more))
+    without = {name: values for name, values in tensors.items() if name not in norms}
+    assert f"({len(norms)} of 21 are: {', '.join(norms)}); without a place in the model: {names};" in faults_of(
+        form(without | more)
+    )
+    cut = {name: values[:1] if name in norms else values for name, values in tensors.items()}
+    fault = faults_of(form(cut))
+    assert all(name in fault for name in norms)
+    many = {f"model.more.{number:03}": ROWS for number in range(60)}
+    assert "model.more.049 and 10 more)" in faults_of(form(tensors | many))
