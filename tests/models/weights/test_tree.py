@@ -104,7 +104,7 @@ def test_a_leaf_that_is_asked_for_and_no_array_of_floats_is_refused_by_its_name(
 
 def faults_of(tree):
     config, checkpoint = open_checkpoint(LLAMA, params=tree)
-    with pytest.raises(ModelLoadError, match="^params: ") as caught:
+    with pytest.raises(ModelLoadError, match=r"^params: ") as caught:
         check_tensors(abstract_weights(config, "float32", device_mesh(jax.devices()[:1])), config, checkpoint)
     assert "\n" not in str(caught.value)
     return str(caught.value)
