@@ -18,6 +18,12 @@ from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from .config.spec import AttentionLayer
 
+LOOP = (
+    "in place of the scan write: for i in range(N): "
+    "x, cache = jax.tree.map(lambda leaf: leaf[i], blocks)(x, inputs, cache, i)"
+)
+"""What computes the same as a scan over N stacked blocks, with integers of Python for the layers."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class CheckedCache:
         """Raise ValueError unless all layers of the spec are equal and have keys of their own: a scan needs that."""
         if len(set(self.layers)) > 1 or self.layers[0].pages_of is not None:
             wanted = "an integer of Python, since the layers of the spec differ"
-            raise ValueError(f"attend: got a traced number for the layer, wanted {wanted}")
+            raise ValueError(f"attend: got a traced number for the layer, wanted {wanted}; {LOOP}")
 
     def _check_layer(self, layer: Any) -> None:
         """Raise ValueError unless `layer` is the number of the layer that attends next, as a Python or numpy integer.

@@ -78,6 +78,15 @@ def test_lm_eval_asks_all_three_questions_in_any_folder():
 
 
 @pytest.mark.slow
+def test_a_vector_behind_a_layer_steers_what_is_served():
+    printed = run("-c", "import steering, json; print(json.dumps(steering.main('smollm2-135m')))").splitlines()
+    before, after, opposite, difference = json.loads(printed[-1])
+    assert opposite < before - 0.1 < after - 0.2
+    assert difference < 1e-4
+    assert len((EXAMPLES / "steering.py").read_text().splitlines()) <= 100
+
+
+@pytest.mark.slow
 def test_a_training_state_in_the_layout_of_maxtext_is_served():
     printed = run("-c", "import maxtext_state; print(maxtext_state.main())").splitlines()
     assert float(printed[-1]) < 1e-4

@@ -67,7 +67,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     model: str = _option(
         DEFAULT_MODEL,
         "a directory of safetensors or of orbax, a .gguf file, org/name[@revision], or the built-in smollm2-135m",
-        rules.MODEL,
+        rules.model,
     )
     revision: str | None = _option(
         None, "revision of a model from the hub", text("a branch, a tag or a commit of a model from the hub")
@@ -75,7 +75,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     tokenizer: str | None = _option(
         None,
         "tokenizer instead of the model's own: a directory, a .gguf file, org/name[@revision], or smollm2-135m",
-        rules.MODEL,
+        rules.model,
     )
     skip_tokenizer_init: bool = _option(False, "load no tokenizer: requests give token ids, and get no text", boolean)
     load_format: str = _option(

@@ -6,6 +6,7 @@ A rule takes a value as the caller gave it, and returns it as `EngineConfig` kee
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .. import checks
@@ -19,9 +20,23 @@ MAX_DECODE_STEPS = 16
 """Tokens that one dispatch decodes at most."""
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_JSON_DEPTH = 16
-MODEL = checks.text("a directory, a .gguf file, org/name[@revision] or a built-in name")
 COUNT = integer(0, INT64[1])
 SIZE = integer(1, INT64[1])
+
+
+def model(value: Any) -> str:
+    """Take a string or a path that is not empty. `Engine` itself takes modules of nnx, before it makes a config."""
+    if isinstance(value, str | Path) and str(value):
+        return str(value)
+    allowed = "a directory, a .gguf file, org/name[@revision] or a built-in name; for an Engine also a module of nnx"
+    if value is None or isinstance(value, str | Path | bytes | int | float | list):
+        raise Unfit(allowed)
+    if isinstance(value, Mapping) or hasattr(value, "params"):
+        raise Unfit(allowed, "give arrays as params, beside the directory that has the model's config")
+    if isinstance(value, type):
+        raise Unfit(allowed, "give an instance of the class")
+    adapter = "an adapter, as examples/linen_model.py has one"
+    raise Unfit(allowed, f"put a model of another library, or a function, behind {adapter}")
 
 
 def block_size(value: Any) -> int:

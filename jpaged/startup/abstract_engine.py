@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from ..checks import one_line, shown
 from ..errors import ConfigError, ModelLoadError
+from ..models.checked_cache import LOOP, CheckedCache
 from ..models.config.decoder import DecoderConfig
 from ..models.formats.checkpoint import Checkpoint
 from ..models.inputs import CALL_WANTED, ModelInputs
@@ -279,6 +280,8 @@ class AbstractEngine:
             reason = f"{type(error).__name__}: {one_line(error)}"
             if ModelInputs.__name__ in reason:  # The module took its inputs for something else, such as token ids.
                 reason += f"; its __call__ gets {CALL_WANTED}"
+            if CheckedCache.__name__ in str(error):  # What is static in the cache has changed, as in a scan.
+                reason += f"; if it scans over layers, {LOOP}"
             raise ModelLoadError(f"model: {name} cannot be traced: {reason}") from error
 
     def _shape_on_chip(self, kv_dtype: str) -> AttentionShape:

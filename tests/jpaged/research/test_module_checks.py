@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
-from jpaged import AttentionLayer, Engine, ModelLoadError, ModelSpec, SamplingParams
+from jpaged import AttentionLayer, ConfigError, Engine, ModelLoadError, ModelSpec, SamplingParams
 from jpaged.models.dense import dense_logprobs
 from jpaged.models.inputs import ModelInputs, call_fault
 
@@ -418,3 +418,24 @@ def test_a_module_of_float64_is_served_in_float32():
             narrow = nnx.merge(nnx.graphdef(module), jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), state))
             wanted = jitted_logprobs(narrow, jnp.array([IDS]))[0]
             assert np.abs(engine.logprobs(IDS) - wanted).max() < 1e-4
+
+
+ADAPTER = "; put a model of another library, or a function, behind an adapter, as examples/linen_model.py has one"
+TREE = "; give arrays as params, beside the directory that has the model's config"
+NO_MODULES = {
+    "linen": (lambda: linen.Dense(3), ADAPTER),
+    "a function": (lambda: jnp.sin, ADAPTER),
+    "a callable pytree": (lambda: jax.tree_util.Partial(jnp.sin), ADAPTER),
+    "a class": (lambda: nnx.Linear, "; give an instance of the class"),
+    "a dict": (lambda: {"a": jnp.ones(3)}, TREE),
+    "a state": (lambda: nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), TREE),
+    "a number": (lambda: 3, ""),
+    "an empty text": (lambda: "", ""),
+}
+
+
+@pytest.mark.parametrize(("make", "way_out"), NO_MODULES.values(), ids=NO_MODULES)
+def test_what_is_neither_a_path_nor_a_module_of_nnx_is_refused_with_the_way_to_serve_it(make, way_out):
+    message = f"^model: got .*a built-in name; for an Engine also a module of nnx{way_out}$"
+    with pytest.raises(ConfigError, match=message):
+        Engine(make())

@@ -3,6 +3,7 @@
 The oracle of each is its own dense forward in evaluation mode, before and after updates from a whole training state.
 """
 
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -411,6 +412,76 @@ def test_what_cannot_serve_is_refused_by_name(kind, names, message):
 def test_methods_are_named_beside_a_module_alone():
     with pytest.raises(ConfigError, match="call, logits: got 'serve', 'logits', allowed: nothing without a module"):
         Engine("smollm2-135m", call="serve")
+
+
+class Pair(nnx.Module):
+    """A layer with a window and one without, whose first one has the number `first`."""
+
+    def __init__(self, key):
+        self.blocks = nnx.List([Block(nnx.Rngs(key), "float32") for _ in range(2)])
+
+    def __call__(self, x, inputs, cache, first):
+        for number, (block, window) in enumerate(zip(self.blocks, (8, None), strict=True)):
+            q, k, v = jnp.split(block.qkv(x).reshape(x.shape[0], 4, 8), [2, 3], axis=1)
+            attended, cache = cache.attend(first + number, q, k, v, inputs.attention, scale=0.5, window=window)
+            x = x + block.out(attended.reshape(x.shape))
+        return x, cache
+
+
+class Pattern(Plain):
+    """Two pairs in a scan, which calls `attend` with traced numbers."""
+
+    spec = replace(Plain.spec, layers=(replace(LAYER, window=8), LAYER) * 2)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nnx.vmap(Pair)(jax.random.split(jax.random.key(0), 2))
+
+    def __call__(self, inputs, cache):
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+        def run(carry, pair, number):
+            return pair(carry[0], inputs, carry[1], 2 * number)
+
+        return run((self.tokens(inputs.token_ids), cache), self.blocks, jnp.arange(2))
+
+
+class PatternByNumber(Pattern):
+    """In its scan the numbers are integers of Python, so those of the first pair alone."""
+
+    def __call__(self, inputs, cache):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(carry, pair):
+            return pair(carry[0], inputs, carry[1], 0)
+
+        return run((self.tokens(inputs.token_ids), cache), self.blocks)
+
+
+class PatternInALoop(Pattern):
+    """What the error says to write."""
+
+    def __call__(self, inputs, cache):
+        x = self.tokens(inputs.token_ids)
+        for i in range(2):
+            x, cache = jax.tree.map(lambda leaf: leaf[i], self.blocks)(x, inputs, cache, 2 * i)  # noqa: B023
+        return x, cache
+
+
+def test_a_scan_over_a_pattern_of_layers_is_refused_with_a_loop_in_its_place():
+    loop = (
+        "in place of the scan write: for i in range(N): "
+        "x, cache = jax.tree.map(lambda leaf: leaf[i], blocks)(x, inputs, cache, i)"
+    )
+    for kind in (Pattern, PatternByNumber):
+        with pytest.raises(ModelLoadError, match=re.escape(loop)) as caught:
+            Engine(kind(), **SIZES)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_loop_in_place_of_a_scan_is_served():
+    with Engine(PatternInALoop(), **SIZES) as engine:
+        theirs = dense_logprobs(PatternInALoop(), jnp.array([PROMPTS[0]]))[0]
+        np.testing.assert_allclose(engine.logprobs(PROMPTS[0]), theirs, atol=MAX_DIFFERENCE)
 
 
 def test_a_scan_over_layers_that_differ_or_are_too_few_is_refused():
