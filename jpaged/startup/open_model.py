@@ -135,9 +135,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
         )
         weight_files = file_states(checkpoint.files())
     if model_config.has_head_though_tied:
-        logger.warning(
-            "%s: the config ties embedding and output, the weights have a matrix for each: both serve", source.path
-        )
+        fault = "the config ties embedding and output, and the weights have a matrix for each"
+        logger.warning("%s: %s: both serve", source.path, fault)
     for note in checkpoint.notes() if isinstance(checkpoint, SafetensorsCheckpoint) else ():
         logger.info("%s: %s", source.path, note)
     tokenizer = _open_tokenizer(config, source, checkpoint)

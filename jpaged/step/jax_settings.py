@@ -20,11 +20,9 @@ def refuse_traced(call: str) -> None:
         with jax.set_mesh(None):  # JAX lets no function that it traces set a mesh. This takes a microsecond.
             pass
     except ValueError:
+        got = "a call from a function that JAX traces"
+        allowed = "calls outside of functions of jax.jit, grad and the like"
         way_out = "call it before, and give the function its results as arguments"
-        got, allowed = (
-            "a call from a function that JAX traces",
-            "calls outside of functions of jax.jit, grad and the like",
-        )
         raise refusal(call, got, allowed, way_out, error=ConfigError) from None
 
 
