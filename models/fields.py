@@ -106,6 +106,10 @@ class Fields:
         """Return true or false; `default` if the key is absent."""
         return bool(self._value(key, default, lambda value: isinstance(value, bool), "true or false"))
 
+    def text(self, key: str) -> str:
+        """Return a string that is not empty; the key is required."""
+        return str(self._value(key, None, lambda value: isinstance(value, str) and value != "", "a string"))
+
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
         """Return one of the `allowed` words; without a default the key is required."""
         wanted = f"one of {', '.join(allowed)}"

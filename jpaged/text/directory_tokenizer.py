@@ -93,15 +93,12 @@ _CLASS_OF_MODEL_TYPE = {
 """Class → the `model_type`s of config.json that have it where no file names a class."""
 
 
-def apply_options(
-    backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], *, is_converted: bool = False
-) -> dict[str, str]:
+def apply_options(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any]) -> dict[str, str]:
     """Change `backend` as the options of a tokenizer directory say, and return the special tokens by name.
 
     `path` is the directory, and `options` are the contents of its tokenizer_config.json. Set are the added and special
     tokens, the space before a text, BERT's normalizer, and the tokens that are put around a text. What an option means
-    depends on the tokenizer class, see `_Rules`. `is_converted` says that `backend` was made from a tokenizer.model or
-    a vocab.json, for want of a tokenizer.json. Raise ModelLoadError, one line that names the file, for an option of a
+    depends on the tokenizer class, see `_Rules`. Raise ModelLoadError, one line that names the file, for an option of a
     wrong type or one that does not fit the vocabulary.
     """
     fields = Fields(options, path / OPTIONS_FILE)
@@ -110,7 +107,7 @@ def apply_options(
         special_tokens = add_tokens(
             backend, path, options, defaults=rules.default_tokens, more_defaults=rules.extra_tokens
         )
-        _apply_prefix_space(backend, fields, rules, is_converted=is_converted)
+        _apply_prefix_space(backend, fields, rules)
         if rules.has_bert_options:
             _apply_bert_options(backend, fields)
         if rules.adds_bos is not None:
@@ -147,13 +144,13 @@ def default_tokens(name: str) -> Mapping[str, str]:
     return _RULES.get(name, _Rules()).default_tokens
 
 
-def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:
+def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules) -> None:
     """Set whether the tokenizer puts a space before a text, as the option `add_prefix_space` says.
 
     A pre-tokenizer of a single step that has this flag gets the option's value. A missing option counts as false for
     most classes; for the others, and if the option is null, the flag stays as it is. For Cohere and Bloom, true is also
     set in each step of a pre-tokenizer with several steps. For Llama's class the normalizer, the pre-tokenizer and the
-    decoder of a SentencePiece model are replaced, if the option is set or `backend` was converted from an older file.
+    decoder of a SentencePiece model are replaced if the option is set.
     """
     adds_space = fields.boolean("add_prefix_space", False)
     is_set = fields.has("add_prefix_space")
@@ -169,8 +166,7 @@ def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _R
         for step in file["pre_tokenizer"].get("pretokenizers", ()):
             step |= {"add_prefix_space": True} if "add_prefix_space" in step else {}
         backend.pre_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(file)).pre_tokenizer
-    if rules.converts_prefix_space and (is_set or is_converted) and getattr(backend.model, "byte_fallback", False):
-        adds_space = fields.boolean("add_prefix_space", True)
+    if rules.converts_prefix_space and is_set and getattr(backend.model, "byte_fallback", False):
         _convert_prefix_space(backend, adds_space=adds_space, is_legacy=fields.boolean("legacy", True))
 
 
@@ -191,12 +187,14 @@ def _convert_prefix_space(backend: tokenizers.Tokenizer, *, adds_space: bool, is
     backend.decoder = sentence_piece_decoder(adds_space=adds_space)
 
 
-def sentence_piece_decoder(*, adds_space: bool) -> decoders.Sequence:
+def sentence_piece_decoder(*, adds_space: bool, has_bytes: bool = True) -> decoders.Sequence:
     """Return the decoder of a SentencePiece model: ▁ becomes a space, and byte tokens such as <0x0A> their characters.
 
-    If `adds_space` is true, the tokenizer puts a space before each text, and the decoder drops one at the start.
+    If `adds_space` is true, the tokenizer puts a space before each text, and the decoder drops one at the start. If
+    `has_bytes` is false, no token stands for a byte.
     """
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    bytes_to_chars = [decoders.ByteFallback()] if has_bytes else []
+    steps: list[Any] = [decoders.Replace("▁", " "), *bytes_to_chars, decoders.Fuse()]
     return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
 
 

@@ -1,9 +1,9 @@
 """Converts text to token ids and back, and chats to text.
 
-The package `tokenizers` does the work; transformers is imported only for a Hugging Face directory without the file
-`tokenizer.json`. transformers 5 rebuilds some classes (Llama, GPT-2) from the vocabulary alone and then splits numbers
-and leading spaces differently. This module knows nothing of requests; `detokenizer.py` turns a stream of ids into a
-stream of text.
+The package `tokenizers` does the work, with the package sentencepiece for its files. transformers is imported only for
+a Hugging Face directory with a vocabulary in another format alone, such as `vocab.json`: transformers 5 rebuilds some
+classes (GPT-2) from it and then splits numbers and leading spaces differently. This module knows nothing of requests;
+`detokenizer.py` turns a stream of ids into a stream of text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,13 @@ import tokenizers
 from ..checks import one_line, refusal, told
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.formats.gguf import GGUFFile, read_gguf
+from .byte_level import bytes_by_char
 from .chat_template import render_chat_template
 from .directory_tokenizer import apply_options
 from .gguf_tokenizer import build_gguf_backend
 from .saved_tokenizer import apply_saved_options, is_saved_by_transformers_5
+from .sentencepiece_tokenizer import SentencePieces, read_sentencepiece, sentencepiece_file
+from .tekken_tokenizer import TEKKEN_FILE, read_tekken
 from .tokenizer_files import (
     FETCH_AGAIN,
     OPTIONS_FILE,
@@ -36,7 +38,10 @@ from .tokenizer_files import (
 )
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model", "spiece.model", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
 """Files of which a directory with a tokenizer has at least one."""
 VOCABULARY_FILES = (
     "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken",
@@ -45,7 +50,7 @@ VOCABULARY_FILES = (
 """Files of which a directory without tokenizer.json has at least one if it has a tokenizer."""
 MORE_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
-    "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tiktoken.model", "additional_chat_templates",
+    "sentencepiece.bpe.model", "qwen.tiktoken", "tiktoken.model", "additional_chat_templates",
 )  # fmt: skip
 """Files, and a folder of files, that are read beside them where they are there."""
 PART_CHARS = 1 << 20
@@ -60,18 +65,25 @@ class Tokenizer:
     """The tokenizer of one model: encodes and decodes text, and renders chats. Threads may share it."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], *, chat_template: str | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        *,
+        chat_template: str | None = None,
+        sentence_pieces: SentencePieces | None = None,
     ):
         """Wrap `backend`, a tokenizer of the package `tokenizers`, whose truncation and padding are switched off.
 
-        `special_tokens` maps the names that templates use (bos_token, eos_token, …) to the texts of tokens. Raise
-        ModelLoadError if the decoder has a step by which a token's text depends on more than whether it comes first:
-        its text could not be streamed.
+        `special_tokens` maps the names that templates use (bos_token, eos_token, …) to the texts of tokens.
+        `sentence_pieces`, if it is not None, is attached to `backend`. Raise ModelLoadError if the decoder has a step
+        by which a token's text depends on more than whether it comes first: its text could not be streamed.
         """
         # A tokenizer file may set a length limit, which would silently truncate prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.sentence_pieces = sentence_pieces
+        self._splitter = None if sentence_pieces is None else sentence_pieces.attach(backend)
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
@@ -88,7 +100,7 @@ class Tokenizer:
             fault = f"the tokenizer's decoder {', '.join(unknown)} cannot be streamed"
             raise ModelLoadError(f"{fault}, {supported}; {way_out}")
         self.has_byte_fallback = "ByteFallback" in kinds
-        self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._byte_of_char = bytes_by_char() if "ByteLevel" in kinds else None
         self._pieces: dict[int, bytes] = {}
         self._anchor, self._anchor_len = self._find_anchor()
 
@@ -116,6 +128,13 @@ class Tokenizer:
         except TypeError as error:
             got, allowed = f"{told(text)} with a lone surrogate", "valid Unicode text"
             raise refusal("prompt", got, allowed, "replace lone surrogates") from error
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Return the token ids of `text` as they are behind another one, where SentencePiece puts no space before it.
+
+        A special token that is written in the text may be plain text.
+        """
+        return self.encode(text, add_special_tokens=False) if self._splitter is None else self._splitter.behind(text)
 
     def num_tokens_at_least(self, text: str, limit: int) -> int:
         """Return a number of tokens that `text` has at least, counted until it is above `limit`.
@@ -163,6 +182,18 @@ class Tokenizer:
         """Return a special token's own characters in UTF-8, without a space that the decoder may put before it."""
         return (self.backend.id_to_token(token_id) or "").encode()
 
+    def to_json(self) -> str:
+        """Return the backend as JSON of the package `tokenizers`.
+
+        `sentence_pieces` is not part of it, nor is `backend.encode_special_tokens`.
+        """
+        if self.sentence_pieces is None:
+            return self.backend.to_str()
+        backend = tokenizers.Tokenizer(self.backend.model)
+        backend.decoder, backend.post_processor = self.backend.decoder, self.backend.post_processor
+        backend.add_tokens([token for _, token in sorted(self.backend.get_added_tokens_decoder().items())])
+        return backend.to_str()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -204,14 +235,18 @@ class Tokenizer:
 
         A token that is decoded after the anchor shows the text that it adds anywhere but at the start of a text: the
         decoded text without the anchor's characters. Example: anchor "a" and token "▁b" decode to "a b", so the token
-        adds " b". (0, 0) for a byte-level tokenizer, which needs no anchor, and for a vocabulary with none of the
-        candidates.
+        adds " b". (0, 0) for a byte-level tokenizer, which needs no anchor, and for a vocabulary whose only texts are
+        special tokens.
         """
         if self._byte_of_char is None:
-            for letter in ("a", "A", "0", "▁a"):  # Nearly every vocabulary has the first one.
-                token_id = self.backend.token_to_id(letter)
-                if token_id is not None:
-                    return token_id, len(self.decode([token_id]))
+            likely = [self.backend.token_to_id(letter) for letter in ("a", "A", "0", "▁a")]
+            for token_id in (*likely, *range(self.base_vocab_size)):
+                # A byte token may be part of a character: not an anchor.
+                is_ordinary = token_id is not None and not _BYTE_TOKEN.fullmatch(
+                    self.backend.id_to_token(token_id) or ""
+                )
+                if is_ordinary and (text := self.decode([token_id])):
+                    return token_id, len(text)
         return 0, 0
 
     def _make_piece(self, token_id: int) -> bytes:
@@ -245,8 +280,9 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     Raise ModelLoadError, one line that names the file, for a file that is missing or corrupt and for a tokenizer that
     is not supported.
     """
+    sentence_pieces = None
     if path.is_dir():
-        backend, special_tokens, template = _read_directory(path)
+        backend, special_tokens, template, sentence_pieces = _read_directory(path)
     elif path.is_file():
         metadata = (gguf or read_gguf(path)).metadata
         template = metadata.get("tokenizer.chat_template")
@@ -258,27 +294,36 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
         way_out = "wanted a Hugging Face directory or a GGUF file: correct the path"
         raise ModelLoadError(f"{path}: does not exist; {way_out}")
     try:
-        return Tokenizer(backend, special_tokens, chat_template=template)
+        return Tokenizer(backend, special_tokens, chat_template=template, sentence_pieces=sentence_pieces)
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
 
 
-def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
+def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, SentencePieces | None]:
     """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template or None.
 
-    The options of tokenizer_config.json are applied to it. Without tokenizer.json, transformers converts the
-    vocabulary's other files. Special tokens that are declared `normalized` are declared anew without that, unless
-    transformers 5 saved the directory. Raise ModelLoadError for a file that is corrupt and for a tokenizer that has
-    only special and added tokens.
+    The last value is what splits texts if the vocabulary is a file of SentencePiece, else None. The options of
+    tokenizer_config.json are applied to the tokenizer. It is read from tokenizer.json, or else from tekken.json, or
+    else from a file of SentencePiece; transformers converts other files. Special tokens that are declared `normalized`
+    are declared anew without that, unless transformers 5 saved the directory. Raise ModelLoadError for a file that is
+    corrupt and for a tokenizer that has only special and added tokens.
     """
     options = read_if_there(path / OPTIONS_FILE)
-    has_file = (path / TOKENIZER_FILE).is_file()
-    backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
-    is_saved = has_file and is_saved_by_transformers_5(options)
+    names: dict[str, str] = {}
+    sentence_pieces, is_saved = None, False
+    if (path / TOKENIZER_FILE).is_file():
+        backend = read_tokenizer_json(path)
+        is_saved = is_saved_by_transformers_5(options)
+    elif (path / TEKKEN_FILE).is_file():
+        backend, names = read_tekken(path)
+    elif (file := sentencepiece_file(path, options)) is not None:
+        backend, names, sentence_pieces = read_sentencepiece(file, options)
+    else:
+        backend = _convert_vocabulary(path, options)
     if is_saved:
         special_tokens = apply_saved_options(backend, path, options)
-    else:
-        special_tokens = apply_options(backend, path, options, is_converted=not has_file)
+    else:  # The options override the special tokens that the vocabulary's file names.
+        special_tokens = apply_options(backend, path, {**names, **options})
     # Counted first, since listing a large vocabulary takes time; only a small one can consist of added tokens alone.
     if backend.get_vocab_size(with_added_tokens=False) <= len(backend.get_added_tokens_decoder()):
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -297,7 +342,7 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
             if t.special and t.normalized and not is_saved
         ]
     )
-    return backend, special_tokens, read_chat_template(path, options)
+    return backend, special_tokens, read_chat_template(path, options), sentence_pieces
 
 
 def _convert_vocabulary(path: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -308,8 +353,7 @@ def _convert_vocabulary(path: Path, options: Mapping[str, Any]) -> tokenizers.To
     code of the model, which is never run, or if transformers cannot make it or has no fast version of it.
     """
     needs_code = "auto_map" in options
-    present = [name for name in VOCABULARY_FILES if (path / name).is_file()]
-    if not present and not needs_code:
+    if not needs_code and not any((path / name).is_file() for name in VOCABULARY_FILES):
         raise _no_vocabulary(path, f"it or one of {', '.join(VOCABULARY_FILES)}")
     with _quiet_transformers():
         import transformers
@@ -321,8 +365,6 @@ def _convert_vocabulary(path: Path, options: Mapping[str, Any]) -> tokenizers.To
             backend = getattr(wrapped, "backend_tokenizer", None)
         except Exception as error:  # transformers raises errors of many types.
             reason = "it needs code of the model, which is never run" if needs_code else one_line(error)
-            if any(name.endswith(".model") for name in present) and find_spec("sentencepiece") is None:
-                reason = f"{' and '.join(present)} may need the package sentencepiece, which is not installed; {reason}"
             way_out = f"{FETCH_AGAIN}, or give --tokenizer DIR"
             raise ModelLoadError(f"{path / TOKENIZER_FILE}: is missing ({reason}); {way_out}") from error
         finally:
@@ -374,14 +416,3 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
     steps = decoder.get("decoders", [decoder])  # Of a sequence its steps; any other decoder is one step.
     kinds = {f"{step['type']} at the end" if step.get("stop") else step["type"] for step in steps}
     return {"ByteLevel among others"} if "ByteLevel" in kinds and len(kinds) > 1 else kinds
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each of the 256 characters of GPT-2's byte-level alphabet stands for.
-
-    Printable Latin-1 characters stand for their own code points: "A" for 0x41. The characters from U+0100 stand for the
-    other bytes in ascending order: "Ġ", U+0120, for the space 0x20.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -33,6 +33,7 @@ from ...startup.import_path import import_path
 from ...step.step_sizes import StepSizes
 from ...text.grammar import Grammars
 from ...text.prompts import PromptEncoder
+from ...text.sentencepiece_tokenizer import SentencePieces
 from ...text.tokenizer import Tokenizer
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError, http_error
@@ -71,6 +72,8 @@ class _Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The template that replaces the model's own."""
     tokenizer: str | None
     """The tokenizer as JSON of the package `tokenizers`; None for an engine without one."""
+    sentence_pieces: SentencePieces | None = None
+    """What splits its texts, if it was read from a file of SentencePiece; not part of that JSON."""
     splits_special_tokens: bool = False
     """Whether special tokens that a text spells out are plain text. That JSON does not say it."""
     special_tokens: dict[str, str] = {}
@@ -202,7 +205,8 @@ def _setup_of(parser: RequestParser) -> _Setup:
         vocab_size=encoder.vocab_size,
         eos_token_ids=encoder.eos_token_ids,
         chat_template=encoder.chat_template,
-        tokenizer=None if tokenizer is None else tokenizer.backend.to_str(),
+        tokenizer=None if tokenizer is None else tokenizer.to_json(),
+        sentence_pieces=None if tokenizer is None else tokenizer.sentence_pieces,
         splits_special_tokens=tokenizer is not None and tokenizer.backend.encode_special_tokens,
         special_tokens={} if tokenizer is None else tokenizer.special_tokens,
         tokenizer_template=None if tokenizer is None else tokenizer.chat_template,
@@ -215,7 +219,12 @@ def _parser_of(setup: _Setup) -> RequestParser:
     if setup.tokenizer is not None:
         backend = tokenizers.Tokenizer.from_str(setup.tokenizer)
         backend.encode_special_tokens = setup.splits_special_tokens
-        tokenizer = Tokenizer(backend, setup.special_tokens, chat_template=setup.tokenizer_template)
+        tokenizer = Tokenizer(
+            backend,
+            setup.special_tokens,
+            chat_template=setup.tokenizer_template,
+            sentence_pieces=setup.sentence_pieces,
+        )
         grammars = Grammars(tokenizer, setup.vocab_size, setup.eos_token_ids)
     encoder = PromptEncoder(
         tokenizer,

@@ -1,5 +1,6 @@
 """A body is parsed alike in the server's process and, if it is long, in another one."""
 
+import io
 import json
 import signal
 import threading
@@ -19,9 +20,9 @@ from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.http.body_parser import LONG_BODY_BYTES
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, http_error
-from jpaged.serving.protocols.parser_process import METHODS, ParserProcess, _encoded
+from jpaged.serving.protocols.parser_process import METHODS, ParserProcess, _encoded, _parser_of, _Setup, _setup_of
 from jpaged.serving.protocols.request_parser import RequestParser
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer, load_tokenizer
 
 from .served import Served, wait_until
 
@@ -208,6 +209,23 @@ def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: En
     process, body = ParserProcess(parser), as_body({"prompt": [5, 6]})
     assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
     process.close()
+
+
+def test_a_tokenizer_of_sentencepiece_reaches_the_process(engine: Engine, tmp_path: Path):
+    from sentencepiece import SentencePieceTrainer
+
+    model, builder = io.BytesIO(), engine.builder
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["to be or not"]), model_writer=model, model_type="char", vocab_size=12, minloglevel=2
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    encoder = replace(builder.encoder, tokenizer=load_tokenizer(tmp_path))
+    parser = RequestParser(RequestBuilder(builder.config, encoder, builder.sizes, {}), ("a",))
+    setup = msgspec.msgpack.decode(msgspec.msgpack.encode(_setup_of(parser)), type=_Setup)
+    body = as_body({"prompt": "to be</s>", "min_tokens": 1, "structured_outputs": {"choice": ["to"]}})
+    found = timeless(_parser_of(setup).parse_completion(body))
+    assert found == timeless(parser.parse_completion(body))
+    assert found.new_requests[0].num_prompt_tokens == len("_to_be") + 1
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])

@@ -1,5 +1,6 @@
 """A model's faults are found before its weights are read."""
 
+import base64
 import json
 
 import jax
@@ -59,6 +60,23 @@ def test_json_files_may_begin_with_a_byte_order_mark(model):
     found = handle(model)
     assert (found.sampling_defaults, found.eos_token_ids) == ({"temperature": 0.5}, {0, 1})
     assert found.ends == "0 (<|end|>), 1 (<|start|>)"
+
+
+def test_tekken_json_alone_is_the_tokenizer_of_a_model_and_is_checked_with_its_other_files(model):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    write_manifest(model)
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    special = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(["</s>", "<s>"])]
+    settings = {"pattern": r"\S+|\s+", "default_vocab_size": 258, "default_num_special_tokens": 2, "version": "v13"}
+    (model / "tekken.json").write_text(json.dumps({"config": settings, "vocab": vocab, "special_tokens": special}))
+    with pytest.raises(ModelLoadError, match=r"does not list tekken\.json"):
+        handle(model)
+    write_manifest(model)
+    for options in ({}, {"tokenizer": str(model)}, {"load_format": "dummy"}):
+        found = handle(model, **options).tokenizer
+        assert found.encode("Hé") == [1, *(2 + byte for byte in "Hé".encode())]
+        assert (found.vocab_size, found.bos_token_id, found.eos_token_id) == (258, 1, 0)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])

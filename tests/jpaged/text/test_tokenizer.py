@@ -485,14 +485,6 @@ def test_the_error_for_a_missing_vocabulary_names_the_ways_out(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_sentence_piece_model_without_its_package_says_which_package(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.model may need the package sentencepiece"):
-        load_tokenizer(tmp_path)
-
-
 def test_vocab_json_and_merges_without_tokenizer_json_are_read(tmp_path):
     alphabet = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocabulary = alphabet | {"ab": 256, "<|endoftext|>": 257}
