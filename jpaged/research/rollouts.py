@@ -12,8 +12,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -34,11 +35,12 @@ ANSWER_S = 0.1
 requests next finds them changed. During a longer step they return, and the change follows behind it."""
 
 
-class _Prompt(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Prompt:
     """A prompt that was read and is not queued yet."""
 
     index: int
-    new: NewRequest
+    request: NewRequest
     grammar: Matcher | None
     """A matcher of its grammar, compiled by the caller's thread; None without a grammar."""
 
@@ -268,29 +270,30 @@ class Rollouts:
             return
         unqueued, self._is_asleep = self._unqueued, bool(self._loop.sleep.missing)
         while unqueued and not self._is_asleep:
-            index, new, grammar = unqueued[0]
+            prompt = unqueued[0]
             try:
-                self._queue_one(index, new, grammar)
+                self._queue_one(prompt)
             except QueueFullError as error:
                 self._full = error
                 break
             except InvalidRequestError as error:
-                self._refused.append((index, error.within(f"prompt {index}")))
+                self._refused.append((prompt.index, error.within(f"prompt {prompt.index}")))
             except Exception as error:  # Of a scheduling policy, for example: the caller gets it, not the engine.
-                self._refused.append((index, error))
+                self._refused.append((prompt.index, error))
             unqueued.popleft()
         if self._is_asleep or self._refused or (self._full is not None and not self._index_of):
             self._inbox.changes.set()
 
-    def _queue_one(self, index: int, new: NewRequest, grammar: Matcher | None) -> None:
+    def _queue_one(self, prompt: _Prompt) -> None:
         """Give a request its number and its id, and queue it."""
         builder = self._batch.builder
         number = builder.num_requests
         request_id = self._batch.unused_id(f"submit-{number}")
-        request = self._loop.make(msgspec.structs.replace(new, request_id=request_id, number=number), grammar)
+        named = msgspec.structs.replace(prompt.request, request_id=request_id, number=number)
+        request = self._loop.make(named, prompt.grammar)
         self._loop.queue(request, self._inbox)
         builder.num_requests += 1
-        self._index_of[request] = index
+        self._index_of[request] = prompt.index
         self._thread.serve(self._inbox)
 
 
