@@ -145,8 +145,10 @@ class EngineLoop:
             if request is None:
                 continue
             if sample is not None:
-                self.core.abort_sample(sample_of(request, sample))
-                self._note(request)
+                sequence = sample_of(request, sample)
+                if not sequence.state.is_finished:
+                    self.core.abort_sample(sequence)
+                    self._note(request)
                 continue
             self.core.abort(request)
             if self._inbox_of[request] is self.inbox:

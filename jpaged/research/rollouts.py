@@ -118,10 +118,11 @@ class Rollouts:
     def take(self, num_groups: int) -> GenerationArrays:
         """Return the next groups in one `GenerationArrays`: those that have ended first, or in the prompts' order.
 
-        Wait until `num_groups` have ended, or all that are left once the prompts have come to their end; return at once
-        if they have ended already, also while the engine computes a step or compiles a program. Raise
-        StopIteration if none is left, the exception of a group that has failed, InvalidRequestError for a prompt that
-        is refused, what the iterator of prompts has raised in place of one, ConfigError if the engine sleeps,
+        Wait until `num_groups` have ended, or all that are left once the prompts have come to their end. Return at once
+        if they have ended already, also while the engine computes a step or compiles a program.
+
+        Raise StopIteration if none is left, the exception of a group that has failed, InvalidRequestError for a prompt
+        that is refused, what the iterator of prompts has raised in place of one, ConfigError if the engine sleeps,
         RuntimeError if it was shut down, and QueueFullError if requests of others leave no room for any of these. Other
         groups that have ended stay for the next call then.
         """
@@ -203,6 +204,7 @@ class Rollouts:
             raise self._full  # Nothing of this is computed, so that no end of a group can make room.
 
     def _raise_asleep(self) -> None:
+        """Raise the ConfigError of an engine that sleeps."""
         way_out = f"{self._loop.sleep.way_out}; the samples in flight go on then"
         raise refusal("submit", "an engine that sleeps", "one that is awake", way_out, error=ConfigError)
 
@@ -226,6 +228,7 @@ class Rollouts:
             self._refused.popleft()
 
     def _end(self, index: int, group: Request | Exception) -> None:
+        """Note the end of a group, or the error that comes in its place; a second call changes nothing."""
         self._in_flight.pop(index, None)
         self._ended[index] = group
 
@@ -257,6 +260,7 @@ class Rollouts:
         self._in_flight[index] = None
 
     def _post_queue(self) -> QueuedCall[Any]:
+        """Let `_queue` run between two steps, and return at once."""
         return self._thread.post("submit", self._queue)
 
     def _queue(self) -> None:
@@ -301,6 +305,7 @@ def _drop(loop: EngineLoop, thread: StepThread, inbox: Inbox) -> None:
     """End the requests of an inbox that nobody looks at any more. Runs between steps."""
     loop.drop(inbox)
     thread.leave(inbox)
+    inbox.changes.set()  # A thread that waits in `take` finds that another one has closed the rollouts.
 
 
 def _drop_later(loop: EngineLoop, thread: StepThread, inbox: Inbox) -> None:

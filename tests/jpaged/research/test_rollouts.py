@@ -286,6 +286,20 @@ def test_an_interrupt_during_a_step_is_raised_at_once_and_leaves_nothing_running
     assert len(engine.submit(PROMPTS[:1], GROUPS).take(1).tokens) == 2
 
 
+def test_closing_rollouts_ends_the_wait_of_another_thread(engine, held_step) -> None:
+    begun, may_go_on = held_step
+    rollouts = engine.submit(PROMPTS[:1], GROUPS)
+    assert begun.wait(LIMIT_S)
+    taken: list[Any] = []
+    taker = threading.Thread(target=lambda: taken.extend(rollouts))
+    taker.start()
+    rollouts.close()
+    may_go_on.set()
+    taker.join(LIMIT_S)
+    assert not taker.is_alive()
+    assert taken == []
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_rollouts_dropped_while_a_function_is_traced_are_ended(engine) -> None:
     """Garbage is collected anywhere; a mesh, for example, cannot be left within a traced function."""
