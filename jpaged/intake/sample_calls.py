@@ -80,7 +80,7 @@ def checked_fork(
     """
     _check_samples(request)
     parent = next((sequence for sequence in request.live if sequence.index == sample), None)
-    if parent is None:
+    if parent is None or not is_integer(sample):
         raise refusal("sample", shown(sample), f"a sample that has not ended, {[live.index for live in request.live]}")
     if request.params.is_greedy and first_token_ids is None:
         got = "a greedy request, whose samples would all be equal"

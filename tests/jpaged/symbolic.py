@@ -935,6 +935,9 @@ class Host:
     def check(self):
         """Check the host's invariants, and S2: an unfinished request is in exactly one queue."""
         check_scheduler(self.scheduler)
+        for request in self.unfinished:
+            if any(map(_is_stuck, request.sequences)):  # The sampler of any step in flight may find that.
+                self._note_ends(request)
         self.unfinished = [request for request in self.unfinished if not request.state.is_finished]
         scheduler = self.scheduler
         queued = [*scheduler.waiting, *scheduler.running, *scheduler.swapped, *scheduler.admission.held]

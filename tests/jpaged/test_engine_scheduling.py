@@ -291,6 +291,7 @@ BAD_FORKS: list[tuple[str, dict[str, Any], str]] = [
     ("a", {"num_output_tokens": 3}, "num_output_tokens: got 3, allowed: an integer in [0, 2], the output tokens that "),
     ("a", {"num_output_tokens": -1}, "num_output_tokens: got -1"),
     ("a", {"num_output_tokens": True}, "num_output_tokens: got True"),
+    ("a", {"sample": False}, "sample: got False, allowed: a sample that has not ended, [0]"),
     ("a", {"first_token_ids": [258]}, "first_token_ids: got token id 258, out of vocabulary, allowed: 0 to 257"),
     ("a", {"first_token_ids": [5, -1]}, "first_token_ids: got token id -1, out of vocabulary"),
     ("a", {"first_token_ids": [2**70]}, "first_token_ids: got token id 1180591620717411303424, out of vocabulary"),
