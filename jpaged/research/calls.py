@@ -43,6 +43,10 @@ class ResearchCalls:
         not taken; None is as many as fill the engine's `max_num_seqs` twice. The next prompt is read, in the caller's
         thread, when a group is taken.
 
+        This returns once the prompts have token ids: they are queued behind the step, or the compilation, that goes on.
+        Stop strings end samples as in outputs, with the token that completes one; beams, `prompt_logprobs` and logprobs
+        of −1 are refused, as beside `return_arrays`.
+
         Other calls go on meanwhile. After `update_params` with `in_flight="keep"` a sample's later tokens are drawn by
         the new weights; its `versions` tell. With `in_order` a group is at most ⌈max_in_flight ÷ G⌉ versions older than
         the weights if each G groups that are taken make one version.
