@@ -78,10 +78,6 @@ def change_steps(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 
 
-def set_template(tokenizer: Any) -> None:
-    tokenizer.chat_template = TEMPLATE
-
-
 CHANGES: dict[str, Callable[[Any], None]] = {
     "as it is": lambda tokenizer: None,
     "no BOS": set_ends(False, None),
