@@ -173,7 +173,7 @@ def reopened(
 def rest_of(folder: Path, published: dict[str, Any]) -> dict[str, Any]:
     """Return the files of a saved folder, tokenizer.json without what it shares with the `published` one.
 
-    That are the vocabulary, the merges, and the normalizer of T5's kind, which is a large table of characters.
+    Shared are the vocabulary, the merges and the normalizer, which is a large table of characters for T5.
     """
     file = json.loads((folder / "tokenizer.json").read_text())
     for key in ("vocab", "merges"):
@@ -208,7 +208,7 @@ def sum_of(ids: Any) -> str:
     return sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
-def tiny_cases(name: str, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def tiny_cases(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the label of each case of a tiny tokenizer, and what `reopened` takes for it."""
     classes = {"bert": ["BertTokenizer"], "t5": ["T5Tokenizer"]}.get(name, CLASSES)
     for kind in classes:
@@ -249,7 +249,7 @@ def main() -> None:
     for name, backend in tiny().items():
         file = json.loads(backend.to_str())
         cases: dict[str, Any] = {}
-        for label, case in tiny_cases(name, backend.to_str()):
+        for label, case in tiny_cases(name):
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     saved, tokenizer = reopened(Path(folder), backend.to_str(), **case)
