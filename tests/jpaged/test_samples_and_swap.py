@@ -185,7 +185,7 @@ def known(outputs: list[RequestOutput]) -> dict[int, tuple[int, ...]]:
     return {sample.index: sample.token_ids for sample in outputs[-1].outputs}
 
 
-@in_worlds("both", "one step after another")
+@in_worlds("both")
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_tree_of_forks_draws_what_requests_that_begin_alike_draw(
     world: World, roomy: Engine, solo: Solo, temperature: float
