@@ -2,7 +2,7 @@
 
     for each k:   one value of each row × 32 values of the panel
 
-Rows lie one after the other, [R, K], in the weight's dtype. In bfloat16 a word is a pair of values along K, both of
+In float32 they become part of the sums in memory every `WORDS_PER_SUM` values of k. Rows lie one after the other, [R, K], in the weight's dtype. In bfloat16 a word is a pair of values along K, both of
 which are multiplied at once (AVX512-BF16), or one after the other as float32.
 """
 
@@ -25,6 +25,10 @@ VECTORS = 2
 """Vectors of sums per row that stay in registers."""
 MAX_WORDS_PER_BLOCK = 768
 """Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows use it."""
+WORDS_PER_SUM = 96
+"""Products of float32 that are added one by one, from zero; these partial sums are then added to each other. Beside one
+product that is large, as in rows of special tokens, each later addition loses bits: so only those of its partial sum
+do. Sums of 64 cost up to 4 % of a product's time, of 96 or 128 about 2 %."""
 PREFETCH_WORDS = 32 * PANEL
 """Distance in words from what is read in a panel to what is prefetched: hardware prefetchers do not reach as far."""
 WORDS_TOGETHER = 8
@@ -175,9 +179,10 @@ class VectorMultiplier(EvenBatches):
     ) -> None:
         """Multiply words begin … end − 1 of K for the batch's rows and `VECTORS` vectors of the panel's columns.
 
-        The sums stay in registers, one vector per row and v < `VECTORS`. They start at zero if `begin` is 0, else at
-        those in `sums`, and are written to `sums`. A panel in memory is also prefetched, 32 of its rows ahead; beyond
-        its end this is harmless.
+        They are added to `sums`, which is set to zero first if `begin` is 0. Meanwhile the sums are in registers, one
+        vector per row and v < `VECTORS`: in bfloat16 those of all words, which start at `sums`, in float32 partial sums
+        of up to `WORDS_PER_SUM` words, which start at zero. A panel in memory is also prefetched, 32 of its rows ahead;
+        beyond its end this is harmless.
         """
         build, add, lanes = code.build, code.build.add, self.lanes
         (rows, panel, sums, begin, end), word_type = arguments, I32 if self.is_bf16 else F32
@@ -196,33 +201,47 @@ class VectorMultiplier(EvenBatches):
             code.prefetch(panel, add(word_offset, I64(PREFETCH_WORDS)), word_type, VECTORS * lanes)
             return add_products(k, vectors, totals)
 
-        def add_run(run: ir.Value, *totals: ir.Value) -> list[ir.Value]:
-            """Return the sums plus the products of a run of words, which are made one by one."""
-            assert words is not None
-            words_of, first_word = words.begin_run(run), build.mul(run, I64(run_words))
-            # A block of K may begin and end within a run.
-            words_here = code.max(begin, first_word), code.min(end, add(first_word, I64(run_words)))
-            return code.loop(
-                *words_here,
-                lambda k, *totals: add_products(k, words_of(build.sub(k, first_word)), totals),
-                carried=totals,
-            )
+        def add_words(begin: ir.Value, end: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+            """Return the sums plus the products of words `begin` … `end` − 1, which are added one by one."""
+            if words is None:
+                return self._loop_of_words(code, begin, end, add_stored, totals)
+            begin_run, run_words = words.begin_run, words.num_values // (2 if self.is_bf16 else 1)
 
-        zeros = constant(ir.VectorType(F32, lanes), 0.0)
-        old_sums = [zeros] * len(sum_offsets)
-        if self.num_depth_blocks > 1:
-            # To avoid a branch, `sums` is always read: in the first block it holds anything, and zeros are selected.
-            has_sums = build.icmp_signed(">", begin, I64(0))
-            stored = [code.load_vector(sums, offset, F32, lanes) for offset in sum_offsets]
-            old_sums = [build.select(has_sums, vector, zeros) for vector in stored]
-        if words is None:
-            new_sums = self._loop_of_words(code, begin, end, add_stored, old_sums)
-        else:
-            run_words = words.num_values // (2 if self.is_bf16 else 1)
+            def add_run(run: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+                """Return the sums plus the products of a run of words, which are made one by one."""
+                words_of, first_word = begin_run(run), build.mul(run, I64(run_words))
+                # The words that are asked for may begin and end within a run.
+                words_here = code.max(begin, first_word), code.min(end, add(first_word, I64(run_words)))
+                return code.loop(
+                    *words_here,
+                    lambda k, *totals: add_products(k, words_of(build.sub(k, first_word)), totals),
+                    carried=totals,
+                )
+
             end_run = build.udiv(add(end, I64(run_words - 1)), I64(run_words))
-            new_sums = code.loop(build.udiv(begin, I64(run_words)), end_run, add_run, carried=old_sums)
-        for sum_offset, total in zip(sum_offsets, new_sums, strict=True):
-            code.store_vector(total, sums, sum_offset)
+            return code.loop(build.udiv(begin, I64(run_words)), end_run, add_run, carried=totals)
+
+        zeros = [constant(ir.VectorType(F32, lanes), 0.0)] * len(sum_offsets)
+
+        def store_sums(totals: Sequence[ir.Value]) -> None:
+            for sum_offset, total in zip(sum_offsets, totals, strict=True):
+                code.store_vector(total, sums, sum_offset)
+
+        # Before the first block `sums` holds anything.
+        with build.if_then(build.icmp_signed("==", begin, I64(0))):
+            store_sums(zeros)
+
+        if self.is_bf16:
+            store_sums(add_words(begin, end, code.load_vectors(sums, sum_offsets, F32, lanes)))
+            return
+
+        def add_partial_sums(word: ir.Value) -> None:
+            """Add the products of up to `WORDS_PER_SUM` words from `word` on to `sums`."""
+            partial_sums = add_words(word, code.min(end, add(word, I64(WORDS_PER_SUM))), zeros)
+            totals = code.load_vectors(sums, sum_offsets, F32, lanes)
+            store_sums([build.fadd(*pair) for pair in zip(totals, partial_sums, strict=True)])
+
+        code.loop(begin, end, add_partial_sums, step=WORDS_PER_SUM)
 
     def _loop_of_words(
         self, code: Code, begin: ir.Value, end: ir.Value, body: Callable[..., list[ir.Value]], carried: list[ir.Value]
