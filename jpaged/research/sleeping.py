@@ -10,6 +10,7 @@ from ..checks import check, integer, one_of, refusal, told
 from ..errors import ConfigError
 from ..models.weights.loading import Weights
 from ..startup.build_engine import EngineComponents
+from ..step.freed_memory import return_freed_memory
 from ..step.jax_settings import engine_settings
 from .weight_updates import WeightVersions
 
@@ -76,6 +77,7 @@ class Sleep:
             logger.warning("sleep: the weights stay where they are: a CPU has no other memory for them")
         else:
             self.runner.store.move("pinned_host")
+        return_freed_memory()
 
     @engine_settings()
     def end(self, tags: Any) -> None:

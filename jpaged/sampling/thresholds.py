@@ -141,12 +141,12 @@ def kept_count_and_mass(
 def sum_together(*operands: Array, axis: int) -> tuple[Array, ...]:
     """Return the sum of each operand along one axis, all in a single reduction. Their shapes are the same."""
     zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
+    return tuple(lax.reduce(operands, zeros, _sums, (axis,)))
 
-    def add(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(a + b for a, b in zip(left, right, strict=True))
 
-    sums = lax.reduce(operands, zeros, add, (axis,))
-    return tuple(sums)
+def _sums(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the sum of each pair. JAX keeps what it has traced by this function: a local one is kept anew each time."""
+    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def kept_counts_and_masses(

@@ -120,5 +120,13 @@ def block_rows(values_RV: Float[Array, "R V"]) -> BlockRows:
     """
     blocks = in_blocks(values_RV)  # Only a NaN differs from itself.
     operands, initial_values = (blocks, blocks != blocks), (jnp.float32(-jnp.inf), jnp.bool_(False))
-    maxima, has_nan = lax.reduce(operands, initial_values, lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]), (2,))
+    maxima, has_nan = lax.reduce(operands, initial_values, _maximum_and_any, (2,))
     return BlockRows(blocks, maxima, has_nan)
+
+
+def _maximum_and_any(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the larger number, and whether one of two flags is set.
+
+    JAX keeps what it has traced by this function: a local one would be kept anew with each sampler that is traced.
+    """
+    return jnp.maximum(left[0], right[0]), left[1] | right[1]

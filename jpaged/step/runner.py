@@ -37,6 +37,7 @@ from ..sharding import replicated
 from . import programs
 from .compile_plan import CompilePlan, Key
 from .expert_tokens import ExpertTokens
+from .freed_memory import return_freed_memory
 from .kv_measure import MEASURE_KEY, PageScales
 from .programs import layout_key, sample_key, score_key
 from .step import DeviceState
@@ -228,6 +229,7 @@ class Runner:
         self.compile_plan.close()
         self.drop_state()
         self.store.drop()
+        return_freed_memory()
 
     def _run(self, key: Key, *arguments: Any) -> Any:
         """Start the executable of `key` once it is compiled; return its results, which may not be computed yet."""
