@@ -145,7 +145,10 @@ def sum_together(*operands: Array, axis: int) -> tuple[Array, ...]:
 
 
 def _sums(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return the sum of each pair. JAX keeps what it has traced by this function: a local one is kept anew each time."""
+    """Return the sum of each pair.
+
+    JAX keeps what it has traced by this function: a local one would be kept anew with each sampler that is traced.
+    """
     return tuple(a + b for a, b in zip(left, right, strict=True))
 
 

@@ -2,8 +2,8 @@
 
     python scripts/bench/float64.py --output docs/measurements/float64.json                # 6 minutes
     python scripts/bench/float64.py --model ../Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf     # 15 minutes
-    PYTHONPATH=../parent python scripts/bench/float64.py                                   # the same of another checkout
-    python scripts/bench/float64.py --without-amx                  # as processors without a matrix unit compute
+    python scripts/bench/float64.py --without-amx             # as processors without a matrix unit compute
+    PYTHONPATH=../parent python scripts/bench/float64.py      # the same of another checkout
 
 A Llama or Qwen2 model in float32 reads two kinds of rows: 20 of 60 to 480 tokens that repeat parts of themselves, as
 texts do, and 40 of 4 to 64 random special tokens, whose activations are large. The forward pass is numpy's, of the same
@@ -166,7 +166,7 @@ def main() -> None:
                 }
             results.append(result)
         report = {
-            "checkout": str(Path(jpaged.__file__).parents[1].name),
+            "checkout": Path(jpaged.__file__).parents[1].name,
             "model": Path(args.model).name,
             "backend": engine.backend.describe() + ", products without AMX" * args.without_amx,
             "results": results,

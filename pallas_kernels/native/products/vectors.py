@@ -2,8 +2,9 @@
 
     for each k:   one value of each row × 32 values of the panel
 
-In float32 they become part of the sums in memory every `WORDS_PER_SUM` values of k. Rows lie one after the other, [R, K], in the weight's dtype. In bfloat16 a word is a pair of values along K, both of
-which are multiplied at once (AVX512-BF16), or one after the other as float32.
+In float32 they become part of the sums in memory every `WORDS_PER_SUM` values of k. Rows lie one after the other,
+[R, K], in the weight's dtype. In bfloat16 a word is a pair of values along K, both of which are multiplied at once
+(AVX512-BF16), or one after the other as float32.
 """
 
 from __future__ import annotations
