@@ -452,8 +452,14 @@ class Engine(ResearchCalls):
         return {layer: counts for layer, counts in by_layer if self.handle.decoder.is_sparse(layer)}
 
     def shutdown(self) -> None:
-        """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again."""
+        """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again.
+
+        A step of another thread ends first, but for one that waits for a compilation. A compilation that has begun goes
+        on behind this call, and the end of the program waits for it.
+        """
         if self.loop.is_open:
+            self.loop.check_outside("shutdown")
+            self.plan.close()
             self.loop.call("shutdown", self.loop.close)
             self.runner.close()
 

@@ -168,8 +168,12 @@ class CoreThread:
         self._post(Command(_nothing))
 
     def stop(self) -> None:
-        """End the thread after its present step; readers that still wait get EngineStoppedError."""
+        """End the thread after its present step; readers that still wait get EngineStoppedError.
+
+        No step comes after this, of other threads neither: one that waits for a compilation ends at once.
+        """
         self._is_stopped = True
+        self.loop.plan.close()
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_S)
@@ -186,6 +190,8 @@ class CoreThread:
         try:
             while not self._is_stopped and self.loop.is_open:
                 self._run_once()
+        except EngineStoppedError:
+            pass  # In a step that waited for a compilation.
         except BaseException as fault:
             logger.critical("the engine's thread has ended; requests cannot be served any more", exc_info=fault)
             error = fault
@@ -203,6 +209,8 @@ class CoreThread:
             if self._has_work:
                 try:
                     self.loop.advance()
+                except EngineStoppedError:
+                    raise
                 except Exception as error:
                     logger.exception("steps failed, and end the requests of the server")
                     for subscription in self._subscriptions:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..checks import one_line, sent_as
+from ..errors import EngineStoppedError
 from ..messages import NewRequest
 from ..request import CacheKey, Request, RequestState, SampleSequence
 from ..sampling.sampling_params import BeamSearchParams
@@ -319,10 +320,14 @@ class EngineCore:
         All steps in flight are dropped. The quarantine then decides on one of three outcomes. The failure is only
         logged, and the next steps compute what was lost. Or the request that was computed alone ends by an error. Or
         all unfinished requests end by an error, and `error` is raised. An interrupt such as KeyboardInterrupt is always
-        raised, and ends no request.
+        raised, and ends no request. So is the EngineStoppedError of a step that waited for a compilation when the
+        engine was shut down: no step comes after it.
         """
         # Read before the restart, which empties `running`.
         running, isolated = list(self.scheduler.running), self.scheduler.isolated_request
+        if isinstance(error, EngineStoppedError):
+            self.restart()
+            raise error
         self._start_anew()
         if not isinstance(error, Exception):
             raise error

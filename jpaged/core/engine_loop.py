@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ..checks import one_line, refusal, shown
-from ..errors import ConfigError
+from ..errors import ConfigError, EngineStoppedError
 from ..intake.request_builder import check_new_id
 from ..intake.sample_calls import as_request_ids, checked_fork, forbidden_token, sample_of, unfinished_request
 from ..messages import NewRequest
@@ -335,9 +335,9 @@ class EngineLoop:
             raise refusal(call, "a call from inside of a step", "calls between steps", error=ConfigError)
 
     def check_open(self) -> None:
-        """Raise RuntimeError for an engine that was shut down."""
+        """Raise EngineStoppedError, a RuntimeError, for an engine that was shut down."""
         if not self.is_open:
-            raise RuntimeError("this engine was shut down; make a new one")
+            raise EngineStoppedError("this engine was shut down; make a new one")
 
     # Inside of a step
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import EngineStoppedError
 from .engine_loop import EngineLoop
 from .inbox import Inbox
 from .step_lock import QueuedCall
@@ -86,7 +87,8 @@ class StepThread:
                 try:
                     self.loop.advance()
                 except Exception as error:
-                    logger.exception("steps failed, and end the requests that this thread computes")
+                    if not isinstance(error, EngineStoppedError):
+                        logger.exception("steps failed, and end the requests that this thread computes")
                     for inbox in self._inboxes:
                         self.loop.fail(inbox, error)  # Their callers raise it.
 

@@ -13,18 +13,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import count
 
 import jax
 
 from ..checks import one_line
+from ..errors import EngineStoppedError
 from .jax_settings import trace_settings
 
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 DEFERRED_START_S = 2.0
 """Seconds after which deferred keys are compiled even if no step has run."""
+CLOSE_S = 0.5
+"""Seconds that `close` waits for compilations that have begun, so that short ones leave no thread behind."""
 
 logger = logging.getLogger("jpaged")
 
@@ -64,7 +67,8 @@ class CompilePlan:
         """Compiles what a step waits for, past the queue of `_compilers`."""
         self._serving: set[int] = set()
         """Threads that are executing a step now."""
-        self._is_closed = False
+        self._closed: Future[None] = Future()
+        """Done once the plan is closed: what waits for an executable waits for this too."""
         self._lock = threading.RLock()
         """Guards the futures and the deferred keys: the thread of steps, the timer and `close` use them."""
         self._deferred: list[Key] = []
@@ -92,6 +96,11 @@ class CompilePlan:
             return sum(future.exception() is None for future in done)
 
     @property
+    def is_closed(self) -> bool:
+        """Return whether the plan was closed, and gives no more executables."""
+        return self._closed.done()
+
+    @property
     def is_compiling(self) -> bool:
         """Return whether a requested or deferred executable is not ready."""
         with self._lock:
@@ -103,9 +112,10 @@ class CompilePlan:
         Keys that were started before are not started again. `progress(num_done, total)` is called once with `num_done`
         0, and then after each of these keys has ended, also if it failed or if `get` took it out of the queue. The
         later calls come from any thread; without a new key there is no call. Raises KeyError for a key outside the
-        plan, because the set of shapes is fixed; no key is started then.
+        plan, because the set of shapes is fixed, and EngineStoppedError if the plan is closed; no key is started then.
         """
         with self._lock:
+            self._check_open()
             keys = list(dict.fromkeys(keys))  # Equal keys count once; their order stays.
             new_keys = [key for key in keys if key not in self._futures]
             if unknown := [key for key in new_keys if key not in self.programs and key not in self._extra_programs]:
@@ -135,7 +145,7 @@ class CompilePlan:
         """Start compiling the deferred keys, unless the plan is closed. Further calls do nothing."""
         with self._lock:
             keys, self._deferred = self._deferred, []
-            if keys and not self._is_closed:
+            if keys and not self.is_closed:
                 self.start(keys)
 
     def get(self, key: Key) -> jax.stages.Compiled:
@@ -143,7 +153,8 @@ class CompilePlan:
 
         A key that no thread has begun to compile is taken out of the queue and goes to the thread for urgent keys, past
         all others. One that is being compiled is waited for. The seconds waited are added to `waited_s`. Raises what
-        the compilation raised, and KeyError for a key outside the plan.
+        the compilation raised, KeyError for a key outside the plan, and EngineStoppedError once the plan is closed,
+        also if it is closed meanwhile.
         """
         with self._lock:
             future = self._futures.get(key)
@@ -155,8 +166,9 @@ class CompilePlan:
                 if self._futures[key].cancel():
                     self._futures[key] = self._urgent.submit(self._compile, key)
                 future = self._futures[key]
-            wait([future])
+            wait([future, self._closed], return_when=FIRST_COMPLETED)
             self.waited_s += time.monotonic() - wait_start_s
+        self._check_open()
         return future.result()
 
     def wait(self) -> None:
@@ -194,35 +206,51 @@ class CompilePlan:
     def close(self) -> None:
         """Stop compiling and counting, and drop the executables. Further calls do nothing.
 
-        Compilations that wait in a queue are cancelled; those that have begun are waited for.
+        Compilations that wait in a queue are cancelled, and what waits in `get` raises EngineStoppedError. One that has
+        begun cannot be ended: after CLOSE_S it goes on behind this call, and its executable is dropped. The end of the
+        program waits for it, since the interpreter must not go while XLA compiles.
         """
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed, self._deferred = True, []
+            self._closed.set_result(None)
+            self._deferred = []
             if self._timer is not None:
                 self._timer.cancel()
+            begun = [future for future in self._futures.values() if future.running()]
+            self._futures.clear()
         self._stop_listening()
         for compilers in (self._compilers, self._urgent):
-            compilers.shutdown(cancel_futures=True)
-        self._futures.clear()
+            compilers.shutdown(wait=False, cancel_futures=True)
+        wait(begun, timeout=CLOSE_S)
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         """Lower and compile the program of `key`, and return its executable. Runs on a thread of the plan.
 
-        An error of tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it.
+        An error of tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it. Once the plan
+        is closed, the next of these is left out by EngineStoppedError, and nothing is logged.
         """
         try:
             with trace_settings():
                 lower = self.programs.get(key) or self._extra_programs[key]
-                compiled = lower().compile()
+                lowered = lower()
+                self._check_open()
+                compiled = lowered.compile()
+            self._check_open()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
             return compiled
         except Exception as error:
+            if self.is_closed:
+                raise
             # `get` raises the error with its traceback, but it may never be called for this key.
             logger.error("%s was not compiled: %s: %s", key, type(error).__name__, one_line(error))
             raise
+
+    def _check_open(self) -> None:
+        """Raise EngineStoppedError once the plan is closed."""
+        if self.is_closed:
+            raise EngineStoppedError("this engine was shut down; make a new one")
 
     def _on_event(self, event: str) -> None:
         """Raise `num_outside` by one if JAX has just compiled a program on a thread that is executing a step."""

@@ -238,6 +238,29 @@ def test_readers_learn_that_the_engine_has_stopped(make):
     asyncio.run(run())
 
 
+def test_no_reader_and_no_shutdown_waits_for_a_program_that_compiles(make, caplog):
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def lower() -> None:
+        begun.set()
+        may_go_on.wait(60)
+
+    async def run() -> None:
+        task = asyncio.create_task(collect(engine.generate("Hi", params())))
+        await until(begun.is_set)
+        start_s = time.monotonic()
+        await asyncio.to_thread(engine.shutdown)
+        assert time.monotonic() - start_s < 2
+        with pytest.raises(EngineStoppedError):
+            await task
+
+    engine = make()
+    engine.engine.plan.programs = dict.fromkeys(engine.engine.plan.programs, lower)
+    asyncio.run(run())
+    may_go_on.set()
+    assert not caplog.records
+
+
 def test_steps_that_fail_end_the_requests_by_an_error_and_the_engine_goes_on(make, monkeypatch, caplog):
     async def run() -> None:
         with monkeypatch.context() as patched:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged.errors import EngineStoppedError
 from jpaged.research.arrays import GenerationArrays
 
 from ..tiny_model import SIZES, reference_logits
@@ -298,6 +299,37 @@ def test_closing_rollouts_ends_the_wait_of_another_thread(engine, held_step) -> 
     taker.join(LIMIT_S)
     assert not taker.is_alive()
     assert taken == []
+
+
+def test_an_engine_is_shut_down_at_once_while_a_program_compiles(engine, caplog) -> None:
+    """A compilation cannot be ended: nothing waits for it, and nothing is told of it."""
+    begun, may_go_on, raised = threading.Event(), threading.Event(), []
+
+    def lower() -> None:
+        begun.set()
+        may_go_on.wait(LIMIT_S)
+
+    def generate() -> None:
+        try:
+            engine.generate(PROMPTS[:1], GROUPS)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    engine.plan.programs = dict.fromkeys(engine.plan.programs, lower)
+    rollouts = engine.submit(PROMPTS[:2], GROUPS)
+    other = threading.Thread(target=generate)
+    other.start()
+    assert begun.wait(LIMIT_S)
+    start_s = time.monotonic()
+    engine.shutdown()
+    other.join(LIMIT_S)
+    assert time.monotonic() - start_s < 2
+    may_go_on.set()
+    with pytest.raises(EngineStoppedError, match="shut down"):
+        rollouts.take(1)
+    assert raised == ["this engine was shut down; make a new one"]
+    assert not caplog.records
+    assert (engine.stats()["blocks_used"], engine.stats()["idle_faults"]) == (0, 0)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -4,11 +4,13 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.errors import EngineStoppedError
 from jpaged.step import compile_plan
 from jpaged.step.compile_plan import CompilePlan
 
@@ -114,6 +116,35 @@ def test_a_closed_plan_compiles_nothing_more(plan, lowering, monkeypatch):
     time.sleep(0.2)
     plan.start_deferred()
     assert lowering.begun == []
+
+
+def test_closing_ends_waits_for_a_compilation_that_has_begun_and_drops_its_result(lowering, monkeypatch, caplog):
+    monkeypatch.setattr(compile_plan, "CLOSE_S", 0.05)
+    compiled, raised = [], []
+    plan = CompilePlan({key: lowering.program(key) for key in "ab"}, on_compiled=lambda *one: compiled.append(one))
+    lowering.may_go_on.clear()
+    plan.start("ab")
+
+    def get():
+        try:
+            plan.get("b")
+        except Exception as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=get)
+    waiting.start()
+    wait_for(lambda: sorted(lowering.begun) == ["a", "b"])
+    start_s = time.monotonic()
+    plan.close()
+    waiting.join(30)
+    assert time.monotonic() - start_s < 5
+    lowering.may_go_on.set()
+    assert [str(error) for error in raised] == ["this engine was shut down; make a new one"]
+    for call in (partial(plan.get, "a"), partial(plan.start, "a")):
+        with pytest.raises(EngineStoppedError, match="shut down"):
+            call()
+    wait_for(lambda: not any(thread.name.startswith("jpaged-compile") for thread in threading.enumerate()))
+    assert (compiled, caplog.records) == ([], [])
 
 
 def test_a_plan_dropped_without_close_frees_its_executables(lowering):
