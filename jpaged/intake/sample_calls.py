@@ -79,9 +79,10 @@ def checked_fork(
     asked.
     """
     _check_samples(request)
-    parent = next((sequence for sequence in request.live if sequence.index == sample), None)
-    if parent is None or not is_integer(sample):
-        raise refusal("sample", shown(sample), f"a sample that has not ended, {[live.index for live in request.live]}")
+    live = {sequence.index: sequence for sequence in request.live}
+    parent = live.get(sample) if is_integer(sample) else None
+    if parent is None:
+        raise refusal("sample", shown(sample), f"a sample that has not ended, {list(live)}")
     if request.params.is_greedy and first_token_ids is None:
         got = "a greedy request, whose samples would all be equal"
         way_out = "give first_token_ids, or fork one with temperature > 0"
@@ -89,7 +90,7 @@ def checked_fork(
     tokens = first_token_ids.tolist() if hasattr(first_token_ids, "tolist") else first_token_ids
     if n is None:
         n = len(tokens) if isinstance(tokens, list | tuple) else 1
-    num_live, room = len(request.live), max_num_seqs - len(request.live)
+    num_live, room = len(live), max_num_seqs - len(live)
     if not is_integer(n) or not 1 <= n <= room:
         left = f"which max_num_seqs, {max_num_seqs}, leaves beside {num_live} samples that have not ended"
         allowed = f"{f'an integer in [1, {room}]' if room else 'none'}, {left}"

@@ -188,7 +188,7 @@ class Rollouts:
         if self._unqueued:
             self._post_queue()
         for index in indices:
-            del self._ended[index]
+            self._ended.pop(index, None)  # Another thread may have closed these rollouts while prompts were read.
 
     def _wait(self) -> None:
         """Wait until a request in flight has ended or a prompt is refused.
@@ -269,8 +269,8 @@ class Rollouts:
         A prompt that is refused has its error in the place of its group. One that finds the queue full, or the engine
         asleep, waits for the next call, and so do those behind it: groups that have ended can be taken then.
         """
-        if not self._loop.is_open:
-            self._inbox.changes.set()  # A caller that waits finds the engine closed.
+        if not self._loop.is_open or not self._dropping.alive:
+            self._inbox.changes.set()  # A caller that waits finds the engine, or the rollouts, closed.
             return
         unqueued, self._is_asleep = self._unqueued, bool(self._loop.sleep.missing)
         while unqueued and not self._is_asleep:

@@ -292,6 +292,7 @@ BAD_FORKS: list[tuple[str, dict[str, Any], str]] = [
     ("a", {"num_output_tokens": -1}, "num_output_tokens: got -1"),
     ("a", {"num_output_tokens": True}, "num_output_tokens: got True"),
     ("a", {"sample": False}, "sample: got False, allowed: a sample that has not ended, [0]"),
+    ("a", {"sample": np.array([0, 0])}, "sample: got array([0, 0])"),
     ("a", {"first_token_ids": [258]}, "first_token_ids: got token id 258, out of vocabulary, allowed: 0 to 257"),
     ("a", {"first_token_ids": [5, -1]}, "first_token_ids: got token id -1, out of vocabulary"),
     ("a", {"first_token_ids": [2**70]}, "first_token_ids: got token id 1180591620717411303424, out of vocabulary"),
@@ -308,7 +309,7 @@ BAD_FORKS: list[tuple[str, dict[str, Any], str]] = [
         "first_token_ids: got token id 0, which would end a sample before min_",
     ),
 ]
-BAD_SAMPLES: list[Any] = [1, -1, True, "0", 0.5, [0]]
+BAD_SAMPLES: list[Any] = [1, -1, True, "0", 0.5, [0], np.array([0, 0])]
 
 
 def test_bad_forks_and_samples_to_abort_are_refused_in_one_line_and_change_no_request(tiny: str) -> None:

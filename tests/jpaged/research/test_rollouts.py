@@ -301,6 +301,30 @@ def test_closing_rollouts_ends_the_wait_of_another_thread(engine, held_step) -> 
     assert taken == []
 
 
+def test_a_prompt_that_is_read_while_another_thread_closes_the_rollouts_is_not_computed(engine) -> None:
+    reads, may_read = threading.Event(), threading.Event()
+
+    def slow_prompts() -> Iterator[list[int]]:
+        yield PROMPTS[0]
+        reads.set()
+        may_read.wait(LIMIT_S)
+        yield PROMPTS[1]
+
+    rollouts = engine.submit(slow_prompts(), GROUPS, max_in_flight=1)
+    groups: list[GenerationArrays] = []
+    taker = threading.Thread(target=lambda: groups.extend(rollouts))
+    taker.start()
+    assert reads.wait(LIMIT_S)
+    rollouts.close()
+    wait_until_idle(engine)
+    num_drawn = engine.stats()["generation_tokens"]
+    may_read.set()
+    taker.join(LIMIT_S)
+    assert not taker.is_alive()
+    assert len(groups) == 1, "it had ended before"
+    assert engine.stats()["generation_tokens"] == num_drawn
+
+
 def test_an_engine_is_shut_down_at_once_while_a_program_compiles(engine, caplog) -> None:
     """A compilation cannot be ended: nothing waits for it, and nothing is told of it."""
     begun, may_go_on, raised = threading.Event(), threading.Event(), []
