@@ -349,6 +349,7 @@ def test_given_tokens_count_as_drawn_and_the_last_sample_that_is_pruned_ends_the
         assert [(one.finish_reason, one.text) for one in deltas if one.index == 1][-1] == ("stop", "")
         engine.fork("a", sample=2, num_output_tokens=3, first_token_ids=[letter])
         engine.abort_request("a", sample=0)
+        assert engine.loop.inbox.has_changed, "the next step tells of it, whatever it computes"
         engine.abort_request("a", sample=2)
         deltas += [one for output in engine.run_until_done() for one in output.outputs]
         ends = {one.index: (one.finish_reason, one.stop_reason) for one in deltas if one.finish_reason}

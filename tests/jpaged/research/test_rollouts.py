@@ -190,14 +190,13 @@ def test_no_group_is_lost_by_an_iterator_that_raises_or_by_ids_and_limits(engine
 
 
 def test_rollouts_that_nobody_holds_compute_no_more(engine) -> None:
-    for group in engine.submit(prompts_without_end([]), replace(GROUPS, max_tokens=60)):
+    read: list[int] = []
+    for group in engine.submit(prompts_without_end(read), replace(GROUPS, max_tokens=60)):
         assert group.tokens.shape == (2, 60)
         break
-    deadline = time.monotonic() + 60
-    while engine.requests and time.monotonic() < deadline:  # They end with the step that was computed meanwhile.
-        time.sleep(0.01)
-    assert not engine.requests
+    wait_until_idle(engine)  # They end with the step that was computed meanwhile.
     assert engine.stats()["idle_faults"] == 0
+    assert engine.stats()["generation_tokens"] < 2 * 60 * len(read), "the others were not computed to their end"
 
 
 LIMIT_S = 60
@@ -363,6 +362,7 @@ def test_rollouts_dropped_while_a_function_is_traced_are_ended(engine) -> None:
     """Garbage is collected anywhere; a mesh, for example, cannot be left within a traced function."""
     held = [engine.submit(PROMPTS[:1], replace(GROUPS, max_tokens=90))]
     engine.sleep(mode="keep")
+    num_drawn = engine.stats()["generation_tokens"]
 
     @jax.jit
     def traced(x: jax.Array) -> jax.Array:
@@ -375,6 +375,7 @@ def test_rollouts_dropped_while_a_function_is_traced_are_ended(engine) -> None:
     assert not held
     engine.wake_up()
     wait_until_idle(engine)
+    assert engine.stats()["generation_tokens"] == num_drawn
 
 
 def logprobs_of(arrays: GenerationArrays, row: int, in_flight: str, num_before: int = 0) -> np.ndarray:
