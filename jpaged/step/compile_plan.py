@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
+from typing import Any
 
 import jax
 
@@ -170,7 +171,8 @@ class CompilePlan:
                 if self._futures[key].cancel():
                     self._futures[key] = self._urgent.submit(self._compile, key)
                 future = self._futures[key]
-            wait([future, self._closed], return_when=FIRST_COMPLETED)
+            ends: list[Future[Any]] = [future, self._closed]
+            wait(ends, return_when=FIRST_COMPLETED)
             self.waited_s += time.monotonic() - wait_start_s
         self._check_open()
         return future.result()
