@@ -306,7 +306,7 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
     tokenizer_config.json are applied to the tokenizer. It is read from tokenizer.json, or else from tekken.json, or
     else from a file of SentencePiece; transformers converts other files. Special tokens that are declared `normalized`
     are declared anew without that, unless transformers 5 saved the directory. Raise ModelLoadError for a file that is
-    corrupt and for a tokenizer that has only special and added tokens.
+    corrupt, for a model that drops merges at random, and for a tokenizer that has only special and added tokens.
     """
     options = read_if_there(path / OPTIONS_FILE)
     names: dict[str, str] = {}
@@ -324,6 +324,9 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
         special_tokens = apply_saved_options(backend, path, options)
     else:  # The options override the special tokens that the vocabulary's file names.
         special_tokens = apply_options(backend, path, {**names, **options})
+    if dropout := getattr(backend.model, "dropout", None):
+        fault = f"the model's dropout is {dropout:g}, by which the ids of a text are random, wanted null"
+        raise ModelLoadError(f"{path / TOKENIZER_FILE}: {fault}: set it to null there, as after training")
     # Counted first, since listing a large vocabulary takes time; only a small one can consist of added tokens alone.
     if backend.get_vocab_size(with_added_tokens=False) <= len(backend.get_added_tokens_decoder()):
         added = {token.content for token in backend.get_added_tokens_decoder().values()}

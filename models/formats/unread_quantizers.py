@@ -16,6 +16,8 @@ MLX_KEY = "quantization"
 """The key of config.json that MLX writes its object under, and no tool that is read."""
 MLX_KEYS = frozenset({"bits", "group_size", "mode"})
 """Keys of MLX's object beside those that are names of modules, with an object or false for each."""
+_TOP_MODULES = ("lm_head", "embed_tokens")
+"""Names of modules in MLX's object that have no dot in them."""
 _BITSANDBYTES_KEY = re.compile(r"_?load_in_[48]bit|bnb_4bit_.*|llm_int8_.*")
 _TOOL_OF_TENSOR = {
     "bitsandbytes": r"\.(SCB|weight_format)|\.weight\.((nested_)?(absmax|quant_map)|quant_state\.bitsandbytes__\w+)",
@@ -65,12 +67,20 @@ def refuse_by_tensors(files: TensorFiles, way_out: str) -> None:
 
 
 def _tool_of_object(value: dict[str, object]) -> str | None:
-    """Return which tool wrote an object about quantization that does not name it; None if the keys do not tell."""
+    """Return which tool wrote an object about quantization that does not name it; None if the keys do not tell.
+
+    None is also the result for ModelOpt's FP8, which is read if `quant_method` names the tool.
+    """
     if any(map(_BITSANDBYTES_KEY.fullmatch, value)):
         return "bitsandbytes"
-    if value.get("quant_algo") is not None:
-        return f"ModelOpt ({value['quant_algo']})"
-    rules_of_modules = [rule for key, rule in value.items() if key not in MLX_KEYS]
-    if {"bits", "group_size"} <= value.keys() and all(isinstance(rule, dict | bool) for rule in rules_of_modules):
-        return "MLX"
-    return None
+    inner = value.get("quantization")  # ModelOpt's own file has its options one level deeper.
+    algorithm = (inner if isinstance(inner, dict) else value).get("quant_algo")
+    if algorithm is not None:
+        return None if algorithm == "FP8" else f"ModelOpt ({algorithm})"
+    rules = {key: rule for key, rule in value.items() if key not in MLX_KEYS}
+    objects = [rule for rule in rules.values() if isinstance(rule, dict)]
+    flags = [key for key, rule in rules.items() if isinstance(rule, bool)]
+    if len(objects) + len(flags) < len(rules) or not all("." in key or key in _TOP_MODULES for key in flags):
+        return None  # Options of GPTQ or AWQ, such as `desc_act`.
+    is_mlx = any({"bits", "group_size"} <= options.keys() for options in (value, *objects))
+    return "MLX" if is_mlx else None

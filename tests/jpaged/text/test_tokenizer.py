@@ -480,6 +480,17 @@ def test_a_vocabulary_of_special_tokens_alone_is_refused(tmp_path, kind):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("options", [{}, {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend"}])
+def test_a_model_that_drops_merges_at_random_is_refused(tmp_path, options):
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.1)), {})
+    save(tmp_path, tokenizer, **options)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: the model's dropout is 0\.1, .* wanted null: set it to"):
+        load_tokenizer(tmp_path)
+    tokenizer.backend.model.dropout = 0.0
+    save(tmp_path, tokenizer, **options)
+    assert load_tokenizer(tmp_path).encode("ab") == [2]
+
+
 def test_the_error_for_a_missing_vocabulary_names_the_ways_out(tmp_path):
     with pytest.raises(ModelLoadError, match="--tokenizer DIR, or --skip-tokenizer-init"):
         load_tokenizer(tmp_path)

@@ -35,7 +35,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another object of MLX's name": ({"quantization": {"scheme": "w8"}}, "quantization is .* another tool"),
     "bitsandbytes": ({"quantization_config": BITSANDBYTES}, "quantization_config is .* bitsandbytes"),
     "bitsandbytes, 8 bits": ({"quantization_config": {"load_in_8bit": True}}, "quantization_config is .* bitsandbytes"),
+    "MLX by layer alone": ({"quantization": {DOWN_PROJ: MLX}}, "quantization is .* MLX"),
     "ModelOpt": ({"quantization": {"quant_algo": "NVFP4"}}, r"quantization is .* ModelOpt \(NVFP4\)"),
+    "ModelOpt's own file in config.json": (
+        {"quantization_config": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_NVFP4"}}},
+        r"quantization_config is .* ModelOpt \(W4A16_NVFP4\)",
+    ),
 }  # fmt: skip
 
 
@@ -55,6 +60,16 @@ def test_a_tool_that_the_config_does_not_name_is_named(tmp_path: Path, config: d
     with pytest.raises(ModelLoadError, match=rf"config\.json: {message} quantized is {WAY_OUT}$") as caught:
         open_checkpoint(model(tmp_path, **config))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bits": 4, "group_size": 128, "desc_act": False, "sym": True}, {"quant_algo": "FP8"}],
+    ids=["GPTQ", "ModelOpt's FP8"],
+)
+def test_what_a_tool_that_is_read_wrote_lacks_only_the_name(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=r"quantization_config\.quant_method is missing, wanted one of fp8, "):
+        open_checkpoint(model(tmp_path, quantization_config=options))
 
 
 def test_the_config_of_a_model_with_images_counts_too(tmp_path: Path) -> None:
@@ -93,6 +108,8 @@ TENSORS: dict[str, tuple[str, dict[str, np.ndarray]]] = {
     "EXL3": ("EXL3", {"trellis": of("i2", 10, 4, 64), "suh": of("f2", 160), "svh": of("f2", 64)}),
     "HQQ": ("HQQ", {"W_q": of("u1", 32, 160), "scale": of("f2", 64, 1), "zero": of("f2", 64, 1)}),
     "AQLM": ("AQLM", {"codes": of("i2", 64, 20, 1), "codebooks": of("f2", 1, 256, 1, 8), "scales": of("f2", 64)}),
+    "QuIP#": ("QuIP#", {"Qidxs": of("i8", 64, 2), "SU": of("f2", 160), "SV": of("f2", 64)}),
+    "VPTQ": ("VPTQ", {"centroids.weight": of("f2", 1, 2048), "indices": of("i4", 1, 20, 64)}),
     "quanto": ("quanto", {"weight._data": of("i1", 64, 160), "weight._scale": of("f2", 64, 1)}),
     "torchao": ("torchao", {"_weight_qdata": of("i1", 64, 160), "_weight_scale": of("f2", 64, 1)}),
     "NVFP4": ("ModelOpt's NVFP4", {
