@@ -435,8 +435,9 @@ class Grammars:
         options: dict[str, Any] = {"n_vocab": self._num_ids}
         if self._eos_token_ids:
             options["eos_token"] = self._eos_token_ids
-        with suppress(Exception):  # llguidance has no class of errors of its own.
-            return make(self._tokenizer.backend.to_str(), **options)
+        if self._tokenizer.sentence_pieces is None:
+            with suppress(Exception):  # llguidance has no class of errors of its own.
+                return make(self._tokenizer.to_json(), **options)
         try:
             return make(
                 self._llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._num_ids, self._eos_token_ids)),

@@ -183,16 +183,25 @@ class Tokenizer:
         return (self.backend.id_to_token(token_id) or "").encode()
 
     def to_json(self) -> str:
-        """Return the backend as JSON of the package `tokenizers`.
+        """Return the backend as JSON of the package `tokenizers`, which gives each token the same id when it is read.
 
         `sentence_pieces` is not part of it, nor is `backend.encode_special_tokens`.
         """
-        if self.sentence_pieces is None:
+        added = self.backend.get_added_tokens_decoder()
+        if self.sentence_pieces is not None:
+            backend = tokenizers.Tokenizer(self.backend.model)
+            backend.decoder, backend.post_processor = self.backend.decoder, self.backend.post_processor
+            backend.add_tokens([token for _, token in sorted(added.items())])
+            return backend.to_str()
+        new_ids = {t.content: index for index, t in added.items() if self.backend.model.token_to_id(t.content) is None}
+        next_id = self.backend.get_vocab_size(with_added_tokens=False)
+        if sorted(new_ids.values()) == list(range(next_id, next_id + len(new_ids))):
             return self.backend.to_str()
-        backend = tokenizers.Tokenizer(self.backend.model)
-        backend.decoder, backend.post_processor = self.backend.decoder, self.backend.post_processor
-        backend.add_tokens([token for _, token in sorted(self.backend.get_added_tokens_decoder().items())])
-        return backend.to_str()
+        # `tokenizers` counts added tokens anew when it reads a file, and ignores their ids there, unless they are
+        # entries of the model too. They are found in a text before the model sees it, so that this changes no other id.
+        file = json.loads(self.backend.to_str())
+        file["model"]["vocab"] |= new_ids
+        return json.dumps(file)
 
     def render_chat(
         self,

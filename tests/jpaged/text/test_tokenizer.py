@@ -480,11 +480,24 @@ def test_a_vocabulary_of_special_tokens_alone_is_refused(tmp_path, kind):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", [models.BPE, models.WordLevel])
+def test_the_json_of_a_tokenizer_keeps_the_ids_of_added_tokens_over_gaps(tmp_path, kind):
+    """Server processes and grammars read it. The ids in the file itself would come back as 3 and 4."""
+    model = kind({"a": 0, "b": 1, "<end>": 9}, **({"merges": []} if kind is models.BPE else {"unk_token": "a"}))
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["<end>"])
+    save(tmp_path, Tokenizer(backend, {}), additional_special_tokens=["<new>", "<newer>"])
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a<new>b<newer><end>")
+    assert ids == [0, 10, 1, 11, 9]
+    assert tokenizers.Tokenizer.from_str(tokenizer.to_json()).encode("a<new>b<newer><end>").ids == ids
+
+
 @pytest.mark.parametrize("options", [{}, {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend"}])
 def test_a_model_that_drops_merges_at_random_is_refused(tmp_path, options):
     tokenizer = Tokenizer(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.1)), {})
     save(tmp_path, tokenizer, **options)
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: the model's dropout is 0\.1, .* wanted null: set it to"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: the model's dropout is 0\.1, .* wanted null: set"):
         load_tokenizer(tmp_path)
     tokenizer.backend.model.dropout = 0.0
     save(tmp_path, tokenizer, **options)
