@@ -58,6 +58,7 @@ VARIANTS = {
     "bpe, byte fallback, as Gemma": ("bpe", WITH_BYTES | BARE | {"split_digits": True}),
     "unigram, case folded": ("unigram", {"normalization_rule_name": "nmt_nfkc_cf"}),
     "bpe, NFKC with all spaces": ("bpe", {"normalization_rule_name": "nfkc", "remove_extra_whitespaces": False}),
+    "bpe, no prefix": ("bpe", {"add_dummy_prefix": False}),
     "bpe, pieces of its own": ("bpe", WITH_OWN),
     "unigram, pieces of its own": ("unigram", WITH_OWN | BARE),
     "unigram, pieces across spaces": ("unigram", {"split_by_whitespace": False}),

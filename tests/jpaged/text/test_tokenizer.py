@@ -504,6 +504,15 @@ def test_a_model_that_drops_merges_at_random_is_refused(tmp_path, options):
     assert load_tokenizer(tmp_path).encode("ab") == [2]
 
 
+def test_a_class_that_builds_its_model_anew_drops_no_merges_and_keeps_no_words_whole(tmp_path):
+    """The ids are those of transformers 5.24, which takes neither `dropout` nor `ignore_merges` from tokenizer.json."""
+    model = models.BPE({"a": 0, "b": 1, "ab": 2, "aa": 3}, [("a", "a")], dropout=0.5, ignore_merges=True)
+    save(tmp_path, Tokenizer(tokenizers.Tokenizer(model), {}), backend="tokenizers", tokenizer_class="GPT2Tokenizer")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("ab") == [0, 1]
+    assert all(tokenizer.encode("aaab") == [3, 0, 1] for _ in range(20))
+
+
 def test_the_error_for_a_missing_vocabulary_names_the_ways_out(tmp_path):
     with pytest.raises(ModelLoadError, match="--tokenizer DIR, or --skip-tokenizer-init"):
         load_tokenizer(tmp_path)
