@@ -143,9 +143,9 @@ def test_a_body_that_nobody_needs_any_more_is_given_up(
     process.abandon(body)  # It has been parsed already.
     assert child.poll() is None
     child.send_signal(signal.SIGSTOP)
+    start_s = time.monotonic()
     threading.Timer(0.2, process.abandon, (other,)).start()
     threading.Timer(0.4, process.abandon, (body,)).start()
-    start_s = time.monotonic()
     with pytest.raises(HTTPError):
         process.run("parse_completion", body)
     assert 0.4 <= time.monotonic() - start_s < 5
