@@ -191,7 +191,7 @@ class CoreThread:
             while not self._is_stopped and self.loop.is_open:
                 self._run_once()
         except EngineStoppedError:
-            pass  # In a step that waited for a compilation.
+            pass  # The engine was shut down while a step waited for a compilation.
         except BaseException as fault:
             logger.critical("the engine's thread has ended; requests cannot be served any more", exc_info=fault)
             error = fault

@@ -97,13 +97,15 @@ def for_arrays(params: Any) -> SamplingParams:
     token that completes one is the sample's last, as in outputs. Raise InvalidRequestError for what arrays do not hold:
     beams, the logprobs of the prompt (`prompt_logprobs`) and those of the whole vocabulary (`logprobs` −1).
     """
-    others = "arrays hold no beams, no prompt_logprobs and no logprobs of -1; generate without return_arrays gives them"
+    way_out = (
+        "arrays hold no beams, no prompt_logprobs and no logprobs of -1; generate without return_arrays gives them"
+    )
     if not isinstance(params, SamplingParams):
-        raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays", others)
+        raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays", way_out)
     if params.prompt_logprobs is not None:
-        raise refusal("prompt_logprobs", params.prompt_logprobs, "None beside return_arrays", others)
+        raise refusal("prompt_logprobs", params.prompt_logprobs, "None beside return_arrays", way_out)
     if (params.logprobs or 0) < 0:
-        raise refusal("logprobs", params.logprobs, "a number of tokens beside return_arrays", others)
+        raise refusal("logprobs", params.logprobs, "a number of tokens beside return_arrays", way_out)
     return replace(params, logprobs=params.logprobs or 0, detokenize=bool(params.stop))
 
 

@@ -91,7 +91,7 @@ class Rollouts:
         """What the first of `_unqueued` was told that found the queue full. Written by `_queue`."""
         self._is_asleep = False
         """Whether the engine was asleep when `_queue` ran last. Written by `_queue`, and by the caller before that."""
-        # Requests of rollouts that nobody holds any more are ended as by `close`.
+        # Once Python frees this object, its requests are ended as by `close`.
         self._dropping = weakref.finalize(self, _drop_later, self._loop, thread, self._inbox)
         self._dropping.atexit = False
         try:
