@@ -24,7 +24,7 @@ from .outputs import RequestOutput
 from .sampling.sampling_params import RequestOutputKind, SamplingParams
 from .startup.build_engine import Progress
 from .startup.open_model import ModelHandle
-from .text.grammar import Matcher
+from .text.grammar.grammar import Matcher
 
 Result = TypeVar("Result")
 

@@ -30,7 +30,7 @@ from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing.sizes import Demand
 from .step.jax_settings import refuse_traced
-from .text.grammar import Matcher
+from .text.grammar.grammar import Matcher
 from .text.prompts import CheckedParams, EncodedPrompt
 
 

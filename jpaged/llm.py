@@ -6,7 +6,7 @@ from typing import Any
 
 from .engine import Engine
 from .sampling.sampling_params import SamplingParams
-from .text.tokenizer import Tokenizer
+from .text.tokenizing.tokenizer import Tokenizer
 
 
 class LLM(Engine):

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jpaged.commands.lines import line_digest
+from jpaged.commands.files.lines import line_digest
 
 NUM_SEQS = 64
 FLAGS = ["--max-num-seqs", str(NUM_SEQS), "--max-num-batched-tokens", "1024", "--max-model-len", "128"]

@@ -21,7 +21,8 @@ import transformers
 from jpaged.models.families.table import BY_ARCHITECTURE
 from jpaged.models.opening.gguf_checkpoint import GGUFCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.text.tokenizer import load_tokenizer
+from jpaged.text.chat.chat_template import render_chat
+from jpaged.text.tokenizing.tokenizer import load_tokenizer
 
 NUM_OUTPUTS = 64
 CHATS = (
@@ -95,7 +96,7 @@ def main() -> None:
     config, checkpoint = open_checkpoint(args.gguf)
     assert isinstance(checkpoint, GGUFCheckpoint), "wanted a GGUF file"
     tokenizer, model = load_tokenizer(args.gguf, checkpoint.file), load_model(checkpoint, config)
-    chats = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in CHATS]
+    chats = [render_chat(tokenizer, [{"role": "user", "content": text}]) for text in CHATS]
     prompts = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
     prompts += [tokenizer.encode(text) for text in TEXTS]
     items = []

@@ -23,7 +23,7 @@ from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.opening.gguf_checkpoint import GGUFCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.startup.model_source import resolve_model
-from jpaged.text.tokenizer import load_tokenizer
+from jpaged.text.tokenizing.tokenizer import load_tokenizer
 
 HF_DTYPES: dict[str, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
 GGUF_TYPES = {"f32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16}

@@ -4,10 +4,11 @@
     old/bin/python scripts/make_tokenizer_goldens.py TOKENIZERS TEMPLATES MISTRAL tests/golden/tokenizers.json.xz
 
 TOKENIZERS has a directory for each tokenizer and TEMPLATES has `.jinja` files:
-`tests/jpaged/text/published_tokenizers.py` downloads both into the user's cache, and names their sources. MISTRAL is
-the SentencePiece model of Mistral v0.3 (`mistral_common/data/mistral_instruct_tokenizer_240323.model.v3` in the wheel
-mistral-common 1.13.1), without which transformers 4.57 refuses `add_prefix_space` there. A variant is a directory of
-the same vocabulary whose tokenizer_config.json, or the steps around the model in whose tokenizer.json, differ.
+`tests/jpaged/text/tokenizing/published_tokenizers.py` downloads both into the user's cache, and names their sources.
+MISTRAL is the SentencePiece model of Mistral v0.3 (`mistral_common/data/mistral_instruct_tokenizer_240323.model.v3` in
+the wheel mistral-common 1.13.1), without which transformers 4.57 refuses `add_prefix_space` there. A variant is a
+directory of the same vocabulary whose tokenizer_config.json, or the steps around the model in whose tokenizer.json,
+differ.
 """
 
 from __future__ import annotations

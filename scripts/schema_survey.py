@@ -138,8 +138,8 @@ def compile_schemas(path: str) -> None:
     """Print what the checkout on the import path says of each schema in a file: an error, or an empty text."""
     from jpaged.errors import InvalidRequestError
     from jpaged.structured_outputs import StructuredOutputsParams
-    from tests.jpaged.text.grammar_walks import grammars_of
-    from tests.jpaged.text.published_tokenizers import byte_tokenizer
+    from tests.jpaged.text.grammar.grammar_walks import grammars_of
+    from tests.jpaged.text.tokenizing.published_tokenizers import byte_tokenizer
 
     grammars = grammars_of(byte_tokenizer())
     results: dict[str, dict[str, str]] = {}

@@ -39,7 +39,7 @@ from client_runs import CHOICES, MAX_MODEL_LEN, MODEL, Observation, Run, Score, 
 
 from jpaged import Engine, SamplingParams
 from jpaged.commands.bench.report import host_machine, write_report
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizing.tokenizer import Tokenizer
 from tests.jpaged.serving.served import Served, serving, wait_until
 
 MAX_NUM_SEQS = 8

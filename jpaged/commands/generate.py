@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 from ..checks import refusal, sent_as
 from ..errors import ConfigError
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
+from .files.jobs import Job, JobReader, read_prompts
+from .files.lines import LineSource, stat_of
+from .files.results import ResultFile
+from .files.resume import FinishedRecords, options_key
+from .files.run import Printer, Run
 from .flags import FLAG_NAMES, SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
-from .jobs import Job, JobReader, read_prompts
-from .lines import LineSource, stat_of
 from .process import garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
-from .results import ResultFile
-from .resume import FinishedRecords, options_key
-from .run import Printer, Run
 from .summary import SamplingSummary, summary
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def read_template(path: str) -> str:
     """
     import jinja2
 
-    from ..text.template_environment import compile_template
+    from ..text.chat.template_environment import compile_template
 
     try:
         text = Path(path).read_text(encoding="utf-8")

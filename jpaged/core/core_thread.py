@@ -26,7 +26,7 @@ from ..errors import EngineStoppedError
 from ..messages import NewRequest
 from ..outputs import PromptLogprobs, RequestOutput, SampleDelta
 from ..request import Request
-from ..text.grammar import Matcher
+from ..text.grammar.grammar import Matcher
 from .engine_loop import EngineLoop
 from .inbox import Inbox
 

@@ -35,7 +35,7 @@ from .step_results import StepInFlight, StepResults
 if TYPE_CHECKING:
     from ..step.runner import Runner
     from ..step.step_inputs import StepInputBuilder
-    from ..text.grammar import Matcher
+    from ..text.grammar.grammar import Matcher
     from ..text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")

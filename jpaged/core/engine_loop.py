@@ -29,7 +29,7 @@ from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
 from ..startup.build_engine import EngineComponents
 from ..step.jax_settings import engine_settings, refuse_traced
-from ..text.grammar import Matcher
+from ..text.grammar.grammar import Matcher
 from .engine_core import STEPS_FAILED
 from .inbox import Inbox
 from .step_lock import Result, StepLock

@@ -19,7 +19,7 @@ from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import BeamSearch, BeamStep
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_output import SchedulerOutput
-from ..text.grammar import GrammarFailure
+from ..text.grammar.grammar import GrammarFailure
 from .step_record import StepRecord
 
 if TYPE_CHECKING:

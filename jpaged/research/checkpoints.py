@@ -27,7 +27,7 @@ from ..models.weights.saving import check_expressible, new_directory, write_mode
 from ..sharding import LOGICAL_TO_MESH, select_devices
 from ..startup.open_model import open_model
 from ..startup.sizing.sizes import requested_max_len
-from ..text.tokenizer import MORE_FILES, TOKENIZER_FILES, VOCABULARY_FILES
+from ..text.tokenizing.tokenizer import MORE_FILES, TOKENIZER_FILES, VOCABULARY_FILES
 
 COPIED_FILES = sorted({GENERATION_FILE, *TOKENIZER_FILES, *VOCABULARY_FILES, *MORE_FILES})
 """Files of a model's directory, and a folder of files, that a saved one takes over as they are."""

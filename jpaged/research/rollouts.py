@@ -27,7 +27,7 @@ from ..core.step_thread import StepThread
 from ..errors import ConfigError, InvalidRequestError, QueueFullError
 from ..messages import NewRequest, Params, ResultForm
 from ..request import Request
-from ..text.grammar import Matcher
+from ..text.grammar.grammar import Matcher
 from .arrays import GenerationArrays, generation_arrays
 
 ANSWER_S = 0.1

@@ -31,9 +31,9 @@ from ..models.weights.coded import stored_formats
 from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
-from ..text.grammar import Grammars
+from ..text.grammar.grammar import Grammars
 from ..text.prompts import PromptEncoder
-from ..text.tokenizer import MORE_FILES, TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
+from ..text.tokenizing.tokenizer import MORE_FILES, TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model, resolve_tokenizer
 
 logger = logging.getLogger("jpaged")

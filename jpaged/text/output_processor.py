@@ -26,14 +26,14 @@ from ..sampling.sample_columns import num_mask_words
 from ..sampling.sampling_params import RequestOutputKind
 from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import Beam, BeamSearch
-from .detokenizer import Detokenizer
-from .grammar import GrammarFailure, Matcher
+from .grammar.grammar import GrammarFailure, Matcher
+from .tokenizing.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from ..sampling.sampler import SampledRows
     from ..sampling.token_scores import TokenScores
-    from .grammar import Grammars
-    from .tokenizer import Tokenizer
+    from .grammar.grammar import Grammars
+    from .tokenizing.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -34,11 +34,11 @@ from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from ..structured_outputs import StructuredOutputsParams
-from .chat_messages import normalize_messages
-from .chat_template import has_exceeded_limits, readable_arguments
-from .grammar import Grammars
-from .thinking import Thinking, thinking_after
-from .tokenizer import Tokenizer
+from .chat.chat_messages import normalize_messages
+from .chat.chat_template import has_exceeded_limits, readable_arguments, render_chat
+from .chat.thinking import Thinking, thinking_after
+from .grammar.grammar import Grammars
+from .tokenizing.tokenizer import Tokenizer
 
 logger = logging.getLogger("jpaged")
 
@@ -197,7 +197,8 @@ class PromptEncoder:
         adds = not continues if options.add_generation_prompt is None else options.add_generation_prompt
         tokenizer = self._tokenizer_for("messages", "messages")
         try:
-            text = tokenizer.render_chat(
+            text = render_chat(
+                tokenizer,
                 messages,
                 template=self.chat_template,
                 add_generation_prompt=adds,

@@ -63,9 +63,9 @@ from jpaged.step.runner import Runner
 from jpaged.step.step import DeviceState
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
-from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.output_processor import OutputProcessor
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizing.detokenizer import Detokenizer
+from jpaged.text.tokenizing.tokenizer import Tokenizer
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
 VOCAB_SIZE = 32_000

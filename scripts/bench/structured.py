@@ -29,8 +29,8 @@ from live_weights import processor, seconds
 
 from jpaged import Engine, InvalidRequestError, SamplingParams
 from jpaged.structured_outputs import StructuredOutputsParams
-from jpaged.text.grammar import Grammars
-from jpaged.text.tokenizer import load_tokenizer
+from jpaged.text.grammar.grammar import Grammars
+from jpaged.text.tokenizing.tokenizer import load_tokenizer
 
 MODEL = "smollm2-135m"
 ITEMS: dict[str, Any] = {

@@ -36,7 +36,7 @@ from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.scheduler_config import SchedulerConfig
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
-from jpaged.text.grammar import Matcher
+from jpaged.text.grammar.grammar import Matcher
 from jpaged.text.output_processor import OutputProcessor, weight_versions
 
 from .invariants import check_scheduler

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.commands.results import dump_line
+from jpaged.commands.files.results import dump_line
 from jpaged.json_lines import encode_json
 from jpaged.serving.http.responses import json_response
 from jpaged.serving.protocols.encoders import Encoder

@@ -21,10 +21,11 @@ from jpaged import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jpaged.text.grammar import Matcher
+from jpaged.text.chat.chat_template import render_chat
+from jpaged.text.grammar.grammar import Matcher
 from jpaged.text.output_processor import OutputProcessor
 
-from .text.test_grammar import QWEN3, SMOLLM3
+from .text.grammar.test_grammar import QWEN3, SMOLLM3
 from .tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
@@ -333,7 +334,7 @@ def test_a_thinking_model_s_answer_validates_with_thinking_on_and_off(family: st
         off = {"messages": [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Who?"}]}
         if family == "qwen3":
             off = {
-                "prompt": engine.tokenizer.render_chat([{"role": "user", "content": "Who?"}])
+                "prompt": render_chat(engine.tokenizer, [{"role": "user", "content": "Who?"}])
                 + "<think>\n\n</think>\n\n"
             }
         on = {"messages": [{"role": "user", "content": "Who?"}]}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ...json_lines import encode_json
 from ...outputs import CompletionOutput, PromptLogprobs, RequestOutput, SampleDelta
-from ...text.tokenizer import Tokenizer
+from ...text.tokenizing.tokenizer import Tokenizer
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError, error_record
 from .logprob_records import ChatLogprobs, CompletionLogprobs, TokenLogprobs, prompt_records

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...outputs import Logprob
-from ...text.tokenizer import Tokenizer
+from ...text.tokenizing.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """Stands for -inf, which JSON has not; vLLM writes it so."""

@@ -31,10 +31,10 @@ from ...sampling.logit_rules_spec import LogitRulesSpec
 from ...sampling.sampling_params import BeamSearchParams, SamplingParams
 from ...startup.import_path import import_path
 from ...step.step_sizes import StepSizes
-from ...text.grammar import Grammars
+from ...text.grammar.grammar import Grammars
 from ...text.prompts import PromptEncoder
-from ...text.sentencepiece_tokenizer import SentencePieces
-from ...text.tokenizer import Tokenizer
+from ...text.tokenizing.sentencepiece_tokenizer import SentencePieces
+from ...text.tokenizing.tokenizer import Tokenizer
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError, http_error
 from .request_parser import ParserResponse, RequestParser

@@ -33,12 +33,12 @@ from ...json_lines import encode_json
 from ...messages import NewRequest
 from ...sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from ...structured_outputs import StructuredOutputsParams
-from ...text.chat_messages import normalize_messages, without_developers
-from ...text.chat_template import readable_arguments
-from ...text.grammar import unenforced
+from ...text.chat.chat_messages import normalize_messages, without_developers
+from ...text.chat.chat_template import readable_arguments
+from ...text.chat.thinking import may_think
+from ...text.grammar.grammar import unenforced
 from ...text.prompts import PromptEncoder, PromptOptions, template_kwargs
-from ...text.thinking import may_think
-from ...text.tokenizer import Tokenizer
+from ...text.tokenizing.tokenizer import Tokenizer
 from .bodies import parse_body
 from .fields import (
     CHAT_FIELDS,

@@ -3,13 +3,13 @@
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from jpaged.commands.files.jobs import JobReader
 from jpaged.commands.flags import SAMPLING_FLAGS, beam_flags, engine_config, parse_generate, sampling_flags
-from jpaged.commands.jobs import JobReader
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.text.prompts import PromptEncoder
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizing.tokenizer import Tokenizer
 
 from ..tiny_model import CONFIG, write_tiny_model
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jpaged.commands import generate as command_module
-from jpaged.commands.jobs import Job
-from jpaged.commands.lines import LineSource
+from jpaged.commands.files.jobs import Job
+from jpaged.commands.files.lines import LineSource
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling import request_source
 from jpaged.text.prompts import EncodedPrompt

@@ -84,7 +84,7 @@ def test_a_wrong_value_is_refused_by_field_value_and_range(name, words, value):
 
 
 def test_values_at_their_limits_are_taken_as_plain_python_values():
-    assert {*TABLE, "structured_outputs"} == set(FIELDS)  # Its values: tests/jpaged/text/test_grammar.py.
+    assert {*TABLE, "structured_outputs"} == set(FIELDS)  # Its values: tests/jpaged/text/grammar/test_grammar.py.
     for name, (_, values, _) in TABLE.items():
         for value in values:
             kept = getattr(SamplingParams(**{name: value}), name)

@@ -22,7 +22,7 @@ from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, http_error
 from jpaged.serving.protocols.parser_process import METHODS, ParserProcess, _encoded, _parser_of, _Setup, _setup_of
 from jpaged.serving.protocols.request_parser import RequestParser
-from jpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jpaged.text.tokenizing.tokenizer import Tokenizer, load_tokenizer
 
 from .served import Served, wait_until
 

@@ -1,10 +1,12 @@
 """What stands beside a prompt in its mapping: how it becomes tokens, by text, ids or messages."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from jpaged import Engine, InvalidRequestError, SamplingParams
+from jpaged.text.chat.chat_template import render_chat
 
 from ..tiny_model import SIZES
 
@@ -43,7 +45,7 @@ def test_only_the_last_tokens_are_kept_if_asked(engine: Engine):
 def test_variables_that_the_template_reads_are_passed_and_others_refused(tiny: str):
     template = "{% if shout %}{{ messages[0].content | upper }}{% else %}{{ messages[0].content }}{% endif %}"
     with Engine(tiny, **SIZES) as engine:
-        render = engine.tokenizer.render_chat
+        render = partial(render_chat, engine.tokenizer)
         assert render(USER, template=template) == "Hi"
         assert render(USER, template=template, arguments={"shout": True}) == "HI"
         for name in ("whisper", "messages", "bos_token", "raise_exception"):

@@ -11,17 +11,18 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-import jpaged.text.tokenizer as tokenizer_module
+import jpaged.text.tokenizing.tokenizer as tokenizer_module
 from jpaged import not_available
 from jpaged.checks import shown, told
 from jpaged.errors import ContextLengthError, InvalidRequestError
 from jpaged.limits import DEFAULT_LIMITS, ceiling
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.text.chat.chat_template import render_chat
 from jpaged.text.prompts import MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
-from jpaged.text.tokenizer import Tokenizer
+from jpaged.text.tokenizing.tokenizer import Tokenizer
 
-from .published_tokenizers import load_family
+from .tokenizing.published_tokenizers import load_family
 
 VOCAB, CONTEXT = 300, 50
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
@@ -392,7 +393,7 @@ def test_while_nothing_may_end_some_token_that_ends_nothing_must_be_allowed(toke
 def test_a_rendered_chat_as_text_gets_a_second_bos_and_one_warning(caplog):
     """As in vLLM, whose result is kept."""
     deepseek = load_family("deepseek")
-    text = deepseek.render_chat([{"role": "user", "content": "Hi"}])
+    text = render_chat(deepseek, [{"role": "user", "content": "Hi"}])
     encoder = PromptEncoder(deepseek, LogitRulesSpec(129280), CONTEXT)
     with caplog.at_level("WARNING", "jpaged"):
         encoder.encode({"messages": [{"role": "user", "content": "Hi"}]})

@@ -1,0 +1,58 @@
+"""Whether a model thinks before it answers: what the end of a prompt says of it."""
+
+from __future__ import annotations
+
+import enum
+from functools import lru_cache
+
+from ...errors import InvalidRequestError
+from ..tokenizing.tokenizer import Tokenizer
+from .chat_template import render_chat
+
+BEGIN, END = "<think>", "</think>"
+"""The marks around a thought, as Qwen3, SmolLM3, DeepSeek-R1 and others write them."""
+
+
+class Thinking(enum.Enum):
+    """What an output holds before its answer."""
+
+    NONE = "none"
+    """Nothing: the model does not think, or the prompt has closed the thought, as chat templates do to prevent one."""
+    OPTIONAL = "optional"
+    """A thought, if the model begins one: the prompt ends where an answer of the assistant begins."""
+    OPEN = "open"
+    """The rest of a thought that the prompt has begun."""
+
+
+def thinking_after(tokenizer: Tokenizer, token_ids: list[int], template: str | None) -> Thinking:
+    """Return what comes after a prompt; NONE for models without the marks of a thought.
+
+    `template` is the chat template in use, None for the model's own.
+    """
+    template = template or tokenizer.chat_template or ""
+    if not may_think(tokenizer, template):
+        return Thinking.NONE
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    opening = _answer_opening(tokenizer, template)
+    if opening and BEGIN not in opening and END not in opening and text.endswith(opening):
+        return Thinking.OPTIONAL
+    return Thinking.OPEN if text.rfind(BEGIN) > text.rfind(END) else Thinking.NONE
+
+
+def may_think(tokenizer: Tokenizer, template: str) -> bool:
+    """Return whether the chat template in use, or the tokenizer, has the mark that ends a thought."""
+    return END in template or tokenizer.backend.token_to_id(END) is not None
+
+
+@lru_cache(maxsize=8)
+def _answer_opening(tokenizer: Tokenizer, template: str) -> str:
+    """Return the text by which a chat template begins an answer; empty if there is none."""
+    messages = [{"role": "user", "content": "Hello"}]
+    try:
+        texts = [
+            render_chat(tokenizer, messages, template=template, add_generation_prompt=is_open) if template else ""
+            for is_open in (False, True)
+        ]
+    except InvalidRequestError:  # The template refuses these messages.
+        return ""
+    return texts[1].removeprefix(texts[0]) if texts[1].startswith(texts[0]) else ""
