@@ -31,7 +31,8 @@ from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing.sizes import Demand
 from .step.jax_settings import refuse_traced
 from .text.grammar.grammar import Matcher
-from .text.prompts import CheckedParams, EncodedPrompt
+from .text.prompt_params import CheckedParams
+from .text.prompts import EncodedPrompt
 
 
 class Engine(ResearchCalls):

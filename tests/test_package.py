@@ -51,6 +51,7 @@ LAYERS = {
         ("core",),
         ("intake",),
         ("step", "text.output_processor", "text.prompts", "text"),
+        ("text.prompt_params",),
         ("text.grammar",),
         ("text.chat",),
         ("text.tokenizing",),

@@ -11,7 +11,7 @@ from ..checks import refusal
 from ..limits import LIMITS
 from ..sampling.sampling_params import SamplingParams
 from ..structured_outputs import StructuredOutputsParams
-from ..text.prompts import CheckedParams
+from ..text.prompt_params import CheckedParams
 
 
 def check_limits(checked: CheckedParams, limits: Mapping[str, int | None]) -> None:

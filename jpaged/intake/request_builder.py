@@ -15,7 +15,8 @@ from ..messages import INT32_BYTES, NewRequest, Params, ResultForm, Scoring
 from ..request import CacheKey, Request
 from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
-from ..text.prompts import CheckedParams, EncodedPrompt, PromptEncoder, check_num_samples, check_priority
+from ..text.prompt_params import CheckedParams, check_num_samples
+from ..text.prompts import EncodedPrompt, PromptEncoder, check_priority
 from .limit_checks import check_limits
 
 
@@ -86,7 +87,9 @@ class RequestBuilder:
         Raise InvalidRequestError for those that are wrong or that this engine does not serve.
         """
         max_num_seqs = self.sizes.max_num_seqs
-        return self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs)
+        return self.encoder.params_checker.check(
+            params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs
+        )
 
     def build_encoded(
         self, request_id: str, encoded: EncodedPrompt, checked: CheckedParams, *, number: int
@@ -144,7 +147,7 @@ class RequestBuilder:
             max_tokens=min(room, params.max_tokens or room),
             stop_ids=params.end_ids(self.encoder.eos_token_ids),
             bad_words=checked.bad_words,
-            grammar=self.encoder.grammar_after(token_ids, checked),
+            grammar=self.encoder.params_checker.grammar_after(token_ids, checked),
             cache_salt=encoded.cache_salt,
             priority=encoded.priority,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .. import not_available
@@ -19,9 +20,7 @@ from ..checks import (
     boolean,
     check,
     check_name,
-    fields_of,
     integer,
-    is_integer,
     refusal,
     scalar,
     sent_as,
@@ -30,14 +29,11 @@ from ..checks import (
 )
 from ..errors import ContextLengthError, InvalidRequestError
 from ..limits import DEFAULT_LIMITS
-from ..messages import Params
-from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
-from ..sampling.sampling_params import BeamSearchParams, SamplingParams
-from ..structured_outputs import StructuredOutputsParams
+from ..sampling.logit_rules_spec import LogitRulesSpec
 from .chat.chat_messages import normalize_messages
 from .chat.chat_template import has_exceeded_limits, readable_arguments, render_chat
-from .chat.thinking import Thinking, thinking_after
 from .grammar.grammar import Grammars
+from .prompt_params import ParamsChecker, check_token_id, tokenizer_for
 from .tokenizing.tokenizer import Tokenizer
 
 logger = logging.getLogger("jpaged")
@@ -117,17 +113,6 @@ _OPTION_RULES: dict[str, Rule] = {
 
 
 @dataclass(frozen=True)
-class CheckedParams:
-    """Parameters that were checked against a model, and what was made of them with its tokenizer."""
-
-    params: Params
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """The tokens of each bad word, without and with a space before it."""
-    grammar: str = ""
-    """The grammar of `structured_outputs` where nothing stands before the answer; empty without them."""
-
-
-@dataclass(frozen=True)
 class PromptEncoder:
     """Encodes and checks prompts for one model."""
 
@@ -154,6 +139,11 @@ class PromptEncoder:
     def vocab_size(self) -> int:
         """Return the rows of the output head; an id at or above it would read another token's row."""
         return self.rules_spec.vocab_size
+
+    @cached_property
+    def params_checker(self) -> ParamsChecker:
+        """Return what checks the parameters of requests for the same model."""
+        return ParamsChecker(self.tokenizer, self.rules_spec, self.chat_template, self.eos_token_ids, self.grammars)
 
     @property
     def template(self) -> str:
@@ -195,7 +185,7 @@ class PromptEncoder:
         """Return a chat as text. With `continue_final_message` it ends with the text of the last message."""
         continues = options.continue_final_message
         adds = not continues if options.add_generation_prompt is None else options.add_generation_prompt
-        tokenizer = self._tokenizer_for("messages", "messages")
+        tokenizer = tokenizer_for(self.tokenizer, "messages", "messages")
         try:
             text = render_chat(
                 tokenizer,
@@ -236,128 +226,6 @@ class PromptEncoder:
             )
         return {name: value for name, value in arguments.items() if name in known}
 
-    def check_params(self, params: Params, *, max_logprobs: int, max_num_seqs: int | None) -> CheckedParams:
-        """Check parameters against this model and the engine's limits; return them with the tokens of their bad words.
-
-        `max_logprobs` is the engine's option, −1 for no limit. `max_num_seqs` bounds the samples; None if it is not
-        chosen yet. Checked are the number of samples, token ids, numbers of logprobs, whether there is a tokenizer for
-        text, the logit rules, and the structure of the output; of a beam search only its width. Raise
-        InvalidRequestError, which names the field.
-        """
-        if max_num_seqs is not None:
-            check_num_samples(params, max_num_seqs)
-        if isinstance(params, BeamSearchParams):
-            self._check_beams(params, max_logprobs)
-            return CheckedParams(params)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                self._check_id(token_id, name)
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name), max_logprobs)
-        if params.detokenize:
-            self._tokenizer_for("detokenize", "true", "false")
-        self.rules_spec.check(params)
-        # Before `min_tokens`, all tokens that end the output are forbidden: some other token must be allowed.
-        ends = self.eos_token_ids.union(params.stop_token_ids or ())
-        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
-            got = f"{told(list(params.allowed_token_ids))}, which all end the output"
-            allowed = f"some that do not while min_tokens is {params.min_tokens}"
-            raise refusal("allowed_token_ids", got, allowed, "add one or leave min_tokens out")
-        grammar = ""
-        if (wanted := params.structured_outputs) is not None:
-            assert isinstance(wanted, StructuredOutputsParams)
-            grammar = self._grammar_of(wanted)
-        return CheckedParams(params, self._bad_words(params), grammar)
-
-    def grammar_after(self, token_ids: list[int], checked: CheckedParams) -> str:
-        """Return the grammar of the output after a prompt, ready for a request; empty without `structured_outputs`.
-
-        It begins with a thought where the model may think before it answers.
-        """
-        if not checked.grammar:
-            return ""
-        tokenizer = self._tokenizer_for("structured_outputs", "a request with them", "none")
-        thinking = thinking_after(tokenizer, token_ids, self.chat_template)
-        if thinking is Thinking.NONE:
-            return checked.grammar
-        assert isinstance(checked.params, SamplingParams)
-        assert isinstance(checked.params.structured_outputs, StructuredOutputsParams)
-        return self._grammar_of(checked.params.structured_outputs, thinking)
-
-    def _grammar_of(self, wanted: StructuredOutputsParams, thinking: Thinking = Thinking.NONE) -> str:
-        """Return the grammar of an output; refuse one that cannot be enforced, and any where there is no tokenizer."""
-        if self.grammars is None:
-            allowed = "none, since the engine has no tokenizer"
-            way_out = "start the engine with one: its files beside config.json, or --tokenizer DIR"
-            raise refusal("structured_outputs", "a request with them", allowed, way_out)
-        with fields_of("structured_outputs"):
-            return self.grammars.grammar_of(wanted, thinking)
-
-    def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
-        """Raise InvalidRequestError if a beam search needs the logprobs of more tokens per beam than the engine gives.
-
-        A search needs those of its width plus the number of its end tokens. The engine gives at most those of the whole
-        vocabulary, and at most `max_logprobs`, its option, unless that is negative.
-        """
-        # In the worst case, the end tokens are the likeliest of a beam; `beam_width` others must be left to go on.
-        needed = params.num_top_tokens(len(params.end_ids(self.eos_token_ids)))
-        got = f"{params.beam_width}, which needs the logprobs of {needed} tokens"
-        if needed > self.vocab_size:
-            allowed = f"as many as need at most the vocabulary, {self.vocab_size}"
-            raise refusal("beam_width", got, allowed, "lower it")
-        if 0 <= max_logprobs < needed:
-            way_out = "lower it or start the engine with a higher max_logprobs"
-            raise refusal("beam_width", got, f"as many as need at most max_logprobs, {max_logprobs}", way_out)
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each bad word, once without and once with a space before it, each sequence once.
-
-        A word within a text has a space before it, and other tokens than at the start: "never" gives the tokens of
-        "never" and of " never". Spaces that the word begins with are dropped first. Raise InvalidRequestError for a
-        word without tokens or with a token outside the vocabulary, and for more than MAX_BAD_TOKENS tokens in all.
-        """
-        words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
-            bare, tokenizer = word.lstrip(), self._tokenizer_for("bad_words", told(params.bad_words), "none")
-            with sent_as({"prompt": "bad_words"}):
-                both = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")]
-            if not both[0]:
-                got = f"{told(word)}, for which the tokenizer has no tokens"
-                raise refusal("bad_words", got, "words that it has tokens for", "leave it out")
-            words |= dict.fromkeys(both)  # A dict keeps the order and drops repeated sequences.
-        for token_id in {token_id for word in words for token_id in word}:
-            self._check_id(token_id, "bad_words")
-        if (num_tokens := sum(len(word) for word in words)) > MAX_BAD_TOKENS:
-            got = f"{num_tokens} tokens, counted with and without a space before each word"
-            raise refusal("bad_words", got, f"at most {MAX_BAD_TOKENS}", "give fewer or shorter words")
-        return tuple(word for word in words if word)
-
-    def _check_logprobs(self, name: str, wanted: int | None, max_logprobs: int) -> None:
-        """Raise InvalidRequestError if a request wants more logprobs per token than the engine gives.
-
-        `name` is the parameter and `wanted` its value: None asks for none, −1 for all of the vocabulary. `max_logprobs`
-        is the engine's option, where a negative value allows all of the vocabulary. The message names the smaller of
-        the two limits, this option or the size of the vocabulary.
-        """
-        if wanted is None or (max_logprobs < 0 and wanted <= self.vocab_size):  # −1 passes here too.
-            return
-        limit = self.vocab_size if max_logprobs < 0 else min(max_logprobs, self.vocab_size)
-        if wanted < 0:  # All of the vocabulary, under an engine with a limit.
-            way_out = "start the engine with max_logprobs=-1 to get all"
-            raise refusal(name, told(wanted), f"at most max_logprobs, {max_logprobs}", way_out)
-        if wanted > limit == max_logprobs:
-            way_out = "ask for fewer, or start the engine with a higher max_logprobs"
-            raise refusal(name, told(wanted), f"at most max_logprobs, {limit}", way_out)
-        if wanted > limit:
-            raise refusal(name, told(wanted), f"at most the size of the vocabulary, {limit}")
-
-    def _tokenizer_for(self, name: str, got: str, allowed: str = "token ids") -> Tokenizer:
-        """Return the tokenizer; if there is none, refuse `got` of the field `name`, which needs one."""
-        if self.tokenizer is None:
-            way_out = "start the engine with one: its files beside config.json, or --tokenizer DIR"
-            raise refusal(name, got, f"{allowed}, since the engine has no tokenizer", f"give that, or {way_out}")
-        return self.tokenizer
-
     def _tokenize(
         self, text: str, num_room: int, *, add_special_tokens: bool, num_kept: int | None = None
     ) -> list[int]:
@@ -369,7 +237,7 @@ class PromptEncoder:
         warning is logged, once, if the text got a second BOS token in front.
         """
         self._check_chars(len(text))
-        tokenizer = self._tokenizer_for("prompt", told(text))
+        tokenizer = tokenizer_for(self.tokenizer, "prompt", told(text))
         is_bounded = num_kept is None and not self.is_counting
         if is_bounded and (num_tokens := tokenizer.num_tokens_at_least(text, self.max_model_len)):
             self.check_len(num_tokens, num_room, "at least ")
@@ -378,7 +246,7 @@ class PromptEncoder:
             encoding.truncate(num_kept, direction="left")
         self.check_len(len(encoding), num_room)
         token_ids: list[int] = encoding.ids
-        self._check_id(max(token_ids), "prompt")
+        check_token_id(max(token_ids), "prompt", self.vocab_size)
         if add_special_tokens and token_ids[:2] == [tokenizer.bos_token_id] * 2:
             self._warn_of_two_bos(tokenizer.special_tokens["bos_token"])
         return token_ids
@@ -422,14 +290,8 @@ class PromptEncoder:
         # One id is wrong, or has another type of integer, such as numpy's or JAX's.
         ids = list(map(scalar, ids))
         for token_id in ids:
-            self._check_id(token_id, name)
+            check_token_id(token_id, name, self.vocab_size)
         return [int(token_id) for token_id in ids]
-
-    def _check_id(self, token_id: Any, name: str) -> None:
-        if not is_integer(token_id):
-            raise refusal(name, f"{told(token_id)} among the token ids", "integers")
-        if not 0 <= token_id < self.vocab_size:
-            raise refusal(name, f"token id {told(token_id)}, out of vocabulary", f"0 to {self.vocab_size - 1}")
 
     def check_len(self, num_tokens: int, num_room: int = 1, counted: str = "") -> None:
         """Raise InvalidRequestError unless a prompt of `num_tokens` tokens can be served.
@@ -455,14 +317,6 @@ class PromptEncoder:
 def _last(ids: Sequence[Any], num_kept: int) -> list[Any]:
     """Return the `num_kept` last items; none for 0."""
     return list(ids[-num_kept:]) if num_kept else []
-
-
-def check_num_samples(params: Params, max_num_seqs: int) -> None:
-    """Refuse more samples or beams of a prompt than an engine computes together."""
-    name = "n" if isinstance(params, SamplingParams) else "beam_width"
-    if params.n > max_num_seqs:
-        allowed = f"at most max_num_seqs, {max_num_seqs}, since all samples or beams of a prompt run together"
-        raise refusal(name, params.n, allowed, "lower it or raise max_num_seqs")
 
 
 def check_priority(priority: Any, scheduling_policy: object) -> int:

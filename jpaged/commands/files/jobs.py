@@ -22,7 +22,8 @@ from ...checks import RepeatedKeyError, check_name, json_integer, refusal, sent_
 from ...errors import ConfigError, InvalidRequestError
 from ...messages import Params
 from ...sampling.sampling_params import FIELDS, INTEGER_FIELDS, BeamSearchParams, SamplingParams
-from ...text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, CheckedParams, EncodedPrompt, PromptEncoder, check_priority
+from ...text.prompt_params import CheckedParams
+from ...text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from ..flags import BEAM_FLAGS, FLAG_NAMES, STRUCTURE_FLAGS
 from .lines import IdTable, LineSource, line_digest
 from .resume import FinishedRecords
@@ -211,7 +212,7 @@ class JobReader:
 
     def _checked(self, params: Params) -> CheckedParams:
         """Return parameters that were checked against the model; InvalidRequestError if it cannot take them."""
-        return self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
+        return self.encoder.params_checker.check(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
 
     def _params(self, own_params: Mapping[str, Any]) -> Params:
         """Return the defaults with a line's `own_params` in their place, as SamplingParams or BeamSearchParams.

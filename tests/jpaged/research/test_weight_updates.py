@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jpaged import BeamSearchParams, ConfigError, Engine, ModelLoadError, SamplingParams
-from jpaged.text.prompts import CheckedParams
+from jpaged.text.prompt_params import CheckedParams
 
 from ..tiny_model import CONFIG, SIZES, reference_logits, write_tiny_model
 from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens

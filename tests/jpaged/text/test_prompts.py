@@ -17,7 +17,6 @@ from jpaged.checks import shown, told
 from jpaged.errors import ContextLengthError, InvalidRequestError
 from jpaged.limits import DEFAULT_LIMITS, ceiling
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
-from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.text.chat.chat_template import render_chat
 from jpaged.text.prompts import MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
 from jpaged.text.tokenizing.tokenizer import Tokenizer
@@ -330,64 +329,6 @@ def test_text_with_ids_outside_the_models_vocabulary_is_refused(tokenizer):
     """The tokenizer may know more than the output head has rows."""
     with pytest.raises(InvalidRequestError, match=r"token id .*, out of vocabulary, allowed: 0 to 19"):
         PromptEncoder(tokenizer, LogitRulesSpec(20), CONTEXT).encode("zz")
-
-
-# Parameters, the engine's max_logprobs, and what is wrong; None: nothing.
-PARAMS = [
-    ({"stop_token_ids": [0, 299], "logprobs": 20}, 20, None),
-    ({"stop_token_ids": [5, 300]}, 20, "stop_token_ids: got token id 300, out of vocabulary"),
-    ({"logprobs": 21}, 20, "logprobs: got 21, allowed: at most max_logprobs, 20; ask for fewer, or start the engine"),
-    (
-        {"logprobs": -1},
-        20,
-        "logprobs: got -1, allowed: at most max_logprobs, 20; start the engine with max_logprobs=-1",
-    ),
-    ({"logprobs": 300}, 1000, None),
-    ({"logprobs": 301}, 1000, "logprobs: got 301, allowed: at most the size of the vocabulary, 300"),
-    ({"logprobs": -1, "prompt_logprobs": -1}, -1, None),
-    ({"logprobs": 300}, -1, None),
-    ({"prompt_logprobs": 301}, -1, "prompt_logprobs: got 301, allowed: at most the size of the vocabulary, 300"),
-    ({"n": 4}, 20, None),
-    (
-        {"n": 5},
-        20,
-        "n: got 5, allowed: at most max_num_seqs, 4, since all samples or beams of a prompt run together; l",
-    ),
-]
-
-
-@pytest.mark.parametrize(("params", "max_logprobs", "words"), PARAMS, ids=str)
-def test_parameters_are_checked_against_the_model_and_the_engine(encoder, params, max_logprobs, words):
-    def check():
-        encoder.check_params(SamplingParams(**params), max_logprobs=max_logprobs, max_num_seqs=4)
-
-    if words is None:
-        check()
-        return
-    with pytest.raises(InvalidRequestError) as caught:
-        check()
-    assert str(caught.value).startswith(words)
-    assert caught.value.param == words.split(":")[0]
-
-
-def test_any_number_of_samples_is_taken_while_max_num_seqs_is_not_chosen(encoder):
-    encoder.check_params(SamplingParams(n=128), max_logprobs=20, max_num_seqs=None)
-
-
-def test_while_nothing_may_end_some_token_that_ends_nothing_must_be_allowed(tokenizer):
-    encoder = PromptEncoder(tokenizer, LogitRulesSpec(300), CONTEXT, eos_token_ids=frozenset({2}))
-
-    def check(**params):
-        encoder.check_params(SamplingParams(**params), max_logprobs=20, max_num_seqs=4)
-
-    check(allowed_token_ids=[2, 7])
-    check(allowed_token_ids=[2, 8], stop_token_ids=[7], min_tokens=1)
-    for ignore_eos in (False, True):  # min_tokens holds EOS back also where it would end nothing.
-        with pytest.raises(
-            InvalidRequestError, match=r"got an array of 2 items, which all end the output.* min_tokens is 1"
-        ) as caught:
-            check(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=ignore_eos)
-        assert caught.value.param == "allowed_token_ids"
 
 
 def test_a_rendered_chat_as_text_gets_a_second_bos_and_one_warning(caplog):
