@@ -63,6 +63,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that end a sample or a beam: those that the parameters name, and EOS unless they ignore it."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be generated."""
+    mark_ids: frozenset[int] = frozenset()
+    """Tokens whose places in the text its outputs tell (`outputs.Mark`)."""
     grammar: str = ""
     """The grammar that the output follows, as `text.grammar` writes it; empty without one."""
     cache_salt: str | None = None

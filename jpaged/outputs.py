@@ -39,6 +39,18 @@ class WeightVersion(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """Where a token stands in a text of which its reader must know the id, such as the one that begins a tool call.
+
+    The characters `<tool_call>` may be that token or ordinary ones; only the id tells.
+    """
+
+    place: int
+    """Characters of the text before the token. A special token that the text leaves out has none of its own there.
+    Those of another token follow; in a stream, some may come with the next delta."""
+    token_id: int
+
+
 class SampleDelta(msgspec.Struct, frozen=True, gc=False):
     """The new tokens and text of one sample of a request since its last delta.
 
@@ -56,6 +68,8 @@ class SampleDelta(msgspec.Struct, frozen=True, gc=False):
     """One entry per token of `token_ids`, as in `CompletionOutput`; None unless logprobs were asked for."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    marks: tuple[Mark, ...] = ()
+    """Those in `text`, in order: of the tokens that the request has named, the one that ended the sample apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,8 @@ class CompletionOutput:
     """The stop string or stop token id that ended the sample; None for EOS and for every other end."""
     weight_versions: tuple[WeightVersion, ...] = ()
     """Which version of the weights drew which of the sample's tokens so far, in order; empty before the first token."""
+    marks: tuple[Mark, ...] = ()
+    """Those in `text`, as in `SampleDelta`; outputs of a beam search have none."""
 
 
 @dataclass(frozen=True, slots=True)

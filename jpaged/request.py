@@ -236,6 +236,8 @@ class Request:
     """Tokens that end a sample."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be generated."""
+    mark_ids: frozenset[int] = frozenset()
+    """Tokens whose places in the text its outputs tell."""
     beams: SampleSearch | None = None
     """The search whose running beams its samples are: the host chooses their next tokens."""
     needs_prompt_scores: bool = field(init=False)

@@ -105,6 +105,7 @@ class EngineCore:
             cache_key=CacheKey(cache_salt=new.cache_salt),
             stop_ids=new.stop_ids,
             bad_words=new.bad_words,
+            mark_ids=new.mark_ids,
             beams=beams,
             form=new.form,
             scoring=new.scoring,

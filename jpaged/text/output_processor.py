@@ -15,6 +15,7 @@ import numpy as np
 from ..outputs import (
     CompletionOutput,
     Logprob,
+    Mark,
     PromptLogprobs,
     RequestMetrics,
     RequestOutput,
@@ -59,6 +60,10 @@ class SequenceOutput:
     """Logprobs of `token_ids`."""
     num_delta_pieces: int = 0
     """Pieces of the detokenizer's text that deltas have had."""
+    num_delta_chars: int = 0
+    """Their characters."""
+    num_delta_marks: int = 0
+    """Marks that deltas have had."""
     num_delta_tokens: int = 0
     """Output tokens that deltas have had."""
     is_end_in_delta: bool = False
@@ -97,6 +102,7 @@ class OutputProcessor:
                 stop=params.stop or (),
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
+                mark_ids=sequence.request.mark_ids,
             )
         grammar = sequence.request.grammar
         matcher = grammar.copy() if isinstance(grammar, Matcher) else None
@@ -168,11 +174,11 @@ class OutputProcessor:
         old = _output_of(sequence)
         output = self._replay(sequence, old)
         output.num_delta_tokens = old.num_delta_tokens
+        output.num_delta_chars, output.num_delta_marks = old.num_delta_chars, old.num_delta_marks
         if output.detokenizer is not None and old.detokenizer is not None:
-            num_chars = sum(map(len, old.detokenizer.pieces[: old.num_delta_pieces]))
             # Of the two pieces below, the first is what deltas have had.
             text = output.detokenizer.delta()
-            output.detokenizer.pieces[:] = [text[:num_chars], text[num_chars:]]
+            output.detokenizer.pieces[:] = [text[: old.num_delta_chars], text[old.num_delta_chars :]]
             output.num_delta_pieces = 1
 
     def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
@@ -302,11 +308,14 @@ class OutputProcessor:
             if start == end and (output.is_end_in_delta or not state.is_finished):
                 continue
             output.num_delta_tokens, output.is_end_in_delta = end, state.is_finished
-            text = ""
+            text, marks = "", ()
             if (detokenizer := output.detokenizer) is not None:
                 detokenizer.delta(finished=state.is_finished)
                 text = "".join(detokenizer.pieces[output.num_delta_pieces :])
                 output.num_delta_pieces = len(detokenizer.pieces)
+                if detokenizer.num_marks > output.num_delta_marks:
+                    marks = _new_marks(output, detokenizer, len(text))
+                output.num_delta_chars += len(text)
             delta = SampleDelta(
                 request.request_id,
                 sequence.index,
@@ -315,6 +324,7 @@ class OutputProcessor:
                 tuple(output.logprobs[start:]) if has_logprobs else None,
                 state.finish_reason,
                 sequence.stop_reason,
+                marks,
             )
             deltas.append(delta)
         return deltas
@@ -436,6 +446,7 @@ def _completion(sequence: SampleSequence) -> CompletionOutput:
         finish_reason=sequence.state.finish_reason,
         stop_reason=sequence.stop_reason,
         weight_versions=weight_versions(sequence, sequence.num_output_tokens),
+        marks=() if detokenizer is None else detokenizer.marks(0, len(output.text)),
     )
 
 
@@ -454,7 +465,16 @@ def _delta_completion(sequence: SampleSequence, delta: SampleDelta) -> Completio
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_reason,
         weight_versions=weight_versions(sequence, sequence.num_output_tokens),
+        marks=delta.marks,
     )
+
+
+def _new_marks(output: SequenceOutput, detokenizer: Detokenizer, num_chars: int) -> tuple[Mark, ...]:
+    """Return the marks in the next `num_chars` characters for deltas, with their places there, and count them."""
+    start = output.num_delta_chars
+    found = detokenizer.marks(output.num_delta_marks, start + num_chars)
+    output.num_delta_marks += len(found)
+    return tuple(Mark(mark.place - start, mark.token_id) for mark in found)
 
 
 def _log_masses(sequence: SampleSequence, num_last: int) -> tuple[float, ...] | None:

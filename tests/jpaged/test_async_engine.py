@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from jpaged import AsyncEngine, Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
 from jpaged.core.stat_loggers import EndedRequest
 from jpaged.core.step_record import StepRecord
 from jpaged.errors import EngineStoppedError
+from jpaged.messages import NewRequest
+from jpaged.outputs import Mark, SampleDelta
 from jpaged.serving.metrics import ServerMetrics
 
 from .tiny_model import SIZES
@@ -152,6 +155,37 @@ def test_several_requests_are_queued_all_or_none(make):
             stream.close()
 
     engine = make(limits={"waiting_requests": 4})
+    asyncio.run(run())
+
+
+def test_marks_of_deltas_are_those_of_the_whole_text(make):
+    """The places of the tokens that a request names, also in text that is held back for a stop string."""
+
+    async def run() -> None:
+        options = params(max_tokens=60, stop=["never", "\n" * 9], output_kind="final_only")
+        message = engine.engine.builder.build("", "Hi", options, number=0)
+        (plain,) = (await samples_of(message, takes_deltas=False))[0]
+        message = msgspec.structs.replace(message, mark_ids=frozenset(plain.token_ids[::3]))
+        (whole,), _ = await samples_of(message, takes_deltas=False)
+        _, deltas = await samples_of(message, takes_deltas=True)
+        text, marks = "", list[Mark]()
+        for delta in deltas:
+            marks += [Mark(len(text) + mark.place, mark.token_id) for mark in delta.marks]
+            text += delta.text
+        assert (text, tuple(marks)) == (whole.text, whole.marks)
+        assert [mark.token_id for mark in marks] == [one for one in whole.token_ids if one in message.mark_ids]
+        assert plain.marks == ()
+
+    async def samples_of(message: NewRequest, *, takes_deltas: bool) -> tuple[Any, list[SampleDelta]]:
+        stream, deltas = await engine.submit([message], takes_deltas=takes_deltas), list[SampleDelta]()
+        while True:
+            if taken := await stream.take():
+                deltas += taken.deltas
+                if taken.outputs:
+                    stream.close()
+                    return taken.outputs[0].outputs, deltas
+
+    engine = make()
     asyncio.run(run())
 
 

@@ -262,6 +262,7 @@ def _decoded(sent: _Request) -> GenerationRequest:
                 "params": params,
                 "grammar": sent.grammars[fields["grammar"]],
                 "stop_ids": frozenset(fields["stop_ids"]),
+                "mark_ids": frozenset(fields["mark_ids"]),
                 "bad_words": tuple(map(tuple, fields["bad_words"])),
                 "form": ResultForm(fields["form"]),
             }

@@ -10,8 +10,10 @@ belongs to no character becomes U+FFFD.
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Sequence
 
+from ...outputs import Mark
 from .tokenizer import Tokenizer
 
 
@@ -43,12 +45,14 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        mark_ids: frozenset[int] = frozenset(),
     ):
         """Start with an empty output after the prompt `prompt_token_ids`.
 
         The options have the names and the meaning of `SamplingParams`. They say whether special tokens appear in the
         text and how they are spaced, which stop strings end it, whether the text then includes the stop string, and
-        after how many output tokens stop strings count. No stop string may be empty.
+        after how many output tokens stop strings count. No stop string may be empty. `marks` tells where the tokens
+        among `mark_ids` stand in the text.
         """
         assert all(stop), "an empty stop string is refused before it gets here"
         self.num_tokens = 0
@@ -64,6 +68,10 @@ class Detokenizer:
         self._first_chars = frozenset(text[0] for text in stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
+        self._mark_ids = mark_ids
+        self._marks: list[Mark] = []
+        self._num_chars = 0
+        """Characters of the text so far; counted only if tokens are marked."""
         self.pieces: list[str] = []
         """What calls of `delta` have returned, without empty ones."""
         self._unsent: list[str] = []
@@ -91,10 +99,12 @@ class Detokenizer:
         `min_tokens` tokens complete no stop string. The sequence must not have ended.
         """
         assert not self._is_finished, "tokens after the end of the sequence"
-        tokenizer, skipped = self._tokenizer, self._skipped
+        tokenizer, skipped, mark_ids = self._tokenizer, self._skipped, self._mark_ids
         for token_id in token_ids:
             self.num_tokens += 1
             if token_id in skipped:
+                if token_id in mark_ids:
+                    self._marks.append(Mark(self._num_chars, token_id))
                 continue
             piece = tokenizer.token_bytes(token_id)
             if self._joined:
@@ -115,9 +125,31 @@ class Detokenizer:
                     continue
             text, used = codecs.utf_8_decode(data, self._errors, False)
             self._pending = data[used:]
-            if text and self._push(text):
+            is_over = bool(text) and self._push(text)
+            if mark_ids:
+                self._num_chars += len(text)
+                if token_id in mark_ids:  # What stands before the token in `text` were bytes of no character.
+                    self._marks.append(Mark(self._num_chars - len(piece.decode(errors="replace").lstrip()), token_id))
+            if is_over:
                 return self.stop_string
         return None
+
+    @property
+    def num_marks(self) -> int:
+        """Return the number of marks so far, those in text that is held back included."""
+        return len(self._marks)
+
+    def marks(self, first: int, num_chars: int) -> tuple[Mark, ...]:
+        """Return the marks in the first `num_chars` characters of the text, from number `first` on.
+
+        A token without characters of its own is in a text that ends where it stands.
+        """
+        skipped = self._skipped
+        inside = itertools.takewhile(
+            lambda mark: mark.place < num_chars or (mark.place == num_chars and mark.token_id in skipped),
+            itertools.islice(self._marks, first, None),
+        )
+        return tuple(inside)
 
     def finish(self) -> None:
         """End the sequence: an unfinished character becomes U+FFFD, and no text is held back any more.

@@ -7,6 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jpaged.outputs import Mark
 from jpaged.text.tokenizing.detokenizer import Detokenizer
 from jpaged.text.tokenizing.tokenizer import Tokenizer
 
@@ -99,6 +100,44 @@ def test_several_tokens_at_once_give_the_text_of_one_by_one(text, chunk_len):
         detokenizer.append(ids[start : start + chunk_len])
     detokenizer.finish()
     assert detokenizer.text == text
+
+
+# Marks: where the tokens stand of which a reader must know the id.
+
+
+def with_ends(text, marks):
+    """Return a text with the special token <end> written at its marks."""
+    for mark in reversed(marks):
+        if mark.token_id == END:
+            text = text[: mark.place] + "<end>" + text[mark.place :]
+    return text
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "b", "<", "€", "<end>"]), max_size=12),
+    st.lists(st.sampled_from(["a", "b<", "<a", "€"]), max_size=2),
+    st.booleans(),
+)
+def test_marks_come_with_the_text_in_which_their_tokens_stand(pieces, stop, include):
+    """Those of <end>, which the text leaves out, and of "<", which it shows; a stop string takes those in it along."""
+    options = {"stop": stop, "include_stop_str_in_output": include}
+    detokenizer = Detokenizer(byte_tokenizer(), [], mark_ids=frozenset([END, ord("<")]), **options)
+    text, marks, shown = "", [], ""
+    for token_id in [*byte_tokenizer().encode("".join(pieces)), None]:
+        is_over = token_id is None or detokenizer.append([token_id]) is not None
+        delta = detokenizer.delta(finished=is_over)
+        new = [Mark(mark.place - len(text), mark.token_id) for mark in detokenizer.marks(len(marks), len(text + delta))]
+        assert all(delta[mark.place] == "<" if mark.token_id == ord("<") else True for mark in new)
+        text, marks, shown = text + delta, [*marks, *new], shown + with_ends(delta, new)
+        if is_over:
+            break
+    whole = detokenizer.marks(0, len(text))
+    assert [mark.token_id for mark in marks] == [mark.token_id for mark in whole]
+    assert shown == with_ends(text, whole)
+    assert [mark.place for mark in whole if mark.token_id != END] == [at for at, char in enumerate(text) if char == "<"]
+    if not detokenizer.stop_string:
+        assert shown == "".join(pieces)
 
 
 # Characters that are spread over tokens.
