@@ -47,6 +47,7 @@ LIMITS: dict[str, Limit] = {
     "bad_word_tokens": _lowerable(1024, "tokens of all bad_words, each with and without a space before it"),
     "logit_bias": _lowerable(1024, "token ids in logit_bias"),
     "schema_bytes": _lowerable(64 * 1024, "bytes of a JSON schema, a grammar, or all choices together"),
+    "tools": _lowerable(128, "tools of a request"),
     "regex_bytes": _lowerable(4 * 1024, "bytes of a regular expression"),
     "chars_per_token": _lowerable(64, "characters of a text for each token of the context, before it is tokenized"),
     "template_s": _lowerable(30, "seconds that a chat template may take"),

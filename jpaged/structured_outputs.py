@@ -95,7 +95,7 @@ def _text(kind: str, max_bytes: int) -> Rule:
     return rule
 
 
-def _schema(value: Any) -> str:
+def schema_text(value: Any) -> str:
     """Take a JSON schema as a mapping or as JSON text; return it as JSON text, in the order of its keys."""
     allowed = "a JSON schema, as an object or as text"
     if isinstance(value, Mapping):
@@ -141,7 +141,7 @@ class StructuredOutputsParams(
     """
 
     json: str | Mapping[str, Any] | None = checked(
-        None, or_none(_schema), "the output is JSON that this schema allows (draft 2020-12), a mapping or its text"
+        None, or_none(schema_text), "the output is JSON that this schema allows (draft 2020-12), a mapping or its text"
     )
     regex: str | None = checked(
         None, or_none(_text("a regular expression", MAX_REGEX_BYTES)), "the whole output matches this expression"

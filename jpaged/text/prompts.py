@@ -32,6 +32,7 @@ from ..limits import DEFAULT_LIMITS
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from .chat.chat_messages import normalize_messages
 from .chat.chat_template import has_exceeded_limits, readable_arguments, render_chat
+from .chat.tools import ToolSet, tools_of
 from .grammar.grammar import Grammars
 from .prompt_params import ParamsChecker, check_token_id, tokenizer_for
 from .tokenizing.tokenizer import Tokenizer
@@ -42,8 +43,9 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of a prompt's mapping, of which it has exactly one."""
 PROMPT_EXTRAS = ("cache_salt", "priority")
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
 TEXT_OPTIONS = ("add_special_tokens", "truncate_prompt_tokens")
-PROMPT_OPTIONS = (*PROMPT_EXTRAS, *TEXT_OPTIONS, *CHAT_OPTIONS)
+PROMPT_OPTIONS = (*PROMPT_EXTRAS, *TEXT_OPTIONS, *CHAT_OPTIONS, *TOOL_OPTIONS)
 """Keys that may stand beside it: those of `PromptOptions` too, of which some belong to messages alone."""
 MAX_SALT_CHARS = 256
 
@@ -60,6 +62,8 @@ class EncodedPrompt:
     """Lower values are scheduled sooner."""
     name: str = "prompt"
     """What errors call it: "messages" if it was given as a chat."""
+    tools: ToolSet | None = None
+    """The tools that a chat offers to the model."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +80,28 @@ class PromptOptions:
     """Whether the output continues the last message of a chat."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template; those that it does not read are left out, and the log is told."""
+    tools: ToolSet | None = None
+    """The tools that a chat offers, by `tools`, `tool_choice` and `parallel_tool_calls`."""
 
     @classmethod
-    def of(cls, prompt: Mapping[str, Any], key: str) -> PromptOptions:
+    def of(
+        cls, prompt: Mapping[str, Any], key: str, *, limits: Mapping[str, int | None] = DEFAULT_LIMITS
+    ) -> PromptOptions:
         """Return the options in the mapping of a prompt whose form is `key`, checked.
 
-        An option that is None counts as left out. Raise InvalidRequestError for a value of the wrong type, for an
-        option of chats beside another form, and for two options that exclude each other.
+        An option that is None counts as left out. `limits` are the engine's, for tools. Raise InvalidRequestError for a
+        value of the wrong type, for an option of chats beside another form, and for two options that exclude each
+        other.
         """
-        given = {name: prompt[name] for name in (*TEXT_OPTIONS, *CHAT_OPTIONS) if prompt.get(name) is not None}
+        names = (*TEXT_OPTIONS, *CHAT_OPTIONS, *TOOL_OPTIONS)
+        given = {name: prompt[name] for name in names if prompt.get(name) is not None}
         for name, value in given.items():
-            if name in CHAT_OPTIONS and key != "messages":
+            if name not in TEXT_OPTIONS and key != "messages":
                 raise refusal(name, told(value), "nothing beside a prompt that is no chat", "leave it out")
-            given[name] = check(name, value, _OPTION_RULES[name])
-        options = cls(**given)
+            if name not in TOOL_OPTIONS:
+                given[name] = check(name, value, _OPTION_RULES[name])
+        tools = tools_of(*(given.pop(name, None) for name in TOOL_OPTIONS), limits=limits)
+        options = cls(**given, tools=tools)
         if options.continue_final_message and options.add_generation_prompt:
             way_out = "give one of them"
             raise refusal("continue_final_message", "it and add_generation_prompt", "one of the two", way_out)
@@ -168,7 +180,7 @@ class PromptEncoder:
         if isinstance(prompt, Mapping):
             extras, mapping = _extras(prompt), prompt
             key, prompt = _only_form(mapping)
-            options = PromptOptions.of(mapping, key)
+            options = PromptOptions.of(mapping, key, limits=self.limits)
             if key == "messages":
                 prompt = self._render(prompt, options)
         num_kept = options.truncate_prompt_tokens
@@ -179,7 +191,7 @@ class PromptEncoder:
                 return EncodedPrompt(self._ids(prompt, num_room, num_kept, name=key), None, **extras)
             adds = key != "messages" if options.add_special_tokens is None else options.add_special_tokens
             ids = self._tokenize(prompt, num_room, add_special_tokens=adds, num_kept=num_kept)
-            return EncodedPrompt(ids, prompt, **extras, name=name)
+            return EncodedPrompt(ids, prompt, **extras, name=name, tools=options.tools)
 
     def _render(self, messages: Any, options: PromptOptions) -> str:
         """Return a chat as text. With `continue_final_message` it ends with the text of the last message."""
@@ -192,6 +204,7 @@ class PromptEncoder:
                 messages,
                 template=self.chat_template,
                 add_generation_prompt=adds,
+                tools=options.tools,
                 arguments=self._read_arguments(options.chat_template_kwargs),
                 max_s=self.limits["template_s"],
                 max_chars=self.limits["template_chars"],

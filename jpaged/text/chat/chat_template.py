@@ -9,6 +9,7 @@ from ...checks import one_line, refusal, shown
 from ...errors import InvalidRequestError
 from ..tokenizing.tokenizer import Tokenizer
 from .chat_messages import normalize_messages
+from .tools import ToolSet, template_tools
 
 
 def readable_arguments(template: str) -> frozenset[str]:
@@ -34,6 +35,7 @@ def render_chat(
     *,
     template: str | None = None,
     add_generation_prompt: bool = True,
+    tools: ToolSet | None = None,
     arguments: Mapping[str, Any] | None = None,
     max_s: float | None = None,
     max_chars: int | None = None,
@@ -55,6 +57,7 @@ def render_chat(
         messages,
         special_tokens=tokenizer.special_tokens,
         add_generation_prompt=add_generation_prompt,
+        tools=tools,
         arguments=arguments,
         max_s=max_s,
         max_chars=max_chars,
@@ -67,6 +70,7 @@ def render_chat_template(
     *,
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
+    tools: ToolSet | None = None,
     arguments: Mapping[str, Any] | None = None,
     max_s: float | None = None,
     max_chars: int | None = None,
@@ -89,7 +93,8 @@ def render_chat_template(
             if name not in (known := template_arguments(template)):
                 allowed = f"what the chat template reads: {', '.join(sorted(known)) or 'nothing'}"
                 raise refusal("chat_template_kwargs", shown(name), allowed, "leave it out")
-        variables = {**names, "messages": conversation, "tools": None, "documents": None}
+        seen_tools = None if tools is None else template_tools(tools)
+        variables = {**names, "messages": conversation, "tools": seen_tools, "documents": None}
         return render(template, variables, max_s=max_s, max_chars=max_chars)
     except jinja2.TemplateSyntaxError as error:
         fault = f"is not valid Jinja2: line {error.lineno}: {one_line(error.message)}"
