@@ -53,6 +53,7 @@ LAYERS = {
         ("step", "text.output_processor", "text.prompts", "text"),
         ("text.prompt_params",),
         ("text.grammar",),
+        ("text.answers",),
         ("text.chat",),
         ("text.tokenizing",),
         ("scheduling",),

@@ -1,0 +1,183 @@
+"""Reads a text that is still being written, in order and only once.
+
+A reader is a generator on a `Cursor`. It yields where it needs more text than there is, and is resumed once more has
+come or the text has ended. A reader takes what it has seen, so that the cursor keeps no more than the beginning of a
+mark: text that awaits a decision lies in lists of pieces, and a long wait costs no more per character than a short one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Reader = Generator[None, None, T]
+WHITESPACE = " \t\n\r"
+_WHITESPACE = re.compile(f"[{WHITESPACE}]*")
+
+
+class Literals:
+    """A set of texts to look for at once."""
+
+    def __init__(self, texts: Iterable[str]):
+        """Take texts that are not empty. Where two begin at one place, the longer counts."""
+        self.texts = tuple(sorted(dict.fromkeys(texts), key=len, reverse=True))
+        self._max_prefix = max(map(len, self.texts), default=1) - 1
+        first = "".join(sorted({re.escape(text[0]) for text in self.texts}))
+        self.first_char = re.compile(f"[{first}]") if self.texts else re.compile(r"(?!)")
+        self._any = re.compile("|".join(map(re.escape, self.texts))) if self.texts else re.compile(r"(?!)")
+        prefixes = {text[:size] for text in self.texts for size in range(1, len(text))}
+        self._prefixes = frozenset(prefixes)
+
+    def find(self, text: str, place: int) -> tuple[int, str]:
+        """Return (place, literal) of the first literal in `text` from `place` on.
+
+        Without one, return (place of the beginning of a literal that the end of `text` may be, ""). That is the end of
+        `text` if it is no such beginning. A literal is found only where no literal can still begin before it.
+        """
+        if self.first_char.search(text, place) is None:
+            return len(text), ""
+        found = self._any.search(text, place)
+        end = len(text) if found is None else found.start()
+        for start in range(max(place, len(text) - self._max_prefix), end + 1 if found else end):
+            if text[start:] in self._prefixes:
+                return start, ""
+        return (end, "") if found is None else (end, found.group())
+
+
+class Cursor:
+    """A text that grows at its end, and the place up to which it has been read."""
+
+    __slots__ = ("_record", "_record_start", "is_final", "place", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.place = 0
+        self.is_final = False
+        """No more text comes."""
+        self._record: list[str] | None = None
+        self._record_start = 0
+
+    def feed(self, text: str) -> None:
+        """Add text at the end, and drop what has been read."""
+        if self._record is not None:
+            self._record.append(self.text[self._record_start : self.place])
+            self._record_start = 0
+        self.text = self.text[self.place :] + text if self.place < len(self.text) else text
+        self.place = 0
+
+    def drop(self) -> None:
+        """Take all there is."""
+        self.place = len(self.text)
+
+    def record(self) -> None:
+        """Keep what is read from here on, for `recorded`."""
+        self._record, self._record_start = [], self.place
+
+    def recorded(self) -> str:
+        """Return what has been read since `record`, and keep no more."""
+        assert self._record is not None
+        self._record.append(self.text[self._record_start : self.place])
+        text, self._record = "".join(self._record), None
+        return text
+
+    def forget(self) -> None:
+        """Keep nothing of what is read."""
+        self._record = None
+
+    def more(self) -> Reader[bool]:
+        """Wait for more text; return False if the text has ended."""
+        if not self.is_final:
+            yield
+        return not self.is_final
+
+    def peek(self) -> Reader[str]:
+        """Return the next character without taking it, "" at the end."""
+        while self.place == len(self.text):
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.place]
+
+    def take(self, pattern: re.Pattern[str], keep: Callable[[str], Any] | None = None) -> Reader[None]:
+        """Take all characters that fit `pattern`, a character class repeated from zero times on.
+
+        Each piece that was taken is given to `keep`.
+        """
+        while True:
+            found = pattern.match(self.text, self.place)
+            assert found is not None
+            if found.end() > self.place:
+                if keep is not None:
+                    keep(found.group())
+                self.place = found.end()
+            if self.place < len(self.text) or not (yield from self.more()):
+                return
+
+    def skip_whitespace(self, keep: Callable[[str], Any] | None = None) -> Reader[None]:
+        """Take JSON's whitespace; each piece is given to `keep`."""
+        yield from self.take(_WHITESPACE, keep)
+
+    def begins(self, literals: Literals) -> Reader[str]:
+        """Return the literal that begins here, the longest if there are several, "" if none does. Nothing is taken."""
+        while True:
+            place, literal = literals.find(self.text, self.place)
+            if place > self.place or (literal and place == self.place):
+                return literal if place == self.place else ""
+            # The text so far is empty or the beginning of a literal.
+            if not (yield from self.more()):
+                whole = [text for text in literals.texts if self.text.startswith(text, self.place)]
+                return whole[0] if whole else ""
+
+    def take_until(self, literals: Callable[[], Literals], keep: Callable[[str], Any]) -> Reader[str]:
+        """Take the text before the first literal, giving its pieces to `keep`; return the literal, "" at the end.
+
+        The literal itself is not taken. `literals` is asked anew whenever more text has come.
+        """
+        while True:
+            place, literal = literals().find(self.text, self.place)
+            if place > self.place:
+                keep(self.text[self.place : place])
+                self.place = place
+            if literal:
+                return literal
+            if not (yield from self.more()):
+                found = yield from self.begins(literals())
+                if found:
+                    return found
+                if self.place == len(self.text):
+                    return ""
+                # A half literal at the end is text, and so is its first character even if another may begin in it.
+                keep(self.text[self.place])
+                self.place += 1
+
+
+class PushReader(Generic[T]):
+    """A reader on a cursor of its own, which is given the text piece by piece."""
+
+    def __init__(self, reader: Callable[[Cursor], Reader[T]]):
+        self.cursor = Cursor()
+        self.result: T | None = None
+        """What the reader has returned; None as long as it reads."""
+        self._reader = reader(self.cursor)
+        self._resume()
+
+    def feed(self, text: str) -> None:
+        """Let the reader read `text` too; what comes after it has returned is left unread."""
+        self.cursor.feed(text)
+        if self.result is None:
+            self._resume()
+
+    def finish(self) -> T:
+        """End the text, and return what the reader returns."""
+        self.cursor.is_final = True
+        if self.result is None:
+            self._resume()
+        assert self.result is not None, "a reader returns at the end of its text"
+        return self.result
+
+    def _resume(self) -> None:
+        try:
+            next(self._reader)
+        except StopIteration as end:
+            self.result = end.value

@@ -1,0 +1,74 @@
+"""Takes the input of a custom tool, which is text, out of the arguments that a model writes for it.
+
+A model is shown a custom tool as a function with the parameter `input`. It writes {"input": "…"}, or where its format
+allows it, the text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .cursor import Cursor, PushReader, Reader
+from .json_text import JsonText, read_json, read_string, unescaped
+
+INPUT = "input"
+
+
+class CustomInput:
+    """The arguments of one call on their way to the text of its input."""
+
+    def __init__(self, emit: Callable[[str], None]):
+        self._emit = emit
+        self._reader = PushReader(self._read)
+
+    def write(self, text: str) -> None:
+        """Add a piece of the arguments."""
+        self._reader.feed(text)
+
+    def finish(self) -> None:
+        """Emit what is held: arguments that are no object with an input are the input themselves."""
+        self._reader.finish()
+
+    def _read(self, cursor: Cursor) -> Reader[bool]:
+        """Emit the value of `input` if the text is an object that has it, and any other text as it is."""
+        cursor.record()
+        if (yield from self._read_object(cursor)):
+            return True
+        text = cursor.recorded()
+        if text != "{}":
+            self._emit(text)
+        while (yield from cursor.peek()):
+            self._emit(cursor.text[cursor.place :])
+            cursor.drop()
+        return True
+
+    def _read_object(self, cursor: Cursor) -> Reader[bool]:
+        """Emit the value of `input` in an object, and take the rest; return False if there is none."""
+        yield from cursor.skip_whitespace()
+        separator = "{"
+        while (yield from cursor.peek()) == separator:
+            cursor.place += 1
+            yield from cursor.skip_whitespace()
+            key: list[str] = []
+            if (yield from cursor.peek()) != '"':
+                return False
+            cursor.place += 1
+            if not (yield from read_string(cursor, key.append, {}, '"')):
+                return False
+            yield from cursor.skip_whitespace()
+            if (yield from cursor.peek()) != ":":
+                return False
+            cursor.place += 1
+            yield from cursor.skip_whitespace()
+            if unescaped("".join(key)) == INPUT and (yield from cursor.peek()) == '"':
+                cursor.forget()
+                cursor.place += 1
+                yield from read_string(cursor, lambda piece: self._emit(unescaped(piece)), {}, '"')
+                while (yield from cursor.peek()):
+                    cursor.drop()
+                return True
+            if not (yield from read_json(cursor, JsonText(lambda _: None), {})):
+                return False
+            yield from cursor.skip_whitespace()
+            separator = ","
+        return False
