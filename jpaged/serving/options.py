@@ -87,7 +87,10 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
     ssl_certfile: str | None = checks.checked(None, or_none(text("a file")), "serve HTTPS by this certificate (PEM)")
     ssl_keyfile: str | None = checks.checked(None, or_none(text("a file")), "the certificate's key (PEM)")
     api_key: tuple[str, ...] = checks.checked(
-        (), _keys, "a key that clients must send, as Authorization: Bearer KEY (repeatable)", metavar="KEY"
+        (),
+        _keys,
+        "a key that clients must send, as Authorization: Bearer KEY or x-api-key: KEY (repeatable)",
+        metavar="KEY",
     )
     api_key_file: str | None = checks.checked(
         None, or_none(text("a file")), "a file of such keys, one a line; # begins a comment"

@@ -9,8 +9,8 @@ import pytest
 from jpaged.commands.files.results import dump_line
 from jpaged.json_lines import encode_json
 from jpaged.serving.http.responses import json_response
-from jpaged.serving.protocols.encoders import Encoder
-from jpaged.serving.protocols.http_errors import HTTPError, error_body
+from jpaged.serving.protocols.http_errors import HTTPError
+from jpaged.serving.protocols.table import PROTOCOLS
 
 ENDS = [chr(code) for code in range(0x110000) if len(f"a{chr(code)}b".splitlines()) == 2]
 """Every character at which `str.splitlines` ends a line."""
@@ -18,8 +18,12 @@ WRITERS: dict[str, Callable[[str], bytes | str]] = {
     "a value": encode_json,
     "a key": lambda text: encode_json({text: 5}),
     "a body": lambda text: json_response({"text": text}).body,
-    "an error": lambda text: error_body(HTTPError(400, "no", param=text)),
-    "the error of a stream": lambda text: Encoder.failure(HTTPError(500, "no", param=text)).strip()[len("data: ") :],
+    **{
+        f"an error at {protocol.path}": lambda text, write=protocol.error_body: write(
+            HTTPError(400, "no", param=text), text
+        )
+        for protocol in PROTOCOLS
+    },
     "a line of results": lambda text: dump_line({"text": text}),
 }
 

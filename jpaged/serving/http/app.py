@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,15 +20,17 @@ from starlette.routing import Route
 
 from ... import not_available
 from ..metrics import CONTENT_TYPE
-from ..protocols.encoders import ChatEncoder, CompletionEncoder, Encoder
-from ..protocols.generation_request import GenerationRequest
 from ..protocols.http_errors import HTTPError, http_error, unknown_model
+from ..protocols.protocol import GenerationRoute
 from ..protocols.request_parser import ParserResponse, RequestParser
+from ..protocols.served_model import ServedModel
+from ..protocols.table import GENERATION_ROUTES, PARSER_ROUTES
+from ..protocols.tokens.parser import tokenizer_info
 from . import admin
 from .body_parser import LONG_BODY_BYTES
 from .gate import Gate
 from .generation import Generation
-from .responses import Handler, client_left, error_response, json_response, warning_headers
+from .responses import Handler, client_left, error_response, json_response, protocol_at, warning_headers
 from .server_state import ServerState
 
 INDEX_POLICY = "default-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; frame-ancestors 'none'"
@@ -67,13 +69,6 @@ async def read_body(request: Request, state: ServerState) -> bytearray:
     return body
 
 
-class GenerationRoute(NamedTuple):
-    """How the requests of one protocol are read, and how their responses are written."""
-
-    parse: Callable[[RequestParser, bytearray], GenerationRequest]
-    encoder_type: type[Encoder]
-
-
 class Routes:
     """The handlers of all routes."""
 
@@ -82,7 +77,6 @@ class Routes:
 
     def table(self) -> list[Route]:
         """Return all routes of the server."""
-        posts: dict[str, Handler] = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         gets: dict[str, Handler] = {
             "/": self.index,
             "/health": self.health,
@@ -93,10 +87,11 @@ class Routes:
             "/v1/models": self.models,
         }
         routes = [Route(path, self._guarded(handler), methods=["GET"]) for path, handler in gets.items()]
-        routes += [Route(path, self._guarded(handler), methods=["POST"]) for path, handler in posts.items()]
         routes.append(Route("/v1/models/{name:path}", self._guarded(self.model), methods=["GET"]))
         for path, route in GENERATION_ROUTES.items():
             routes.append(Route(path, self._guarded(partial(self.generate, route)), methods=["POST"]))
+        for path, parse in PARSER_ROUTES.items():
+            routes.append(Route(path, self._guarded(partial(self.parse, parse)), methods=["POST"]))
         routes += [Route(path, self._guarded(_not_available), methods=["POST"]) for path in not_available.ROUTES]
         if self.state.options.enable_admin:
             routes += admin.admin_routes(self.state, self._guarded)
@@ -109,7 +104,7 @@ class Routes:
             try:
                 return await handler(request)
             except Exception as error:
-                return error_response(http_error(error))
+                return error_response(request.scope, http_error(error))
 
         return run
 
@@ -119,14 +114,8 @@ class Routes:
         body = await read_body(request, self.state)
         return _GenerationResponse(self.state, route, body)
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._parsed(request, RequestParser.tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._parsed(request, RequestParser.detokenize)
-
-    async def _parsed(self, request: Request, method: Callable[[RequestParser, bytearray], ParserResponse]) -> Response:
-        """Return the response that a method of RequestParser makes of the body of a request.
+    async def parse(self, method: Callable[[RequestParser, bytearray], ParserResponse], request: Request) -> Response:
+        """Return the response that the parser makes of the body of a request.
 
         Raise HTTPError, a 400 for the log, if the client leaves before the response is there.
         """
@@ -146,28 +135,26 @@ class Routes:
             leaving.cancel()
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(self.state.parser.tokenizer_info)
+        return json_response(await asyncio.to_thread(tokenizer_info, self.state.parser))
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self.state.model_names]})
+        models = [self._model(name) for name in self.state.model_names]
+        return json_response(protocol_at(request.scope).models(models, request.query_params))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self.state.model_names:
             raise unknown_model("this model does not exist; GET /v1/models lists those that do")
-        return json_response(self._model(name))
+        return json_response(protocol_at(request.scope).model(self._model(name)))
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> ServedModel:
         parser = self.state.parser
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.state.start_unix_s,
-            "owned_by": "jpaged",
-            "root": parser.config.model,
-            "parent": None,
-            "max_model_len": parser.max_model_len,
-        }
+        return ServedModel(
+            name=name,
+            created=self.state.start_unix_s,
+            root=parser.config.model,
+            max_model_len=parser.max_model_len,
+        )
 
     async def health(self, request: Request) -> Response:
         health = self.state.health()
@@ -209,22 +196,17 @@ async def _not_available(request: Request) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     """Answer for paths and methods that no route has."""
     assert isinstance(error, HTTPException)
+    told = HTTPError(error.status_code, "there is no such route")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        return error_response(
-            HTTPError(405, f"this method is not allowed here; allowed: {allowed}", headers={"allow": allowed})
-        )
-    return error_response(HTTPError(error.status_code, "there is no such route"))
+        told = HTTPError(405, f"this method is not allowed here; allowed: {allowed}", headers={"allow": allowed})
+    return error_response(request.scope, told)
 
 
-GENERATION_ROUTES = {
-    "/v1/completions": GenerationRoute(RequestParser.parse_completion, CompletionEncoder),
-    "/v1/chat/completions": GenerationRoute(RequestParser.parse_chat, ChatEncoder),
-}
-_OTHER_PATHS = ("/", "/version", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/models")
-EXPOSED_HEADERS = ("x-request-id", "retry-after", "warning")
+_OTHER_PATHS = ("/", "/version", "/tokenizer_info", "/v1/models")
+EXPOSED_HEADERS = ("x-request-id", "request-id", "retry-after", "warning")
 """Headers of responses that pages of allowed origins may read, beside those that browsers show anyway."""
-LOGGED_PATHS = frozenset((*GENERATION_ROUTES, *not_available.ROUTES, *admin.PATHS, *_OTHER_PATHS))
+LOGGED_PATHS = frozenset((*GENERATION_ROUTES, *PARSER_ROUTES, *not_available.ROUTES, *admin.PATHS, *_OTHER_PATHS))
 """Paths that the log names."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..protocols.fields import CLIENT_ID
 from ..protocols.http_errors import HTTPError, http_error
-from .responses import error_response
+from .responses import ID_KEY, error_response, path_of, protocol_at
 from .server_state import ServerState
 
 requests_log = logging.getLogger("jpaged.requests")
@@ -21,8 +21,6 @@ OPEN_PATHS = ("/health", "/live", "/")
 """Paths that never need a key."""
 UNLOGGED_PATHS = ("/health", "/live", "/metrics")
 """Paths whose requests get no line in the log."""
-ID_KEY = "jpaged.request_id"
-"""Where the scope of a request has the id that its response and its line in the log show."""
 
 
 class Gate:
@@ -63,16 +61,17 @@ class Gate:
             nonlocal status
             if event["type"] == "http.response.start":
                 status = event["status"]
-                event["headers"] = [*event["headers"], (b"x-request-id", scope[ID_KEY].encode())]
+                event["headers"] = [*event["headers"], *((name, scope[ID_KEY].encode()) for name in id_headers)]
             await send(event)
 
-        path = scope["path"].removeprefix(scope["root_path"])
+        path, own_header = path_of(scope), protocol_at(scope).id_header
+        id_headers = [b"x-request-id"] if own_header is None else [b"x-request-id", own_header.encode()]
         try:
             await self._pass(scope, path, receive, send_with_id)
         except Exception as error:  # uvicorn would answer in plain text.
             if status:
                 raise
-            await error_response(http_error(error))(scope, receive, send_with_id)
+            await error_response(scope, http_error(error))(scope, receive, send_with_id)
         if not self.state.options.disable_log_requests and path not in UNLOGGED_PATHS:
             took_s = time.perf_counter() - start_s
             route = path if path in self._logged_paths else "another path"
@@ -110,18 +109,21 @@ class Gate:
     def _check_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """Return the digest of the key that a request carries. Raise HTTPError, a 401, unless it is one of the keys.
 
-        Every wrong key takes the same time: digests are compared with those of all keys.
+        A key comes in `Authorization: Bearer`, as OpenAI's clients send it, or in `x-api-key`, as Anthropic's do. A
+        request may have both headers if both hold the same key. Every wrong key takes the same time: digests are
+        compared with those of all keys.
         """
         if not self._digests:
             return b""
-        values = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
+        sent = [_key(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
+        names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
+        digests = {hashlib.sha256(key).digest() for key in sent}
+        digest = digests.pop() if digests else b""
         is_known = False
         for known in self._digests:
             is_known |= hmac.compare_digest(digest, known)
-        if not is_known or scheme.lower() != b"bearer":
-            message = "no valid key; send the header Authorization: Bearer KEY"
+        if not is_known or digests or len(set(names)) < len(names):
+            message = "no valid key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest
 
@@ -132,6 +134,14 @@ class Gate:
             message = f"{count} requests of this key are unfinished, allowed are {max_open}; try again later"
             raise HTTPError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
         self._num_open[key] = count + 1
+
+
+def _key(header: bytes, value: bytes) -> bytes:
+    """Return the key in a header, empty if it holds another kind of credentials."""
+    if header != b"authorization":
+        return value.strip()
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:

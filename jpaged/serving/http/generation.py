@@ -13,20 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ...outputs import RequestOutput
-from ..protocols.encoders import Encoder
+from ..protocols.encoder import Encoder
 from ..protocols.generation_request import GenerationRequest
-from ..protocols.http_errors import CLIENT_GONE, HTTPError, error_body, error_summary, http_error, unavailable
-from .gate import ID_KEY
-from .responses import client_left, warning_headers
+from ..protocols.http_errors import CLIENT_GONE, HTTPError, error_summary, http_error, unavailable
+from .responses import ID_KEY, client_left, protocol_at, warning_headers
 from .server_state import ServerState
 
 if TYPE_CHECKING:
     from ...async_engine import OutputStream
     from ...core.core_thread import StepOutputs
 
-COMMENT = b": waiting\n"
-"""Breaks a silence, so that no proxy takes the stream for dead. No empty line follows it: some clients take one for the
-end of an event, although none has begun."""
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -107,13 +103,13 @@ class Generation:
         """Return what a span tells of the response, under the names of OpenTelemetry's conventions."""
         if self.encoder is None:
             return {}
-        usage = self.encoder.usage()
+        counts = self.encoder.counts
         return {
             "gen_ai.request.model": self.state.model_names[0],
             "gen_ai.response.id": self.encoder.id,
-            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
-            "gen_ai.usage.output_tokens": usage["completion_tokens"],
-            "gen_ai.usage.cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "gen_ai.usage.input_tokens": counts.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": counts.num_output_tokens,
+            "gen_ai.usage.cached_tokens": counts.num_cached_tokens,
             "gen_ai.request.choice.count": self.encoder.request.num_samples,
         }
 
@@ -180,7 +176,7 @@ class Generation:
             taken = await self._take()
             if taken is None:
                 if silence_s and time.monotonic() - self.last_sent_s >= silence_s:
-                    await self._send_event(COMMENT, send)
+                    await self._send_event(encoder.keepalive, send)
                 continue
             encoder.take_prompt_logprobs(taken.prompt_logprobs)
             deltas = [delta for delta in taken.deltas if delta.finish_reason not in _FAILED]
@@ -216,9 +212,10 @@ class Generation:
         if error.status == CLIENT_GONE:
             return
         if self.has_begun:
-            await send({"type": "http.response.body", "body": Encoder.failure(error), "more_body": False})
+            assert self.encoder is not None, "only an encoder begins a response"
+            await send({"type": "http.response.body", "body": self.encoder.failure(error), "more_body": False})
             return
-        body = error_body(error)
+        body = protocol_at(self.scope).error_body(error, self.scope.get(ID_KEY, ""))
         more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
         await self._start(error.status, [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *more], send)
         await send({"type": "http.response.body", "body": body})

@@ -14,7 +14,9 @@ import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from ..protocols.http_errors import HTTPError, error_body, unavailable
+from ..protocols.http_errors import HTTPError, unavailable
+from ..protocols.openai_errors import error_body
+from .responses import ID_KEY, protocol_at
 
 BACKLOG = 2048
 """Connections that the kernel holds until the server accepts them."""
@@ -129,11 +131,15 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
             return
         part, limit = ("body", "body_s") if limit == "body_s" else ("headers", "header_s")
-        self._refuse(HTTPError(408, f"the request's {part} took longer than {self.limits[limit]} s to arrive"))
+        error = HTTPError(408, f"the request's {part} took longer than {self.limits[limit]} s to arrive")
+        self._refuse(error, self.scope if part == "body" else None)
 
-    def _refuse(self, error: HTTPError) -> None:
-        """Answer with an error, and close the connection."""
-        body = error_body(error)
+    def _refuse(self, error: HTTPError, scope: Any = None) -> None:
+        """Answer with an error, and close the connection.
+
+        `scope` is the request's, as ASGI has it; None if its head has not been read, which leaves its protocol unknown.
+        """
+        body = error_body(error) if scope is None else protocol_at(scope).error_body(error, scope.get(ID_KEY, ""))
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         headers += list(error.headers.items())
         head = [f"HTTP/1.1 {error.status} {STATUS_PHRASES[error.status].decode()}"]

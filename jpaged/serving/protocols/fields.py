@@ -1,7 +1,7 @@
-"""The one table of the fields of request bodies: OpenAI's, vLLM's, and what this server does with each.
+"""What tables of the fields of request bodies are made of, and what this server does with the fields of a body.
 
-A field whose value is null counts as left out. docs/serving.md shows this table; a test holds it to the types of
-OpenAI's package.
+Each protocol has a table of its own, which docs/serving.md shows; a test holds it to the types of the package of the
+protocol's owner. A field whose value is null counts as left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ...checks import check_name, json_integer, nearest, refusal, shown_name, told
 from ...sampling.sampling_params import INTEGER_FIELDS
-from ...text.prompts import CHAT_OPTIONS, PROMPT_EXTRAS, TEXT_OPTIONS
+from ...text.prompts import PROMPT_EXTRAS, TEXT_OPTIONS
 
 MAX_WARNED = 8
 """Fields without effect of one body, and template variables, that the log and the response name at most."""
@@ -43,11 +43,13 @@ class BodyField:
     way_out: str = "leave it out"
 
 
-def _fields(use: Use, *names: str) -> dict[str, BodyField]:
+def used_fields(use: Use, *names: str) -> dict[str, BodyField]:
+    """Return rows of a table: fields that are used alike."""
     return {name: BodyField(use) for name in names}
 
 
-def _refused(way_out: str = "leave it out", **neutral_values: tuple[Any, ...]) -> dict[str, BodyField]:
+def refused_fields(way_out: str = "leave it out", **neutral_values: tuple[Any, ...]) -> dict[str, BodyField]:
+    """Return rows of a table: fields that are refused unless they hold one of the values given here."""
     return {name: BodyField(Use.REFUSED, values, way_out) for name, values in neutral_values.items()}
 
 
@@ -59,63 +61,35 @@ INTEGERS = frozenset(
 )  # fmt: skip
 """Fields that hold one integer, which JSON may write as 4.0 too."""
 _STRUCTURED = "give structured_outputs or response_format"
-_COMMON: dict[str, BodyField] = {
-    **_fields(
+COMMON_FIELDS: dict[str, BodyField] = {
+    **used_fields(
         Use.SAMPLING,
         "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
         "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
         "include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs", "structured_outputs",
         "logit_bias",
     ),
-    **_fields(Use.PROMPT, *PROMPT_EXTRAS, *TEXT_OPTIONS),
-    **_fields(
+    **used_fields(Use.PROMPT, *PROMPT_EXTRAS, *TEXT_OPTIONS),
+    **used_fields(
         Use.PROTOCOL,
         "model", "n", "max_tokens", "logprobs", "stream", "stream_options", "response_format",
         "return_token_ids", "return_tokens_as_token_ids", "request_id", "use_beam_search", "length_penalty",
     ),
-    **_fields(Use.IGNORED, "user", "session_id"),
-    **_refused(best_of=(1,), logits_processors=([],), kv_transfer_params=({},), vllm_xargs=({},)),
-    **_refused(
+    **used_fields(Use.IGNORED, "user", "session_id"),
+    **refused_fields(best_of=(1,), logits_processors=([],), kv_transfer_params=({},), vllm_xargs=({},)),
+    **refused_fields(
         repetition_detection=(), prompt_embeds=(), ec_transfer_params=({},), logprob_token_ids=([],), mm_payload=(),
         return_mm_kwargs=(False,), return_token_offsets=(False,), routed_experts_prompt_start=(0,),
         stream_interval=(1,), thinking_token_budget=(), truncation_side=("left",), watermarking=(),
     ),
-    **_refused(
+    **refused_fields(
         _STRUCTURED,
         guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(), guided_decoding_backend=(),
         guided_whitespace_pattern=(), structural_tag=(), json=(), json_schema=(), json_object=(False,), schema=(),
         regex=(), choice=(), grammar=(), ebnf=(), format=(),
     ),
 }  # fmt: skip
-
-COMPLETION_FIELDS: dict[str, BodyField] = {
-    **_COMMON,
-    **_fields(Use.PROTOCOL, "prompt", "echo"),
-    **_refused(suffix=("",)),
-}
-CHAT_FIELDS: dict[str, BodyField] = {
-    **_COMMON,
-    **_fields(Use.PROTOCOL, "messages", "top_logprobs", "max_completion_tokens", "reasoning_effort"),
-    **_fields(Use.PROMPT, *CHAT_OPTIONS),
-    **_fields(
-        Use.IGNORED,
-        "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "prediction", "parallel_tool_calls",
-    ),
-    **_refused(
-        tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none", "auto"),
-        modalities=(["text"],), audio=(), web_search_options=(), moderation=(), verbosity=("medium",),
-        echo=(False,), documents=([],), include_reasoning=(True,), return_prompt_text=(False,),
-        mm_processor_kwargs=({},), media_io_kwargs=({},),
-    ),
-    **_refused("start the server with --chat-template", chat_template=()),
-}  # fmt: skip
-TOKENIZE_FIELDS: dict[str, BodyField] = {
-    **_fields(Use.PROTOCOL, "model", "prompt", "messages", "return_token_strs"),
-    **_fields(Use.PROMPT, "add_special_tokens", *CHAT_OPTIONS),
-    **_refused(tools=([],), mm_processor_kwargs=({},), media_io_kwargs=({},), chat_template=()),
-}
-DETOKENIZE_FIELDS: dict[str, BodyField] = _fields(Use.PROTOCOL, "model", "tokens")
+"""What OpenAI's completions and chats share."""
 
 
 @dataclass

@@ -1,14 +1,12 @@
-"""The one form of the server's errors, whose text is short and quotes no prompt."""
+"""The server's errors, whose text is short and quotes no prompt. Each protocol writes them in a form of its own."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from ...checks import one_line
 from ...errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
-from ...json_lines import encode_json
 
 logger = logging.getLogger("jpaged")
 
@@ -90,24 +88,14 @@ def error_summary(error: HTTPError) -> str:
     return kind if error.param is None else f"{kind}: {error.param[:100]}"
 
 
-def error_record(error: HTTPError) -> dict[str, Any]:
-    """Return the `error` object of a response or of a stream's event, in the words of OpenAI's completions and chats.
-
-    A protocol with other words for a kind of error chooses them by `HTTPError.code`.
-    """
+def short_message(error: HTTPError) -> str:
+    """Return the message of an error on one line, at most MAX_MESSAGE_CHARS long, as JSON in UTF-8 can hold it."""
     message = " ".join(error.message.split())
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 1] + "…"
-    kind = ERROR_TYPES.get(error.status, "APIError")
-    param = None if error.param is None else error.param[:100]
-    return {"message": _valid(message), "type": kind, "param": param and _valid(param), "code": error.code}
+    return valid_text(message)
 
 
-def error_body(error: HTTPError) -> bytes:
-    """Return the JSON body of an error."""
-    return encode_json({"error": error_record(error)})
-
-
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return a text without lone surrogates, which no JSON in UTF-8 can hold."""
     return text.encode(errors="replace").decode()

@@ -47,11 +47,13 @@ def take_object(name: str, value: Any, rules: Mapping[str, Rule], *, way_out: st
 
 
 def structure_of(response_format: Any) -> dict[str, Any] | None:
-    """Return the structured output that a `response_format` asks for; None for plain text.
+    """Return the structured output that a `response_format` asks for; None for plain text, and where it is None.
 
     A schema stands where OpenAI has it, in `json_schema`, or beside the type json_object, as llama.cpp and Together
     have it. Raise InvalidRequestError, with the key, for a schema in any other place.
     """
+    if response_format is None:
+        return None
     given = take_object("response_format", response_format, RESPONSE_FORMAT)
     if "type" not in given:
         raise refusal("response_format", "an object without a type", f"one with the type {' or '.join(KEYS_OF_TYPE)}")

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, Any
 
@@ -38,6 +37,7 @@ from ...text.tokenizing.tokenizer import Tokenizer
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError, http_error
 from .request_parser import ParserResponse, RequestParser
+from .table import METHODS
 
 logger = logging.getLogger("jpaged")
 
@@ -49,13 +49,6 @@ PARENT_POLL_S = 1.0
 """Seconds between two looks of the process whether its parent has died."""
 CONFIG_FIELDS = ("model", "limits", "max_logprobs", "scheduling_policy", "logprobs_mode")
 """Options of the engine that a parser reads."""
-METHODS: dict[str, Callable[[RequestParser, bytearray], Any]] = {
-    method.__name__: method
-    for method in (
-        RequestParser.parse_completion, RequestParser.parse_chat, RequestParser.tokenize, RequestParser.detokenize
-    )
-}  # fmt: skip
-"""What the process can do with a body, by name."""
 
 
 class _Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,12 +16,31 @@ from .served import Served, serving
 # A test of the server is no test of optimized programs.
 FLAGS: list[Any] = [*SIZE_FLAGS, "--served-model-name", "tiny", "--enable-admin"]
 
+KEYS = ("first-key", "second-key")
+SMALL: dict[str, int] = {
+    "body_bytes": 2000, "body_s": 1, "header_bytes": 4000, "headers": 12, "header_s": 1, "keep_alive_s": 1,
+    "connections": 20, "prompts": 3, "samples": 2, "stop": 2, "bad_words": 2, "logit_bias": 2, "json_depth": 5,
+    "requests_per_key": 4, "request_s": 20, "waiting_tokens": 100, "json_values": 40, "send_s": 1, "silence_s": 1,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="session")
 def served(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Give a server without keys; tests leave it idle."""
     log = tmp_path_factory.mktemp("served") / "log"
     with serving(tiny, *FLAGS, log=log) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def locked(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Give a server with keys and small limits that listens at both addresses of localhost."""
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text(f"# keys\n{KEYS[1]}\n")
+    limits = ",".join(f"{name}={value}" for name, value in SMALL.items())
+    flags = (*FLAGS, "--api-key", KEYS[0], "--api-key-file", folder / "keys", "--limits", limits)
+    flags = (*flags, "--root-path", "/llm", "--host", "localhost")
+    with serving(tiny, *flags, log=folder / "log", key=KEYS[0]) as server:
         yield server
 
 

@@ -14,8 +14,8 @@ from jpaged.errors import InvalidRequestError
 from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.protocols.fields import INTEGERS
 from jpaged.serving.protocols.http_errors import HTTPError
-from jpaged.serving.protocols.parser_process import METHODS
 from jpaged.serving.protocols.request_parser import RequestParser
+from jpaged.serving.protocols.table import METHODS
 
 S = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 USER = [{"role": "user", "content": "Hi"}]

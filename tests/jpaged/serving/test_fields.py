@@ -9,7 +9,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from jpaged.limits import LIMITS
-from jpaged.serving.protocols.fields import CHAT_FIELDS, COMPLETION_FIELDS, BodyField, Use
+from jpaged.serving.protocols.chat.fields import CHAT_FIELDS
+from jpaged.serving.protocols.completions.fields import COMPLETION_FIELDS
+from jpaged.serving.protocols.fields import BodyField, Use
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 ROWS = {

@@ -13,7 +13,7 @@ from jpaged.serving.http.body_parser import NUM_THREADS, BodyParser
 from jpaged.serving.http.generation import Generation
 from jpaged.serving.http.server_state import ServerState
 from jpaged.serving.options import ServeOptions, served_limits
-from jpaged.serving.protocols.encoders import CompletionEncoder
+from jpaged.serving.protocols.completions.encoder import CompletionEncoder
 from jpaged.serving.protocols.http_errors import HTTPError
 from jpaged.serving.protocols.parser_process import ParserProcess
 from jpaged.serving.protocols.request_parser import RequestParser

@@ -22,27 +22,8 @@ from jpaged.serving.http.server import LimitedServer, allow_connections
 from jpaged.serving.http.server_state import ServerState
 from jpaged.serving.options import ServeOptions, served_limits
 
-from .conftest import FLAGS
+from .conftest import FLAGS, KEYS, SMALL
 from .served import Served, command, read_all, serving, wait_until
-
-KEYS = ("first-key", "second-key")
-SMALL: dict[str, int] = {
-    "body_bytes": 2000, "body_s": 1, "header_bytes": 4000, "headers": 12, "header_s": 1, "keep_alive_s": 1,
-    "connections": 20, "prompts": 3, "samples": 2, "stop": 2, "bad_words": 2, "logit_bias": 2, "json_depth": 5,
-    "requests_per_key": 4, "request_s": 20, "waiting_tokens": 100, "json_values": 40, "send_s": 1, "silence_s": 1,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def locked(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Give a server with keys and small limits that listens at both addresses of localhost."""
-    folder = tmp_path_factory.mktemp("locked")
-    (folder / "keys").write_text(f"# keys\n{KEYS[1]}\n")
-    limits = ",".join(f"{name}={value}" for name, value in SMALL.items())
-    flags = (*FLAGS, "--api-key", KEYS[0], "--api-key-file", folder / "keys", "--limits", limits)
-    flags = (*flags, "--root-path", "/llm", "--host", "localhost")
-    with serving(tiny, *flags, log=folder / "log", key=KEYS[0]) as server:
-        yield server
 
 
 def text(**fields: Any) -> dict[str, Any]:

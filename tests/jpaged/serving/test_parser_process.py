@@ -18,10 +18,12 @@ from jpaged import Engine
 from jpaged.errors import InvalidRequestError
 from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.http.body_parser import LONG_BODY_BYTES
+from jpaged.serving.protocols.completions.parser import parse_completion
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, http_error
-from jpaged.serving.protocols.parser_process import METHODS, ParserProcess, _encoded, _parser_of, _Setup, _setup_of
+from jpaged.serving.protocols.parser_process import ParserProcess, _encoded, _parser_of, _Setup, _setup_of
 from jpaged.serving.protocols.request_parser import RequestParser
+from jpaged.serving.protocols.table import METHODS
 from jpaged.text.tokenizing.tokenizer import Tokenizer, load_tokenizer
 
 from .served import Served, wait_until
@@ -129,7 +131,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
                 process.run("parse_completion", body)
             assert caught.value.status == 500
     assert "No such file" in caplog.text
-    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
+    assert timeless(process.run("parse_completion", body)) == timeless(parse_completion(parser, body))
     process.close()
 
 
@@ -155,7 +157,7 @@ def test_a_body_that_nobody_needs_any_more_is_given_up(
     with pytest.raises(HTTPError):
         process.run("parse_completion", body)
     monkeypatch.undo()
-    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
+    assert timeless(process.run("parse_completion", body)) == timeless(parse_completion(parser, body))
 
 
 def test_a_number_of_any_size_is_taken_as_the_server_takes_it(process: ParserProcess):
@@ -167,9 +169,9 @@ def test_a_number_of_any_size_is_taken_as_the_server_takes_it(process: ParserPro
 def test_the_process_is_told_once_what_all_prompts_share(parser: RequestParser, process: ParserProcess):
     schema = {**SCHEMA, "description": "x" * 20_000}
     body = as_body({"prompt": ["Hi"] * 500, "structured_outputs": {"json": schema}})
-    encoded = msgspec.msgpack.encode(_encoded(parser.parse_completion(body)))
+    encoded = msgspec.msgpack.encode(_encoded(parse_completion(parser, body)))
     assert len(encoded) < 500_000
-    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
+    assert timeless(process.run("parse_completion", body)) == timeless(parse_completion(parser, body))
 
 
 def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: Engine):
@@ -207,7 +209,7 @@ def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: En
     with_ids = replace(builder.encoder, tokenizer=None, grammars=None)
     parser = RequestParser(RequestBuilder(config, with_ids, builder.sizes, {}), ("a",))
     process, body = ParserProcess(parser), as_body({"prompt": [5, 6]})
-    assert timeless(process.run("parse_completion", body)) == timeless(parser.parse_completion(body))
+    assert timeless(process.run("parse_completion", body)) == timeless(parse_completion(parser, body))
     process.close()
 
 
@@ -223,8 +225,8 @@ def test_a_tokenizer_of_sentencepiece_reaches_the_process(engine: Engine, tmp_pa
     parser = RequestParser(RequestBuilder(builder.config, encoder, builder.sizes, {}), ("a",))
     setup = msgspec.msgpack.decode(msgspec.msgpack.encode(_setup_of(parser)), type=_Setup)
     body = as_body({"prompt": "to be</s>", "min_tokens": 1, "structured_outputs": {"choice": ["to"]}})
-    found = timeless(_parser_of(setup).parse_completion(body))
-    assert found == timeless(parser.parse_completion(body))
+    found = timeless(parse_completion(_parser_of(setup), body))
+    assert found == timeless(parse_completion(parser, body))
     assert found.new_requests[0].num_prompt_tokens == len("_to_be") + 1
 
 

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from jpaged.errors import ContextLengthError, InvalidRequestError
-from jpaged.serving.protocols.fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    DETOKENIZE_FIELDS,
-    TOKENIZE_FIELDS,
-    BodyField,
-    Use,
-)
-from jpaged.serving.protocols.http_errors import HTTPError, error_record, http_error
-from jpaged.serving.protocols.parser_process import METHODS
+from jpaged.serving.protocols.chat.fields import CHAT_FIELDS
+from jpaged.serving.protocols.completions.fields import COMPLETION_FIELDS
+from jpaged.serving.protocols.completions.parser import parse_completion
+from jpaged.serving.protocols.fields import BodyField, Use
+from jpaged.serving.protocols.http_errors import HTTPError, http_error
+from jpaged.serving.protocols.openai_errors import error_record
 from jpaged.serving.protocols.request_parser import RequestParser
+from jpaged.serving.protocols.table import METHODS
+from jpaged.serving.protocols.tokens.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from jpaged.serving.protocols.tokens.parser import tokenize
 
 CONTEXT = 128
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -68,14 +67,14 @@ def test_what_exceeds_the_context_is_one_kind_of_error(parser: RequestParser, ca
 
 
 def test_a_text_to_count_may_have_more_tokens_than_the_context(parser: RequestParser):
-    found = json.loads(parser.tokenize(as_body({"prompt": "x" * 64 * CONTEXT})).body)
+    found = json.loads(tokenize(parser, as_body({"prompt": "x" * 64 * CONTEXT})).body)
     assert (found["count"], found["max_model_len"]) == (64 * CONTEXT, CONTEXT)
 
 
 def test_other_limits_than_the_context_are_no_such_error(parser: RequestParser):
     for fields in ({"prompt": ""}, {"prompt": [258]}, {"prompt": "Hi", "max_tokens": 0}):
         with pytest.raises(InvalidRequestError) as caught:
-            parser.parse_completion(as_body(fields))
+            parse_completion(parser, as_body(fields))
         assert error_record(http_error(caught.value))["code"] is None
 
 

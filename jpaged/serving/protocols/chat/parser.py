@@ -1,0 +1,41 @@
+"""Reads the bodies of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from ....checks import boolean, check, integer, or_none, refusal, sent_as
+from ..generation_request import GenerationRequest
+from ..nested_options import structure_of
+from ..request_parser import RequestParser, Wanted
+from ..sampling_fields import params_of, sent_names
+from ..template_arguments import for_template, take_template_arguments
+from .fields import CHAT_FIELDS
+
+
+def parse_chat(parser: RequestParser, body: bytearray) -> GenerationRequest:
+    """Return the request that a body of /v1/chat/completions asks for. Raise HTTPError or InvalidRequestError."""
+    fields = parser.read_fields(body, CHAT_FIELDS)
+    given = fields.protocol
+    if "messages" not in given:
+        raise refusal("messages", "none", "a list of at least one message")
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise refusal("max_tokens", "it and max_completion_tokens", "one of them", "leave max_tokens out")
+    max_tokens_name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    max_tokens = check(max_tokens_name, given.get(max_tokens_name), or_none(integer(1)))
+    has_logprobs = check("logprobs", given.get("logprobs", False), boolean)
+    num_logprobs = check("top_logprobs", given.get("top_logprobs", 0), integer(-1))
+    if num_logprobs and not has_logprobs:
+        raise refusal("top_logprobs", f"{num_logprobs} without logprobs", "0", "give logprobs: true too")
+    renamed = {**sent_names(fields, "messages"), "max_tokens": max_tokens_name}
+    if "top_logprobs" in given:
+        renamed["logprobs"] = "top_logprobs"
+    wanted = Wanted(
+        max_tokens=max_tokens,
+        num_logprobs=num_logprobs if has_logprobs else None,
+        is_stream=check("stream", given.get("stream", False), boolean),
+        sent_names=renamed,
+        structure=structure_of(given.get("response_format")),
+    )
+    take_template_arguments(parser, fields)
+    prompts = [{"messages": for_template(parser, given["messages"])}]
+    with sent_as(wanted.sent_names):
+        return parser.request(fields, prompts, params_of(parser, fields, wanted, max_tokens), wanted)

@@ -1,0 +1,1 @@
+"""/v1/completions: texts and token ids that are continued."""

@@ -1,0 +1,80 @@
+"""What the encoders of all protocols share: an encoder writes the response to one request, complete or as a stream.
+
+It reads the internal form of a request and what the core gives for it. Both kinds of responses are made of the same
+parts, so that the events of a stream joined together are the complete response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...outputs import PromptLogprobs, RequestOutput, SampleDelta
+from ...text.tokenizing.tokenizer import Tokenizer
+from .generation_request import GenerationRequest
+from .http_errors import HTTPError
+
+
+@dataclass
+class TokenCounts:
+    """The tokens of a response so far, whatever words its protocol has for them."""
+
+    num_prompt_tokens: int = 0
+    """Of each prompt once."""
+    num_cached_tokens: int = 0
+    """Those of the prompts that were found in the cache."""
+    num_output_tokens: int = 0
+    """Of all samples."""
+
+
+class Encoder:
+    """Writes the response to one request. Subclasses say what it looks like."""
+
+    id_prefix: ClassVar[str]
+    """What the id of a response begins with."""
+    keepalive: ClassVar[bytes] = b": waiting\n"
+    """Breaks the silence of a stream, so that no proxy takes it for dead. It is a comment, behind which no empty line
+    follows: some clients take one for the end of an event, although none has begun."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        request_ids: Sequence[str],
+        tokenizer: Tokenizer | None,
+        *,
+        created: int,
+        fingerprint: str,
+    ):
+        """`request_ids` are the core's ids of the prompts, in order; `created` is in seconds since 1970."""
+        self.request, self.tokenizer, self.created, self.fingerprint = request, tokenizer, created, fingerprint
+        self.request_ids, self.id = tuple(request_ids), f"{self.id_prefix}{request_ids[0]}"
+        num_prompt_tokens = sum(one.num_prompt_tokens for one in request.new_requests)
+        self.counts = TokenCounts(num_prompt_tokens=num_prompt_tokens)
+
+    def body(self, outputs: Mapping[str, RequestOutput]) -> bytes:
+        """Return the body of a complete response, from the last outputs by the core's ids."""
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        """Return the events of a stream that come before any token."""
+        return b""
+
+    def take_prompt_logprobs(self, prompt_logprobs: Mapping[str, PromptLogprobs]) -> None:
+        """Take the logprobs of prompts, by the core's ids, which come before the first tokens of their samples."""
+
+    def chunks(self, deltas: Sequence[SampleDelta]) -> bytes:
+        """Return the events for new tokens and text."""
+        return b"".join(map(self.chunks_of, deltas))
+
+    def chunks_of(self, delta: SampleDelta) -> bytes:
+        """Return the events for one delta."""
+        raise NotImplementedError
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the last events, given the last outputs of all prompts."""
+        raise NotImplementedError
+
+    def failure(self, error: HTTPError) -> bytes:
+        """Return the events that end a stream which has failed, also before its first token."""
+        raise NotImplementedError
