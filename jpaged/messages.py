@@ -43,6 +43,22 @@ class Scoring(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `kind.num_asked` S."""
 
 
+class AnswerSpec(msgspec.Struct, frozen=True, gc=False):
+    """What a request says of its answers."""
+
+    tools: Mapping[str, Mapping[str, tuple[str, ...]]] | None = {}
+    """Each tool's name → its parameters' names → the types that JSON Schema allows for them, empty where it names none.
+    Empty: calls are not looked for. None: the tools are not known, and every name is one."""
+    custom_tools: frozenset[str] = frozenset()
+    """Tools among `tools` whose input is text."""
+    opening: str = ""
+    """The end of the prompt, from the last message on: the text by which it has opened the answer."""
+    has_thoughts: bool = True
+    """Thoughts are told apart from the content."""
+    skip_special_tokens: bool = True
+    """Special tokens have no characters in the text."""
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request as its front has checked and resolved it; `EngineCore.add` queues it.
 
@@ -67,6 +83,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens whose places in the text its outputs tell (`outputs.Mark`)."""
     grammar: str = ""
     """The grammar that the output follows, as `text.grammar` writes it; empty without one."""
+    answer: AnswerSpec | None = None
+    """How thoughts and calls in its output are told apart; None: its output is text alone."""
     cache_salt: str | None = None
     priority: int = 0
     """Lower is sooner, under the policy `priority`."""

@@ -25,7 +25,7 @@ import tokenizers
 from ...checks import INT64, one_line
 from ...config.engine_config import EngineConfig
 from ...intake.request_builder import RequestBuilder
-from ...messages import NewRequest, ResultForm
+from ...messages import AnswerSpec, NewRequest, ResultForm
 from ...sampling.logit_rules_spec import LogitRulesSpec
 from ...sampling.sampling_params import BeamSearchParams, SamplingParams
 from ...startup.import_path import import_path
@@ -256,6 +256,7 @@ def _decoded(sent: _Request) -> GenerationRequest:
                 "grammar": sent.grammars[fields["grammar"]],
                 "stop_ids": frozenset(fields["stop_ids"]),
                 "mark_ids": frozenset(fields["mark_ids"]),
+                "answer": msgspec.convert(fields["answer"], AnswerSpec | None),
                 "bad_words": tuple(map(tuple, fields["bad_words"])),
                 "form": ResultForm(fields["form"]),
             }

@@ -8,25 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ...messages import AnswerSpec
 from .cursor import WHITESPACE
 from .custom_input import CustomInput
 from .events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-
-
-class AnswerSpec(msgspec.Struct, frozen=True):
-    """What a request says of its answers."""
-
-    tools: Mapping[str, Mapping[str, tuple[str, ...]]] | None = {}
-    """Each tool's name → its parameters' names → the types that JSON Schema allows for them, empty where it names none.
-    Empty: calls are not looked for. None: the tools are not known, and every name is one."""
-    custom_tools: frozenset[str] = frozenset()
-    """Tools among `tools` whose input is text."""
-    opening: str = ""
-    """The end of the prompt, from the last message on: the text by which it has opened the answer."""
-    has_thoughts: bool = True
-    """Thoughts are told apart from the content."""
-    skip_special_tokens: bool = True
-    """Special tokens have no characters in the text."""
 
 
 class TextRun:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...messages import AnswerSpec
 from ...outputs import Mark
-from .answer_writer import AnswerSpec, AnswerWriter
+from .answer_writer import AnswerWriter
 from .bound_format import BoundFormat
 from .cursor import Cursor, Literals, Reader
 from .events import Event

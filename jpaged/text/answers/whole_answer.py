@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ...messages import AnswerSpec
 from ...outputs import Mark
-from .answer_writer import AnswerSpec
 from .bound_format import BoundFormat
 from .events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from .scanner import AnswerScanner

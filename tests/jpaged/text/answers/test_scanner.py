@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jpaged.messages import AnswerSpec
 from jpaged.outputs import Mark
-from jpaged.text.answers.answer_writer import AnswerSpec
 from jpaged.text.answers.bound_format import bind_marks
 from jpaged.text.answers.events import CallArguments, CallStart, Content
 from jpaged.text.answers.formats import HERMES
