@@ -201,6 +201,12 @@ class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError)
         or_none(structured_outputs),
         "what the output must look like: a StructuredOutputsParams, or a mapping of its fields",
     )
+    thinking_token_budget: int | None = parameter(
+        None,
+        or_none(integer(0)),
+        "end each thought behind so many tokens, its marks not counted; 0: at once",
+        Flag("N"),
+    )
     extra_args: Mapping[str, float] | None = parameter(
         None, or_none(arguments), "arguments of the engine's logits_processors, by name", is_rule=True, hash=False
     )

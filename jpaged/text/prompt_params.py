@@ -14,7 +14,7 @@ from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from ..structured_outputs import StructuredOutputsParams
-from .chat.thinking import Thinking, thinking_after
+from .chat.thinking import Thinking, may_think, thinking_after
 from .grammar.grammar import Grammars
 from .tokenizing.tokenizer import Tokenizer
 
@@ -75,6 +75,8 @@ class ParamsChecker:
             got = f"{told(list(params.allowed_token_ids))}, which all end the output"
             allowed = f"some that do not while min_tokens is {params.min_tokens}"
             raise refusal("allowed_token_ids", got, allowed, "add one or leave min_tokens out")
+        if params.thinking_token_budget is not None:
+            self._check_thoughts(params.thinking_token_budget)
         grammar = ""
         if (wanted := params.structured_outputs) is not None:
             assert isinstance(wanted, StructuredOutputsParams)
@@ -82,28 +84,44 @@ class ParamsChecker:
         return CheckedParams(params, self._bad_words(params), grammar)
 
     def grammar_after(self, token_ids: list[int], checked: CheckedParams) -> str:
-        """Return the grammar of the output after a prompt, ready for a request; empty without `structured_outputs`.
+        """Return the grammar of the output after a prompt, ready for a request; empty if the output is free.
 
         It begins with a thought where the model may think before it answers.
         """
-        if not checked.grammar:
+        params = checked.params
+        budget = params.thinking_token_budget if isinstance(params, SamplingParams) else None
+        if not checked.grammar and budget is None:
             return ""
-        tokenizer = tokenizer_for(self.tokenizer, "structured_outputs", "a request with them", "none")
+        assert isinstance(params, SamplingParams)
+        name = "structured_outputs" if checked.grammar else "thinking_token_budget"
+        tokenizer = tokenizer_for(self.tokenizer, name, "a request with it", "none")
         thinking = thinking_after(tokenizer, token_ids, self.chat_template)
+        if not checked.grammar:
+            assert self.grammars is not None
+            assert budget is not None
+            with sent_as({"structured_outputs": name}):
+                return self.grammars.thoughts_within(budget, thinking)
         if thinking is Thinking.NONE:
             return checked.grammar
-        assert isinstance(checked.params, SamplingParams)
-        assert isinstance(checked.params.structured_outputs, StructuredOutputsParams)
-        return self._grammar_of(checked.params.structured_outputs, thinking)
+        assert isinstance(params.structured_outputs, StructuredOutputsParams)
+        return self._grammar_of(params.structured_outputs, thinking, budget)
 
-    def _grammar_of(self, wanted: StructuredOutputsParams, thinking: Thinking = Thinking.NONE) -> str:
+    def _grammar_of(
+        self, wanted: StructuredOutputsParams, thinking: Thinking = Thinking.NONE, budget: int | None = None
+    ) -> str:
         """Return the grammar of an output; refuse one that cannot be enforced, and any where there is no tokenizer."""
         if self.grammars is None:
             allowed = "none, since the engine has no tokenizer"
             way_out = "start the engine with one: its files beside config.json, or --tokenizer DIR"
             raise refusal("structured_outputs", "a request with them", allowed, way_out)
         with fields_of("structured_outputs"):
-            return self.grammars.grammar_of(wanted, thinking)
+            return self.grammars.grammar_of(wanted, thinking, budget)
+
+    def _check_thoughts(self, budget: int) -> None:
+        """Refuse a budget of thoughts for a model that writes none."""
+        tokenizer = tokenizer_for(self.tokenizer, "thinking_token_budget", str(budget), "none")
+        if not may_think(tokenizer, self.chat_template or tokenizer.chat_template or ""):
+            raise refusal("thinking_token_budget", budget, "none, since the model writes no thoughts", "leave it out")
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
         """Raise InvalidRequestError if a beam search needs the logprobs of more tokens per beam than the engine gives.

@@ -67,7 +67,7 @@ COMMON_FIELDS: dict[str, BodyField] = {
         "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
         "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
         "include_stop_str_in_output", "allowed_token_ids", "bad_words", "prompt_logprobs", "structured_outputs",
-        "logit_bias",
+        "logit_bias", "thinking_token_budget",
     ),
     **used_fields(Use.PROMPT, *PROMPT_EXTRAS, *TEXT_OPTIONS),
     **used_fields(
@@ -80,7 +80,7 @@ COMMON_FIELDS: dict[str, BodyField] = {
     **refused_fields(
         repetition_detection=(), prompt_embeds=(), ec_transfer_params=({},), logprob_token_ids=([],), mm_payload=(),
         return_mm_kwargs=(False,), return_token_offsets=(False,), routed_experts_prompt_start=(0,),
-        stream_interval=(1,), thinking_token_budget=(), truncation_side=("left",), watermarking=(),
+        stream_interval=(1,), truncation_side=("left",), watermarking=(),
     ),
     **refused_fields(
         _STRUCTURED,

@@ -20,7 +20,7 @@ from ...intake.request_builder import RequestBuilder
 from ...messages import NewRequest
 from ...sampling.sampling_params import BeamSearchParams, SamplingParams
 from ...structured_outputs import StructuredOutputsParams
-from ...text.grammar.grammar import unenforced
+from ...text.grammar.structured_grammar import unenforced
 from ...text.prompts import PromptEncoder
 from ...text.tokenizing.tokenizer import Tokenizer
 from .bodies import parse_body

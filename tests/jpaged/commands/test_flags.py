@@ -33,6 +33,7 @@ GIVEN = {
     "bad_words": ("--bad-words ab --bad-words c", ("ab", "c")),
     "logit_bias": ("--logit-bias 7=-2.5 --logit-bias 9=1", {7: -2.5, 9: 1.0}),
     "ignore_eos": ("--ignore-eos", True),
+    "thinking_token_budget": ("--thinking-token-budget 5", 5),
 }
 PLAIN = SamplingParams(max_tokens=None)
 
@@ -40,7 +41,8 @@ PLAIN = SamplingParams(max_tokens=None)
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     directory = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    return PromptEncoder(Tokenizer(Backend.from_file(str(directory / "tokenizer.json")), {}), LogitRulesSpec(300), 100)
+    tokenizer = Tokenizer(Backend.from_file(str(directory / "tokenizer.json")), {})
+    return PromptEncoder(tokenizer, LogitRulesSpec(300), 100, chat_template="<think></think>")
 
 
 def params_of(encoder, argv):

@@ -79,3 +79,15 @@ def test_while_nothing_may_end_some_token_that_ends_nothing_must_be_allowed(toke
         ) as caught:
             check(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=ignore_eos)
         assert caught.value.param == "allowed_token_ids"
+
+
+def test_a_budget_of_thoughts_is_refused_by_name_where_there_are_none(checker):
+    params = SamplingParams(thinking_token_budget=5, detokenize=False)
+    words = "thinking_token_budget: got 5, allowed: none, since the model writes no thoughts; leave it out"
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        checker.check(params, max_logprobs=20, max_num_seqs=4)
+    assert caught.value.param == "thinking_token_budget"
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget: got 5, allowed: none, since the engine has"):
+        ParamsChecker(None, LogitRulesSpec(VOCAB)).check(params, max_logprobs=20, max_num_seqs=4)
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget: got -1, allowed: an integer ≥ 0"):
+        SamplingParams(thinking_token_budget=-1)

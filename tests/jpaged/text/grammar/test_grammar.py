@@ -11,12 +11,13 @@ import jsonschema
 import numpy as np
 import pytest
 
+import jpaged.text.grammar.grammar as grammar_module
 from jpaged.errors import InvalidRequestError
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.structured_outputs import MAX_REGEX_BYTES, MAX_SCHEMA_BYTES, StructuredOutputsParams
 from jpaged.text.chat.chat_template import render_chat
 from jpaged.text.chat.thinking import Thinking, thinking_after
-from jpaged.text.grammar.grammar import MAX_PREPARED, GrammarFailure, Grammars
+from jpaged.text.grammar.grammar import GrammarFailure, Grammars
 from jpaged.text.tokenizing.detokenizer import Detokenizer
 from jpaged.text.tokenizing.gguf_tokenizer import build_gguf_backend
 from jpaged.text.tokenizing.tokenizer import Tokenizer, load_tokenizer
@@ -144,12 +145,70 @@ def test_a_request_that_reaches_its_limits_leaves_others_with_the_same_grammar_a
     assert min(failures) > 0
 
 
-def test_grammars_are_remembered_within_bounds():
+def tools(num_tools):
+    """Return a schema of the calls of so many tools."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": f"tool_{number}"},
+                "arguments": {
+                    "type": "object",
+                    "properties": {
+                        "path": {"type": "string"},
+                        f"query_{number}": {"type": "string"},
+                        "limit": {"type": "integer", "minimum": 0, "maximum": 100},
+                        "mode": {"enum": ["fast", "slow"]},
+                    },
+                    "required": ["path"],
+                },
+            },
+            "required": ["name", "arguments"],
+        }
+        for number in range(num_tools)
+    ]
+    return StructuredOutputsParams(json={"anyOf": calls})
+
+
+def wait_for_spare(grammars, text, timeout_s=20):
+    end_s = time.monotonic() + timeout_s
+    while text not in grammars._spares:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_tools", [16, 128])
+def test_a_grammar_that_was_asked_for_before_is_not_compiled_for_a_request(num_tools, grammars, monkeypatch):
+    text = grammars.grammar_of(tools(num_tools))
+    first = grammars.matcher(text)
+    wait_for_spare(grammars, text)
+
+    def compiled(text):
+        raise AssertionError("compiled while a request waits")
+
+    monkeypatch.setattr(grammars, "_compiled", compiled)
+    assert grammars.grammar_of(tools(num_tools)) == text
+    second = grammars.matcher(text)
+    monkeypatch.undo()
+    assert second.parser is not first.parser
+    assert not second.failure
+    wait_for_spare(grammars, text)
+
+
+def test_grammars_are_kept_within_bounds_of_bytes(monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_SPARE_BYTES", 1 << 20)
+    monkeypatch.setattr(grammar_module, "MAX_TEXT_BYTES", 1 << 12)
     grammars = grammars_of(byte_tokenizer())
-    for number in range(3 * MAX_PREPARED):
-        grammars.grammar_of(StructuredOutputsParams(choice=[f"text {number}"]))
-    assert len(grammars._spares) <= MAX_PREPARED
-    assert len(grammars._texts) <= MAX_PREPARED
+    texts = [grammars.grammar_of(StructuredOutputsParams(choice=[f"text {number}"])) for number in range(60)]
+    assert 0 < grammars._spares.num_bytes <= 1 << 20
+    assert 0 < grammars._texts.num_bytes <= 1 << 12
+    assert texts[0] not in grammars._spares
+    assert texts[-1] in grammars._spares, "the last one stays"
+    monkeypatch.setattr(grammar_module, "BYTES_PER_COMPILE_S", 1e15)
+    large = grammars.grammar_of(StructuredOutputsParams(choice=["large"]))
+    assert large not in grammars._spares
+    assert not grammars.matcher(large).failure
+    assert not grammars._to_make, "what has no room is not compiled for later requests"
 
 
 # Thinking models
