@@ -1,8 +1,8 @@
 """The tools that a request offers to a model, in the one form that every protocol is translated into.
 
 The form of callers is that of OpenAI's chat completions: a list of {"type": "function", "function": {…}} and {"type":
-"custom", "custom": {…}}. A custom tool takes one text, which may have to follow a grammar, instead of an object. This
-module does not know how a model writes a call.
+"custom", "custom": {…}}. A custom tool takes one text, which may have to follow a grammar, instead of an object. With
+`defer_loading` a tool is not listed in the prompt. This module does not know how a model writes a call.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Tool:
     grammar: str | None = None
     """What the text of a custom tool must follow; None: any text."""
     grammar_syntax: Literal["lark", "regex"] = "lark"
+    is_listed: bool = True
+    """Whether the prompt lists it among the tools; otherwise a message holds its `definition`, and it may be called all
+    the same."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,27 @@ def tools_of(
     return ToolSet(tools, _choice(choice, tools), is_parallel)
 
 
-def template_tools(tools: ToolSet) -> list[dict[str, Any]]:
+def template_tools(tools: ToolSet) -> list[dict[str, Any]] | None:
     """Return the tools as chat templates see them: plain data, in one order of keys, without what means nothing.
 
     Only the keys of a schema keep the caller's order. Tools that the choice forbids are among them: which tool may be
-    called is enforced by the output's grammar, so the prompt and its cached prefix stay.
+    called is enforced by the output's grammar, so the prompt and its cached prefix stay. Those that are not listed are
+    left out; None if that leaves none.
     """
-    return [{"type": "function", "function": _template_function(tool)} for tool in tools.tools]
+    return [_template_tool(tool) for tool in tools.tools if tool.is_listed] or None
+
+
+def definition(tool: Tool) -> str:
+    """Return what a message says of a tool that the prompt does not list: JSON on one line, as templates see tools.
+
+    A tool that a conversation brings in later stands at its place there. In the list it would change the text before
+    everything, and with that each cached page.
+    """
+    return json.dumps(_template_tool(tool), ensure_ascii=False)
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    return {"type": "function", "function": _template_function(tool)}
 
 
 def _template_function(tool: Tool) -> dict[str, Any]:
@@ -137,17 +154,18 @@ def _tool(value: Any, path: str, max_bytes: int | None) -> Tool:
     path = f"{path}.{kind}"
     name = check(f"{path}.name", fields.get("name"), _name)
     description = check(f"{path}.description", fields.get("description"), or_none(_string))
+    is_listed = not check(f"{path}.defer_loading", fields.get("defer_loading", False), boolean)
     if kind == "function":
         is_strict = check(f"{path}.strict", fields.get("strict", False), boolean)
         parameters = _parameters(fields.get("parameters"), f"{path}.parameters", max_bytes)
-        return Tool(name, description, parameters, is_strict)
+        return Tool(name, description, parameters, is_strict, is_listed=is_listed)
     syntax, grammar = _custom_format(fields.get("format"), f"{path}.format", max_bytes)
-    return Tool(name, description, kind="custom", grammar=grammar, grammar_syntax=syntax)
+    return Tool(name, description, kind="custom", grammar=grammar, grammar_syntax=syntax, is_listed=is_listed)
 
 
 _KEYS = {
-    "function": ("name", "description", "parameters", "strict"),
-    "custom": ("name", "description", "format"),
+    "function": ("name", "description", "parameters", "strict", "defer_loading"),
+    "custom": ("name", "description", "format", "defer_loading"),
 }
 
 

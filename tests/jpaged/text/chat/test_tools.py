@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jpaged.errors import InvalidRequestError
-from jpaged.text.chat.tools import Tool, ToolChoice, template_tools, tools_of
+from jpaged.text.chat.tools import Tool, ToolChoice, definition, template_tools, tools_of
 
 SCHEMA = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string", "default": None}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}}
@@ -45,6 +45,15 @@ def test_a_custom_tool_is_seen_as_a_function_of_one_text_that_tells_its_grammar(
     assert tool == Tool("patch", kind="custom", grammar='start: "a"')
     (tool,) = tools_of([custom(type="grammar", grammar={"syntax": "regex", "definition": "a+"})]).tools
     assert (tool.grammar, tool.grammar_syntax) == ("a+", "regex")
+
+
+def test_a_tool_that_is_not_listed_may_be_called_all_the_same():
+    late = {**WEATHER, "function": {**WEATHER["function"], "defer_loading": True, "strict": True}}
+    tools = tools_of([late, CLOCK], {"type": "function", "function": {"name": "weather"}})
+    assert [one["function"]["name"] for one in template_tools(tools)] == ["clock"]
+    assert [tool.name for tool in tools.callable_tools] == ["weather"]
+    assert json.loads(definition(tools.tools[0])) == WEATHER, "a message shows it as the list would"
+    assert template_tools(tools_of([late])) is None, "templates write a heading above an empty list"
 
 
 def chosen(choice):
