@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ...messages import AnswerSpec
+from .bound_format import BoundFormat
 from .cursor import WHITESPACE
 from .custom_input import CustomInput
 from .events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
@@ -143,12 +144,18 @@ class Call:
 class AnswerWriter:
     """The events of one answer."""
 
-    def __init__(self, spec: AnswerSpec, mark_texts: dict[int, str]):
+    def __init__(self, spec: AnswerSpec, format: BoundFormat):
         self.spec = spec
-        self.mark_texts = mark_texts
+        self.has_calls = format.format.calls is not None and (spec.tools is None or bool(spec.tools))
+        """Calls are looked for."""
+        self.has_thoughts = format.format.thought is not None and spec.has_thoughts
+        """Thoughts are told apart."""
+        self.mark_texts = mark_texts = format.mark_texts
         self.events: list[Event] = []
         """What has not been taken yet."""
-        self.content = TextRun(lambda text: self.events.append(Content(text)), mark_texts)
+        # Messages to channels are texts of their own; other marks stand within one text.
+        between = "\n" if format.format.channels else ""
+        self.content = TextRun(lambda text: self.events.append(Content(text)), mark_texts, default_separator=between)
         self.reasoning = TextRun(lambda text: self.events.append(Reasoning(text)), mark_texts, default_separator="\n")
         self.reasoning.mark()
         self.num_calls = 0

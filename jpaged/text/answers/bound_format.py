@@ -35,6 +35,12 @@ class BoundFormat:
         """Return the ids of the tokens that are marks."""
         return frozenset(self.chars)
 
+    def with_chars(self, text: str) -> str:
+        """Return a text in which all marks are written out with the character of each mark that is a token."""
+        for code, mark in self.mark_texts.items():
+            text = text.replace(mark, chr(code))
+        return text
+
 
 def bind_format(format: AnswerFormat, tokenizer: Tokenizer) -> BoundFormat:
     """Return `format` as `tokenizer` writes it."""

@@ -71,6 +71,12 @@ class Cursor:
         """Take all there is."""
         self.place = len(self.text)
 
+    def start_anew(self) -> None:
+        """Forget the text so far."""
+        self.drop()
+        if self._record is not None:
+            self.record()
+
     def record(self) -> None:
         """Keep what is read from here on, for `recorded`."""
         self._record, self._record_start = [], self.place
@@ -129,20 +135,20 @@ class Cursor:
                 whole = [text for text in literals.texts if self.text.startswith(text, self.place)]
                 return whole[0] if whole else ""
 
-    def take_until(self, literals: Callable[[], Literals], keep: Callable[[str], Any]) -> Reader[str]:
+    def take_until(self, literals: Literals, keep: Callable[[str], Any]) -> Reader[str]:
         """Take the text before the first literal, giving its pieces to `keep`; return the literal, "" at the end.
 
-        The literal itself is not taken. `literals` is asked anew whenever more text has come.
+        The literal itself is not taken.
         """
         while True:
-            place, literal = literals().find(self.text, self.place)
+            place, literal = literals.find(self.text, self.place)
             if place > self.place:
                 keep(self.text[self.place : place])
                 self.place = place
             if literal:
                 return literal
             if not (yield from self.more()):
-                found = yield from self.begins(literals())
+                found = yield from self.begins(literals)
                 if found:
                     return found
                 if self.place == len(self.text):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..chat.tools import CUSTOM_ARGUMENT
 from .cursor import Cursor, PushReader, Reader
 from .json_text import JsonText, read_json, read_string, unescaped
-
-INPUT = "input"
 
 
 class CustomInput:
@@ -60,7 +59,7 @@ class CustomInput:
                 return False
             cursor.place += 1
             yield from cursor.skip_whitespace()
-            if unescaped("".join(key)) == INPUT and (yield from cursor.peek()) == '"':
+            if unescaped("".join(key)) == CUSTOM_ARGUMENT and (yield from cursor.peek()) == '"':
                 cursor.forget()
                 cursor.place += 1
                 yield from read_string(cursor, lambda piece: self._emit(unescaped(piece)), {}, '"')

@@ -153,7 +153,7 @@ def read_string(cursor: Cursor, keep: Callable[[str], None], mark_texts: dict[in
     """
     if quote != '"':
         end = Literals([quote])
-        found = yield from cursor.take_until(lambda: end, lambda text: keep(escaped(text.translate(mark_texts))))
+        found = yield from cursor.take_until(end, lambda text: keep(escaped(text.translate(mark_texts))))
         cursor.place += len(found)
         return bool(found)
     high = ""  # The escape of a high surrogate, which waits for the low one.

@@ -54,9 +54,3 @@ class MarkedText:
         """Return text that was held: a mark whose text a stop string has cut is plain text."""
         text, self._text, self._mark = self._text, "", None
         return text
-
-    def shown(self, text: str) -> str:
-        """Return a text of a prompt, in which each mark is written out, with a character for each mark."""
-        for code, mark_text in self._mark_texts.items():
-            text = text.replace(mark_text, chr(code))
-        return text

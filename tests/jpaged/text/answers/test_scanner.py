@@ -1,31 +1,15 @@
 """What the scanner makes of answers: the parts of them, whole and in any cuts."""
 
-import json
-
 import pytest
 
 from jpaged.messages import AnswerSpec
 from jpaged.outputs import Mark
 from jpaged.text.answers.bound_format import bind_marks
 from jpaged.text.answers.events import CallArguments, CallStart, Content
-from jpaged.text.answers.formats import HERMES
 from jpaged.text.answers.scanner import AnswerScanner
 from jpaged.text.answers.whole_answer import Answer, ToolCall, joined_events, parse_answer
 
-TOOLS = {"f": {"city": ("string",), "days": ("integer",)}, "g": {}}
-
-
-def answer(text, format=HERMES, **spec):
-    """Return the parts of a text in which no mark is a token; cut into single characters it must have the same."""
-    spec = AnswerSpec(**{"tools": TOOLS} | spec)
-    bound = bind_marks(format, {})
-    whole = parse_answer(text, bound, spec)
-    scanner = AnswerScanner(bound, spec)
-    assert joined_events([event for char in text for event in scanner.feed(char)] + scanner.finish()) == whole
-    for call in whole.tool_calls:
-        assert call.is_custom or isinstance(json.loads(call.arguments), dict)
-    return whole
-
+from .whole_and_cut import HERMES, TOOLS, answer
 
 HERMES_CASES = {
     "a thought, a text, a call": (
