@@ -13,13 +13,20 @@ from .process import interrupts_held, run_command
 
 SUMMARIES = {
     "generate": "complete prompts from the command line or a file",
+    "chat": "talk to a model, in this process or behind a server's URL",
     "serve": "serve a model by OpenAI's HTTP interface",
     "distill": "write a model's most likely tokens of many sequences, for a student",
     "bench": "measure: bench latency, throughput, serve",
     "tune": "find the best tile sizes of the TPU kernels for a shape",
 }
 """What help says of each command."""
-COMMANDS = {"generate": ".generate", "serve": ".serve", "distill": ".distill", "tune": ".bench.tune"}
+COMMANDS = {
+    "generate": ".generate",
+    "chat": ".chat",
+    "serve": ".serve",
+    "distill": ".distill",
+    "tune": ".bench.tune",
+}
 """Command → its module in this folder, whose `main(argv)` returns the exit status."""
 BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput", "serve")}
 """NAME of `jpaged bench NAME` → its module in this folder."""

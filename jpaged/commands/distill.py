@@ -20,10 +20,9 @@ from ..errors import ConfigError, InvalidRequestError
 from .files.jobs import decoded_line, parsed_record, read_id
 from .files.lines import IdTable, LineSource
 from .flags import FlagParser, add_engine_flags, check_positive, engine_config, parse_flags
-from .process import interrupts_held, run_command
+from .process import EXIT_SOME_FAILED, interrupts_held, run_command
 from .progress import ProgressReport, say
 
-EXIT_SOME_FAILED = 3
 LINE_KEYS = ("prompt", "prompt_token_ids", "id")
 """Keys that a line of a .jsonl file may have."""
 

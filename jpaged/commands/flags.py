@@ -83,7 +83,7 @@ def generate_parser() -> FlagParser:
     chat.add_argument("--chat", action=argparse.BooleanOptionalAction, help=help)
     chat.add_argument("--system", metavar="TEXT", help="system message before each text prompt")
     chat.add_argument("--chat-template", metavar="F", help="a Jinja template to use instead of the model's")
-    _add_sampling_flags(parser.add_argument_group("sampling"))
+    add_sampling_flags(parser.add_argument_group("sampling"))
     structure = parser.add_argument_group("structured output", "the whole output is one of these; give at most one")
     help = "JSON that this schema allows (draft 2020-12): a file, or the schema itself"
     structure.add_argument("--json-schema", metavar="F", action=_Once, help=help)
@@ -196,8 +196,8 @@ def check_positive(args: argparse.Namespace, *names: str) -> None:
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those arguments that are not None, by name."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    """Return the values of those arguments that are not None, by name. A command need not have all of them."""
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def _spellings(name: str, flag: Flag) -> tuple[str, ...]:
@@ -213,8 +213,8 @@ def _help_of(name: str, flag: Flag) -> str:
     return f"{text} (repeatable)" if flag.metavar in REPEATABLE else text
 
 
-def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of all sampling and beam search parameters to an argparse group.
+def add_sampling_flags(group: argparse._ArgumentGroup, *, without: Collection[str] = ()) -> None:
+    """Add the flags of all sampling and beam search parameters, but for those in `without`, to an argparse group.
 
     The metavar of a flag says what it takes, such as "N" for an integer; a switch has none, and stores True. The order
     is that of `--help`: numbers with `FIRST_FLAGS` before the others, repeatable flags, numbers of beam search, and
@@ -224,7 +224,7 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     sampling = {name: SAMPLING_FLAGS[name] for name in FIRST_FLAGS} | SAMPLING_FLAGS
     for metavars, flags in (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling):
         for name, flag in flags.items():
-            if flag.metavar not in metavars:
+            if flag.metavar not in metavars or name in without:
                 continue
             options: dict[str, Any] = {"action": "store_const", "const": True}
             if flag.metavar:

@@ -27,7 +27,7 @@ from .files.results import ResultFile
 from .files.resume import FinishedRecords, options_key
 from .files.run import Printer, Run
 from .flags import FLAG_NAMES, SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
-from .process import garbage_uncollected, interrupts_held, run_command
+from .process import EXIT_SOME_FAILED, garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
 from .summary import SamplingSummary, summary
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..startup.open_model import ModelHandle
 
-EXIT_SOME_FAILED = 3
 HEAD_JOBS = 1000
 """Jobs that are read before the engine is started; they decide its sizes and which programs it compiles first."""
 MAX_WAIT_S = 1.0

@@ -18,6 +18,7 @@ from ..startup.sizing.device_memory import reserve_device_memory
 from .progress import say
 
 EXIT_FAILED = 1
+EXIT_SOME_FAILED = 3
 EXIT_INTERRUPTED = 130
 REPEAT_DROPPED_S = 0.01
 """Seconds after which an interrupt that Python has dropped is raised again."""
