@@ -80,7 +80,7 @@ def sent_as(names: Mapping[str, str]) -> Iterator[None]:
                 message = re.sub(rf"(?<![\w./]){re.escape(name)}(?![\w./])", sent, message)
         if message == str(error) and param == error.param:
             raise
-        raise type(error)(message, param=param) from error.__cause__
+        raise error.reworded(message, param=param) from error.__cause__
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def fields_of(name: str) -> Iterator[None]:
     except InvalidRequestError as error:
         if error.param in (None, name):
             raise
-        raise type(error)(f"{name}.{error}", param=f"{name}.{error.param}") from error.__cause__
+        raise error.reworded(f"{name}.{error}", param=f"{name}.{error.param}") from error.__cause__
 
 
 def check_name(

@@ -38,6 +38,13 @@ class JpagedError(ValueError):
         super().__init__(message)
         self.param = param
 
+    def reworded(self, message: str, *, param: str | None) -> Self:
+        """Return the same error with another message and another name of what is wrong."""
+        error = type(self).__new__(type(self))
+        error.__dict__.update(self.__dict__)
+        error.args, error.param = (message,), param
+        return error
+
 
 class ConfigError(JpagedError):
     """An engine option or a combination of options is wrong; nothing was started."""
@@ -48,7 +55,7 @@ class InvalidRequestError(JpagedError):
 
     def within(self, place: str) -> Self:
         """Return the same error with the place of the request, such as "prompt 3", in front of its message."""
-        return type(self)(f"{place}: {self}", param=self.param)
+        return self.reworded(f"{place}: {self}", param=self.param)
 
 
 class ContextLengthError(InvalidRequestError):
@@ -59,16 +66,22 @@ class ContextLengthError(InvalidRequestError):
     """
 
     code = "context_length_exceeded"
+    num_tokens: int | None = None
+    """Tokens of the prompt, or the fewest that it can have if not all were counted; None where that is not known."""
 
     @classmethod
-    def of(cls, max_model_len: int, got: str, way_out: str, *, param: str = "prompt") -> Self:
+    def of(
+        cls, max_model_len: int, got: str, way_out: str, *, param: str = "prompt", num_tokens: int | None = None
+    ) -> Self:
         """Return the error for a model with this context length, in tokens.
 
         `got` says what exceeds it, such as "your prompt has 130 tokens". The words "prompt is too long" are what
         LangChain looks for where the exception of OpenAI's package shows no code.
         """
         context = f"This model's maximum context length is {max_model_len} tokens"
-        return cls(f"{context}, but {got}; the prompt is too long, {way_out}", param=param)
+        error = cls(f"{context}, but {got}; the prompt is too long, {way_out}", param=param)
+        error.num_tokens = num_tokens
+        return error
 
 
 class QueueFullError(JpagedError):

@@ -38,10 +38,12 @@ def test_every_error_is_a_value_error_that_the_tree_in_the_docstring_names(error
 
 
 def test_a_place_in_front_keeps_the_kind_of_an_error():
-    error = ContextLengthError.of(128, "your prompt has 130 tokens", "shorten it", param="messages").within("prompt 3")
+    told = "your prompt has 130 tokens"
+    error = ContextLengthError.of(128, told, "shorten it", param="messages", num_tokens=130).within("prompt 3")
     assert str(error) == (
         "prompt 3: This model's maximum context length is 128 tokens, but your prompt has 130 tokens; "
         "the prompt is too long, shorten it"
     )
     assert (type(error), error.param, error.code) == (ContextLengthError, "messages", "context_length_exceeded")
+    assert error.num_tokens == 130, "protocols tell it in words of their own"
     assert JpagedError.code is None
