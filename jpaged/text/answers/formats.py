@@ -28,6 +28,8 @@ class JsonCalls:
 
     may_stand_alone: bool = False
     """An answer that begins with such an object is a call without any mark."""
+    in_array: bool = False
+    """Models write calls in an array, also a single one; both forms are read."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,16 @@ MINIMAX_CALLS = CallFormat(
     open="<tool_calls>", close="</tool_calls>", bodies=(JsonCalls(),), marks=("<tool_calls>", "</tool_calls>")
 )
 NEMOTRON_CALLS = CallFormat(
-    open="<TOOLCALL>", close="</TOOLCALL>", bodies=(JsonCalls(),), marks=("<TOOLCALL>", "</TOOLCALL>")
+    open="<TOOLCALL>", close="</TOOLCALL>", bodies=(JsonCalls(in_array=True),), marks=("<TOOLCALL>", "</TOOLCALL>")
 )
-GRANITE_CALLS = CallFormat(open="<|tool_call|>", close="", bodies=(JsonCalls(),), marks=("<|tool_call|>",))
+GRANITE_CALLS = CallFormat(open="<|tool_call|>", close="", bodies=(JsonCalls(in_array=True),), marks=("<|tool_call|>",))
 LLAMA_3_CALLS = CallFormat(
     open="<|python_tag|>", close="", bodies=(JsonCalls(may_stand_alone=True),), marks=("<|python_tag|>",)
 )
 MISTRAL_CALLS = CallFormat(
     open="[TOOL_CALLS]",
     close="",
-    bodies=(JsonCalls(), NamedCalls(before_id="[CALL_ID]", before_arguments="[ARGS]")),
+    bodies=(JsonCalls(in_array=True), NamedCalls(before_id="[CALL_ID]", before_arguments="[ARGS]")),
     marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
 )
 GEMMA_4_CALLS = CallFormat(

@@ -63,17 +63,26 @@ class GrammarCompiler:
         """Return whether a token is apart from text for llguidance, such as Qwen3's </think>, though it is shown."""
         return bool(self.ll_tokenizer.is_special_token(token_id))
 
-    @cached_property
-    def tokens_apart(self) -> str:
-        """Return an expression of one token that is apart from text; empty if there is none."""
-        ids = [token_id for token_id in range(self.num_ids) if self.is_apart(token_id)]
+    def tokens_apart_but(self, tokens: Iterable[str]) -> str:
+        """Return an expression of one token that is apart from text and none of `tokens`; empty if there is none.
+
+        Each of `tokens` is an expression <[id]>. Tokens that end an output are not among the others.
+        """
+        excluded = {int(token.strip("<[]>")) for token in tokens}
         ranges: list[list[int]] = []
-        for token_id in ids:
+        for token_id in self._ids_apart:
+            if token_id in excluded:
+                continue
             if ranges and ranges[-1][1] == token_id - 1:
                 ranges[-1][1] = token_id
             else:
                 ranges.append([token_id, token_id])
         return f"<[{','.join(f'{first}-{last}' for first, last in ranges)}]>" if ranges else ""
+
+    @cached_property
+    def _ids_apart(self) -> list[int]:
+        ends = set(self.eos_token_ids)
+        return [one for one in range(self.num_ids) if one not in ends and self.is_apart(one)]
 
     @cached_property
     def llguidance(self) -> Any:

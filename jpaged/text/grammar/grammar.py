@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...checks import refusal
+from ...errors import JpagedError
 from ...sampling.sample_columns import num_mask_words
 from ...structured_outputs import JSON_KINDS, StructuredOutputsParams
 from ..chat.thinking import Thinking
 from ..tokenizing.tokenizer import Tokenizer
+from .call_grammar import CallGrammars, CallRules
 from .compiler import GrammarCompiler, grammar_text
 from .compiler_errors import told
 from .kept import KeptValues
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_TEXT_BYTES = 32 << 20
-"""What requests asked for and its grammars as text may take, as long as they are remembered."""
+"""What requests asked for and its grammars as text may take, with and without tools, as long as they are remembered."""
 MAX_SPARE_BYTES = 128 << 20
 """What parsers for later requests may take, by the estimate of BYTES_PER_COMPILE_S."""
 BYTES_PER_COMPILE_S = 200_000_000
@@ -95,14 +97,17 @@ class Grammars:
         """`vocab_size` is the width of the model's logits, and a model's `eos_token_ids` end an output."""
         self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._structured = StructuredGrammars(self._compiler)
+        self._calls = CallGrammars(self._compiler, self._structured)
         self._texts: KeptValues[tuple[StructuredOutputsParams, Thinking, int | None], str] = KeptValues(MAX_TEXT_BYTES)
         """What requests asked for lately → the grammar's text."""
+        self._call_texts: KeptValues[Hashable, tuple[str, tuple[str, ...]]] = KeptValues(MAX_TEXT_BYTES)
+        """What requests with tools asked for lately → the grammar's text, and what it does not enforce."""
         self._spares: KeptValues[str, Matcher] = KeptValues(MAX_SPARE_BYTES)
         """A grammar's text → a matcher at its start, which the next request with this grammar takes."""
         self._to_make: set[str] = set()
         """Grammars that the worker compiles again."""
         self._lock = threading.Lock()
-        """Guards these three."""
+        """Guards these four."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jpaged-grammar")
 
     def grammar_of(
@@ -122,13 +127,37 @@ class Grammars:
         answer = self._structured.grammars_of(params)
         separator = "\\n{1,2}" if params.kind in JSON_KINDS else ""
         text = grammar_text(with_thought(answer, thinking, thought_budget, self._compiler, separator=separator))
+        refused = partial(self._structured.refusal, params)
         if thinking is not Thinking.NONE:
-            self._tried(grammar_text(answer), params)  # The steps behind a thought.
-        spare = self._tried(text, params)
+            self._tried(grammar_text(answer), params.kind, refused)  # The steps behind a thought.
+        self._keep(text, self._tried(text, params.kind, refused))
         with self._lock:
-            self._spares.put(text, spare, spare.num_bytes)
             self._texts.put(asked, text, 2 * len(text))  # Its own characters, and those of what was asked for.
         return text
+
+    def grammar_of_calls(self, rules: CallRules) -> tuple[str, tuple[str, ...]]:
+        """Return the grammar of an answer whose calls of tools have to be enforced, and what it does not enforce.
+
+        The latter is a sentence for each tool whose schema or grammar does not hold. Raise InvalidRequestError, which
+        names the place, for a strict schema or a grammar that cannot be enforced. `rules.needs_grammar` is true.
+        """
+        asked = repr(rules.tools), rules.format, rules.structured, rules.thinking, rules.thought_budget
+        with self._lock:
+            known = self._call_texts.get(asked)
+        if known is not None:
+            return known
+        written = self._calls.grammar_of(rules)
+        text = grammar_text(written.parts)
+
+        def refused(message: str) -> JpagedError:
+            got = f"some whose calls cannot be enforced: {told(message, is_from_grammar=False)}"
+            return refusal("tools", got, "what docs/structured_outputs.md lists")
+
+        spare = self._tried(text, "tools", refused)
+        self._keep(text, spare)
+        with self._lock:
+            self._call_texts.put(asked, (text, written.warnings), len(text) + len(asked[0]))
+        return text, written.warnings
 
     def thoughts_within(self, thought_budget: int, thinking: Thinking) -> str:
         """Return the grammar of a free output whose thoughts have at most `thought_budget` tokens each."""
@@ -166,15 +195,16 @@ class Grammars:
                 parser.unsafe_compute_mask_ptr(address + row * mask_bytes, mask_bytes)
         return masks if masks.shape[1] == width else np.ascontiguousarray(masks[:, :width])
 
-    def _tried(self, text: str, params: StructuredOutputsParams) -> Matcher:
+    def _tried(self, text: str, name: str, refused: Callable[[str], Exception]) -> Matcher:
         """Return a matcher at the start of a grammar, of which the first two steps were tried.
 
-        Raise InvalidRequestError if the grammar cannot be compiled, or if these steps take more work than one step may,
-        which the compiler does not see. The second step is that of a copy; the mask of the first one is kept.
+        Raise the error that `refused` makes of llguidance's if the grammar cannot be compiled, and one of the field
+        `name` if these steps take more work than one step may, which the compiler does not see. The second step is that
+        of a copy; the mask of the first one is kept.
         """
         start = self._compiled(text)
         if start.parser.is_error():
-            raise self._structured.refusal(params, start.parser.get_error())
+            raise refused(start.parser.get_error())
         bits = np.unpackbits(self.masks([start])[0].view(np.uint8), bitorder="little")
         bits[[token_id for token_id in self._compiler.eos_token_ids if token_id < len(bits)]] = 0
         following = start.copy()
@@ -184,7 +214,7 @@ class Grammars:
                 self.masks([following])
         if failed := start.failure or following.failure:
             got = f"one that cannot be enforced{failed.removeprefix('its grammar cannot go on')}"
-            raise refusal(params.kind, got, "what docs/structured_outputs.md lists")
+            raise refusal(name, got, "what docs/structured_outputs.md lists")
         return start
 
     def _make_spare(self, text: str) -> None:
@@ -194,12 +224,14 @@ class Grammars:
             with self._lock:
                 is_there = text in self._spares
             if not is_there:
-                spare = self._compiled(text)
-                with self._lock:
-                    self._spares.put(text, spare, spare.num_bytes)
+                self._keep(text, self._compiled(text))
         finally:
             with self._lock:
                 self._to_make.discard(text)
+
+    def _keep(self, text: str, spare: Matcher) -> None:
+        with self._lock:
+            self._spares.put(text, spare, spare.num_bytes)
 
     def _compiled(self, text: str) -> Matcher:
         """Return a new matcher, which may have failed, with an estimate of its memory."""

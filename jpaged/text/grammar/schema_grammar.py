@@ -69,24 +69,24 @@ def schema_grammar(schema: dict[str, Any], json_options: dict[str, Any]) -> str:
     `json_options` are those of llguidance for each part that it compiles. Raise InvalidRequestError, with the place,
     for a part that neither can write.
     """
-    writer = _Writer(schema, json_options)
+    writer = SchemaWriter(schema, json_options)
     try:
         return writer.grammar() if writer.is_own(schema) else ""
     except RecursionError:
         raise _refused("#", "references that lead from one to the next too often", "a chain of some hundred") from None
 
 
-class _NotWrittenError(Exception):
+class NotWrittenError(Exception):
     """A part that is not written here, such as an object with a pattern of names that a listed name matches."""
 
 
-class _Writer:
-    """The rules of one schema."""
+class SchemaWriter:
+    """The rules of one schema. A subclass may write values in another form than JSON's."""
 
     def __init__(self, root: dict[str, Any], json_options: dict[str, Any]):
         self._root, self._json_options = root, json_options
         self._analysis = SchemaAnalysis(root)
-        self._lines: list[str] = []
+        self.lines: list[str] = []
         self._rules: dict[str, str] = {}
         """A reference, the JSON of a schema, or the text of a rule → the rule's name."""
         self._own_references = self._find_own_references()
@@ -94,12 +94,12 @@ class _Writer:
 
     def grammar(self) -> str:
         """Return the whole grammar."""
-        start = self._written(self._root, "#")
+        start = self.expression(self._root, "#")
         if not start:
             raise _refused("#", "a schema that nothing satisfies", "one that some value satisfies")
         pattern = self._json_options.get("whitespace_pattern")
         skip = [f"%ignore /{within_slashes(pattern)}/"] if pattern else []
-        return "\n".join(['%llguidance {"ignore_once": true}', *skip, f"start: {start}", *self._lines])
+        return "\n".join(['%llguidance {"ignore_once": true}', *skip, f"start: {start}", *self.lines])
 
     def is_own(self, schema: Any) -> bool:
         """Return whether a part of a schema, or of what it refers to, has to be written here."""
@@ -125,10 +125,10 @@ class _Writer:
         name = self._rules.get(text)
         if name is None:
             name = self._rules[text] = f"r{len(self._rules)}"
-            self._lines.append(f"{name}: {text}")
+            self.lines.append(f"{name}: {text}")
         return name
 
-    def _written(self, schema: Any, path: str) -> str:
+    def expression(self, schema: Any, path: str) -> str:
         """Return an expression of the values that a schema allows; empty if there are none."""
         if schema is False:
             return ""
@@ -139,7 +139,7 @@ class _Writer:
                 return self._referred(schema["$ref"])
             plain = self._without_references(schema, ())
             return self._of_plain(plain, path) if plain is not False else ""
-        except (_NotWrittenError, UnmergeableError):
+        except (NotWrittenError, UnmergeableError):
             return self._compiled(self._safe(schema, path))
 
     def _is_contradiction(self, schema: Any) -> bool:
@@ -163,10 +163,10 @@ class _Writer:
         """Return the rule of what a reference leads to."""
         if reference not in self._rules:
             name = self._rules[reference] = f"r{len(self._rules)}"
-            body = self._written(self._analysis.target(reference), reference[:500])
+            body = self.expression(self._analysis.target(reference), reference[:500])
             if not body:
                 raise _refused(reference[:500], "a schema that nothing satisfies", "one that some value satisfies")
-            self._lines.append(f"{name}: {body}")
+            self.lines.append(f"{name}: {body}")
         return self._rules[reference]
 
     def _without_references(self, schema: Any, within: tuple[str, ...]) -> Any:
@@ -195,14 +195,14 @@ class _Writer:
     def _of_plain(self, schema: dict[str, Any] | bool, path: str) -> str:
         """Return an expression of a schema without `allOf` and `$ref`."""
         if not isinstance(schema, dict) or not self.is_own(schema):
-            return self._written(schema, path)
+            return self.expression(schema, path)
         if "anyOf" in schema:
             rest = {name: value for name, value in schema.items() if name != "anyOf"}
             options = []
             for index, option in enumerate(schema["anyOf"]):
                 here = f"{path}/anyOf/{index}"
                 if not rest:
-                    options.append(self._written(option, here))
+                    options.append(self.expression(option, here))
                     continue
                 plain = merged(rest, self._without_references(option, ()))
                 options.append(self._of_plain(plain, here) if plain is not False else "")
@@ -223,13 +223,23 @@ class _Writer:
                 options.append(self._numbers({"type": name, **part}, path))
             elif kind == "array":
                 options.append(self._array(part, path))
-            else:
+            elif kind == "object":
                 options.append(self._object(part, path))
+            else:
+                options.append(self._scalar({"type": name, **part}, path))
         if others:
             kinds = {"number" if name == "integer" else name for name in others}
             part = {key: value for key, value in schema.items() if TYPE_OF_KEYWORD.get(key, "") in kinds}
             options.append(self._compiled({"type": others[0] if len(others) == 1 else others, **part}))
         return self._one_of(options)
+
+    def _scalar(self, schema: dict[str, Any], path: str) -> str:
+        """Return an expression of the strings, the booleans or the null that a schema allows."""
+        return self._compiled(schema)
+
+    def _key(self, name: str) -> str:
+        """Return an expression of a listed name and the colon behind it."""
+        return f'{literal(json_text(name))} ":"'
 
     def _one_of(self, options: Iterable[str]) -> str:
         """Return an expression of what one of some expressions allows; those that are empty allow nothing."""
@@ -244,7 +254,7 @@ class _Writer:
             if not _is_own({"const": value}):
                 others.append(value)
             elif isinstance(value, list | dict) and rest.keys() - {"type"}:
-                raise _NotWrittenError
+                raise NotWrittenError
             else:
                 options.append(self._constant(value))
         if others:
@@ -257,7 +267,7 @@ class _Writer:
             items = ' "," '.join(map(self._constant, value))
             return self._rule(f'"[" {items} "]"')
         if isinstance(value, dict):
-            fields = ' "," '.join(f'{literal(json_text(key))} ":" {self._constant(one)}' for key, one in value.items())
+            fields = ' "," '.join(f"{self._key(key)} {self._constant(one)}" for key, one in value.items())
             return self._rule(f'"{{" {fields} "}}"')
         return self._rule(literal(json_text(value)))
 
@@ -275,10 +285,10 @@ class _Writer:
                 raise _refused(f"{path}/multipleOf", "a multiple that is not computed with", allowed) from None
         if tight.multiple is None:
             return self._rule(f"/{regex}/")
-        name = f"N{len(self._lines)}"
+        name = f"N{len(self.lines)}"
         text = f"/{regex}/ & /{multiple_regex(tight.multiple)}/"
         if text not in self._rules:
-            self._lines.append(f"{name}: {text}")
+            self.lines.append(f"{name}: {text}")
             self._rules[text] = name
         return self._rules[text]
 
@@ -293,8 +303,8 @@ class _Writer:
             return self._unique(values, min_items, len(values) if max_items is None else min(max_items, len(values)))
         firsts = []
         for index, item in enumerate(prefix):
-            firsts.append(self._written(item, f"{path}/prefixItems/{index}"))
-        other = self._written(schema.get("items", True), f"{path}/items")
+            firsts.append(self.expression(item, f"{path}/prefixItems/{index}"))
+        other = self.expression(schema.get("items", True), f"{path}/items")
         num_possible = firsts.index("") if "" in firsts else len(firsts) if not other else None
         if num_possible is not None:
             max_items = num_possible if max_items is None else min(num_possible, max_items)
@@ -323,7 +333,7 @@ class _Writer:
             return ""
         if max_items == 0:
             return self._rule('"[" "]"')
-        first, other = (f"u{len(self._lines) + number}" for number in range(2))
+        first, other = (f"u{len(self.lines) + number}" for number in range(2))
         used = f"[0:{len(values)}]"
         starts = ['""'] if min_items == 0 else []
         options = [f'"" %if bit_count_ge({used}, {min_items})']
@@ -332,7 +342,7 @@ class _Writer:
             starts.append(f"{text} {other}::set_bit({bit})")
             is_free = f"and(bit_clear({bit}), bit_count_lt({used}, {max_items}))"
             options.append(f"{COMMA}{text} {other}::set_bit({bit}) %if {is_free}")
-        self._lines += [f"{first}::_: {' | '.join(starts)}", f"{other}::_: {' | '.join(options)}"]
+        self.lines += [f"{first}::_: {' | '.join(starts)}", f"{other}::_: {' | '.join(options)}"]
         return self._rule(f'"[" {first}::0 "]"')
 
     def _object(self, schema: dict[str, Any], path: str) -> str:
@@ -342,14 +352,14 @@ class _Writer:
         required = schema.get("required", [])
         names = list(dict.fromkeys([*named, *required]))
         if len(names) > MAX_RULE_CHAIN:
-            raise _NotWrittenError
+            raise NotWrittenError
         if patterns and (len(patterns) > 1 or others is not False or _may_match(patterns, names)):
-            raise _NotWrittenError
+            raise NotWrittenError
         fields: list[tuple[str, bool]] = []
         for name in names:
-            value = self._written(named.get(name, others), f"{path}/properties/{escaped(name)}")
+            value = self.expression(named.get(name, others), f"{path}/properties/{escaped(name)}")
             if value:
-                fields.append((f'{literal(json_text(name))} ":" {value}', name in required))
+                fields.append((f"{self._key(name)} {value}", name in required))
             elif name in required:
                 return ""
         num_required = sum(is_required for _, is_required in fields)
@@ -358,17 +368,17 @@ class _Writer:
         if most is not None and most < least:
             return ""
         if num_required < len(fields) and (least or most is not None):
-            raise _NotWrittenError
+            raise NotWrittenError
         if "propertyNames" in schema:
             if names or patterns:
-                raise _NotWrittenError
+                raise NotWrittenError
             name = self._compiled({**schema["propertyNames"], "type": "string"})
-            value = self._written(others, f"{path}/additionalProperties")
+            value = self.expression(others, f"{path}/additionalProperties")
         elif patterns:
             ((pattern, inner),) = patterns.items()
-            name, value = self._compiled({"type": "string", "pattern": pattern}), self._written(inner, path)
+            name, value = self._compiled({"type": "string", "pattern": pattern}), self.expression(inner, path)
         else:
-            name, value = self._other_names(names), self._written(others, f"{path}/additionalProperties")
+            name, value = self._other_names(names), self.expression(others, f"{path}/additionalProperties")
         if value and most != 0:
             fields.append((listed(self._rule(f'{name} ":" {value}'), least, most), least > 0))
         elif least:
@@ -393,7 +403,7 @@ class _Writer:
         text = f"{NAME} & ~({taken})" if taken else NAME
         if text not in self._rules:
             self._rules[text] = f"NAME{len(self._rules)}"
-            self._lines.append(f"{self._rules[text]}: {text}")
+            self.lines.append(f"{self._rules[text]}: {text}")
         return self._rules[text]
 
     def _compiled(self, schema: Any) -> str:

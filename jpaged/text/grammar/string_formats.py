@@ -7,9 +7,9 @@ whole text, in what every dialect of expressions reads alike.
 from __future__ import annotations
 
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
+IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _GROUP = "[0-9A-Fa-f]{1,4}"
-_LAST_TWO = f"(?:{_GROUP}:{_GROUP}|{_IPV4})"
+_LAST_TWO = f"(?:{_GROUP}:{_GROUP}|{IPV4})"
 """The last 32 bits of an IPv6 address, which may be written as an IPv4 address."""
 
 
@@ -47,8 +47,8 @@ _FEBRUARY_DAY = "02-(?:0[1-9]|1[0-9]|2[0-8])"
 _DATE = (
     f"(?:{_YEAR}-(?:{_LONG_MONTH_DAY}|{_SHORT_MONTH_DAY}|{_FEBRUARY_DAY})|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
 )
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:[.][0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:[.][0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 """RFC 3339, section 5.6. Whether a minute has a 61st second is not known here."""
 
-EXPRESSIONS = {"date": _DATE, "date-time": f"{_DATE}[Tt]{_TIME}", "ipv6": _IPV6, "uri": _URI}
+EXPRESSIONS = {"date": _DATE, "date-time": f"{_DATE}[Tt]{TIME}", "ipv6": _IPV6, "uri": _URI}
 """Format → the expression of a whole text."""

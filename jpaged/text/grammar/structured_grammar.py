@@ -31,6 +31,8 @@ ESCAPES = 'nrbtf\\"'
 further property, and then replace the value of the first."""
 MAX_RULES = 500
 """Rules of one grammar in Lark or GBNF."""
+PLAIN_JSON = StructuredOutputsParams(json_object=True)
+"""JSON with the white space that is allowed without options."""
 _INNER_SCHEMA = re.compile(r"%json\s*")
 """What stands before a JSON schema in a Lark grammar."""
 
@@ -53,20 +55,23 @@ class StructuredGrammars:
         self._told_formats: set[str] = set()
         """Formats that are not known, of which the log has a line."""
 
-    def grammars_of(self, params: StructuredOutputsParams) -> GrammarParts:
-        """Return the grammar of an output. Raise InvalidRequestError for what cannot be enforced."""
+    def grammars_of(self, params: StructuredOutputsParams, prefix: str = "") -> GrammarParts:
+        """Return the grammar of an output, whose parts but the first have names that begin with `prefix`.
+
+        Raise InvalidRequestError for what cannot be enforced.
+        """
         match params.kind:
             case "json" | "json_object":
-                return self._json_grammar(self._enforced(self._schema_of(params), params), params)
+                return self.json_grammar(self.enforced(self._schema_of(params), params), params)
             case "regex":
                 return self._expression(check("regex", params.regex, portable_regex))
             case "choice":
                 # One expression: as alternatives of a rule, each would be a lexeme, and an item of the parser.
                 return self._expression("|".join(map(literal_regex, params.choice or ())))
             case _:
-                return self._lark_grammar(params)
+                return self._lark_grammar(params, prefix)
 
-    def _lark_grammar(self, params: StructuredOutputsParams) -> GrammarParts:
+    def _lark_grammar(self, params: StructuredOutputsParams, prefix: str) -> GrammarParts:
         """Return a request's grammar in Lark, with what is enforced of the schemas within it.
 
         A schema that llguidance would not compile right is a grammar of its own, to which the request's one refers.
@@ -92,12 +97,13 @@ class StructuredGrammars:
             except (ValueError, RecursionError):
                 continue  # The compiler says where.
             with sent_as({"json": "grammar"}):
-                enforced = self._enforced(schema, params)
+                enforced = self.enforced(schema, params)
             options = self._json_options(params)
             own = schema_grammar(enforced, options)
             if own:
-                inner.append({"name": f"json{len(inner)}", "lark_grammar": own})
-                parts += [lark[end : found.start()], f"@json{len(inner) - 1}"]
+                name = f"{prefix}json{len(inner)}"
+                inner.append({"name": name, "lark_grammar": own})
+                parts += [lark[end : found.start()], f"@{name}"]
             else:
                 schema = {**enforced, "x-guidance": options}
                 parts += [lark[end : found.end()], json.dumps(schema, ensure_ascii=False)]
@@ -107,7 +113,7 @@ class StructuredGrammars:
     def _schema_of(self, params: StructuredOutputsParams) -> Any:
         return {"type": "object"} if params.json is None else parsed_json(str(params.json))
 
-    def _enforced(self, schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
+    def enforced(self, schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
         """Return a schema of the keywords that are enforced. Raise InvalidRequestError if that cannot be."""
         unknown: list[str] = []
         enforced = enforced_schema(schema, closes_objects=params.disable_additional_properties, unknown=unknown)
@@ -120,15 +126,15 @@ class StructuredGrammars:
 
         def has_other_names(part: dict[str, Any]) -> bool:
             # Where no name is left, the empty object is all that can be written.
-            return bool(self._compiler.compiled(self._json_grammar(part, compact)).compute_ff_bytes() != b"{}")
+            return bool(self._compiler.compiled(self.json_grammar(part, compact)).compute_ff_bytes() != b"{}")
 
         def matches(pattern: str, name: str) -> bool:
             part = {"type": "string", "pattern": pattern, "enum": [name]}
-            return not self._compiler.compiled(self._json_grammar(part, compact)).is_error()
+            return not self._compiler.compiled(self.json_grammar(part, compact)).is_error()
 
         return with_closed_objects(enforced, has_other_names, matches)  # type: ignore[no-any-return]
 
-    def _json_grammar(self, schema: Any, params: StructuredOutputsParams) -> GrammarParts:
+    def json_grammar(self, schema: Any, params: StructuredOutputsParams) -> GrammarParts:
         """Return the grammar of an enforced schema."""
         options = self._json_options(params)
         if lark := schema_grammar(schema, options):
@@ -142,7 +148,7 @@ class StructuredGrammars:
     def _error_of(self, schema: dict[str, Any], params: StructuredOutputsParams) -> str:
         """Return what is said of an enforced schema that cannot be compiled; empty if it can."""
         try:
-            return told(self._compiler.compiled(self._json_grammar(schema, params)).get_error(), is_from_grammar=False)
+            return told(self._compiler.compiled(self.json_grammar(schema, params)).get_error(), is_from_grammar=False)
         except JpagedError as error:
             return str(error)
 
@@ -158,12 +164,18 @@ class StructuredGrammars:
             else check("whitespace_pattern", pattern, portable_regex)
         }
 
+    def place_of_failure(self, schema: Any, params: StructuredOutputsParams = PLAIN_JSON) -> str:
+        """Return the place of the innermost part of a schema that cannot be compiled; # if only the whole cannot."""
+        enforced = self.enforced(schema, params)
+        if not self._error_of(enforced, params):
+            return "#"
+        return located(enforced, lambda part: self._error_of(part, params))
+
     def refusal(self, params: StructuredOutputsParams, message: str) -> JpagedError:
         """Return the error for parameters that llguidance refuses with this message."""
         place = ""
         if params.kind == "json":
-            schema = self._enforced(self._schema_of(params), params)
-            place = located(schema, lambda part: self._error_of(part, params))
+            place = self.place_of_failure(self._schema_of(params), params)
         reason = told(message, is_from_grammar=params.kind == "grammar")
         got = f"one that cannot be enforced{f', at {place}' if place else ''}: {reason}"
         return refusal(params.kind, got, "what docs/structured_outputs.md lists")

@@ -6,18 +6,62 @@ The mark that ends a thought is one token, or a text for which what was written 
 
 from __future__ import annotations
 
-import json
-import re
+from dataclasses import dataclass
 
 from ..chat.thinking import BEGIN, END, Thinking
 from .compiler import GrammarCompiler, GrammarParts
-from .lark_text import within_slashes
+from .mark_texts import ANY_TEXT, MarkTexts, regex_of
 
 ANSWER = "answer"
 """The grammar of the answer behind a thought."""
+IMPOSSIBLE = "<[^*]>"
 MAX_BUDGET = 1 << 30
 """No output has more tokens than this; llguidance counts in machine words."""
-ANY_TEXT = "/(?s:.*)/"
+
+
+@dataclass(frozen=True)
+class ThoughtRules:
+    """How thoughts are written and how long they may be."""
+
+    marks: MarkTexts
+    budget: int | None = None
+    """The most tokens of a thought; None: any number."""
+    open: str = BEGIN
+    close: str = END
+
+    def lines(self) -> list[str]:
+        """Return the rules of the rest of a thought and the mark that ends it; the first one is `thought`."""
+        end = self.marks.expression(self.close)
+        if self.budget == 0:
+            return [f"thought: {end}"]
+        limit = "" if self.budget is None else f"max_tokens={min(self.budget, MAX_BUDGET)}"
+        if self.marks.opening(self.close)[0]:
+            return [f"thought: thought_text {end}", f"thought_text{f'[{limit}]' if limit else ''}: {ANY_TEXT}"]
+        pattern = regex_of(self.close)
+        if self.budget is None:
+            return [f"thought[lazy]: /(?s:.*){pattern}/"]
+        # Where both lexemes reach the limit, llguidance ends the first one, `cut`. None of them may be lazy then.
+        return [
+            f"thought: cut {end} | whole",
+            f"cut[{limit}]: CUT",
+            f"whole[{limit}]: WHOLE",
+            f"CUT: {ANY_TEXT} & ~/(?s:.*){pattern}(?s:.*)/",
+            f"WHOLE: /(?s:.*){pattern}/ & ~/(?s:.*){pattern}(?s:.+)/",
+        ]
+
+    def before_answer(self, thinking: Thinking, separator: str) -> str:
+        """Return an expression of what may stand before an answer; empty for nothing. It refers to `lines`.
+
+        `separator`, an expression between slashes, may stand between a thought and the answer.
+        """
+        blank = f" (/{separator}/)?" if separator else ""
+        match thinking:
+            case Thinking.NONE:
+                return ""
+            case Thinking.OPEN:
+                return f"thought{blank}"
+            case Thinking.OPTIONAL:
+                return f"({self.marks.expression(self.open)} thought{blank})?"
 
 
 def with_thought(
@@ -25,61 +69,47 @@ def with_thought(
 ) -> GrammarParts:
     """Return the grammar of a thought and the answer behind it.
 
-    The thought is any text of at most `budget` tokens, None for no bound, up to its end; `separator`, an expression,
-    may stand between it and the answer.
+    The thought is any text of at most `budget` tokens, None for no bound, up to its end.
     """
     if thinking is Thinking.NONE:
         return answer
-    blank = f" (/{separator}/)?" if separator else ""
-    start = f"thought{blank}" if thinking is Thinking.OPEN else f"({_mark(BEGIN, compiler)} thought{blank})?"
-    lark = "\n".join([f"start: {start} @{ANSWER}", *_thought(budget, compiler)])
+    rules = ThoughtRules(MarkTexts(compiler, (BEGIN, END)), budget)
+    lark = "\n".join([f"start: {rules.before_answer(thinking, separator)} @{ANSWER}", *rules.lines()])
     return [{"lark_grammar": lark}, {**answer[0], "name": ANSWER}, *answer[1:]]
 
 
 def budgeted_thoughts(thinking: Thinking, budget: int, compiler: GrammarCompiler) -> GrammarParts:
     """Return the grammar of any output whose thoughts have at most `budget` tokens each."""
-    begin = _mark(BEGIN, compiler)
+    rules = ThoughtRules(MarkTexts(compiler, (BEGIN, END)), budget)
     first = "thought " if thinking is Thinking.OPEN else ""
-    if begin.startswith("<["):
-        parts = [f"start: {first}({other_than(begin)} | {begin} thought)*"]
-    else:
-        # A lazy lexeme ends with the first mark, although `REST` could go on.
-        others = f" | {compiler.tokens_apart}" if compiler.tokens_apart else ""
-        parts = [
-            f"start: {first}(opening thought | REST{others})*",
-            f"opening[lazy]: /(?s:.*){within_slashes(re.escape(BEGIN))}/",
-            "REST: /(?s:.+)/",
-        ]
-    return [{"lark_grammar": "\n".join([*parts, *_thought(budget, compiler)])}]
+    lines = free_lines([(rules.open, "thought")], rules.marks, compiler)
+    return [{"lark_grammar": "\n".join([f"start: {first}free*", *lines, *rules.lines()])}]
 
 
-def _thought(budget: int | None, compiler: GrammarCompiler) -> list[str]:
-    """Return the rules of the rest of a thought with the mark that ends it; the first one is `thought`."""
-    end = _mark(END, compiler)
-    if budget == 0:
-        return [f"thought: {end}"]
-    limit = "" if budget is None else f"max_tokens={min(budget, MAX_BUDGET)}"
-    if end.startswith("<["):
-        return [f"thought: text {end}", f"text{f'[{limit}]' if limit else ''}: {ANY_TEXT}"]
-    pattern = within_slashes(re.escape(END))
-    if budget is None:
-        return [f"thought[lazy]: /(?s:.*){pattern}/"]
-    # Where both lexemes reach the limit, llguidance ends the first one, `cut`. None of them may be lazy then.
-    return [
-        f"thought: cut {end} | whole",
-        f"cut[{limit}]: CUT",
-        f"whole[{limit}]: WHOLE",
-        f"CUT: {ANY_TEXT} & ~/(?s:.*){pattern}(?s:.*)/",
-        f"WHOLE: /(?s:.*){pattern}/ & ~/(?s:.*){pattern}(?s:.+)/",
-    ]
+def free_lines(
+    openings: list[tuple[str, str]],
+    marks: MarkTexts,
+    compiler: GrammarCompiler,
+    last: tuple[str, str] | None = None,
+) -> list[str]:
+    """Return the rules of free text within which some texts must be followed by something.
 
-
-def other_than(token: str) -> str:
-    """Return an expression of any one token but this one, whose expression is <[id]>."""
-    return f"<[^{token.removeprefix('<[')}"
-
-
-def _mark(text: str, compiler: GrammarCompiler) -> str:
-    """Return how a grammar names a mark: by its id if it is a token apart from text, else as text."""
-    token_id = compiler.tokenizer.backend.token_to_id(text)
-    return f"<[{token_id}]>" if token_id is not None and compiler.is_apart(token_id) else json.dumps(text)
+    Each opening is such a text and the expression of what follows. The rule `free` is a piece of the output, either
+    text or `marked`, which begins with a token apart. `last` is an opening that is no piece, but has a rule of that
+    name.
+    """
+    lines, pieces, tokens = [], [], []
+    for number, (text, following) in enumerate([*openings, *([last] if last else [])]):
+        token, rest = marks.opening(text)
+        if token:
+            tokens.append(token)
+            pieces.append(f"{token} {rest} {following}")
+        else:
+            # A lazy lexeme ends with the first mark, although FREE_TEXT could go on.
+            lines.append(f"opening{number}[lazy]: /(?s:.*){regex_of(text)}/")
+            pieces.append(f"opening{number} {following}")
+    if last:
+        lines.append(f"last: {pieces.pop()}")
+    pieces += [others] if (others := compiler.tokens_apart_but(tokens)) else []
+    marked = f"marked: {' | '.join(pieces)}" if pieces else f"marked: {IMPOSSIBLE}"
+    return ["free: marked | FREE_TEXT", marked, "FREE_TEXT: /(?s:.+)/", *lines]

@@ -1,0 +1,164 @@
+"""Writes the arguments of tool calls as a format has them: JSON, a dialect of it, texts between tags, or raw text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...checks import check, sent_as
+from ...errors import InvalidRequestError
+from ...structured_outputs import StructuredOutputsParams
+from ..answers.answer_spec import parameter_types
+from ..answers.formats import AnswerFormat, CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls
+from ..chat.tools import CUSTOM_ARGUMENT, Tool
+from .compiler import GrammarCompiler, GrammarParts
+from .dialect_arguments import DialectWriter
+from .ecma_regex import portable_regex
+from .lark_text import within_slashes
+from .mark_texts import ANY_TEXT, MarkTexts
+from .structured_grammar import PLAIN_JSON, StructuredGrammars
+from .tagged_arguments import TaggedWriter
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function for which none was given."""
+TEXT_INPUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+    "required": [CUSTOM_ARGUMENT],
+    "additionalProperties": False,
+}
+"""The schema by which the model sees a custom tool."""
+
+
+@dataclass
+class Arguments:
+    """The arguments of a request's tools."""
+
+    body: JsonCalls | TaggedCalls | NamedCalls
+    expressions: dict[str, str] = field(default_factory=dict)
+    """Tool → the expression of its arguments, by a reference to the first of its parts."""
+    parts_of: dict[str, GrammarParts] = field(default_factory=dict)
+    raw_tools: set[str] = field(default_factory=set)
+    """Tools whose argument is a text that stands alone."""
+    warnings: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def place_of(index: int, tool: Tool) -> str:
+        """Return the place of a tool's schema or grammar in a request."""
+        return f"tools[{index}].{'function.parameters' if tool.kind == 'function' else 'custom.format.grammar'}"
+
+
+class ArgumentWriter:
+    """Writes the arguments of one request's tools."""
+
+    def __init__(self, format: AnswerFormat, compiler: GrammarCompiler, structured: StructuredGrammars):
+        assert format.calls is not None, "tools for a model without calls"
+        self._calls, self._structured = format.calls, structured
+        self._marks = MarkTexts(compiler, format.marks)
+        self.arguments = Arguments(self._body())
+
+    def _body(self) -> JsonCalls | TaggedCalls | NamedCalls:
+        """Return the one of several ways to write a call that this tokenizer has the marks of."""
+        if isinstance(self._calls, Channels):
+            return JsonCalls()
+        for body in self._calls.bodies:
+            if isinstance(body, NamedCalls) and body.before_arguments and self._marks.is_token(body.before_arguments):
+                return body
+        return self._calls.bodies[0]
+
+    @property
+    def _dialect_quote(self) -> str:
+        body = self.arguments.body
+        return body.dialect.quote if isinstance(body, NamedCalls) else ""
+
+    def add(self, index: int, tool: Tool, *, is_enforced: bool, failure: str) -> None:
+        """Add a tool. Its schema is enforced with `is_enforced`, unless `failure` says why that cannot be.
+
+        Raise InvalidRequestError for a strict schema or a grammar that cannot be enforced.
+        """
+        name, place = f"tool{index}", self.arguments.place_of(index, tool)
+        if tool.kind == "custom":
+            with sent_as({"json": place, "grammar": place}):
+                parts = self._custom(tool, name, place)
+        else:
+            schema = NO_PARAMETERS if tool.parameters is None else {**tool.parameters, "type": "object"}
+            parts = []
+            if failure:
+                self._warn(place, failure)
+            elif is_enforced:
+                parts = self._tried(schema, name, place, is_strict=tool.is_strict)
+            parts = parts or self._any_object(name)
+        self.arguments.parts_of[tool.name] = [{**parts[0], "name": name}, *parts[1:]]
+        self.arguments.expressions[tool.name] = f"@{name}"
+
+    def _tried(self, schema: dict[str, Any], name: str, place: str, *, is_strict: bool) -> GrammarParts:
+        """Return the parts of a schema, none with a warning if it is not strict and cannot be enforced."""
+        try:
+            with sent_as({"json": place}):
+                return self._of_schema(schema, name)
+        except InvalidRequestError as error:
+            if is_strict:
+                raise
+            self._warn(place, str(error).partition("got ")[2].partition(", allowed")[0])
+            return []
+
+    def _warn(self, place: str, reason: str) -> None:
+        self.arguments.warnings.append(f"{place} is not enforced: {reason}")
+
+    def _of_schema(self, schema: dict[str, Any], name: str) -> GrammarParts:
+        """Return the parts of the arguments that a schema allows."""
+        body = self.arguments.body
+        if isinstance(body, TaggedCalls):
+            assert isinstance(self._calls, CallFormat)
+            enforced = self._structured.enforced(schema, PLAIN_JSON)
+            types = parameter_types(schema)
+            writer = TaggedWriter(body, self._calls, self._marks, list(types))
+            return [{"lark_grammar": writer.grammar(writer.fields_of(enforced, types))}]
+        if self._dialect_quote:
+            enforced = self._structured.enforced(schema, PLAIN_JSON)
+            dialect = DialectWriter(enforced, self._dialect_quote, self._marks)
+            return [{"lark_grammar": dialect.grammar()}]
+        return self._structured.json_grammar(self._structured.enforced(schema, PLAIN_JSON), PLAIN_JSON)
+
+    def _any_object(self, name: str) -> GrammarParts:
+        """Return the parts of any arguments."""
+        body = self.arguments.body
+        if isinstance(body, TaggedCalls):
+            assert isinstance(self._calls, CallFormat)
+            writer = TaggedWriter(body, self._calls, self._marks, [])
+            return [{"lark_grammar": writer.grammar(writer.any_fields())}]
+        return self._of_schema(ANY_OBJECT, name)
+
+    def _custom(self, tool: Tool, name: str, place: str) -> GrammarParts:
+        """Return the parts of a custom tool's text."""
+        body = self.arguments.body
+        is_lark = tool.grammar is not None and tool.grammar_syntax == "lark"
+        is_raw = isinstance(body, TaggedCalls) or bool(self._dialect_quote) or isinstance(self._calls, Channels)
+        if not is_raw:
+            schema = TEXT_INPUT
+            if is_lark:
+                self._warn(place, "this model writes the texts of tools as strings of JSON")
+            elif tool.grammar is not None:
+                pattern = f"^(?:{check(place, tool.grammar, portable_regex)})$"
+                schema = {**TEXT_INPUT, "properties": {CUSTOM_ARGUMENT: {"type": "string", "pattern": pattern}}}
+            return self._of_schema(schema, name)
+        if is_lark:
+            inner = self._structured.grammars_of(StructuredOutputsParams(grammar=tool.grammar), prefix=name)
+            inner = [{**inner[0], "name": f"{name}_text"}, *inner[1:]]
+            text, is_part = f"@{name}_text", True
+        else:
+            inner, is_part = [], False
+            text = ANY_TEXT
+            if tool.grammar is not None:
+                text = f"/{within_slashes(check(place, tool.grammar, portable_regex))}/"
+        if isinstance(self._calls, Channels):
+            self.arguments.raw_tools.add(tool.name)
+            return [{"lark_grammar": f"start: {text}"}, *inner]
+        if isinstance(body, TaggedCalls):
+            writer = TaggedWriter(body, self._calls, self._marks, [CUSTOM_ARGUMENT])
+            value = writer.ended(text) if is_part else writer.text(text)
+            return [{"lark_grammar": writer.grammar(writer.field(CUSTOM_ARGUMENT, value))}, *inner]
+        dialect = DialectWriter(TEXT_INPUT, self._dialect_quote, self._marks)
+        value = dialect.quoted(text) if is_part else dialect.string(text)
+        return [{"lark_grammar": dialect.grammar_of(f'"{{" "{CUSTOM_ARGUMENT}:" {value} "}}"')}, *inner]

@@ -1,0 +1,258 @@
+"""Writes the grammar of an answer that must call tools, or whose calls must follow their schemas.
+
+The data of `answers/formats.py` says how a model writes a call; here is the text of a call as chat templates write it.
+The arguments of each tool are a part of their own (`call_arguments.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...checks import refusal
+from ...structured_outputs import StructuredOutputsParams
+from ..answers.formats import AnswerFormat, CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls
+from ..chat.thinking import BEGIN, END, Thinking
+from ..chat.tools import ToolSet
+from .call_arguments import Arguments, ArgumentWriter
+from .compiler import GrammarCompiler, GrammarParts
+from .compiler_errors import told
+from .lark_text import literal
+from .mark_texts import ANY_TEXT, MarkTexts
+from .structured_grammar import StructuredGrammars
+from .thought_grammar import ANSWER, ThoughtRules, free_lines
+
+NOTHING = '""'
+LINES = "\\n{1,2}"
+"""What may stand between a thought and a call."""
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """What a request asks of an answer with tools."""
+
+    tools: ToolSet
+    format: AnswerFormat
+    structured: StructuredOutputsParams | None = None
+    """What the answer must look like where it calls no tool."""
+    thinking: Thinking = Thinking.NONE
+    thought_budget: int | None = None
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Return whether calls have to be enforced: else an answer is free, or follows `structured` alone."""
+        tools = self.tools
+        if tools.choice.kind == "none":
+            return False
+        return (
+            self.structured is not None
+            or tools.must_call
+            or not tools.is_parallel
+            or tools.choice.kind == "allowed"
+            or any(tool.is_strict or tool.grammar is not None for tool in tools.callable_tools)
+        )
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """A grammar, and what it does not enforce: a sentence for each such tool."""
+
+    parts: GrammarParts
+    warnings: tuple[str, ...] = ()
+
+
+class CallGrammars:
+    """Writes grammars of answers with calls. Threads may share it."""
+
+    def __init__(self, compiler: GrammarCompiler, structured: StructuredGrammars):
+        self._compiler, self._structured = compiler, structured
+
+    def grammar_of(self, rules: CallRules) -> CallGrammar:
+        """Return the grammar of an answer. Raise InvalidRequestError for a strict schema that cannot be enforced."""
+        arguments = self._arguments(rules, {})
+        grammar = _Writer(rules, arguments, self._compiler, self._structured).grammar()
+        if not self._error_of(grammar.parts):
+            return grammar
+        # One of the tools cannot be compiled, or all of them together take more than a parser may.
+        arguments = self._arguments(rules, self._failing(rules, arguments))
+        grammar = _Writer(rules, arguments, self._compiler, self._structured).grammar()
+        if error := self._error_of(grammar.parts):
+            got = f"tools whose calls cannot be enforced together: {told(error, is_from_grammar=False)}"
+            raise refusal("tools", got, "what docs/structured_outputs.md lists", "send fewer or smaller schemas")
+        return grammar
+
+    def _arguments(self, rules: CallRules, failing: Mapping[str, str]) -> Arguments:
+        """Return the arguments of the tools; `failing` are those that cannot be enforced, with the reasons."""
+        writer = ArgumentWriter(rules.format, self._compiler, self._structured)
+        for index, tool in enumerate(rules.tools.tools):
+            if tool in rules.tools.callable_tools:
+                is_enforced = rules.tools.must_call or tool.is_strict or tool.grammar is not None
+                writer.add(index, tool, is_enforced=is_enforced, failure=failing.get(tool.name, ""))
+        return writer.arguments
+
+    def _failing(self, rules: CallRules, arguments: Arguments) -> dict[str, str]:
+        """Return the tools whose arguments alone cannot be compiled, with the reasons.
+
+        Raise InvalidRequestError for one whose schema or grammar must hold.
+        """
+        failing = {}
+        for index, tool in enumerate(rules.tools.tools):
+            expression = arguments.expressions.get(tool.name)
+            if expression is None:
+                continue
+            if error := self._error_of([{"lark_grammar": f"start: {expression}"}, *arguments.parts_of[tool.name]]):
+                reason = told(error, is_from_grammar=tool.kind == "custom")
+                if tool.parameters is not None:
+                    reason += f" at {self._structured.place_of_failure(tool.parameters)}"
+                if tool.is_strict or tool.grammar is not None:
+                    got = f"one that cannot be enforced: {reason}"
+                    raise refusal(arguments.place_of(index, tool), got, "what docs/structured_outputs.md lists")
+                failing[tool.name] = reason
+        return failing
+
+    def _error_of(self, parts: GrammarParts) -> str:
+        error: str = self._compiler.compiled(parts).get_error()
+        return error
+
+
+class _Writer:
+    """The rules of one answer around the arguments of its calls."""
+
+    def __init__(
+        self, rules: CallRules, arguments: Arguments, compiler: GrammarCompiler, structured: StructuredGrammars
+    ):
+        self._rules, self._arguments = rules, arguments
+        self._compiler, self._structured = compiler, structured
+        self._marks = MarkTexts(compiler, (*rules.format.marks, BEGIN, END))
+        thought = rules.format.thought
+        has_thoughts = thought is not None and not isinstance(thought, Channels)
+        open, close = (thought.open, thought.close) if has_thoughts else (BEGIN, END)  # type: ignore[union-attr]
+        self._thoughts = ThoughtRules(self._marks, rules.thought_budget, open, close)
+        self._may_think = has_thoughts or rules.thinking is not Thinking.NONE
+        self._several = rules.tools.is_parallel and rules.tools.choice.kind != "named"
+        self._is_free = not rules.tools.must_call and rules.structured is None
+
+    def grammar(self) -> CallGrammar:
+        """Return the whole grammar."""
+        calls = self._rules.format.calls
+        assert calls is not None, "tools for a model without calls"
+        lines = self._channel_lines(calls) if isinstance(calls, Channels) else self._lines(calls)
+        parts: GrammarParts = [{"lark_grammar": "\n".join(lines)}]
+        for own in self._arguments.parts_of.values():
+            parts += own
+        if self._has_answer:
+            assert self._rules.structured is not None
+            answer = self._structured.grammars_of(self._rules.structured, prefix=ANSWER)
+            parts += [{**answer[0], "name": ANSWER}, *answer[1:]]
+        return CallGrammar(parts, tuple(self._arguments.warnings))
+
+    @property
+    def _has_answer(self) -> bool:
+        """Return whether an answer of a structure may stand in the place of calls."""
+        return self._rules.structured is not None and not self._rules.tools.must_call
+
+    # Calls between marks in one text
+
+    def _lines(self, calls: CallFormat) -> list[str]:
+        """Return the rules of an answer in a format with marks."""
+        body = self._arguments.body
+        marks = self._marks
+        heads = [self._call(body, name, arguments) for name, arguments in self._arguments.expressions.items()]
+        lines = [f"call: {' | '.join(heads)}"]
+        between = ""
+        if isinstance(body, JsonCalls) and (body.in_array or body.may_stand_alone):
+            separator = "; " if body.may_stand_alone else ", "
+            more = f" ({literal(separator)} call)*" if self._several else ""
+            group = f"call{more}" if body.may_stand_alone else f'"[" call{more} "]"'
+            group += f" {marks.expression(calls.close)}" if calls.close else ""
+            has_several_groups = False
+        else:
+            line = '"\\n"? ' if calls.close and not isinstance(body, NamedCalls) else ""
+            close = f" {line}{marks.expression(calls.close)}" if calls.close else ""
+            group, between = f"{line}call{close}", line
+            has_several_groups = self._several
+        lines.append(f"group: {group}")
+        if self._is_free:
+            return [*self._free_lines(calls, body), *lines, *self._thought_lines()]
+        opening = marks.expression(calls.open)
+        choice = f"{opening} group" + (f" ({between}{opening} group)*" if has_several_groups else "")
+        if isinstance(body, JsonCalls) and body.may_stand_alone and not self._has_answer:
+            choice = "group"  # A JSON answer begins like such a call, which then needs its mark.
+        if self._has_answer:
+            choice = f"(@{ANSWER} | {choice})"
+        before = self._thoughts.before_answer(self._rules.thinking, LINES)
+        return [f"start: {before} {choice}", *lines, *self._thought_lines()]
+
+    def _thought_lines(self) -> list[str]:
+        return self._thoughts.lines() if self._may_think else []
+
+    def _free_lines(self, calls: CallFormat, body: object) -> list[str]:
+        """Return the rules of free text with calls in it; a single call is the last part of the output."""
+        first = "thought " if self._rules.thinking is Thinking.OPEN else ""
+        openings = [(self._thoughts.open, "thought")] if self._may_think else []
+        call = (calls.open, "group")
+        if self._several:
+            start, lines = "free*", free_lines([*openings, call], self._marks, self._compiler)
+        else:
+            start, lines = "free* last?", free_lines(openings, self._marks, self._compiler, last=call)
+        if isinstance(body, JsonCalls) and body.may_stand_alone:
+            lines.append("FIRST: /\\s*[^{\\s](?s:.*)/")
+            start = f"group | (marked | FIRST) {start} | {'last' if not self._several else NOTHING}?"
+        return [f"start: {first}({start})", *lines]
+
+    def _call(self, body: JsonCalls | TaggedCalls | NamedCalls, name: str, arguments: str) -> str:
+        """Return an expression of one call."""
+        marks = self._marks
+        match body:
+            case JsonCalls():
+                key = "parameters" if body.may_stand_alone else "arguments"
+                head = literal(f'{{"name": "{name}", "{key}": ')
+                return f'{head} {arguments} "}}"'
+            case TaggedCalls():
+                close = f' {marks.expression(body.close)} "\\n"?' if body.close else ""
+                return f'{marks.expression(body.open + name + body.name_end)} "\\n"? {arguments}{close}'
+            case NamedCalls():
+                head = marks.expression(body.before_name + name)
+                if body.before_id and marks.is_token(body.before_id):
+                    head += f" ({marks.expression(body.before_id)} /[0-9A-Za-z]{{9}}/)?"
+                if body.before_arguments:
+                    head += f" {marks.expression(body.before_arguments)}"
+                return f"{head} {arguments}"
+
+    # Calls as messages to channels
+
+    def _channel_lines(self, channels: Channels) -> list[str]:
+        """Return the rules of an answer that is a row of messages; the prompt has opened the first one."""
+        marks = self._marks
+
+        def header(channel: str) -> str:
+            return marks.expression(f"{channels.channel}{channel}{channels.message}")
+
+        end = channels.ends[0]
+        thoughts = ThoughtRules(marks, self._rules.thought_budget, close=end)
+        next_message = marks.expression(f"{channels.start}assistant")
+        has_thoughts = self._rules.thought_budget != 0
+        before = [f"{header(channels.thought)} thought {next_message}"] if has_thoughts else []
+        lines = [*thoughts.lines(), f"text: {ANY_TEXT}"]
+        if not self._rules.tools.must_call:
+            before.append(f"{header('commentary')} text {marks.expression(end)} {next_message}")
+        lines.append(f"before: {' | '.join(before) or NOTHING}")
+        calls = []
+        for name, arguments in self._arguments.expressions.items():
+            is_custom = name in self._arguments.raw_tools
+            constrained = "" if is_custom else f" {channels.constrain}json"
+            text = f"{channels.channel}commentary to={channels.before_name}{name}{constrained}{channels.message}"
+            calls.append(f"{marks.expression(text)} {arguments}")
+        lines.append(f"call: {' | '.join(calls)}")
+        # The end of a call is a token that ends the output, where the model has it as one.
+        end_of_call = channels.ends[1]
+        choices = ["call"]
+        if self._several and marks.is_token(end_of_call) and not marks.is_end(end_of_call):
+            more = marks.expression(f"{end_of_call}{channels.start}assistant")
+            choices = [f"call ({more} before* call)*"]
+        if self._has_answer:
+            choices.append(f"{header('final')} @{ANSWER}")
+        elif self._is_free:
+            choices.append(f"{header('final')} text")
+        open_thought = f"thought {next_message} " if self._rules.thinking is Thinking.OPEN else ""
+        return [f"start: {open_thought}before* ({' | '.join(choices)})", *lines]
