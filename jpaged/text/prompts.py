@@ -48,6 +48,8 @@ TEXT_OPTIONS = ("add_special_tokens", "truncate_prompt_tokens")
 PROMPT_OPTIONS = (*PROMPT_EXTRAS, *TEXT_OPTIONS, *CHAT_OPTIONS, *TOOL_OPTIONS)
 """Keys that may stand beside it: those of `PromptOptions` too, of which some belong to messages alone."""
 MAX_SALT_CHARS = 256
+END_MARK = "[the answer goes on here]"
+"""What a chat is rendered with behind the message that the output continues."""
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,11 @@ class PromptEncoder:
         continues = options.continue_final_message
         adds = not continues if options.add_generation_prompt is None else options.add_generation_prompt
         tokenizer = tokenizer_for(self.tokenizer, "messages", "messages")
+        shown = _with_end_mark(messages) if continues else messages
         try:
             text = render_chat(
                 tokenizer,
-                messages,
+                shown,
                 template=self.chat_template,
                 add_generation_prompt=adds,
                 tools=options.tools,
@@ -216,12 +219,11 @@ class PromptEncoder:
             raise
         if not continues:
             return text
-        content = normalize_messages(messages)[-1]["content"].strip()
-        end = text.rfind(content)
-        if not content or end < 0:
-            got = "a last message without text" if not content else "a last message that the template changes"
-            raise refusal("continue_final_message", got, "one whose text the template writes out", "leave it out")
-        return text[: end + len(content)]
+        end = text.rfind(END_MARK)
+        if end < 0:
+            got, allowed = "a last message that the template changes", "one whose text the template writes out"
+            raise refusal("continue_final_message", got, allowed, "leave it out")
+        return text[:end]
 
     def _read_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return those variables that the chat template reads. Of each other one the log is told once."""
@@ -328,6 +330,19 @@ class PromptEncoder:
         if (most := self.limits["waiting_tokens"]) is not None and num_tokens > most:
             allowed = f"at most waiting_tokens among the limits, {most}"
             raise refusal("prompt", f"{counted}{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
+
+
+def _with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with END_MARK behind the text of the last one, whose end it shows.
+
+    The text itself may stand in what the template writes behind it: "end" is a part of <|end|>. Whitespace at its end
+    is dropped, as most templates do. Raise InvalidRequestError if there is no text.
+    """
+    last = normalize_messages(messages)[-1]
+    if not (text := last["content"].rstrip()):
+        got, allowed = "a last message without text", "one whose text the template writes out"
+        raise refusal("continue_final_message", got, allowed, "leave it out")
+    return [*messages[:-1], {**last, "content": text + END_MARK}]
 
 
 def _last(ids: Sequence[Any], num_kept: int) -> list[Any]:

@@ -107,7 +107,7 @@ _MARKS_OF_THOUGHTS = (
     ("granite", ("your thoughts between <think></think>", "your response between <response></response>")),
     ("qwen3", ("</think>",)),
 )
-_HERMES = re.compile(r"""<tool_call>\s*(?:\\n)*\s*\{+\\?["']name\\?["']:""")
+_HERMES = re.compile(r"""<tool_call>(?:\s|\\n)*\{+\\?["']name\\?["']:""")
 
 
 def answer_format(calls: str | None, thought: str | None) -> AnswerFormat:

@@ -21,6 +21,7 @@ MAX_DEPTH = 500
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LITERAL_CHARS = re.compile(r"[-+.0-9A-Za-z]*")
 _PLAIN_CHARS = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]*')
+_TO_ESCAPE = re.compile(r'["\\\x00-\x1f]')
 _SPECIAL_CHAR = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 _BARE_KEY_CHARS = re.compile(r'[^":,{}\[\]\s\ud800-\udfff]*')
 _HIGH_ESCAPE, _LOW_ESCAPE = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F]")
@@ -81,7 +82,7 @@ class JsonText:
 
 def escaped(text: str) -> str:
     """Return text as it stands within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return json.dumps(text, ensure_ascii=False)[1:-1] if _TO_ESCAPE.search(text) else text
 
 
 def unescaped(text: str) -> str:

@@ -197,6 +197,8 @@ class _Value:
         self._line_feed = ""
         """A line feed at the end of the text so far, which may belong to the end tag."""
         self._held: list[str] = []
+        self._beginning = ""
+        """Of a text that may be null: what has come, without whitespace before it and with one space behind it."""
 
     def write(self, text: str) -> None:
         """Add a piece of the text, which is not empty."""
@@ -211,8 +213,10 @@ class _Value:
             self._held.append(text)
             if not is_text_or_null(self._types):
                 return
-            bare = "".join(self._held).lstrip(WHITESPACE)
-            if any(null.startswith(bare.rstrip(WHITESPACE)) for null in NULLS):
+            bare = (self._beginning + text).lstrip(WHITESPACE)
+            word = bare.rstrip(WHITESPACE)
+            if any(null.startswith(word) for null in NULLS):
+                self._beginning = word if word == bare else f"{word} "
                 return
             self._is_text = True
             text = "".join(self._held)

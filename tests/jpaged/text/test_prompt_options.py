@@ -1,5 +1,6 @@
 """What stands beside a prompt in its mapping: how it becomes tokens, by text, ids or messages."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,14 @@ def test_a_chat_ends_where_the_options_say(engine: Engine):
     begun = [*USER, {"role": "assistant", "content": "Hello th"}]
     continued = {"messages": begun, "continue_final_message": True}
     assert text_of(engine, continued) == "<|start|>user: Hi\n<|start|>assistant: Hello th"
+
+
+@pytest.mark.parametrize("text", ["end", "n", "<|end|>", "  two\n\n", "user: Hi", "Hi"])
+def test_an_answer_goes_on_behind_its_last_character_whatever_the_template_writes_there(engine: Engine, text: str):
+    template = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
+    encoder = replace(engine.builder.encoder, chat_template=template)
+    begun = {"messages": [*USER, {"role": "assistant", "content": text}], "continue_final_message": True}
+    assert encoder.encode(begun).text == f"<|start|>user: Hi<|end|>\n<|start|>assistant: {text.rstrip()}"
 
 
 def test_only_the_last_tokens_are_kept_if_asked(engine: Engine):
