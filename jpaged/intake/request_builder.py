@@ -11,10 +11,11 @@ from typing import Any
 
 from ..checks import is_integer, is_number, refusal, sent_as, shown
 from ..config.engine_config import EngineConfig
-from ..messages import INT32_BYTES, NewRequest, Params, ResultForm, Scoring
+from ..messages import INT32_BYTES, AnswerSpec, NewRequest, Params, ResultForm, Scoring
 from ..request import CacheKey, Request
 from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
+from ..text.answers.answer_spec import spec_of_tools
 from ..text.prompt_params import CheckedParams, check_num_samples
 from ..text.prompts import EncodedPrompt, PromptEncoder, check_priority
 from .limit_checks import check_limits
@@ -137,6 +138,8 @@ class RequestBuilder:
         if scoring is None:
             check_limits(checked, self.config.limits)
         params, token_ids = checked.params, encoded.token_ids
+        answer = self._answer(encoded, params)
+        format = self.encoder.answer_format
         room = self.sizes.max_model_len - len(token_ids)
         return NewRequest(
             request_id=request_id,
@@ -147,6 +150,8 @@ class RequestBuilder:
             max_tokens=min(room, params.max_tokens or room),
             stop_ids=params.end_ids(self.encoder.eos_token_ids),
             bad_words=checked.bad_words,
+            mark_ids=frozenset() if answer is None or format is None else format.mark_ids,
+            answer=answer,
             grammar=self.encoder.params_checker.grammar_after(token_ids, checked),
             cache_salt=encoded.cache_salt,
             priority=encoded.priority,
@@ -156,6 +161,14 @@ class RequestBuilder:
             tempers_scores=self.config.logprobs_mode == "tempered_logprobs",
             sent_names={} if encoded.name == "prompt" else {"prompt": encoded.name},
         )
+
+    def _answer(self, encoded: EncodedPrompt, params: Params) -> AnswerSpec | None:
+        """Return how the answer to a chat is told apart; None for other prompts, for text alone, and for beams."""
+        is_chat = encoded.name == "messages" and isinstance(params, SamplingParams) and params.detokenize
+        if not is_chat or self.encoder.answer_format is None:
+            return None
+        assert isinstance(params, SamplingParams)
+        return spec_of_tools(encoded.tools, opening=encoded.opening, skip_special_tokens=params.skip_special_tokens)
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
         """Return the token ids and the cache key of a prompt to pin.

@@ -30,6 +30,8 @@ from ..checks import (
 from ..errors import ContextLengthError, InvalidRequestError
 from ..limits import DEFAULT_LIMITS
 from ..sampling.logit_rules_spec import LogitRulesSpec
+from .answers.bound_format import BoundFormat
+from .answers.format_names import find_format
 from .chat.chat_messages import normalize_messages
 from .chat.chat_template import has_exceeded_limits, readable_arguments, render_chat
 from .chat.tools import ToolSet, tools_of
@@ -50,6 +52,8 @@ PROMPT_OPTIONS = (*PROMPT_EXTRAS, *TEXT_OPTIONS, *CHAT_OPTIONS, *TOOL_OPTIONS)
 MAX_SALT_CHARS = 256
 END_MARK = "[the answer goes on here]"
 """What a chat is rendered with behind the message that the output continues."""
+MAX_OPENING_CHARS = 64
+"""Templates open an answer by a role and at most an empty thought."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class EncodedPrompt:
     """What errors call it: "messages" if it was given as a chat."""
     tools: ToolSet | None = None
     """The tools that a chat offers to the model."""
+    opening: str = ""
+    """The end of a chat behind its last message, by which it has opened the answer; with that message if the answer
+    continues it."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,10 @@ class PromptEncoder:
     eos_token_ids: frozenset[int] = frozenset()
     grammars: Grammars | None = None
     """Compiles what `structured_outputs` ask for; None for an engine without a tokenizer."""
+    tool_call_parser: str | None = None
+    """The name of the format of tool calls; None: the one that the template has."""
+    reasoning_parser: str | None = None
+    """The name of the format of thoughts; None: the one that the template has."""
     is_counting: bool = False
     """Whether prompts are only counted, so that they may have more tokens than the context, but no more characters."""
     _bos_warning: threading.Lock = field(default_factory=threading.Lock, init=False, compare=False, repr=False)
@@ -165,6 +176,13 @@ class PromptEncoder:
         own = None if self.tokenizer is None else self.tokenizer.chat_template
         return self.chat_template or own or ""
 
+    @cached_property
+    def answer_format(self) -> BoundFormat | None:
+        """Return how the model marks thoughts and calls; None if it has neither, or there is no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return find_format(self.template, self.tokenizer, self.tool_call_parser, self.reasoning_parser)
+
     def encode(self, prompt: Any, *, has_answer: bool = True) -> EncodedPrompt:
         """Return the checked token ids of a prompt, its text if it was given as one, and its extras.
 
@@ -178,13 +196,17 @@ class PromptEncoder:
         """
         num_room = int(has_answer)  # Output tokens that must fit: 1 for an answer, 0 for a prompt that is only scored.
         extras: dict[str, Any] = {}
-        key, options = "prompt", PromptOptions()
+        key, options, opening = "prompt", PromptOptions(), ""
         if isinstance(prompt, Mapping):
             extras, mapping = _extras(prompt), prompt
             key, prompt = _only_form(mapping)
             options = PromptOptions.of(mapping, key, limits=self.limits)
+            if options.tools is not None and (self.answer_format is None or self.answer_format.format.calls is None):
+                allowed = "none, since it is not known how this model writes calls"
+                raise refusal("tools", "tools", allowed, "start the engine with --tool-call-parser")
             if key == "messages":
-                prompt = self._render(prompt, options)
+                messages, prompt = prompt, self._render(prompt, options)
+                opening = _opening(messages, prompt, continues=options.continue_final_message)
         num_kept = options.truncate_prompt_tokens
         num_kept = self.max_model_len - num_room if num_kept == -1 else num_kept
         name = "messages" if key == "messages" else "prompt"
@@ -193,7 +215,7 @@ class PromptEncoder:
                 return EncodedPrompt(self._ids(prompt, num_room, num_kept, name=key), None, **extras)
             adds = key != "messages" if options.add_special_tokens is None else options.add_special_tokens
             ids = self._tokenize(prompt, num_room, add_special_tokens=adds, num_kept=num_kept)
-            return EncodedPrompt(ids, prompt, **extras, name=name, tools=options.tools)
+            return EncodedPrompt(ids, prompt, **extras, name=name, tools=options.tools, opening=opening)
 
     def _render(self, messages: Any, options: PromptOptions) -> str:
         """Return a chat as text. With `continue_final_message` it ends with the text of the last message."""
@@ -343,6 +365,18 @@ def _with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
         got, allowed = "a last message without text", "one whose text the template writes out"
         raise refusal("continue_final_message", got, allowed, "leave it out")
     return [*messages[:-1], {**last, "content": text + END_MARK}]
+
+
+def _opening(messages: Any, text: str, *, continues: bool) -> str:
+    """Return the end of a rendered chat behind the text of its last message, with it where that is continued.
+
+    Where the template has changed that text, it is the end of the chat of at most MAX_OPENING_CHARS characters.
+    """
+    content = normalize_messages(messages)[-1]["content"].strip()
+    place = text.rfind(content) if content else -1
+    if place < 0:
+        return text[-MAX_OPENING_CHARS:]
+    return text[place if continues else place + len(content) :]
 
 
 def _last(ids: Sequence[Any], num_kept: int) -> list[Any]:

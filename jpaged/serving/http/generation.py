@@ -146,6 +146,7 @@ class Generation:
             state.parser.tokenizer,
             created=int(time.time()),
             fingerprint=state.fingerprint,
+            answer_format=state.parser.builder.encoder.answer_format,
         )
         if request.is_stream:
             await self._send_events(encoder, send)

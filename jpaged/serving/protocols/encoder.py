@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...outputs import PromptLogprobs, RequestOutput, SampleDelta
+from ...text.answers.bound_format import BoundFormat
 from ...text.tokenizing.tokenizer import Tokenizer
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError
+from .sample_answer import SampleAnswer
 
 
 @dataclass
@@ -45,12 +47,24 @@ class Encoder:
         *,
         created: int,
         fingerprint: str,
+        answer_format: BoundFormat | None = None,
     ):
-        """`request_ids` are the core's ids of the prompts, in order; `created` is in seconds since 1970."""
+        """`request_ids` are the core's ids of the prompts, in order; `created` is in seconds since 1970.
+
+        `answer_format` is how the model marks the parts of an answer; None if that is not known.
+        """
         self.request, self.tokenizer, self.created, self.fingerprint = request, tokenizer, created, fingerprint
         self.request_ids, self.id = tuple(request_ids), f"{self.id_prefix}{request_ids[0]}"
         num_prompt_tokens = sum(one.num_prompt_tokens for one in request.new_requests)
+        self.answer_format = answer_format
         self.counts = TokenCounts(num_prompt_tokens=num_prompt_tokens)
+
+    def new_answers(self) -> list[SampleAnswer] | None:
+        """Return what reads the answer of each sample of a chat, from its first token on; None for text alone."""
+        (new,) = self.request.new_requests
+        if new.answer is None or self.answer_format is None:
+            return None
+        return [SampleAnswer(self.answer_format, new.answer) for _ in range(self.request.num_samples)]
 
     def body(self, outputs: Mapping[str, RequestOutput]) -> bytes:
         """Return the body of a complete response, from the last outputs by the core's ids."""

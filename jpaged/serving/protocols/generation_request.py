@@ -1,6 +1,6 @@
 """The one internal form of a request to generate, whatever protocol it came by.
 
-`request_parser` makes it of a body, and an encoder writes the protocol's response from it (`encoders`).
+The parser of a protocol makes it of a body, and the protocol's encoder writes the response from it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class GenerationRequest:
     """Whether the response has the ids of the tokens of prompt and output."""
     has_tokens_as_ids: bool = False
     """Whether tokens beside logprobs are shown as `token_id:5`."""
+    hides_reasoning: bool = False
+    """Whether the response leaves thoughts out."""
+    has_named_call: bool = False
+    """Whether the client has chosen the tool that is called."""
+    has_function_call: bool = False
+    """Whether a call is told in OpenAI's older form, the field `function_call`, which holds one."""
     client_id: str | None = None
     """The id that the client has given to the request."""
     warnings: tuple[str, ...] = ()

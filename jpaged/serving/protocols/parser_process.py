@@ -63,6 +63,8 @@ class _Setup(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int]
     chat_template: str | None
     """The template that replaces the model's own."""
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     tokenizer: str | None
     """The tokenizer as JSON of the package `tokenizers`; None for an engine without one."""
     sentence_pieces: SentencePieces | None = None
@@ -198,6 +200,8 @@ def _setup_of(parser: RequestParser) -> _Setup:
         vocab_size=encoder.vocab_size,
         eos_token_ids=encoder.eos_token_ids,
         chat_template=encoder.chat_template,
+        tool_call_parser=encoder.tool_call_parser,
+        reasoning_parser=encoder.reasoning_parser,
         tokenizer=None if tokenizer is None else tokenizer.to_json(),
         sentence_pieces=None if tokenizer is None else tokenizer.sentence_pieces,
         splits_special_tokens=tokenizer is not None and tokenizer.backend.encode_special_tokens,
@@ -227,6 +231,8 @@ def _parser_of(setup: _Setup) -> RequestParser:
         config.limits,
         setup.eos_token_ids,
         grammars,
+        setup.tool_call_parser,
+        setup.reasoning_parser,
     )
     builder = RequestBuilder(config, encoder, setup.sizes, setup.sampling_defaults)
     return RequestParser(builder, setup.names, is_strict=setup.is_strict)

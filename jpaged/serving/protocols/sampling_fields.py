@@ -71,7 +71,7 @@ def _beam_search(
     known = {name: value for name, value in fields.sampling.items() if name in ("ignore_eos", "temperature")}
     refused_names = [name for name in fields.sampling if name not in known]
     refused_names += ["logprobs"] * (wanted.num_logprobs is not None) + ["stream"] * wanted.is_stream
-    refused_names += ["response_format"] * has_structure
+    refused_names += ["response_format"] * has_structure + ["tools"] * bool(fields.prompt_options.get("tools"))
     if refused_names:
         raise refusal(refused_names[0], "it and use_beam_search", "one of them", "leave one out")
     penalty = fields.protocol.get("length_penalty", 1.0)

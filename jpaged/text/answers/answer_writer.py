@@ -158,6 +158,8 @@ class AnswerWriter:
         self.content = TextRun(lambda text: self.events.append(Content(text)), mark_texts, default_separator=between)
         self.reasoning = TextRun(lambda text: self.events.append(Reasoning(text)), mark_texts, default_separator="\n")
         self.reasoning.mark()
+        self.num_thought_ends = 0
+        """Beginnings and ends of thoughts so far, the prompt's beginning included: odd within a thought."""
         self.num_calls = 0
 
     def start_anew(self) -> None:

@@ -61,7 +61,9 @@ class ChannelReader:
         if recipient is None and is_thought and writer.has_thoughts:
             writer.content.mark()
             writer.reasoning.mark()
-            yield from self._read_text(writer.reasoning)
+            writer.num_thought_ends += 1
+            mark = yield from self._read_text(writer.reasoning)
+            writer.num_thought_ends += bool(mark)
         else:
             if recipient is not None:
                 writer.content.write(cursor.recorded())
@@ -69,11 +71,12 @@ class ChannelReader:
                 writer.content.mark()
             yield from self._read_text(writer.content)
 
-    def _read_text(self, run: TextRun) -> Reader[None]:
-        """Read a text up to and with its end mark."""
+    def _read_text(self, run: TextRun) -> Reader[str]:
+        """Read a text up to and with its end mark; return the mark, "" if there is none."""
         mark = yield from self._cursor.take_until(self._ends, run.write)
         if mark in self._channels.ends:
             self._cursor.place += len(mark)
+        return mark
 
     def _read_call(self, name: str) -> Reader[None]:
         """Read the arguments of a call, and what stands behind them up to the end mark."""

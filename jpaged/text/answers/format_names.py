@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from ...checks import check_name, refusal
 from ...errors import ConfigError
+from ..tokenizing.tokenizer import Tokenizer
+from .bound_format import BoundFormat, bind_format
 from .formats import (
     COHERE_THOUGHT,
     GEMMA_4_CALLS,
@@ -108,6 +110,23 @@ _MARKS_OF_THOUGHTS = (
     ("qwen3", ("</think>",)),
 )
 _HERMES = re.compile(r"""<tool_call>(?:\s|\\n)*\{+\\?["']name\\?["']:""")
+
+
+def find_format(
+    template: str, tokenizer: Tokenizer, call_parser: str | None = None, reasoning_parser: str | None = None
+) -> BoundFormat | None:
+    """Return the format by which a model marks thoughts and calls in its answers, None if it has neither.
+
+    The names are those of the options `--tool-call-parser` and `--reasoning-parser`; where one is None, the chat
+    template tells the format. Raise ConfigError for names that are not known or do not go together.
+    """
+
+    def is_token(text: str) -> bool:
+        return tokenizer.backend.token_to_id(text) is not None
+
+    calls = detect_calls(template) if call_parser is None else call_format_name(call_parser)
+    thought = detect_thought(template, is_token) if reasoning_parser is None else thought_format_name(reasoning_parser)
+    return None if calls is None and thought is None else bind_format(answer_format(calls, thought), tokenizer)
 
 
 def answer_format(calls: str | None, thought: str | None) -> AnswerFormat:

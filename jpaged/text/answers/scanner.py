@@ -44,6 +44,11 @@ class AnswerScanner:
             self._cursor.start_anew()
             self._writer.start_anew()
 
+    @property
+    def num_thought_ends(self) -> int:
+        """Return the number of beginnings and ends of thoughts so far, the prompt's included: odd within a thought."""
+        return self._writer.num_thought_ends
+
     def feed(self, text: str, marks: Sequence[Mark] = ()) -> list[Event]:
         """Read the next piece of the output, and return the events that it makes certain.
 
@@ -116,7 +121,9 @@ class _Reader:
         cursor, reasoning = self._cursor, self._writer.reasoning
         if not is_begun:
             reasoning.mark()
+        self._writer.num_thought_ends += 1
         mark = yield from cursor.take_until(Literals([close]), reasoning.write)
+        self._writer.num_thought_ends += bool(mark)
         cursor.place += len(mark)
         self._writer.content.mark()
 

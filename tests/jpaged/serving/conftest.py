@@ -1,7 +1,7 @@
 """A server of the tiny model that the tests of this folder share, and the same model in this process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from jpaged import Engine
 from jpaged.serving.protocols.request_parser import RequestParser
 
 from ..tiny_model import SIZE_FLAGS, SIZES
+from .scripted import Scripted, scripted_server, write_scripted_model
 from .served import Served, serving
 
 # A test of the server is no test of optimized programs.
@@ -42,6 +43,15 @@ def locked(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     flags = (*flags, "--root-path", "/llm", "--host", "localhost")
     with serving(tiny, *flags, log=folder / "log", key=KEYS[0]) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    """Give a server whose model writes what tests put into its scripts."""
+    scripts: dict[str, str | Sequence[str]] = {}
+    directory = write_scripted_model(tmp_path_factory.mktemp("scripted") / "model")
+    with scripted_server(directory, scripts) as url:
+        yield Scripted(url, scripts)
 
 
 @pytest.fixture(scope="session")

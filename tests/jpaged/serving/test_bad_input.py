@@ -1,6 +1,7 @@
 """Every kind of bad input gets its one clear error, quotes nothing long, and harms nobody (RELIABILITY, table 4.1)."""
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -138,7 +139,8 @@ def test_what_is_no_sound_json_object_is_a_400(served: Served, body: bytes):
 def test_a_wrong_field_is_a_400_that_names_it(served: Served, route: str, body: dict[str, Any], param: str | None):
     error = check_error(served.request(f"/v1/{route}", body), 400)
     if param is not None:
-        assert error["param"] == param, error
+        assert re.split(r"[.\[]", error["param"])[0] == param, error
+        assert error["param"] in error["message"]
     assert len(error["message"]) < 600
 
 

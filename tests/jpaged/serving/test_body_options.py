@@ -127,7 +127,7 @@ def test_what_is_null_in_an_object_of_options_counts_as_left_out(parser):
 WHOLE: dict[str, Any] = {
     "n": 2, "best_of": 1, "max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 1, "top_k": 40, "seed": 1,
     "logprobs": 2, "top_logprobs": 2, "prompt_logprobs": 2, "priority": 3, "truncate_prompt_tokens": 1,
-    "stream_interval": 1, "routed_experts_prompt_start": 0,
+    "stream_interval": 1, "routed_experts_prompt_start": 0, "thinking_token_budget": 3,
 }  # fmt: skip
 
 
@@ -135,6 +135,8 @@ WHOLE: dict[str, Any] = {
 def test_a_whole_number_counts_as_an_integer_in_a_body(parser, name):
     is_of_chats = name in ("top_logprobs", "max_completion_tokens")
     method, beside = ("parse_chat", {"logprobs": True}) if is_of_chats else ("parse_completion", {})
+    if name == "thinking_token_budget":  # It is only for models that think.
+        parser = templated(parser, THINKS)
     found = [parse(parser, method, **beside, **{name: kind(WHOLE[name])}).new_requests[0] for kind in (int, float)]
     for one, other in zip(vars_of(found[0]), vars_of(found[1]), strict=True):
         assert (one, type(one)) == (other, type(other))
@@ -167,6 +169,7 @@ def test_an_empty_name_is_the_model_that_is_served(parser, method):
         assert param_of(parser, method, model=wrong) == "model"
 
 
+THINKS = "{{ messages[0].content }}{# </think> #}"
 TEMPLATE = (
     "{% if level is not defined %}{% set level = 1 %}{% endif %}"
     "{% if enable_thinking is defined and false %}{{ deep }}{% endif %}"
@@ -210,8 +213,8 @@ def test_an_effort_goes_to_the_template_or_into_a_warning(parser):
     reads = templated(parser, "{{ reasoning_effort }}: {{ messages[0].content }}")
     assert parse(reads, reasoning_effort="high").new_requests[0].prompt == "high: Hi"
     assert parse(reads, reasoning_effort="none").new_requests[0].prompt == "none: Hi"
-    plain, thinks = "{{ messages[0].content }}", "{{ messages[0].content }}{# </think> #}"
-    for template, effort, is_taken in ((plain, "none", True), (plain, "high", False), (thinks, "none", False)):
+    plain = "{{ messages[0].content }}"
+    for template, effort, is_taken in ((plain, "none", True), (plain, "high", False), (THINKS, "high", False)):
         request = parse(templated(parser, template), reasoning_effort=effort)
         assert request.new_requests[0].prompt == "Hi"
         assert bool(request.warnings) is not is_taken
@@ -222,8 +225,45 @@ def test_an_effort_goes_to_the_template_or_into_a_warning(parser):
         else:
             assert param_of(strict, reasoning_effort=effort) == "reasoning_effort"
     assert param_of(parser, reasoning_effort="huge") is not None
-    for other in ({"reasoning_effort": "low"}, {"reasoning_effort": None}):
+    for other in ({"reasoning_effort": "high"}, {"reasoning_effort": None}):
         assert param_of(parser, reasoning_effort="low", chat_template_kwargs=other) == "reasoning_effort"
+
+
+SWITCH = (
+    "{{ messages[0].content }}{% if enable_thinking is true %} think{% elif enable_thinking is false %} no{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    ("template", "fields", "prompt", "budget"),
+    [
+        (SWITCH, {"enable_thinking": False}, "Hi no", None),
+        (SWITCH, {"enable_thinking": True}, "Hi think", None),
+        (SWITCH, {"reasoning_effort": "none"}, "Hi no", None),
+        (SWITCH, {"reasoning_effort": "none", "enable_thinking": True}, "Hi think", None),
+        (SWITCH.replace("enable_", ""), {"enable_thinking": False}, "Hi no", None),
+        (SWITCH.replace("enable_", ""), {"reasoning_effort": "none"}, "Hi no", None),
+        (THINKS, {"reasoning_effort": "none"}, "Hi", 0),
+        (THINKS, {"enable_thinking": False}, "Hi", 0),
+        (THINKS, {"chat_template_kwargs": {"enable_thinking": False}}, "Hi", 0),
+        (THINKS, {"enable_thinking": False, "thinking_token_budget": 5}, "Hi", 5),
+        (THINKS, {"enable_thinking": True}, "Hi", None),
+        ("{{ messages[0].content }}", {"enable_thinking": False}, "Hi", None),
+    ],
+)
+def test_thoughts_are_switched_by_whatever_the_model_has(parser, template, fields, prompt, budget, is_strict):
+    """By a variable of the template, else by an empty thought; a model that does not think needs neither."""
+    request = parse(templated(parser, template, is_strict=is_strict), **fields)
+    (new,) = request.new_requests
+    assert (new.prompt, new.params.thinking_token_budget, request.warnings) == (prompt, budget, ())
+
+
+def test_thoughts_that_a_model_does_not_have_are_a_warning(parser):
+    plain, wanted = "{{ messages[0].content }}", {"enable_thinking": True}
+    (warning,) = parse(templated(parser, plain), **wanted).warnings
+    assert "does not read enable_thinking" in warning
+    assert param_of(templated(parser, plain, is_strict=True), **wanted) == "enable_thinking"
 
 
 def test_a_template_that_is_not_valid_is_told_of_the_messages_that_were_sent(parser):

@@ -1,6 +1,7 @@
 """Errors of the parser of bodies, without a server: their kind, and the field that they name."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,16 @@ BEAMS: dict[str, Any] = {"use_beam_search": True}
 HUGE = int("9" * 4300)
 """Python reads and writes no integer of more digits."""
 SCHEMA = {"type": "object", "properties": {"a": {"not": {"const": MARK}}}}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD_VALUES: dict[str, list[Any]] = {
     "add_generation_prompt": [1],
     "add_special_tokens": [1],
@@ -106,8 +117,18 @@ BAD_VALUES: dict[str, list[Any]] = {
     "chat_template_kwargs": [5, [MARK]],
     "continue_final_message": [1, Beside(True, add_generation_prompt=True)],
     "echo": [1],
+    "enable_thinking": [1, "false", Beside(False, chat_template_kwargs={"enable_thinking": True})],
     "frequency_penalty": [-2.1, "1"],
+    "function_call": [
+        5, "required", {}, Beside({"name": "g"}, functions=[{"name": "f"}]), Beside("auto", tools=[tool()]),
+        Beside({"name": "f", "a": 1}, functions=[{"name": "f"}]),
+    ],
+    "functions": [
+        MARK, {}, [5], [{}], [{"name": ""}], [{"name": "f", "parameters": MARK}], [{"name": "f"}, {"name": "f"}],
+        Beside([{"name": "f"}], tools=[tool()]), [{"name": "f", "arguments": {}}],
+    ],
     "ignore_eos": [1, Beside("x", **BEAMS)],
+    "include_reasoning": [1],
     "include_stop_str_in_output": [1],
     "length_penalty": [0.5, Beside("x", **BEAMS), Beside(11, **BEAMS)],
     "logit_bias": [{MARK: 1}, {"258": 1}, {"1": 1e9}, {"1": MARK}, [1], {"1": 1, "01": 1}],
@@ -126,6 +147,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "min_tokens": [-1, Beside(3, max_tokens=2)],
     "model": [5, [MARK]],
     "n": [0, 129, 9, "2", 1.5, Beside(9, **BEAMS), Beside(0, **BEAMS), Beside("x", **BEAMS)],
+    "parallel_tool_calls": [1, Beside("x", tools=[tool()])],
     "presence_penalty": [2.1],
     "priority": [5, "x", 2**63],
     "prompt": [
@@ -171,7 +193,19 @@ BAD_VALUES: dict[str, list[Any]] = {
         Beside(MARK, response_format={"type": "text"}),
     ],
     "temperature": [-0.1, 2.1, "1"],
+    "thinking_token_budget": [-1, 5, "5", 1.5],
     "tokens": [5, [258], [MARK], [5] * 129, None],
+    "tool_choice": [
+        5, MARK, "required", named("f"), Beside(named("g"), tools=[tool()]), Beside({"type": "other"}, tools=[tool()]),
+        Beside({"type": "function"}, tools=[tool()]), Beside("other", tools=[tool()]),
+        Beside({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("g")]}}, tools=[tool()]),
+    ],
+    "tools": [
+        MARK, {}, [5], [{}], [{"type": "other"}], [{"type": "function"}], [tool(name="")], [tool(name=MARK * 20)],
+        [tool(parameters=MARK)], [tool(parameters={"type": "array"})], [tool(), tool()], [tool(strict=MARK)],
+        [tool(name=f"f{index}") for index in range(129)], [tool(parameters={"description": "x" * 70_000})],
+        [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}], Beside([tool()], **BEAMS),
+    ],
     "top_k": [-2, 1.5],
     "top_logprobs": [Beside(2, logprobs=False), Beside(21, logprobs=True), Beside(-2, logprobs=True), "x"],
     "top_p": [-0.1, 1.1],
@@ -223,7 +257,7 @@ def check_names(error: dict[str, Any] | None, field: str, body: Any) -> None:
         assert error["param"] in body
         return
     assert error["param"] is not None, (error, body)
-    assert error["param"].partition(".")[0] == field, (error, body)
+    assert re.split(r"[.\[]", error["param"])[0] == field, (error, body)
     assert field in error["message"], (error, body)
     assert MARK not in error["message"], body
     for spelling in ("None", "True", "False", "{'", "['", "got [", "got {"):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from ....text.prompts import CHAT_OPTIONS
+from ....text.prompts import CHAT_OPTIONS, TOOL_OPTIONS
 from ..fields import COMMON_FIELDS, BodyField, Use, refused_fields, used_fields
 
 CHAT_FIELDS: dict[str, BodyField] = {
     **COMMON_FIELDS,
-    **used_fields(Use.PROTOCOL, "messages", "top_logprobs", "max_completion_tokens", "reasoning_effort"),
-    **used_fields(Use.PROMPT, *CHAT_OPTIONS),
+    **used_fields(
+        Use.PROTOCOL, "messages", "top_logprobs", "max_completion_tokens", "reasoning_effort", "enable_thinking",
+        "include_reasoning", "functions", "function_call",
+    ),
+    **used_fields(Use.PROMPT, *CHAT_OPTIONS, *TOOL_OPTIONS),
     **used_fields(
         Use.IGNORED,
         "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "prediction", "parallel_tool_calls",
+        "prompt_cache_retention", "prediction", "verbosity",
     ),
     **refused_fields(
-        tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none", "auto"),
-        modalities=(["text"],), audio=(), web_search_options=(), moderation=(), verbosity=("medium",),
-        echo=(False,), documents=([],), include_reasoning=(True,), return_prompt_text=(False,),
+        modalities=(["text"],), audio=(), web_search_options=(), moderation=(), 
+        echo=(False,), documents=([],), return_prompt_text=(False,),
         mm_processor_kwargs=({},), media_io_kwargs=({},),
     ),
     **refused_fields("start the server with --chat-template", chat_template=()),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from ....checks import boolean, check, integer, or_none, refusal, sent_as
+from dataclasses import replace
+
+from ....checks import boolean, check, integer, or_none, refusal, sent_as, told
+from ....text.prompts import TOOL_OPTIONS
+from ..fields import TakenFields
 from ..generation_request import GenerationRequest
 from ..nested_options import structure_of
+from ..places import Places
 from ..request_parser import RequestParser, Wanted
 from ..sampling_fields import params_of, sent_names
 from ..template_arguments import for_template, take_template_arguments
@@ -35,7 +40,43 @@ def parse_chat(parser: RequestParser, body: bytearray) -> GenerationRequest:
         sent_names=renamed,
         structure=structure_of(given.get("response_format")),
     )
+    shows_reasoning = check("include_reasoning", given.get("include_reasoning", True), boolean)
     take_template_arguments(parser, fields)
+    places = _take_functions(fields)
     prompts = [{"messages": for_template(parser, given["messages"])}]
-    with sent_as(wanted.sent_names):
-        return parser.request(fields, prompts, params_of(parser, fields, wanted, max_tokens), wanted)
+    with sent_as(wanted.sent_names), places.named():
+        request = parser.request(fields, prompts, params_of(parser, fields, wanted, max_tokens), wanted)
+    choice = fields.prompt_options.get("tool_choice")
+    return replace(
+        request,
+        hides_reasoning=not shows_reasoning,
+        has_named_call=isinstance(choice, dict) and choice.get("type") in ("function", "custom"),
+        has_function_call=bool(given.get("functions")),
+    )
+
+
+def _take_functions(fields: TakenFields) -> Places:
+    """Make OpenAI's older fields `functions` and `function_call` the tools of a chat, of which one may be called.
+
+    Return the places by which errors about tools name them.
+    """
+    functions, call = fields.protocol.get("functions"), fields.protocol.get("function_call")
+    places = Places()
+    if functions is None and call is None:
+        return places
+    for name in TOOL_OPTIONS:
+        if name in fields.prompt_options:
+            own_name = "functions" if functions is not None else "function_call"
+            raise refusal(own_name, f"it and {name}", "one of the two forms", f"leave {own_name} out")
+    if functions is not None and not isinstance(functions, list):
+        raise refusal("functions", told(functions), "a list of functions")
+    for index in range(len(functions or ())):
+        places[f"tools[{index}].function"] = f"functions[{index}]"
+    places["tools"] = "functions"
+    places["tool_choice"] = places["tool_choice.function"] = "function_call"
+    fields.prompt_options |= {
+        "tools": [{"type": "function", "function": one} for one in functions or ()],
+        "tool_choice": {"type": "function", "function": call} if isinstance(call, dict) else call,
+        "parallel_tool_calls": False,
+    }
+    return places

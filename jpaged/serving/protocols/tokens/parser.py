@@ -8,6 +8,7 @@ from ....checks import boolean, check, is_integer, refusal, told
 from ....errors import ContextLengthError
 from ....json_lines import encode_json
 from ....text.prompts import PromptOptions
+from ..places import Places
 from ..request_parser import ParserResponse, RequestParser
 from ..template_arguments import for_template, take_template_arguments
 from .fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
@@ -30,7 +31,8 @@ def tokenize(parser: RequestParser, body: bytearray) -> ParserResponse:
     else:
         value = fields.protocol[keys[0]]
         prompt = {keys[0]: for_template(parser, value) if keys == ["messages"] else value, **fields.prompt_options}
-        token_ids = parser.counting_encoder.encode(prompt, has_answer=False).token_ids
+        with Places().named():
+            token_ids = parser.counting_encoder.encode(prompt, has_answer=False).token_ids
     result: dict[str, Any] = {"count": len(token_ids), "max_model_len": parser.max_model_len, "tokens": token_ids}
     has_texts = check("return_token_strs", fields.protocol.get("return_token_strs", False), boolean)
     result["token_strs"] = [tokenizer.backend.id_to_token(one) for one in token_ids] if has_texts else None
