@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ...checks import boolean, check, one_line, one_of, or_none, refusal, shown_name
-from ...text.chat.chat_messages import normalize_messages, without_developers
 from ...text.chat.chat_template import readable_arguments
 from ...text.chat.thinking import may_think
 from ...text.prompts import template_kwargs
@@ -68,19 +67,6 @@ def _set_thinking(
     if thinks and not wants_thoughts and "reasoning_effort" not in known & arguments.keys():
         fields.sampling.setdefault("thinking_token_budget", 0)
     return met if thinks or not wants_thoughts else met - {"enable_thinking"}
-
-
-def for_template(parser: RequestParser, messages: Any) -> Any:
-    """Return messages in which the role developer is system, if the chat template does not know that role.
-
-    Others are returned as they are, also malformed ones.
-    """
-    is_list = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
-    if not is_list or "developer" in parser.builder.encoder.template:
-        return messages
-    if not any(one.get("role") == "developer" for one in messages):
-        return messages
-    return without_developers(normalize_messages(messages))
 
 
 def _template_arguments(fields: TakenFields) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...checks import one_line, told
-from ...errors import InvalidRequestError
+from .tool_messages import bad_messages, match_results, with_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OTHER_PARTS = ("image_url", "input_audio", "audio_url", "video_url", "file")
@@ -41,51 +41,22 @@ class NoContent(str):
         return hash("")
 
 
-class ToolArguments(dict[str, Any]):
-    """The arguments of a tool call: a mapping that is JSON wherever a template takes it as text.
-
-    Some templates read its items or put it through `tojson`, others join it to other text, as the string that OpenAI's
-    interface has there.
-    """
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages as templates see them: plain JSON values, one string as content, no null or empty fields.
 
     The model's reasoning is put under both of the names that templates read. OpenAI's older forms become the newer
     ones: `function_call` becomes a tool call, and the role function the role tool. A refusal becomes the message's
-    content, and the arguments of a tool call a mapping, if they came as JSON text. Raise InvalidRequestError, which
-    names the index, for the first malformed message.
+    content, and the arguments of a tool call a mapping, if they came as JSON text. A tool result has the name of its
+    call, and a call of a custom tool is one of a function. A message without content gets NoContent, an empty string
+    that passes a template's test `is none`. Raise InvalidRequestError, which names the index, for the first malformed
+    message.
     """
-    return [_with_calls(_plain_data(message, index), index) for index, message in enumerate(_checked(messages))]
-
-
-def without_developers(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return normalized messages in which the role developer is system, for a template that does not know it.
-
-    The content of such a message is joined to the first system message before it, with an empty line between them;
-    without one, the message becomes the system message. Other messages stay as they are.
-    """
-    result: list[dict[str, Any]] = []
-    for message in conversation:
-        system = next((index for index, earlier in enumerate(result) if earlier["role"] == "system"), None)
-        if message["role"] != "developer":
-            result.append(message)
-        elif system is None:
-            result.append({**message, "role": "system"})
-        else:
-            joined = f"{result[system]['content']}\n\n{message['content']}"
-            result[system] = {**result[system], "content": joined}
-    return result
+    conversation = []
+    for index, message in enumerate(_checked(messages)):
+        conversation.append(with_calls(_plain_data(message, index), index))
+        conversation[-1].setdefault("content", NoContent())
+    match_results(conversation)
+    return conversation
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -97,17 +68,20 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     is empty, and for the first message that is malformed, has an unknown role, or has audio.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise _bad_messages(f"messages must be a list of at least one message, got {told(messages)}")
+        raise bad_messages(f"messages must be a list of at least one message, got {told(messages)}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise _bad_messages(f"messages[{index}] must be an object with role and content, got {told(message)}")
+            raise bad_messages(f"messages[{index}] must be an object with role and content, got {told(message)}")
         role = message.get("role")
         if role not in ROLES:
-            raise _bad_messages(f"messages[{index}].role is {told(role)}, allowed are {', '.join(ROLES)}")
+            raise bad_messages(f"messages[{index}].role is {told(role)}, allowed are {', '.join(ROLES)}")
         if not _is_empty(message.get("audio")):
-            raise _bad_messages(f"messages[{index}].audio: not available in this version; send text")
+            raise bad_messages(f"messages[{index}].audio: not available in this version; send text")
         fields = {name: value for name, value in message.items() if name == "content" or not _is_empty(value)}
         content = fields.pop("content", None)
+        if role == "assistant" and isinstance(content, list | tuple):
+            thought, content = _thought_and_parts(content)
+            fields |= {"reasoning": thought} if thought and not fields.keys() & set(REASONING_NAMES) else {}
         lacks_content = role == "assistant" and (_is_empty(content) or content == "")
         if lacks_content and "refusal" in fields:
             content = fields["refusal"]
@@ -115,6 +89,20 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             yield fields if _is_empty(content) else {**fields, "content": content}
             continue
         yield {**fields, "content": _content_text(content, f"messages[{index}].content")}
+
+
+def _thought_and_parts(content: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Return the text of the parts of the type thinking, as Mistral's interface has them, and the other parts."""
+    thoughts, parts = [], []
+    for part in content:
+        thought = part.get("thinking") if isinstance(part, Mapping) and part.get("type") == "thinking" else None
+        if isinstance(thought, str):
+            thoughts.append(thought)
+        elif isinstance(thought, list) and all(isinstance(one, Mapping) for one in thought):
+            thoughts += [str(one.get("text", "")) for one in thought]
+        else:
+            parts.append(part)
+    return "".join(thoughts), parts
 
 
 def _is_empty(value: object) -> bool:
@@ -138,73 +126,7 @@ def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         way_out = "send strings, numbers, booleans, null, and lists and mappings of them"
         fault = f"messages[{index}] holds a value that JSON cannot hold ({one_line(error)})"
-        raise _bad_messages(f"{fault}; {way_out}") from error
-
-
-def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Change a message to the form of tool calls that templates are written for, and return the same dict.
-
-    The role function becomes tool, and `function_call` becomes a list of one call in `tool_calls`, or is dropped if the
-    message has `tool_calls` too. Each call is normalized by `_normalized_call`. A message without content gets
-    NoContent, an empty string that passes a template's test `is none`. `index` names the message in errors. Raise
-    InvalidRequestError for malformed calls.
-    """
-    if message["role"] == "function":
-        message["role"] = "tool"
-    call = message.pop("function_call", None)
-    if call is not None:
-        message.setdefault("tool_calls", [{"type": "function", "function": call}])
-    if (calls := message.get("tool_calls")) is not None:
-        name = f"messages[{index}].tool_calls"
-        if not isinstance(calls, list):
-            raise _bad_messages(f"{name} is {told(calls)}, allowed is a list of calls")
-        message["tool_calls"] = [_normalized_call(call, f"{name}[{number}]") for number, call in enumerate(calls)]
-    message.setdefault("content", NoContent())
-    return message
-
-
-def _normalized_call(call: Any, name: str) -> Any:
-    """Return a copy of a tool call without null fields and with its arguments as a mapping.
-
-    The arguments are in the field `function`, or in the call itself, as Qwen's templates take it. A call that is no
-    mapping is returned as it is: it may be a form that the model's own template knows. `name` is the place of the call
-    in errors. Raise InvalidRequestError for malformed arguments, and for another type than "function", such as OpenAI's
-    custom tools.
-    """
-    if not isinstance(call, dict):
-        return call
-    call = {key: value for key, value in call.items() if value is not None}
-    function = call.get("function")
-    if function is None and call.get("type", "function") != "function":
-        allowed = 'allowed is {"type": "function", "function": {"name": …, "arguments": …}}'
-        raise _bad_messages(f"{name} is {told(call)}, {allowed}")
-    if isinstance(function, dict):
-        function = {key: value for key, value in function.items() if value is not None}
-        arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
-        call["function"] = {**function, "arguments": arguments}
-    elif "arguments" in call:
-        call["arguments"] = _arguments(call["arguments"], f"{name}.arguments")
-    return call
-
-
-def _arguments(value: Any, name: str) -> ToolArguments:
-    """Return the arguments of a tool call as a mapping, which prints as JSON.
-
-    They come as a mapping or as the JSON text of an object, such as '{"city": "Rome"}'. None and an empty text give an
-    empty mapping. Raise InvalidRequestError, with the place `name`, for anything else.
-    """
-    arguments = value
-    if isinstance(value, str):
-        try:
-            arguments = json.loads(value or "{}")
-        except (ValueError, RecursionError) as error:
-            place = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
-            fault = f"is no JSON{place}; send a JSON object, as text or as it is"
-            raise _bad_messages(f"{name} {fault}") from error
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        raise _bad_messages(f"{name} is {told(value)}, allowed is a JSON object, as text or as it is")
-    return ToolArguments(arguments)
+        raise bad_messages(f"{fault}; {way_out}") from error
 
 
 def _mapping_as_dict(value: object) -> dict[Any, Any]:
@@ -224,17 +146,13 @@ def _content_text(content: object, name: str) -> str:
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         allowed = 'allowed are a string or a list of {"type": "text", …}'
-        raise _bad_messages(f'{name} is {told(content)}, {allowed}: give "", or leave out a message without any')
+        raise bad_messages(f'{name} is {told(content)}, {allowed}: give "", or leave out a message without any')
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
             got = f"a part of the type {kind}" if kind in OTHER_PARTS else told(part)
-            raise _bad_messages(f'{name}[{index}] is {got}, allowed is {{"type": "text", "text": "…"}}')
+            raise bad_messages(f'{name}[{index}] is {got}, allowed is {{"type": "text", "text": "…"}}')
         texts.append(text)
     return "\n".join(texts)
-
-
-def _bad_messages(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, param="messages")

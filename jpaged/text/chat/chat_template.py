@@ -9,6 +9,8 @@ from ...checks import one_line, refusal, shown
 from ...errors import InvalidRequestError
 from ..tokenizing.tokenizer import Tokenizer
 from .chat_messages import normalize_messages
+from .template_fit import fit_to_template
+from .template_traits import traits_of
 from .tools import ToolSet, template_tools
 
 
@@ -86,7 +88,7 @@ def render_chat_template(
     names = {"add_generation_prompt": add_generation_prompt, **special_tokens, **(arguments or {})}
     import jinja2
 
-    from .template_environment import render, template_arguments
+    from .template_environment import compile_template, render, template_arguments
 
     try:
         for name in arguments or ():
@@ -94,6 +96,8 @@ def render_chat_template(
                 allowed = f"what the chat template reads: {', '.join(sorted(known)) or 'nothing'}"
                 raise refusal("chat_template_kwargs", shown(name), allowed, "leave it out")
         seen_tools = None if tools is None else template_tools(tools)
+        compile_template(template)
+        conversation = fit_to_template(conversation, traits_of(template, special_tokens), tools)
         variables = {**names, "messages": conversation, "tools": seen_tools, "documents": None}
         return render(template, variables, max_s=max_s, max_chars=max_chars)
     except jinja2.TemplateSyntaxError as error:

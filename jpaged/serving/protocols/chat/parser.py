@@ -12,7 +12,7 @@ from ..nested_options import structure_of
 from ..places import Places
 from ..request_parser import RequestParser, Wanted
 from ..sampling_fields import params_of, sent_names
-from ..template_arguments import for_template, take_template_arguments
+from ..template_arguments import take_template_arguments
 from .fields import CHAT_FIELDS
 
 
@@ -43,7 +43,7 @@ def parse_chat(parser: RequestParser, body: bytearray) -> GenerationRequest:
     shows_reasoning = check("include_reasoning", given.get("include_reasoning", True), boolean)
     take_template_arguments(parser, fields)
     places = _take_functions(fields)
-    prompts = [{"messages": for_template(parser, given["messages"])}]
+    prompts = [{"messages": given["messages"]}]
     with sent_as(wanted.sent_names), places.named():
         request = parser.request(fields, prompts, params_of(parser, fields, wanted, max_tokens), wanted)
     choice = fields.prompt_options.get("tool_choice")

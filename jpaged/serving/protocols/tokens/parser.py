@@ -10,7 +10,7 @@ from ....json_lines import encode_json
 from ....text.prompts import PromptOptions
 from ..places import Places
 from ..request_parser import ParserResponse, RequestParser
-from ..template_arguments import for_template, take_template_arguments
+from ..template_arguments import take_template_arguments
 from .fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 
 
@@ -30,7 +30,7 @@ def tokenize(parser: RequestParser, body: bytearray) -> ParserResponse:
         token_ids = tokenizer.encode("", add_special_tokens=adds is not False)
     else:
         value = fields.protocol[keys[0]]
-        prompt = {keys[0]: for_template(parser, value) if keys == ["messages"] else value, **fields.prompt_options}
+        prompt = {keys[0]: value, **fields.prompt_options}
         with Places().named():
             token_ids = parser.counting_encoder.encode(prompt, has_answer=False).token_ids
     result: dict[str, Any] = {"count": len(token_ids), "max_model_len": parser.max_model_len, "tokens": token_ids}

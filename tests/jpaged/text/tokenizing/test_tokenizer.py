@@ -574,7 +574,8 @@ def test_text_parts_are_joined_and_tool_calls_need_no_content():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert render_chat(chat_tokenizer(LINES), [{"role": "user", "content": parts}]) == "user: one\ntwo<end>\n"
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert render_chat(chat_tokenizer("{{ messages[0].tool_calls[0].function.name }}"), [call]) == "f"
+    calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments }}"
+    assert render_chat(chat_tokenizer(calls + "{% endfor %}{% endfor %}"), [call]) == "f{}"
 
 
 BAD_MESSAGES = {
@@ -646,7 +647,7 @@ def by_jpaged(template, messages, special_tokens):
 CONVERSATION = [
     {"role": "system", "content": "Be <brief> & kind — schön."},
     {"role": "user", "content": "  How many?\n"},
-    {"role": "assistant", "content": "Seven.", "reasoning": "I count.", "tool_calls": [{"n": 7, "of": ["ä", None]}]},
+    {"role": "assistant", "content": "Seven.", "reasoning": "I count.", "marks": [{"n": 7, "of": ["ä", None]}]},
     {"role": "user", "content": "Sure?"},
 ]
 CONVENTIONS = {
@@ -654,7 +655,7 @@ CONVENTIONS = {
     "comments": "a\n  {# nothing #}\nb",
     "loop controls": "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.role }} "
     "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}",
-    "JSON": "{{ messages[0] | tojson }} {{ messages[2].tool_calls | tojson(indent=2) }}",
+    "JSON": "{{ messages[0] | tojson }} {{ messages[2].marks | tojson(indent=2) }}",
     "JSON with options": "{{ messages[2] | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}",
     "nothing is escaped": "{{ messages[0].content }}",
     "generation has a scope": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{{ messages[2].content }}"

@@ -16,6 +16,7 @@ import pytest
 from jpaged.errors import InvalidRequestError
 from jpaged.text.chat import template_environment
 from jpaged.text.chat.chat_template import render_chat, render_chat_template
+from jpaged.text.chat.template_traits import traits_of
 from jpaged.text.tokenizing.tokenizer import load_tokenizer
 
 from .published_tokenizers import FAMILIES, MOST_FAMILIES, family_directory, llama_cpp_models, load_family
@@ -107,12 +108,40 @@ def test_a_directory_that_transformers_5_wrote_has_the_ids_of_transformers_5(tmp
         assert tokenizer.encode(text) == reference(text).input_ids
 
 
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def chats_and(values, template):
+    """Yield each chat of the goldens with what 4.57 makes of it, from `values`.
+
+    Of a developer's message, for a template that does not know the role, that is what it makes of a system message.
+    """
+    chats = golden()["chats"]
+    for messages, value in zip(chats, values, strict=True):
+        if messages[0]["role"] == "developer" and not traits_of(template, TOKENS).shows_developer:
+            value = values[chats.index([{**messages[0], "role": "system"}, *messages[1:]])]
+        yield messages, value
+
+
+def lost(messages, text):
+    """Return whether a call's argument, or a text beside a call, is missing in a rendered chat."""
+    values = [value for one in messages if "tool_calls" in one for value in (one["content"], "Köln")]
+    return not all(value in text for value in values)
+
+
 @pytest.mark.parametrize("family", ["cl100k", "deepseek", "mistral", "qwen"])
 def test_the_ids_of_25_chats_are_those_of_transformers_4_57(family):
     tokenizer = load_family(family)
-    for messages, ids in zip(golden()["chats"], golden()["rendered"][family], strict=True):
-        if ids is not None:
+    for messages, ids in chats_and(golden()["rendered"][family], tokenizer.chat_template):
+        if ids is None:
+            continue
+        try:
             text = render_chat(tokenizer, messages)
+        except InvalidRequestError as error:
+            text = str(error)
+        if lost(messages, tokenizer.decode(ids, skip_special_tokens=False)):
+            assert not lost(messages, text) or "this model's chat template does not show" in text
+        else:
             assert tokenizer.encode(text, add_special_tokens=False) == ids, messages
 
 
@@ -127,21 +156,32 @@ class DayOfTheGoldens(datetime):
 @pytest.mark.slow
 def test_25_chats_in_every_published_template_are_those_of_transformers_4_57(monkeypatch):
     monkeypatch.setattr(template_environment, "datetime", DayOfTheGoldens)
-    num_equal = 0
+    num_equal, refused = 0, set()
     for name, digests in golden()["templates"].items():
         template = (llama_cpp_models() / "templates" / name).read_text()
-        for messages, digest in zip(golden()["chats"], digests, strict=True):
-            if digest is not None:
-                tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-                text = render_chat_template(template, messages, special_tokens=tokens, add_generation_prompt=True)
-                assert hashlib.sha256(text.encode()).hexdigest().startswith(digest), (name, messages, text)
-                num_equal += 1
+        for messages, digest in chats_and(digests, template):
+            traits = traits_of(template, TOKENS)
+            has_thought = any("reasoning_content" in one for one in messages)
+            has_call = any("tool_calls" in one for one in messages)
+            # Mistral's reasoning template drops a thought unless it is a part of the content, where jpaged puts it;
+            # that of DeepSeek-R1 drops calls unless the content is none, which jpaged makes of an empty one.
+            if digest is None or (has_thought and traits.thoughts == "parts") or (has_call and "R1" in name):
+                continue
+            try:
+                text = render_chat_template(template, messages, special_tokens=TOKENS, add_generation_prompt=True)
+            except InvalidRequestError as error:
+                refused.add(name if has_call and "chat template does not show" in str(error) else (name, error))
+                continue
+            assert hashlib.sha256(text.encode()).hexdigest().startswith(digest), (name, messages, text)
+            num_equal += 1
     assert num_equal > 1000
+    assert all(isinstance(one, str) for one in refused), refused
+    assert len(refused) < 25
 
 
 def test_a_chat_that_transformers_4_57_refuses_is_refused():
     """Mistral's template wants roles to alternate."""
-    chats = zip(golden()["chats"], golden()["rendered"]["mistral"], strict=True)
+    chats = chats_and(golden()["rendered"]["mistral"], load_family("mistral").chat_template)
     refused = [messages for messages, ids in chats if ids is None]
     assert refused
     for messages in refused:

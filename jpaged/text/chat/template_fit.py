@@ -1,0 +1,181 @@
+"""Fits a conversation to what a chat template can show, and refuses what the template would drop without a word.
+
+A system message behind the first turn, for a template that only has one at the start, joins the user's turn at its
+place: moved to the start it would change the text before it, and with that every cached page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from ...checks import refusal, told
+from ...errors import InvalidRequestError
+from .chat_messages import NoContent
+from .template_traits import TemplateTraits
+from .tool_messages import bad_messages
+from .tools import ToolSet, template_tools
+
+INSTRUCTIONS = ("system", "developer")
+SHORT_ID_LEN = 9
+"""The length of the ids that Mistral's templates demand."""
+
+
+def fit_to_template(
+    conversation: Sequence[dict[str, Any]], traits: TemplateTraits, tools: ToolSet | None
+) -> list[dict[str, Any]]:
+    """Return normalized messages in the form that a template with these traits shows whole.
+
+    The given messages are not changed. Raise InvalidRequestError for tools that the template does not show, and for the
+    first message of which it would drop something or for which it raises.
+    """
+    if tools is not None and template_tools(tools) and not traits.shows_tools:
+        way_out = "leave them out, or give a template that shows tools (--chat-template FILE)"
+        allowed = "none, since this model's chat template does not show them to the model"
+        raise refusal("tools", told(tools.tools), allowed, way_out)
+    num_results = 0  # Results in a row.
+    for index, message in enumerate(conversation):
+        num_results = num_results + 1 if message["role"] == "tool" else 0
+        _check_message(message, f"messages[{index}]", traits, num_results)
+    fitted = _with_instructions(conversation, traits)
+    if traits.needs_short_ids:
+        fitted = _with_short_ids(fitted)
+    if not traits.shows_call_content:
+        fitted = [_without_blank_content(message) for message in fitted]
+    return [_with_thought_parts(message) for message in fitted] if traits.thoughts == "parts" else fitted
+
+
+def _check_message(message: dict[str, Any], path: str, traits: TemplateTraits, num_results: int) -> None:
+    """Refuse a message with calls or a result that the template does not show whole.
+
+    `num_results` is the number of results up to this one that follow one another.
+    """
+    calls = message.get("tool_calls") or ()
+    if calls and not traits.shows_calls:
+        raise _dropped(f"{path}.tool_calls", told(calls), "none", "does not show calls")
+    if len(calls) > 1 and not traits.shows_parallel_calls:
+        raise _dropped(f"{path}.tool_calls", f"{len(calls)} calls", "one call", "does not show several of a message")
+    if calls and message["content"].strip() and not traits.shows_call_content:
+        raise _dropped(f"{path}.content", "a text", "none", "does not show a text beside tool calls")
+    if num_results and not traits.shows_results:
+        raise _dropped(path, "the result of a tool", "none", "does not show results")
+    if num_results > 1 and traits.shows_parallel_calls and not traits.shows_parallel_results:
+        raise _dropped(path, "a further result", "one behind a call", "does not show several")
+
+
+def _dropped(path: str, got: str, allowed: str, what: str) -> InvalidRequestError:
+    """Return the error about a part of a message that the template would drop, or for which it would raise."""
+    way_out = "leave it out, or give a template that does (--chat-template FILE)"
+    return bad_messages(f"{path}: got {got}, allowed: {allowed}, since this model's chat template {what}; {way_out}")
+
+
+def _with_instructions(conversation: Sequence[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return messages whose system and developer messages are where and what the template shows.
+
+    The role developer becomes system where the template does not know it. Further ones at the start are joined to the
+    first one. One behind the first turn that the template does not show at its place is joined to the user's message
+    before it or behind it, or to the tool's result before it where no user's message may follow a result; otherwise it
+    becomes a user's message. Joined texts have an empty line between them. Raise InvalidRequestError for a system
+    message at the start that the template does not show.
+    """
+    fitted: list[dict[str, Any]] = []
+    has_turn = False
+    pending: list[str] = []  # Instructions that wait for the next user's message.
+    for index, message in enumerate(conversation):
+        role, text = message["role"], message["content"]
+        if role not in INSTRUCTIONS:
+            has_turn = True
+            if pending and role == "user":
+                message = {**message, "content": JOINT.join([*pending, text])}
+            elif pending:
+                fitted.append({"role": "user", "content": JOINT.join(pending)})
+            pending = []
+            fitted.append(message)
+            continue
+        if not has_turn:
+            if role == "developer" and not traits.shows_developer:
+                role = "system"
+            if fitted and not (traits.shows_several_systems and message["role"] == "system" == fitted[-1]["role"]):
+                _join(fitted, text)
+            elif role == "system" and not traits.shows_system:
+                way_out = "put its text into the first user message"
+                reason = "none, since this model's chat template does not show one"
+                raise bad_messages(f"messages[{index}]: got a {message['role']} message, allowed: {reason}; {way_out}")
+            else:
+                fitted.append({**message, "role": role})
+            continue
+        if role == "developer" and not traits.shows_late_developer and not traits.shows_developer:
+            role = "system"
+        if traits.shows_late_developer if role == "developer" else traits.shows_late_system:
+            fitted.append({**message, "role": role})
+        elif fitted[-1]["role"] == "user" or (fitted[-1]["role"] == "tool" and not traits.takes_user_after_result):
+            _join(fitted, text)
+        else:
+            pending.append(text)
+    return [*fitted, {"role": "user", "content": JOINT.join(pending)}] if pending else fitted
+
+
+JOINT = "\n\n"
+"""What stands between two texts that become one message."""
+
+
+def _join(fitted: list[dict[str, Any]], text: str) -> None:
+    """Join a text to the last of these messages."""
+    fitted[-1] = {**fitted[-1], "content": f"{fitted[-1]['content']}{JOINT}{text}"}
+
+
+def _with_short_ids(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which ids of calls have SHORT_ID_LEN letters and digits; those that do stay as they are.
+
+    Others are numbered in the order of the calls, so the same conversation has the same ids through every protocol. A
+    call without an id gets one, and so does its result.
+    """
+    taken = {call.get("id") for message in conversation for call in _calls_of(message)}
+    numbers = (number for number in count() if f"call{number:05d}" not in taken)
+    new_ids: dict[str, str] = {}  # The last call's own id → its short one.
+    without_id = deque[str]()  # Short ids of the last message's calls that had none; their results follow in order.
+    fitted = []
+    for message in conversation:
+        if message.get("tool_calls"):
+            calls = []
+            without_id.clear()
+            for call in message["tool_calls"]:
+                if isinstance(call, dict) and not _is_short(call_id := call.get("id")):
+                    short_id = f"call{next(numbers):05d}"
+                    if isinstance(call_id, str):
+                        new_ids[call_id] = short_id
+                    else:
+                        without_id.append(short_id)
+                    call = {**call, "id": short_id}
+                calls.append(call)
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and not _is_short(call_id := message.get("tool_call_id")):
+            known = new_ids.get(call_id) if isinstance(call_id, str) else None
+            if known or without_id:
+                message = {**message, "tool_call_id": known or without_id.popleft()}
+        fitted.append(message)
+    return fitted
+
+
+def _calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+
+
+def _is_short(call_id: Any) -> bool:
+    return isinstance(call_id, str) and len(call_id) == SHORT_ID_LEN and call_id.isascii() and call_id.isalnum()
+
+
+def _without_blank_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with calls without the blank text beside them, for which a template may drop the calls."""
+    return {**message, "content": NoContent()} if message.get("tool_calls") else message
+
+
+def _with_thought_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an assistant's message with its thought as a part of its content."""
+    thought = message.get("reasoning_content")
+    if message["role"] != "assistant" or not thought:
+        return message
+    text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return {**message, "content": [{"type": "thinking", "thinking": thought}, *text]}
