@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import replace
 
 from ...checks import check_name, refusal
 from ...errors import ConfigError
@@ -34,8 +35,9 @@ from .formats import (
     Channels,
     ThoughtFormat,
 )
+from .response_template import UnreadableTemplateError, read_response_template
 
-T = TypeVar("T")
+logger = logging.getLogger("jpaged")
 NONE = "none"
 """The name by which thoughts or calls are not told apart."""
 CALL_FORMATS: dict[str, CallFormat | Channels] = {
@@ -118,15 +120,35 @@ def find_format(
     """Return the format by which a model marks thoughts and calls in its answers, None if it has neither.
 
     The names are those of the options `--tool-call-parser` and `--reasoning-parser`; where one is None, the chat
-    template tells the format. Raise ConfigError for names that are not known or do not go together.
+    template tells the format, or where it does not, the tokenizer's `response_template`. Raise ConfigError for names
+    that are not known or do not go together, and for a `response_template` that is broken.
     """
 
     def is_token(text: str) -> bool:
         return tokenizer.backend.token_to_id(text) is not None
 
+    described = _described(tokenizer)
     calls = detect_calls(template) if call_parser is None else call_format_name(call_parser)
     thought = detect_thought(template, is_token) if reasoning_parser is None else thought_format_name(reasoning_parser)
-    return None if calls is None and thought is None else bind_format(answer_format(calls, thought), tokenizer)
+    format = answer_format(calls, thought)
+    if format.channels is None:
+        if calls is None and call_parser is None:
+            format = replace(format, calls=described.calls)
+        if thought is None and reasoning_parser is None:
+            format = replace(format, thought=described.thought)
+    return bind_format(format, tokenizer) if format.calls or format.thought else None
+
+
+def _described(tokenizer: Tokenizer) -> AnswerFormat:
+    """Return the format that the tokenizer's `response_template` describes; an empty one if it is not understood."""
+    if tokenizer.response_template is None:
+        return AnswerFormat()
+    tokens = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    try:
+        return read_response_template(tokenizer.response_template, tokens)
+    except UnreadableTemplateError as error:
+        logger.info("The model's response_template is not used: %s", error)
+        return AnswerFormat()
 
 
 def answer_format(calls: str | None, thought: str | None) -> AnswerFormat:

@@ -70,11 +70,13 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         sentence_pieces: SentencePieces | None = None,
+        response_template: Any = None,
     ):
         """Wrap `backend`, a tokenizer of the package `tokenizers`, whose truncation and padding are switched off.
 
         `special_tokens` maps the names that templates use (bos_token, eos_token, …) to the texts of tokens.
-        `sentence_pieces`, if it is not None, is attached to `backend`. Raise ModelLoadError if the decoder has a step
+        `sentence_pieces`, if it is not None, is attached to `backend`. `response_template` is what the model's files
+        hold under that name, unread. Raise ModelLoadError if the decoder has a step
         by which a token's text depends on more than whether it comes first: its text could not be streamed.
         """
         # A tokenizer file may set a length limit, which would silently truncate prompts.
@@ -85,6 +87,7 @@ class Tokenizer:
         self._splitter = None if sentence_pieces is None else sentence_pieces.attach(backend)
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
+        self.response_template = response_template
         added = backend.get_added_tokens_decoder()
         self.base_vocab_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         """One more than the largest id of the vocabulary without its added tokens."""
@@ -256,9 +259,10 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     Raise ModelLoadError, one line that names the file, for a file that is missing or corrupt and for a tokenizer that
     is not supported.
     """
-    sentence_pieces = None
+    sentence_pieces, response_template = None, None
     if path.is_dir():
         backend, special_tokens, template, sentence_pieces = _read_directory(path)
+        response_template = read_if_there(path / OPTIONS_FILE).get("response_template")
     elif path.is_file():
         metadata = (gguf or read_gguf(path)).metadata
         template = metadata.get("tokenizer.chat_template")
@@ -270,7 +274,13 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
         way_out = "wanted a Hugging Face directory or a GGUF file: correct the path"
         raise ModelLoadError(f"{path}: does not exist; {way_out}")
     try:
-        return Tokenizer(backend, special_tokens, chat_template=template, sentence_pieces=sentence_pieces)
+        return Tokenizer(
+            backend,
+            special_tokens,
+            chat_template=template,
+            sentence_pieces=sentence_pieces,
+            response_template=response_template,
+        )
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
 

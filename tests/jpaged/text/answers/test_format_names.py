@@ -12,10 +12,11 @@ from jpaged.text.answers.format_names import (
     call_format_name,
     detect_calls,
     detect_thought,
+    find_format,
     thought_format_name,
 )
 
-from ..tokenizing.published_tokenizers import llama_cpp_models
+from ..tokenizing.published_tokenizers import byte_tokenizer, llama_cpp_models
 
 FOUND = {
     "Apertus-8B-Instruct": (None, None),
@@ -129,3 +130,27 @@ def test_other_names_are_refused(name, message):
 def test_channels_go_with_nothing_else():
     with pytest.raises(ConfigError, match=r"^tool_call_parser: got openai with the reasoning parser qwen3, allowed: "):
         answer_format("openai", "qwen3")
+
+
+def test_a_response_template_tells_where_the_chat_template_does_not():
+    tokenizer = byte_tokenizer()
+    fields = {
+        "thinking": {"open": "<why>", "close": "</why>"},
+        "tool_calls": {
+            "open": "<do>",
+            "close": "</do>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    }
+    assert find_format("", tokenizer) is None
+    tokenizer.response_template = {"fields": fields}
+    found = find_format("", tokenizer)
+    assert (found.format.thought.open, found.format.calls.open) == ("<why>", "<do>")
+    assert find_format("<think></think>", tokenizer).format.thought.open == "<think>"
+    assert find_format("", tokenizer, call_parser="hermes").format.calls.open == "<tool_call>"
+    assert find_format("", tokenizer, call_parser="none", reasoning_parser="none") is None
+    tokenizer.response_template = {"fields": {}}
+    with pytest.raises(ConfigError, match=r"response_template\.fields: is missing or empty"):
+        find_format("", tokenizer)
