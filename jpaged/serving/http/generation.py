@@ -147,6 +147,7 @@ class Generation:
             created=int(time.time()),
             fingerprint=state.fingerprint,
             answer_format=state.parser.builder.encoder.answer_format,
+            http_id=self.scope.get(ID_KEY, ""),
         )
         if request.is_stream:
             await self._send_events(encoder, send)

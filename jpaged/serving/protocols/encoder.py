@@ -48,11 +48,14 @@ class Encoder:
         created: int,
         fingerprint: str,
         answer_format: BoundFormat | None = None,
+        http_id: str = "",
     ):
         """`request_ids` are the core's ids of the prompts, in order; `created` is in seconds since 1970.
 
-        `answer_format` is how the model marks the parts of an answer; None if that is not known.
+        `answer_format` is how the model marks the parts of an answer; None if that is not known. `http_id` is the id by
+        which the log and the headers of the response call the request.
         """
+        self.http_id = http_id
         self.request, self.tokenizer, self.created, self.fingerprint = request, tokenizer, created, fingerprint
         self.request_ids, self.id = tuple(request_ids), f"{self.id_prefix}{request_ids[0]}"
         num_prompt_tokens = sum(one.num_prompt_tokens for one in request.new_requests)

@@ -1,10 +1,21 @@
-"""The table of fields covers OpenAI's interface, and the page of the documentation shows the tables as they are."""
+"""Tables of fields cover OpenAI's and Anthropic's packages, and the documentation shows the tables as they are."""
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params, tool_union_param
+from anthropic.types.beta import (
+    beta_content_block_param,
+    beta_tool_param,
+    beta_tool_result_block_param,
+    beta_tool_union_param,
+)
+from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
+from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -12,6 +23,9 @@ from jpaged.limits import LIMITS
 from jpaged.serving.protocols.chat.fields import CHAT_FIELDS
 from jpaged.serving.protocols.completions.fields import COMPLETION_FIELDS
 from jpaged.serving.protocols.fields import BodyField, Use
+from jpaged.serving.protocols.messages.blocks import HOSTED_BLOCKS, REFUSED_BLOCKS, TAKEN_BLOCKS
+from jpaged.serving.protocols.messages.fields import MESSAGE_FIELDS
+from jpaged.serving.protocols.messages.tools import TOOL_KEYS, TYPED_TOOL
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 ROWS = {
@@ -42,6 +56,46 @@ def test_every_field_of_vllms_protocols_is_in_the_table(route: str, table: dict[
     assert set(names) - table.keys() == set()
 
 
+@pytest.mark.parametrize(
+    "types",
+    [
+        message_create_params.MessageCreateParamsStreaming,
+        beta_create_params.MessageCreateParamsStreaming,
+        message_count_tokens_params.MessageCountTokensParams,
+        beta_count_tokens_params.MessageCountTokensParams,
+    ],
+)
+def test_every_field_of_anthropics_package_is_in_the_table(types: type):
+    names = set(get_type_hints(types))
+    assert {"model", "messages"} <= names
+    assert names - MESSAGE_FIELDS.keys() == set()
+
+
+def kinds_of(union: Any) -> Iterator[str]:
+    """Yield what the key `type` may hold in the objects of a union of the package's."""
+    for one in get_args(union):
+        hints = get_type_hints(one) if isinstance(one, type) else {}
+        pending = [hints.get("type")]
+        while pending:
+            hint = pending.pop()
+            pending += [inner for inner in get_args(hint) if not isinstance(inner, str)]
+            yield from (word for word in get_args(hint) if isinstance(word, str))
+
+
+def test_every_block_and_tool_of_anthropics_package_is_known():
+    of_results = get_args(get_type_hints(beta_tool_result_block_param.BetaToolResultBlockParam)["content"])
+    blocks = {*kinds_of(beta_content_block_param.BetaContentBlockParam), *kinds_of(get_args(of_results[1])[0])}
+    assert {"text", "tool_reference", "server_tool_use"} <= blocks
+    assert (
+        blocks - {*HOSTED_BLOCKS, *REFUSED_BLOCKS, *(kind for kinds in TAKEN_BLOCKS.values() for kind in kinds)}
+        == set()
+    )
+    tools = {*kinds_of(beta_tool_union_param.BetaToolUnionParam), *kinds_of(tool_union_param.ToolUnionParam)}
+    assert "web_search_20250305" in tools
+    assert [kind for kind in tools if kind != "custom" and not TYPED_TOOL.fullmatch(kind)] == []
+    assert set(get_type_hints(beta_tool_param.BetaToolParam)) == TOOL_KEYS
+
+
 def _inherited(types: type) -> set[str]:
     """Return the names of a TypedDict and of its bases."""
     bases = (types, *getattr(types, "__orig_bases__", ()))
@@ -57,6 +111,13 @@ def test_the_page_shows_what_becomes_of_each_field(use: Use):
     assert both == of_completions & of_chats
     assert completions == of_completions - of_chats
     assert chats == of_chats - of_completions
+
+
+@pytest.mark.parametrize("use", Use)
+def test_the_page_shows_what_becomes_of_each_field_of_messages(use: Use):
+    table = PAGE.partition("## Messages")[2]
+    line = next(line for line in table.splitlines() if line.startswith(f"| {ROWS[use]}"))
+    assert set(re.findall(r"`(\w+)`", line)) == {name for name, one in MESSAGE_FIELDS.items() if one.use is use}
 
 
 def test_the_page_shows_every_limit():
