@@ -28,7 +28,7 @@ ROUTES = (
     "/v1/unload_lora_adapter",
 )  # fmt: skip
 """Paths of vLLM's server."""
-COMMANDS = ("batch", "plan", "doctor", "trace")
+COMMANDS = ("plan", "doctor", "trace")
 BENCHES: tuple[str, ...] = ()
 EXPORTS = ("LoRARequest", "PoolingParams")
 """Names in the Python package `jpaged`."""

@@ -14,6 +14,7 @@ from .process import interrupts_held, run_command
 SUMMARIES = {
     "generate": "complete prompts from the command line or a file",
     "chat": "talk to a model, in this process or behind a server's URL",
+    "batch": "answer a file of requests in the form of OpenAI's Batch API",
     "serve": "serve a model by OpenAI's HTTP interface",
     "distill": "write a model's most likely tokens of many sequences, for a student",
     "bench": "measure: bench latency, throughput, serve",
@@ -23,6 +24,7 @@ SUMMARIES = {
 COMMANDS = {
     "generate": ".generate",
     "chat": ".chat",
+    "batch": ".batch",
     "serve": ".serve",
     "distill": ".distill",
     "tune": ".bench.tune",

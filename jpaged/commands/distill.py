@@ -17,8 +17,8 @@ from typing import Any
 
 from ..checks import check, check_name, integer, refusal, shown
 from ..errors import ConfigError, InvalidRequestError
-from .files.jobs import decoded_line, parsed_record, read_id
-from .files.lines import IdTable, LineSource
+from .files.jobs import parsed_record, read_id
+from .files.lines import IdTable, LineSource, decoded_line
 from .flags import FlagParser, add_engine_flags, check_positive, engine_config, parse_flags
 from .process import EXIT_SOME_FAILED, interrupts_held, run_command
 from .progress import ProgressReport, say

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 from ..checks import refusal, sent_as
 from ..errors import ConfigError
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
+from .files.generate_run import GenerateRun
 from .files.jobs import Job, JobReader, read_prompts
 from .files.lines import LineSource, stat_of
 from .files.results import ResultFile
 from .files.resume import FinishedRecords, options_key
-from .files.run import Printer, Run
+from .files.run import JobT, Printer, Run
 from .flags import FLAG_NAMES, SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
 from .process import EXIT_SOME_FAILED, garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
@@ -74,7 +75,7 @@ def _run(argv: list[str]) -> int:
         finished = FinishedRecords(results.path, options) if results and args.resume else None
         reader = replace(reader, finished=finished)
         printer = Printer(is_json=args.json) if args.json or results is None else None
-        run = Run(results, printer, finished, options)
+        run = GenerateRun(results, printer, finished, options)
         jobs = run.jobs(reader.argument_jobs(prompts) if lines is None else reader.file_jobs(lines))
         head, is_whole = _read_head(jobs, lines)
         if not run.num_lines:
@@ -84,7 +85,7 @@ def _run(argv: list[str]) -> int:
             printer.expect_no_more(has_one_sample=isinstance(params, SamplingParams) and params.n == 1)
         if head:
             with _start_engine(config, handle, head, is_whole=is_whole) as engine:
-                _compute(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
+                compute_and_summarize(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
         else:
             run.start()
         run.finish()
@@ -109,11 +110,11 @@ def _check_flags(args: argparse.Namespace, flags: Mapping[str, Any], beams: Mapp
         raise refusal("stdout", "a closed one", "an open one", "give --output F instead", error=ConfigError)
 
 
-def _compute(
-    run: Run,
+def compute_and_summarize(
+    run: Run[JobT],
     engine: Engine,
-    head: deque[Job],
-    jobs: Iterator[Job | None],
+    head: deque[JobT],
+    jobs: Iterator[JobT | None],
     lines: LineSource | None,
     sampling: SamplingSummary,
 ) -> None:

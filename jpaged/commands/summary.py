@@ -54,6 +54,8 @@ class SamplingSummary:
             return " · ".join(f"{name} {value}" for name, value in vars(first).items())
         shown = []
         for name in FIELDS:
+            if name == "output_kind":  # The command's, not its user's.
+                continue
             value = getattr(first, name)
             source = "flag" if name in self._flags else "model" if name in self._model_defaults else "default"
             if name in self._varying:

@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from ...errors import InvalidRequestError
-from ..files.jobs import decoded_line
-from ..files.lines import LineSource
+from ..files.lines import LineSource, decoded_line
 
 PASTE_GAP_S = 0.05
 """Seconds after a line within which another one belongs to the same paste."""

@@ -6,7 +6,6 @@ A bad prompt on the command line ends the start; a bad line of a file becomes th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import stat
 import sys
@@ -18,15 +17,15 @@ from typing import Any
 import msgspec
 
 from ... import not_available
-from ...checks import RepeatedKeyError, check_name, json_integer, refusal, sent_as, shown, told, unique_keys
+from ...checks import check_name, json_integer, refusal, sent_as, told
 from ...errors import ConfigError, InvalidRequestError
 from ...messages import Params
 from ...sampling.sampling_params import FIELDS, INTEGER_FIELDS, BeamSearchParams, SamplingParams
 from ...text.prompt_params import CheckedParams
 from ...text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from ..flags import BEAM_FLAGS, FLAG_NAMES, STRUCTURE_FLAGS
-from .lines import IdTable, LineSource, line_digest
-from .resume import FinishedRecords
+from .lines import LineSource, decoded_line, json_object, line_digest
+from .resume import FinishedRecords, LineIds
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
 """Keys that a line of a .jsonl file may have beside sampling parameters."""
@@ -236,7 +235,7 @@ class JobReader:
         yielded, after reading no more of the line than its id, if an earlier run has its result and the line has not
         changed since. None is yielded when a pipe has no line yet. Blank lines yield nothing.
         """
-        ids, is_json = IdTable(), lines.format == "jsonl"
+        ids, is_json = LineIds(self.finished), lines.format == "jsonl"
         for numbered in lines:
             if numbered is None:
                 yield None
@@ -252,7 +251,7 @@ class JobReader:
                 record = parsed_record(prompt) if is_json else {}
                 id_ = read_id(record, number)
                 if is_json:  # The id of a line of text is its number, which is unique.
-                    self._refuse_taken_id(id_, number, ids)
+                    ids.enter(id_, number)
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                 yield self.job(id_, number, prompt, LineParams.of(record), digest)
@@ -262,33 +261,16 @@ class JobReader:
                     error = InvalidRequestError(text, param=error.param).within(f"line {number}")
                 yield BadLine(id_, number, error)
 
-    def _finished_entry(self, line: bytes, number: int, digest: int, ids: IdTable, is_json: bool) -> int | None:
-        """Return the index in `finished` of the result that an earlier run has written for this line; None without one.
+    def _finished_entry(self, line: bytes, number: int, digest: int, ids: LineIds, is_json: bool) -> int | None:
+        """Return `ids.finished_entry` of a line, without parsing more of it than its id; None if that cannot be read.
 
-        The result is marked as taken by line `number`, so that no other line gets it. `number` counts lines from 1 and
-        is the id of a line of plain text. `digest` is the `line_digest` of the line, which finds no result if the line
-        has changed. `ids` maps the ids of earlier lines without a result to their numbers. Returns None also without
-        `--resume`, for an id in `ids` (two lines have it) and for a line whose id cannot be read: the caller then
-        parses the line and reports the error.
+        The caller then parses the line and reports the error. `number` counts lines from 1 and is the id of a line of
+        plain text. `digest` is the `line_digest` of the line.
         """
         if self.finished is None:
             return None
         id_ = _id_of_known_line(line, number) if is_json else number
-        if id_ is None or ids.get(id_) is not None:
-            return None
-        return self.finished.take(id_, digest, number)
-
-    def _refuse_taken_id(self, id_: str | int, number: int, ids: IdTable) -> None:
-        """Enter the id of line `number` into `ids`; InvalidRequestError if an earlier line has the same id.
-
-        Lines whose results were taken over are not in `ids`; `finished` knows their ids. If one of them has the id, it
-        is not entered.
-        """
-        first = None if self.finished is None else self.finished.taker_of(id_)
-        if first is None:
-            first = ids.set_default(id_, number)
-        if first != number:
-            raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
+        return None if id_ is None else ids.finished_entry(id_, digest, number)
 
     def _as_chat(self, prompt: Any) -> Any:
         """Return a text prompt as chat messages, after the system message if there is one; other prompts unchanged.
@@ -349,30 +331,13 @@ def _id_of_known_line(line: bytes, number: int) -> str | int | None:
     return number if id_ is None else id_
 
 
-def decoded_line(line: bytes) -> str:
-    """Return a line as text, without a byte-order mark; InvalidRequestError if it is not UTF-8."""
-    try:
-        return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8") from error
-
-
 def parsed_record(line: str) -> dict[str, Any]:
     """Return the JSON object of a line. A whole number is an integer where one belongs: `max_tokens` of 4.0 is 4.
 
     Raises InvalidRequestError if the line is no JSON object, or if the object or one inside it has a key twice. Keys
     and values are not checked further.
     """
-    try:
-        record = json.loads(line, object_pairs_hook=unique_keys)
-    except RepeatedKeyError as error:
-        fault = f"{shown(error.key)}: stands twice in one object; leave one of them out"
-        raise InvalidRequestError(fault, param=error.key[:100]) from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"line: is not JSON ({error}); give one JSON object per line") from error
-    if not isinstance(record, dict):
-        allowed = f"allowed: an object with one of {', '.join(PROMPT_KEYS)}"
-        raise InvalidRequestError(f"line: got {told(record)}, {allowed}")
+    record = json_object(line, f"an object with one of {', '.join(PROMPT_KEYS)}")
     for name in (*INTEGER_FIELDS, "num_samples", "priority"):
         if name in record:
             record[name] = json_integer(record[name])

@@ -1,11 +1,12 @@
 """The lines of a prompt file or a pipe, read while requests run; and which ids they have had.
 
-Knows bytes and numbers of lines; no prompt, no request.
+Knows bytes, numbers and JSON of lines; no prompt, no request.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import select
 import stat
@@ -14,10 +15,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ...checks import refusal, shown
-from ...errors import ConfigError
+from ...checks import RepeatedKeyError, refusal, shown, told, unique_keys
+from ...errors import ConfigError, InvalidRequestError
 
 READ_BYTES = 1 << 18
 """Bytes that are read at a time, at most."""
@@ -31,18 +32,44 @@ def line_digest(line: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
 
 
+def decoded_line(line: bytes) -> str:
+    """Return a line as text, without a byte-order mark; InvalidRequestError if it is not UTF-8."""
+    try:
+        return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8") from error
+
+
+def json_object(line: str, allowed: str) -> dict[str, Any]:
+    """Return the JSON object of a line, whose keys and values are not checked.
+
+    Raise InvalidRequestError if the line is no JSON object, or if the object or one inside it has a key twice.
+    `allowed` says what is wanted, such as "an object with one of prompt, messages".
+    """
+    try:
+        record = json.loads(line, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        fault = f"{shown(error.key)}: stands twice in one object; leave one of them out"
+        raise InvalidRequestError(fault, param=error.key[:100]) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"line: is not JSON ({error}); give one JSON object per line") from error
+    if not isinstance(record, dict):
+        raise InvalidRequestError(f"line: got {told(record)}, allowed: {allowed}")
+    return record
+
+
 class LineSource:
     """Lines of a file or a pipe, one after the other. Lines of a pipe need not be there yet."""
 
-    def __init__(self, name: str):
-        """Open a file, or stdin for the name `-`.
+    def __init__(self, name: str, *, flag: str = "--prompt-file"):
+        """Open a file, or stdin for the name `-`. Errors call it by `flag`.
 
         Nothing is read yet. `format` is "txt", a prompt per line, if the name ends in .txt, and else "jsonl", a JSON
         object per line, also for pipes. Raises ConfigError if the file cannot be opened, or if it is no pipe and its
         name ends in neither .txt nor .jsonl.
         """
-        self.name = name
-        self._descriptor, self.format = _open(name)
+        self.name, self._flag = name, flag
+        self._descriptor, self.format = _open(name, flag)
         self.is_pipe = not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
         """Whether it is no regular file, so that reading may have to wait for lines."""
         self._poll = select.poll()
@@ -101,7 +128,7 @@ class LineSource:
                 return False
             data = os.read(self._descriptor, READ_BYTES)
         except OSError as error:
-            raise ConfigError(f"--prompt-file: {self.name} cannot be read ({error}); give a readable file") from error
+            raise ConfigError(f"{self._flag}: {self.name} cannot be read ({error}); give a readable file") from error
         # An empty read is the end. If `_parts` is empty then, so is the last line, and `__iter__` skips it as blank.
         self._is_at_end = not data
         *lines, rest = data.split(b"\n")
@@ -123,7 +150,7 @@ def stat_of(name: str) -> os.stat_result | None:
         return None
 
 
-def _open(name: str) -> tuple[int, LineFormat]:
+def _open(name: str, flag: str) -> tuple[int, LineFormat]:
     """Open a prompt file, or stdin for `-`; return its descriptor (0 for stdin) and the format of its lines.
 
     Stdin, FIFOs and paths below /dev, such as /dev/fd/63, may have any name. Raises ConfigError if the name of another
@@ -131,17 +158,17 @@ def _open(name: str) -> tuple[int, LineFormat]:
     """
     path = Path(name)
     if name == STDIN and sys.stdin is None:
-        raise refusal("--prompt-file", "-, and stdin is closed", "a file or an open pipe", error=ConfigError)
+        raise refusal(flag, "-, and stdin is closed", "a file or an open pipe", error=ConfigError)
     is_pipe = name == STDIN or path.is_fifo() or path.is_relative_to("/dev")
     if path.suffix not in (".txt", ".jsonl") and not is_pipe and not path.is_dir():
         allowed = "a name ending in .txt or .jsonl, or a pipe of JSON lines"
-        raise refusal("--prompt-file", shown(name), allowed, error=ConfigError)
+        raise refusal(flag, shown(name), allowed, error=ConfigError)
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{name} is a directory")
         descriptor = 0 if name == STDIN else os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"--prompt-file: {name} cannot be read ({error}); give a readable file") from error
+        raise ConfigError(f"{flag}: {name} cannot be read ({error}); give a readable file") from error
     return descriptor, "txt" if path.suffix == ".txt" else "jsonl"
 
 

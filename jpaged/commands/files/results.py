@@ -1,4 +1,7 @@
-"""The output file of `jpaged generate`: JSON lines as requests end, in input order at the end, read by `--resume`."""
+"""An output file of `jpaged generate` or `batch`: JSON lines as requests end, in input order at the end.
+
+`--resume` reads it.
+"""
 
 from __future__ import annotations
 
@@ -62,23 +65,23 @@ class ResultFile:
     the last line of the file is incomplete, and a resumed run drops it.
     """
 
-    def __init__(self, path: Path, *, prompt_file: os.stat_result | None = None):
-        """Check the path, without creating or changing anything: `start` does that.
+    def __init__(self, path: Path, *, prompt_file: os.stat_result | None = None, flag: str = "--output"):
+        """Check the path, without creating or changing anything: `start` does that. Errors call it by `flag`.
 
         `prompt_file` is the `stat` of the prompt file, None without one. Raises ConfigError if `path` is no regular
         file in a writable folder, is the prompt file itself, or is locked by another run.
         """
-        is_there, self.path = path.exists(), path.resolve()
+        is_there, self.path, self._flag = path.exists(), path.resolve(), flag
         self.backup = self.path.with_name(f"{self.path.name}.bak")
         """Copy of the file before a resumed run dropped lines from it."""
         folder = self.path.parent
         if is_there and not (path.is_file() and os.access(path, os.W_OK)):
             way_out = "give another name, or --json to write the lines to stdout"
-            raise ConfigError(f"--output: {path} is no regular file that can be written; {way_out}")
+            raise ConfigError(f"{self._flag}: {path} is no regular file that can be written; {way_out}")
         if not path.name or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"--output: {str(path)!r} cannot be written; give a file in an existing, writable folder")
+            raise ConfigError(f"{flag}: {str(path)!r} cannot be written; give a file in an existing, writable folder")
         if is_there and prompt_file is not None and os.path.samestat(path.stat(), prompt_file):
-            raise ConfigError(f"--output: {path} is the prompt file; give another name")
+            raise ConfigError(f"{self._flag}: {path} is the prompt file; give another name")
         if is_there:
             with path.open("rb") as file:
                 self._lock(file.fileno())
@@ -113,22 +116,23 @@ class ResultFile:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             way_out = "wait for its end, or give another name"
-            raise ConfigError(f"--output: {self.path} is written by another run; {way_out}") from error
+            raise ConfigError(f"{self._flag}: {self.path} is written by another run; {way_out}") from error
         except OSError:  # A file system without locks.
             return
 
     def _changed(self) -> ConfigError:
         """Return the error that says that another process has changed the file during this run."""
         way_out = "its lines stay as they are: go on with --resume"
-        return ConfigError(f"--output: {self.path} was changed by others while this run wrote it; {way_out}")
+        return ConfigError(f"{self._flag}: {self.path} was changed by others while this run wrote it; {way_out}")
 
-    def append(self, number: int, record: dict[str, Any]) -> None:
-        """Write a record at the end of the file, and note its span. `finish` sorts by `number`, that of its input line.
+    def append(self, number: int, line: str) -> None:
+        """Write a line of JSON at the end of the file, and note its span.
 
+        `number` is that of its input line, by which `finish` sorts.
         It is written as a whole before this returns, but not synced to disk. Raises OSError on a full disk.
         """
         assert self._descriptor is not None, "start comes before append"
-        data = dump_line(record).encode() + b"\n"
+        data = line.encode() + b"\n"
         self.keep(number, RecordSpan(self._end, len(data)))
         self._end += len(data)
         while data:  # A full disk or a signal may cut a write short.
@@ -169,6 +173,16 @@ class ResultFile:
         if len(record) != span.num_bytes or not record.endswith(b"\n"):
             raise self._changed()
         return record
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no record is to be kept."""
+        return not self._numbers
+
+    def remove(self) -> None:
+        """Close the file and delete it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file; appended records stay."""

@@ -1,6 +1,7 @@
 """Which results of an earlier run a resumed one takes over: those of the same model, options and line.
 
-Each record has a `resume_key` among its metrics, the keys of both.
+Each record has a `resume_key` with the keys of both: in the files of `generate` among its metrics, in those of `batch`
+as part of its `id`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import json
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from ...checks import refusal
+from ...checks import refusal, shown
 from ...errors import ConfigError
-from .lines import id_hash
+from .lines import IdTable, id_hash
 
 KEY_CHARS = 16
 """Hexadecimal digits of the key of a run's options, the first half of a `resume_key`."""
@@ -39,6 +40,19 @@ def options_key(options: Mapping[str, Any]) -> str:
     """Return a hash, 16 hexadecimal digits, of the options that results depend on. Key order does not matter."""
     text = json.dumps(options, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=KEY_CHARS // 2).hexdigest()
+
+
+class WrittenRecord(NamedTuple):
+    """What a resumed run reads of a line that an earlier run wrote."""
+
+    id: str | int
+    resume_key: str
+    """Empty for a result that has none."""
+    is_result: bool = True
+    """False for the error of a request, which runs again."""
+
+
+ERROR_RECORD = WrittenRecord("", "", is_result=False)
 
 
 class _RecordMetrics(msgspec.Struct, gc=False):
@@ -82,10 +96,11 @@ class FinishedRecords:
     Only the `lines.id_hash` of an id is stored. A result's index in this order is called its entry.
     """
 
-    def __init__(self, path: Path, options: str):
+    def __init__(self, path: Path, options: str, read: Callable[[bytes], WrittenRecord | None] | None = None):
         """Read the results of an output file; a file that does not exist has none.
 
-        `options` is the `options_key` of the run that resumes. Error records are left out, so that their requests run
+        `options` is the `options_key` of the run that resumes. `read` reads one complete line, and returns None for one
+        that is no record; by default it is `generated_record`. Error records are left out, so that their requests run
         again. An incomplete last line and lines that are no records are left out too. Raises ConfigError if the file
         cannot be read, or if it holds results of other options or results without a `resume_key`.
         """
@@ -98,7 +113,7 @@ class FinishedRecords:
         """Complete lines that are neither results nor errors."""
         self._num_of_other_options = self._num_without_key = 0
         try:
-            self._read(path, options)
+            self._read(path, options, read or generated_record)
         except OSError as error:
             raise ConfigError(f"--resume: {path} cannot be read ({error}); give a readable file") from error
         if self._num_without_key:
@@ -116,7 +131,7 @@ class FinishedRecords:
         self._takers = array("q", bytes(8 * len(order)))
         """The number of the line that has taken each result; 0 for one that is not taken."""
 
-    def _read(self, path: Path, options: str) -> None:
+    def _read(self, path: Path, options: str, read: Callable[[bytes], WrittenRecord | None]) -> None:
         """Read all complete lines: add the results of these `options` in file order, and count the other lines.
 
         Sets `end` and the counts of foreign lines, of results without a key and of results of other options. Error
@@ -130,19 +145,17 @@ class FinishedRecords:
                 if not line.endswith(b"\n"):  # The run was killed while it wrote its last line.
                     break
                 offset, self.end = self.end, self.end + len(line)
-                head = _decode_head(line)
-                if head is None or not head.has_outputs:
-                    self.num_foreign += head is None or not head.is_error  # An error's request runs again.
+                record = read(line)
+                if record is None or not record.is_result:
+                    self.num_foreign += record is None  # An error's request runs again.
                     continue
-                assert head.metrics is not None
-                assert head.id is not None
-                key = _RESUME_KEY.fullmatch(head.metrics.resume_key or "")
+                key = _RESUME_KEY.fullmatch(record.resume_key)
                 if key is None:
                     self._num_without_key += 1
                 elif key[1] != options:
                     self._num_of_other_options += 1
                 else:
-                    self._id_hashes.append(id_hash(head.id))
+                    self._id_hashes.append(id_hash(record.id))
                     self._digests.append(int(key[2], 16))
                     self._offsets.append(offset)
                     self._lengths.append(len(line))
@@ -179,6 +192,49 @@ class FinishedRecords:
     def span(self, entry: int) -> RecordSpan:
         """Return where the result `entry` is in the file."""
         return RecordSpan(self._offsets[entry], self._lengths[entry])
+
+
+class LineIds:
+    """Which ids the lines of a file have had, and which results of an earlier run they take over."""
+
+    def __init__(self, finished: FinishedRecords | None):
+        """`finished` are the results of an earlier run, None without `--resume`."""
+        self._finished, self._ids = finished, IdTable()
+        """The ids of lines without such a result, and their numbers."""
+
+    def finished_entry(self, id_: str | int, digest: int, number: int) -> int | None:
+        """Return the index among the earlier results of that for line `number`; None without one.
+
+        The result is marked as taken by this line, so that no other line gets it. `digest` is the `line_digest` of the
+        line, which finds no result if the line has changed. Returns None also for an id that an earlier line without a
+        result has: `enter` then reports the error.
+        """
+        if self._finished is None or self._ids.get(id_) is not None:
+            return None
+        return self._finished.take(id_, digest, number)
+
+    def first_line_with(self, id_: str | int, number: int) -> int:
+        """Enter the id of line `number`, and return the number of the first line that has it: this one or another.
+
+        An id whose result was taken over is not entered, since the earlier results know it.
+        """
+        first = None if self._finished is None else self._finished.taker_of(id_)
+        return self._ids.set_default(id_, number) if first is None else first
+
+    def enter(self, id_: str | int, number: int) -> None:
+        """Enter the id of line `number`; InvalidRequestError if an earlier line has the same id."""
+        if (first := self.first_line_with(id_, number)) != number:
+            raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
+
+
+def generated_record(line: bytes) -> WrittenRecord | None:
+    """Return what a resumed run reads of a line of `jpaged generate`; None for a line that is no record."""
+    head = _decode_head(line)
+    if head is not None and head.has_outputs:
+        assert head.metrics is not None
+        assert head.id is not None
+        return WrittenRecord(head.id, head.metrics.resume_key or "")
+    return ERROR_RECORD if head is not None and head.is_error else None
 
 
 def _decode_head(line: bytes) -> _RecordHead | None:

@@ -1,4 +1,7 @@
-"""The requests of one `generate` on their way through the engine, and their results on the way to a file or stdout."""
+"""The lines of a file on their way through the engine, and their results on the way to a file or stdout.
+
+`generate_run` and `batch_run` say what a line's requests and its results are.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,24 @@ import codecs
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...checks import one_line
-from ...errors import InvalidRequestError
 from ..progress import ProgressReport, say
-from .jobs import BadLine, DoneLine, Job, error_record
-from .results import ResultFile, dump_line, output_record
+from .jobs import BadLine, DoneLine
+from .results import ResultFile, dump_line
 from .resume import FinishedRecords
 
 if TYPE_CHECKING:
     from ...engine import Engine
-    from ...outputs import SampleDelta
+    from ...outputs import RequestOutput, SampleDelta
     from ...request import Request
     from ..summary import SamplingSummary
 
@@ -43,7 +47,29 @@ class RunTimes(NamedTuple):
     """When the first token came, in seconds of `time.monotonic()`; None if none came."""
 
 
-class Run:
+class LineJob(Protocol):
+    """What asks for requests."""
+
+    @property
+    def id(self) -> str | int: ...
+
+    @property
+    def number(self) -> int: ...
+
+
+JobT = TypeVar("JobT", bound=LineJob)
+
+
+@dataclass
+class _OpenJob(Generic[JobT]):
+    """A job whose requests have not all ended."""
+
+    job: JobT
+    outputs: dict[str, RequestOutput | None]
+    """Request id → last output, in the order of the requests; None for one that has not ended."""
+
+
+class Run(ABC, Generic[JobT]):
     """The results of one command, and where they go: to a file, to stdout, or to both."""
 
     def __init__(
@@ -57,19 +83,21 @@ class Run:
         self.results, self.printer, self.finished, self.options = results, printer, finished, options
         self.num_lines = self.num_failed = self._num_kept = 0
         self._is_started = results is None
+        self._num_open = 0
+        """Jobs that were made and have no result yet."""
         self._are_all_made = False
         """Whether the input is read to its end and its last request made, so that the total is known."""
-        self._unwritten: list[tuple[int, dict[str, Any]]] = []
-        """Line numbers and records of errors from before the file was opened."""
-        self._job_of: dict[str, Job] = {}
+        self._unwritten: list[tuple[ResultFile, int, str]] = []
+        """Files, line numbers and records of errors from before the files were opened."""
+        self._open_jobs: dict[str, _OpenJob[JobT]] = {}
         """Request id → job, for each request that was made and has not ended."""
 
     @property
     def is_busy(self) -> bool:
         """Return whether the engine has any unfinished request of this run."""
-        return bool(self._job_of)
+        return bool(self._open_jobs)
 
-    def jobs(self, items: Iterator[Job | BadLine | DoneLine | None]) -> Iterator[Job | None]:
+    def jobs(self, items: Iterator[JobT | BadLine | DoneLine | None]) -> Iterator[JobT | None]:
         """Yield the jobs among `items`; record a BadLine's error, and take over a DoneLine's earlier result.
 
         A None tells the engine to compute a step before it asks again. It is yielded for a None in `items` (a pipe has
@@ -79,7 +107,7 @@ class Run:
         num_in_a_row = 0
         for item in items:
             # Counts the items since the last job; the engine's steps must not wait for a long run of lines without one.
-            num_in_a_row = 0 if isinstance(item, Job) else num_in_a_row + 1
+            num_in_a_row = num_in_a_row + 1 if isinstance(item, BadLine | DoneLine | None) else 0
             if item is None or (num_in_a_row % MAX_IN_A_ROW == 0 and num_in_a_row):
                 yield None
             if item is None:
@@ -90,12 +118,12 @@ class Run:
             self.num_lines += 1
             if self.printer is not None:
                 self.printer.expect(item.number)
-            if isinstance(item, Job):
-                yield item
-            elif isinstance(item, BadLine):
-                self.fail(item.id, item.number, item.error)
-            else:
+            if isinstance(item, BadLine):
+                self.fail_line(item)
+            elif isinstance(item, DoneLine):
                 self._keep(item)
+            else:
+                yield item
         if self.finished is not None:
             say(f"resume: {self._num_kept} of {self.num_lines} are there already{self._dropped_clause}")
 
@@ -136,12 +164,12 @@ class Run:
             return
         self.results.start(0 if self.finished is None else self.finished.end)
         self._is_started = True
-        for number, record in self._unwritten:
-            self._append(number, record)
+        for file, number, line in self._unwritten:
+            file.append(number, line)
         self._unwritten.clear()
 
     def compute(
-        self, engine: Engine, head: deque[Job], rest: Iterator[Job | None], sampling: SamplingSummary
+        self, engine: Engine, head: deque[JobT], rest: Iterator[JobT | None], sampling: SamplingSummary
     ) -> RunTimes:
         """Run the jobs of `head` and then of `rest` on the engine; return how long that took.
 
@@ -157,68 +185,81 @@ class Run:
         with closing(ProgressReport()) as progress:
             requests = self._requests(engine, chain(_drained(head), rest), sampling)
             for request, output in engine.run_requests(requests, stream=write_deltas, on_error="return"):
-                num_done += 1
                 if (time_s := request.first_token_time) is not None:
                     first_token_time = time_s if first_token_time is None else min(first_token_time, time_s)
-                job = self._job_of.pop(output.request_id)
-                if output.error is None:
-                    self.record(job.number, output_record(job, output, self.options))
-                else:
+                if output.error is not None:
                     engine.log_failure(request, is_repeat_logged=False)  # The log has the traceback, once per fault.
-                    self.fail(job.id, job.number, _message_with_cause(output.error, request.failure))
+                    output = replace(output, error=_message_with_cause(output.error, request.failure))
+                num_done += self._take(output)
                 if write_deltas is None:
-                    progress("requests", num_done, num_done + len(self._job_of) if self._are_all_made else None)
+                    progress("requests", num_done, num_done + self._num_open if self._are_all_made else None)
         # Programs that were compiled meanwhile would hide how fast the engine is.
         elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
         return RunTimes(elapsed_s, first_token_time)
 
     def _requests(
-        self, engine: Engine, jobs: Iterator[Job | None], sampling: SamplingSummary
+        self, engine: Engine, jobs: Iterator[JobT | None], sampling: SamplingSummary
     ) -> Iterator[Request | None]:
-        """Yield an engine request for each job, and a None for each None in `jobs`.
+        """Yield the engine's requests for each job, and a None for each None in `jobs`.
 
-        The id of a request is its job's line number as a string, and `_job_of` has its job until it ends; `sampling`
-        notes its parameters. The engine was sized for the first jobs. A later job that does not fit gets an error as
-        its result instead. At the end `_are_all_made` is set, so that the total of the progress report is known.
+        `_open_jobs` has the job until its requests have ended. The engine was sized for the first jobs. A later job
+        that does not fit gets an error as its result instead. At the end `_are_all_made` is set, so that the total of
+        the progress report is known.
         """
         for job in jobs:
             if job is None:
                 yield None
                 continue
-            sampling.note(job.params)
-            try:
-                request = engine.prepare_request(str(job.number), job.prompt, job.checked, number=job.number)
-            except InvalidRequestError as error:
-                self.fail(job.id, job.number, error)
-                continue
-            self._job_of[request.request_id] = job
-            yield request
+            requests = self.requests_of(engine, job, sampling)
+            open_job = _OpenJob(job, dict.fromkeys(request.request_id for request in requests))
+            self._open_jobs |= dict.fromkeys(open_job.outputs, open_job)
+            self._num_open += bool(requests)
+            yield from requests
         self._are_all_made = True
 
-    def fail(self, id_: str | int | None, number: int, error: InvalidRequestError | str) -> None:
-        """Record an error as the result of line `number`, print it on stderr, and count the line as failed."""
+    @abstractmethod
+    def requests_of(self, engine: Engine, job: JobT, sampling: SamplingSummary) -> list[Request]:
+        """Return the requests of a job, which are not queued; none if `fail` was called for the job.
+
+        Their ids belong to no other request of the run. `sampling` notes their parameters.
+        """
+
+    @abstractmethod
+    def end(self, job: JobT, outputs: Sequence[RequestOutput]) -> None:
+        """Record the result of a job, or its error, given the last outputs of its requests in order."""
+
+    @abstractmethod
+    def fail_line(self, line: BadLine) -> None:
+        """Record why a line has become no job."""
+
+    def _take(self, output: RequestOutput) -> bool:
+        """Take the last output of a request; return whether it was the last one of its job, which then has a result."""
+        open_job = self._open_jobs.pop(output.request_id)
+        open_job.outputs[output.request_id] = output
+        outputs = [one for one in open_job.outputs.values() if one is not None]
+        if len(outputs) < len(open_job.outputs):
+            return False
+        self._num_open -= 1
+        self.end(open_job.job, outputs)
+        return True
+
+    def note_failure(self, id_: str | int | None, error: object) -> None:
+        """Count a line as failed, and print its error on stderr."""
         self.num_failed += 1
         say(f"error: {error}" if id_ is None else f"error: {id_}: {error}")
-        self.record(number, error_record(id_, error))
 
-    def record(self, number: int, record: dict[str, Any]) -> None:
-        """Write the result of line `number` to the output file, and give it to the printer.
+    def write(self, file: ResultFile, number: int, line: str) -> None:
+        """Write the record of line `number`, a line of JSON, to one of the run's files.
 
-        Before `start` the result stays in memory. If there are more than MAX_HELD, this calls `start`, which opens the
-        file and writes them. Without an output file the result goes to the printer alone.
+        Before `start` it stays in memory. If there are more than MAX_HELD, this calls `start`, which opens the files
+        and writes them.
         """
-        if not self._is_started:
-            self._unwritten.append((number, record))
-            if len(self._unwritten) > MAX_HELD:
-                self.start()
-        else:
-            self._append(number, record)
-        if self.printer is not None:
-            self.printer.give(number, record)
-
-    def _append(self, number: int, record: dict[str, Any]) -> None:
-        if self.results is not None:
-            self.results.append(number, record)
+        if self._is_started:
+            file.append(number, line)
+            return
+        self._unwritten.append((file, number, line))
+        if len(self._unwritten) > MAX_HELD:
+            self.start()
 
     def _keep(self, line: DoneLine) -> None:
         """Take over the result that an earlier run wrote for this line.
@@ -300,7 +341,7 @@ class Printer:
                 print(f"[{label}] {output['text']}" if label else output["text"], flush=True)
 
 
-def _drained(jobs: deque[Job]) -> Iterator[Job]:
+def _drained(jobs: deque[JobT]) -> Iterator[JobT]:
     """Yield the jobs and remove each from the deque, so that the memory of a finished job can be freed."""
     while jobs:
         yield jobs.popleft()

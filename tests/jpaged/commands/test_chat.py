@@ -142,6 +142,11 @@ class Terminal:
         os.close(slave)
         self.text = ""
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C once readline waits for a key; before that it would not look for a signal."""
+        time.sleep(0.2)
+        self.type("\x03")
+
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
@@ -169,12 +174,12 @@ def test_a_terminal_has_prompts_pastes_and_ctrl_c(tiny: str, engine: Engine) -> 
         chat.wait_for("> ")
         chat.type("dropped")
         chat.wait_for("dropped")
-        chat.type("\x03")
+        chat.interrupt()
         assert chat.wait_for("> ") == "\r\n"
-        chat.type("\x03")
+        chat.interrupt()
         chat.wait_for("Ctrl-C again")
         chat.wait_for("> ")
-        chat.type("\x03")
+        chat.interrupt()
         assert chat.process.wait(20) == 130
     finally:
         chat.process.kill()

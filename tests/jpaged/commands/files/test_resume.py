@@ -265,7 +265,7 @@ def test_a_file_that_another_run_writes_is_refused_and_one_that_was_changed_is_n
     output = tmp_path / "out.jsonl"
     first = ResultFile(output)
     first.start(0)
-    first.append(1, {"id": 1})
+    first.append(1, '{"id":1}')
     run = generate(*args, "-n", 2, "-o", output)
     assert run.returncode == 1
     assert "is written by another run; wait for its end, or give another name" in run.stderr
