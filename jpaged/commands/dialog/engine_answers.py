@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +11,10 @@ import msgspec
 
 from ...checks import one_line
 from ...errors import ContextLengthError, JpagedError
+from ...outputs import CompletionOutput
 from ...sampling.sampling_params import RequestOutputKind, SamplingParams
+from ...text.answers.events import Content, Reasoning
+from ...text.answers.scanner import AnswerScanner
 from .answers import AnswerError, AnswerPart, Message
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ class EngineAnswers:
             engine.loop.call("chat", partial(engine.loop.queue, request))
         except JpagedError as error:
             raise AnswerError(one_line(error, 1000), is_full=isinstance(error, ContextLengthError)) from error
+        format = engine.builder.encoder.answer_format
+        scanner = None if new.answer is None or format is None else AnswerScanner(format, new.answer)
         try:
             is_finished = False
             while not is_finished:
@@ -49,6 +54,20 @@ class EngineAnswers:
                         raise AnswerError(output.error)
                     is_finished = output.finished
                     for sample in output.outputs:
-                        yield AnswerPart(sample.text, finish_reason=sample.finish_reason)
+                        yield from _parts(scanner, sample)
         finally:
             engine.abort_request(request_id)
+
+
+def _parts(scanner: AnswerScanner | None, sample: CompletionOutput) -> Iterator[AnswerPart]:
+    """Yield the parts of what is new of a sample; without a scanner all of it is the answer's text."""
+    if scanner is None:
+        yield AnswerPart(sample.text)
+    else:
+        events = scanner.feed(sample.text, sample.marks)
+        events += scanner.finish() if sample.finish_reason is not None else []
+        for event in events:
+            if isinstance(event, Reasoning | Content):  # Without tools there are no calls.
+                yield AnswerPart(event.text, is_thought=isinstance(event, Reasoning))
+    if sample.finish_reason is not None:
+        yield AnswerPart(finish_reason=sample.finish_reason)

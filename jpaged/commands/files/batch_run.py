@@ -107,6 +107,7 @@ class BatchRun(Run[BatchJob]):
             self._parser.tokenizer,
             created=self.served.created,
             fingerprint=f"fp_{self.options[:12]}",
+            answer_format=self._parser.builder.encoder.answer_format,
         )
         body = encoder.body({output.request_id: replace(output, num_cached_tokens=0) for output in outputs})
         assert self.results is not None

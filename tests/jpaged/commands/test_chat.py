@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from jpaged.commands.dialog.inputs import PipeInput
 from jpaged.commands.dialog.repl import COMMANDS, Repl
 from jpaged.commands.files.lines import LineSource
 
-from ..tiny_model import SIZE_FLAGS, SIZES
+from ..tiny_model import CHAT_TEMPLATE, SIZE_FLAGS, SIZES
 from .command_line import ROOT, Run
 
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
@@ -127,6 +128,18 @@ CONTROLLED = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 """Makes the terminal one whose Ctrl-C is an interrupt of the process."""
+
+
+def test_thoughts_go_to_stderr_and_are_kept_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = f"{CHAT_TEMPLATE}{{# ends with </think> #}}<think>"
+    monkeypatch.setattr(engine.builder, "encoder", replace(engine.builder.encoder, chat_template=template))
+    thinking = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, thinking_token_budget=4)
+    run, conversation = converse(EngineAnswers(engine, thinking), "hello\n")
+    _, said = conversation.turns
+    assert said["reasoning_content"]
+    assert run.stderr.startswith(said["reasoning_content"] + "\n")
+    assert "think" not in run.stdout + run.stderr
+    assert run.stdout == said["content"] + "\n"
 
 
 class Terminal:
