@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import msgspec
 from flax import nnx
@@ -30,9 +30,14 @@ from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing.sizes import Demand
 from .step.jax_settings import refuse_traced
+from .text.answers.bound_format import bind_format
+from .text.answers.formats import AnswerFormat
+from .text.answers.whole_answer import Answer
+from .text.chat.tools import tools_of
 from .text.grammar.grammar import Matcher
-from .text.prompt_params import CheckedParams
-from .text.prompts import EncodedPrompt
+from .text.parsed_outputs import OutputParser
+from .text.prompt_params import CheckedParams, tokenizer_for
+from .text.prompts import ChatOptions, EncodedPrompt
 
 
 class Engine(ResearchCalls):
@@ -201,6 +206,7 @@ class Engine(ResearchCalls):
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
         return_arrays: Literal[False] = False,
+        **chat_options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Return one `RequestOutput` per conversation; the last definition below has the contract and the code."""
 
@@ -214,6 +220,7 @@ class Engine(ResearchCalls):
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
         return_arrays: Literal[True],
+        **chat_options: Unpack[ChatOptions],
     ) -> GenerationArrays:
         """Return all samples as arrays; the definition below has the contract and the code."""
 
@@ -226,17 +233,50 @@ class Engine(ResearchCalls):
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
         return_arrays: bool = False,
+        **chat_options: Unpack[ChatOptions],
     ) -> list[RequestOutput] | GenerationArrays:
         """Answer one conversation or a list of conversations, written out by the model's chat template.
 
-        A conversation is a list of mappings with `role` and `content`. The other arguments, the results, their order
-        and the errors are those of `generate`.
+        A conversation is a list of mappings with `role` and `content`. `chat_options` are for each of them: `tools`
+        that the model may call, in OpenAI's form, `tool_choice`, `chat_template_kwargs` and the others of
+        `ChatOptions`; `parse_answer` finds the calls in an output. The other arguments, the results, their order and
+        the errors are those of `generate`.
         """
-        prompts = [{"messages": conversation} for conversation in as_conversations(messages)]
+        prompts = [{**chat_options, "messages": conversation} for conversation in as_conversations(messages)]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
         if return_arrays:
             return self.generate(prompts, sampling_params, **options, return_arrays=True)
         return self.generate(prompts, sampling_params, **options)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **chat_options: Unpack[ChatOptions]) -> str:
+        """Return the text of a conversation that `chat` gives the model, special tokens included.
+
+        Encode it with `add_special_tokens=False`, or give it as {"prompt": text, "add_special_tokens": False}. Raise
+        InvalidRequestError for messages or options that `chat` refuses.
+        """
+        return self.builder.encoder.render(messages, chat_options)
+
+    def parse_answer(
+        self,
+        output: RequestOutput,
+        *,
+        index: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        skip_special_tokens: bool = True,
+    ) -> Answer:
+        """Return thoughts, content and tool calls of an answer to a chat: of the output's `index`th sample.
+
+        `tools` are those of the chat: arguments get the types of their schemas, and what calls another tool is content.
+        Without them every name is a tool's. `skip_special_tokens` is that of the request's parameters. A call that the
+        answer's end has cut has arguments that are JSON too. For a model that marks neither thoughts nor calls all is
+        content. Raise InvalidRequestError for wrong arguments, and without a tokenizer.
+        """
+        encoder = self.builder.encoder
+        tokenizer = tokenizer_for(self.tokenizer, "output", "an output", "none")
+        format = encoder.answer_format or bind_format(AnswerFormat(), tokenizer)
+        parser = OutputParser(tokenizer, format, encoder.template)
+        known = tools_of(tools, limits=self.config.limits)
+        return parser.answer(output, index, tools=known, skip_special_tokens=skip_special_tokens)
 
     def beam_search(
         self,

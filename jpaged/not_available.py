@@ -18,8 +18,8 @@ FLAGS = (
 LINE_KEYS = (*FLAGS, *PROMPT_KEYS)
 """Keys of a line of a prompt file."""
 SERVE_OPTIONS = (
-    "data_parallel_size_local", "api_server_count", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
-    "enable_lora", "lora_modules", "trust_request_chat_template", "ssl_ca_certs", "ssl_cert_reqs", "uvicorn_log_level",
+    "data_parallel_size_local", "api_server_count", "enable_lora", "lora_modules", "trust_request_chat_template",
+    "ssl_ca_certs", "ssl_cert_reqs", "uvicorn_log_level",
 )  # fmt: skip
 """Options of `jpaged serve`."""
 ROUTES = (

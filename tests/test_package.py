@@ -50,7 +50,7 @@ LAYERS = {
         ("startup",),
         ("core",),
         ("intake",),
-        ("step", "text.output_processor", "text.prompts", "text"),
+        ("step", "text.output_processor", "text.parsed_outputs", "text.prompts", "text"),
         ("text.prompt_params",),
         ("text.grammar",),
         ("text.answers",),

@@ -78,6 +78,18 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         rules.model,
     )
     skip_tokenizer_init: bool = _option(False, "load no tokenizer: requests give token ids, and get no text", boolean)
+    tool_call_parser: str | None = _option(
+        None,
+        "format of the model's tool calls, such as hermes or qwen3_coder (vLLM's names too), or none; default: the one "
+        "that its chat template has",
+        or_none(text("a name")),
+    )
+    reasoning_parser: str | None = _option(
+        None,
+        "format of the model's thoughts, such as qwen3 or deepseek_r1 (vLLM's names too), or none; default: the one "
+        "that its chat template has",
+        or_none(text("a name")),
+    )
     load_format: str = _option(
         "auto",
         f"{', '.join(LOAD_FORMATS)}; auto: what the files are, dummy: random weights made on the device, from the "

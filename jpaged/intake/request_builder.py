@@ -138,6 +138,8 @@ class RequestBuilder:
         if scoring is None:
             check_limits(checked, self.config.limits)
         params, token_ids = checked.params, encoded.token_ids
+        if encoded.tools is not None and not isinstance(params, SamplingParams):
+            raise refusal("tools", "it and a beam search", "one of the two", "leave one out")
         answer = self._answer(encoded, params)
         format = self.encoder.answer_format
         room = self.sizes.max_model_len - len(token_ids)

@@ -104,6 +104,9 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
     chat_template: str | None = checks.checked(
         None, or_none(text("a file")), "a file with a Jinja template to use instead of the model's"
     )
+    enable_auto_tool_choice: bool = checks.checked(
+        False, boolean, "taken for vLLM's scripts, and without effect: a model chooses whether to call in any case"
+    )
     root_path: str = checks.checked(
         "", _root_path, "the path under which a proxy shows this server, such as /llm", metavar="PATH"
     )

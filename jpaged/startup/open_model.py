@@ -31,6 +31,7 @@ from ..models.weights.coded import stored_formats
 from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
+from ..text.answers.format_names import find_format
 from ..text.grammar.grammar import Grammars
 from ..text.prompts import PromptEncoder
 from ..text.tokenizing.tokenizer import MORE_FILES, TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
@@ -108,8 +109,17 @@ class ModelHandle:
         Prompts may have at most `max_model_len` tokens, and at most as many as `config.limits` lets wait. Chats are
         rendered by `chat_template`, a Jinja2 text, or by the model's own template if it is None.
         """
-        options = chat_template, config.limits, self.eos_token_ids, self.grammars
-        return PromptEncoder(self.tokenizer, rules_spec, max_model_len, *options)
+        return PromptEncoder(
+            self.tokenizer,
+            rules_spec,
+            max_model_len,
+            chat_template,
+            config.limits,
+            self.eos_token_ids,
+            self.grammars,
+            config.tool_call_parser,
+            config.reasoning_parser,
+        )
 
 
 def open_model(config: EngineConfig) -> ModelHandle:
@@ -142,6 +152,7 @@ def open_model(config: EngineConfig) -> ModelHandle:
     tokenizer = _open_tokenizer(config, source, checkpoint)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)
+    _check_answer_format(config, tokenizer)
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
     # The end tokens are no sampling parameter: they are taken out of the defaults here.
     end_ids = _end_ids((*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())), tokenizer, model_config.spec)
@@ -184,10 +195,21 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.spec.vocab_size, config.tokenizer)
+    _check_answer_format(config, tokenizer)
     end_ids = _end_ids(model.spec.eos_token_ids, tokenizer, model.spec)
     arrays = arrays if config.params is None else config.params
     grammars = _grammars(tokenizer, model.spec, end_ids)
     return ModelHandle(None, model, None, (), arrays, tokenizer, {}, end_ids, grammars)
+
+
+def _check_answer_format(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError for names of formats that are not known, or a `response_template` that is broken."""
+    if tokenizer is not None:
+        find_format(tokenizer.chat_template or "", tokenizer, config.tool_call_parser, config.reasoning_parser)
+        return
+    for name in ("tool_call_parser", "reasoning_parser"):
+        if (got := getattr(config, name)) is not None:
+            raise refusal(name, shown(got), "none without a tokenizer", "leave it out", error=ConfigError)
 
 
 def _end_ids(token_ids: Iterable[int], tokenizer: Tokenizer | None, model: ModelSpec) -> frozenset[int]:

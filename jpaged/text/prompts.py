@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 from .. import not_available
 from ..checks import (
@@ -50,6 +50,22 @@ TEXT_OPTIONS = ("add_special_tokens", "truncate_prompt_tokens")
 PROMPT_OPTIONS = (*PROMPT_EXTRAS, *TEXT_OPTIONS, *CHAT_OPTIONS, *TOOL_OPTIONS)
 """Keys that may stand beside it: those of `PromptOptions` too, of which some belong to messages alone."""
 MAX_SALT_CHARS = 256
+
+
+class ChatOptions(TypedDict, total=False):
+    """What may stand beside the messages of a chat, as keyword arguments; `PromptOptions` says what they mean."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}, or of the type custom."""
+    tool_choice: str | Mapping[str, Any] | None
+    """"auto" (the default), "none", "required", or one of OpenAI's objects with the tools that may be called."""
+    parallel_tool_calls: bool | None
+    """Whether an answer may call several tools; true by default."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
 END_MARK = "[the answer goes on here]"
 """What a chat is rendered with behind the message that the output continues."""
 MAX_OPENING_CHARS = 64
@@ -200,10 +216,7 @@ class PromptEncoder:
         if isinstance(prompt, Mapping):
             extras, mapping = _extras(prompt), prompt
             key, prompt = _only_form(mapping)
-            options = PromptOptions.of(mapping, key, limits=self.limits)
-            if options.tools is not None and (self.answer_format is None or self.answer_format.format.calls is None):
-                allowed = "none, since it is not known how this model writes calls"
-                raise refusal("tools", "tools", allowed, "start the engine with --tool-call-parser")
+            options = self._options(mapping, key)
             if key == "messages":
                 messages, prompt = prompt, self._render(prompt, options)
                 opening = _opening(messages, prompt, continues=options.continue_final_message)
@@ -216,6 +229,23 @@ class PromptEncoder:
             adds = key != "messages" if options.add_special_tokens is None else options.add_special_tokens
             ids = self._tokenize(prompt, num_room, add_special_tokens=adds, num_kept=num_kept)
             return EncodedPrompt(ids, prompt, **extras, name=name, tools=options.tools, opening=opening)
+
+    def render(self, messages: Any, options: ChatOptions) -> str:
+        """Return the text of a conversation as its prompt has it.
+
+        Raise InvalidRequestError for an unknown option, and for what the chat template cannot show.
+        """
+        for name in options:
+            check_name(name, ChatOptions.__annotations__, "argument")
+        return self._render(messages, self._options(options, "messages"))
+
+    def _options(self, mapping: Mapping[str, Any], key: str) -> PromptOptions:
+        """Return the options beside a prompt of the form `key`; refuse tools if the model's calls could not be read."""
+        options = PromptOptions.of(mapping, key, limits=self.limits)
+        if options.tools is not None and (self.answer_format is None or self.answer_format.format.calls is None):
+            allowed = "none, since it is not known how this model writes calls"
+            raise refusal("tools", told(options.tools.tools), allowed, "start the engine with --tool-call-parser")
+        return options
 
     def _render(self, messages: Any, options: PromptOptions) -> str:
         """Return a chat as text. With `continue_final_message` it ends with the text of the last message."""

@@ -22,12 +22,22 @@ from ...errors import ConfigError, InvalidRequestError
 from ...messages import Params
 from ...sampling.sampling_params import FIELDS, INTEGER_FIELDS, BeamSearchParams, SamplingParams
 from ...text.prompt_params import CheckedParams
-from ...text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
+from ...text.prompts import (
+    CHAT_OPTIONS,
+    PROMPT_EXTRAS,
+    PROMPT_KEYS,
+    TOOL_OPTIONS,
+    EncodedPrompt,
+    PromptEncoder,
+    check_priority,
+)
 from ..flags import BEAM_FLAGS, FLAG_NAMES, STRUCTURE_FLAGS
 from .lines import LineSource, decoded_line, json_object, line_digest
 from .resume import FinishedRecords, LineIds
 
-LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
+PROMPT_PARTS = (*PROMPT_KEYS, *PROMPT_EXTRAS, *CHAT_OPTIONS, *TOOL_OPTIONS)
+"""Keys of a line that make its prompt."""
+LINE_KEYS = (*PROMPT_PARTS, "id")
 """Keys that a line of a .jsonl file may have beside sampling parameters."""
 BEAM_LINE_FIELDS = ("max_tokens", "ignore_eos")
 """Parameters that a line may give in a beam search; flags give all others, which are the same for all lines."""
@@ -253,7 +263,7 @@ class JobReader:
                 if is_json:  # The id of a line of text is its number, which is unique.
                     ids.enter(id_, number)
                     _check_keys(record)
-                    prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
+                    prompt = {key: record[key] for key in PROMPT_PARTS if key in record}
                 yield self.job(id_, number, prompt, LineParams.of(record), digest)
             except InvalidRequestError as error:
                 if id_ is None:  # Nothing else would tell the user which line it is.

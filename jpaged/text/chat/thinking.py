@@ -56,3 +56,14 @@ def _answer_opening(tokenizer: Tokenizer, template: str) -> str:
     except InvalidRequestError:  # The template refuses these messages.
         return ""
     return texts[1].removeprefix(texts[0]) if texts[1].startswith(texts[0]) else ""
+
+
+def opening_of(tokenizer: Tokenizer, template: str, prompt: str) -> str:
+    """Return the text by which a chat has opened an answer: from the last place on where the template begins one.
+
+    What stands behind that may be an empty thought, or the beginning of an answer that is continued. It is empty for
+    other texts.
+    """
+    head = _answer_opening(tokenizer, template).partition(BEGIN)[0]
+    place = prompt.rfind(head) if head else -1
+    return prompt[place:] if place >= 0 else ""

@@ -43,6 +43,8 @@ RANGES = {
     "load_format": (["auto", "hf", "safetensors", "orbax", "gguf", "dummy"], ["pt", "Dummy", "", None]),
     "tokenizer": ([None, "org/name", Path("somewhere")], ["", 5]),
     "skip_tokenizer_init": BOOLEAN,
+    "tool_call_parser": ([None, "hermes", "none"], ["", 5, True]),
+    "reasoning_parser": ([None, "qwen3", "none"], ["", 5, True]),
     "hf_overrides": (
         [{}, {"rope_theta": 5.0, "rope_parameters": {"factor": 2, "rope_type": None}}],
         [None, 5, "rope_theta=5", [("rope_theta", 5)]],

@@ -100,6 +100,25 @@ def test_a_directory_without_a_tokenizer_is_refused_and_served_without_one(model
         assert handle(model, skip_tokenizer_init=True).tokenizer is None
 
 
+def test_how_answers_are_told_apart_is_checked_at_start(model):
+    for options, message in (
+        (
+            {"tool_call_parser": "hermess"},
+            r"^hermess: unknown format, as --tool-call-parser takes it; did you mean her",
+        ),
+        ({"tool_call_parser": "kimi_k2"}, "^kimi_k2: not available in this version"),
+        ({"reasoning_parser": "qwen"}, "^qwen: unknown format, as --reasoning-parser takes it; did you mean qwen3"),
+        ({"tool_call_parser": "hermes", "skip_tokenizer_init": True}, "^tool_call_parser: got 'hermes', allowed: none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            handle(model, **options)
+    assert handle(model, tool_call_parser="qwen3_xml", reasoning_parser="none")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "response_template": {"fields": 5}}))
+    with pytest.raises(ConfigError, match="response_template"):
+        handle(model)
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused(model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": CONFIG["vocab_size"] - 1}))

@@ -67,6 +67,18 @@ def test_salt_and_priority_reach_the_request_in_every_form(read, form, use_chat)
     assert with_.prompt.text == texts[form]
 
 
+def test_options_of_a_chat_stand_beside_its_messages(read):
+    begun = {"role": "assistant", "content": "So"}
+    chat, bad, unknown = read(
+        {"messages": [*FORMS["messages"], begun], "continue_final_message": True, "tools": [], "tool_choice": "none"},
+        {"messages": FORMS["messages"], "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"messages": FORMS["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]},
+    )
+    assert chat.prompt.text == "<|start|>user: hi\n<|start|>assistant: So"
+    assert bad.error.param == "tools[0].function.name"
+    assert "start the engine with --tool-call-parser" in str(unknown.error)
+
+
 def test_whole_numbers_count_as_integers_and_schemas_in_other_places_are_refused(read):
     job, *bad = read(
         {"prompt": "a", "max_tokens": 4.0, "top_k": 40.0, "seed": 1.0, "num_samples": 2.0, "priority": 0.0},
