@@ -23,7 +23,7 @@ SERVE_OPTIONS = (
 )  # fmt: skip
 """Options of `jpaged serve`."""
 ROUTES = (
-    "/v1/responses", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank",
+    "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank",
     "/classify", "/pooling", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )  # fmt: skip

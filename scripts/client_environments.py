@@ -1,4 +1,4 @@
-"""Installs the clients that `serve_clients.py` runs: Python packages, npm packages, and programs in Go.
+"""Installs the clients that `serve_clients.py` and `tool_turns.py` run: Python and npm packages, programs in Go.
 
 Each client has a folder of its own in the user's cache folder, `~/.cache/jpaged/clients/NAME`, which is kept until what
 it is made of changes. Programs of ours that use a client lie in `scripts/clients`, and are copied beside its packages.
@@ -82,6 +82,10 @@ CLIENTS = {
     "inspect_ai": Client(("inspect-ai==0.3.285", "openai>=3.51"), install_python, "inspect_client.py"),
     "langchain": Client(("langchain-openai==1.7.4",), install_python, "langchain_client.py"),
     "langchain_js": Client(("@langchain/openai@1.5.8", "@langchain/core@1.4.0"), install_npm, "langchain_client.mjs"),
+    "langchain_tools": Client(("langchain-openai==1.7.4",), install_python, "langchain_tools.py"),
+    "pydantic_ai": Client(("pydantic-ai-slim[openai]==2.68.0",), install_python, "pydantic_ai_tools.py"),
+    "openai_agents": Client(("openai-agents==0.24.0",), install_python, "openai_agents_tools.py"),
+    "codex": Client(("@openai/codex@0.169.0",), install_npm),
     "openai_go_3.42": openai_go("v3.42.0", "v1.18.0"),
     "openai_go_3.52": openai_go("v3.52.0", "v1.19.0"),
 }
@@ -106,6 +110,8 @@ def environment(name: str) -> Path:
 def command(name: str) -> list[str]:
     """Return the command that begins a run of a client: its own program, or ours with its packages."""
     client, folder = CLIENTS[name], environment(name)
+    if client.install is install_npm and not client.program:
+        return [str(folder / "node_modules" / ".bin" / name)]
     if not client.program:
         return [str(folder / "bin" / name)]
     if client.program.endswith(".py"):

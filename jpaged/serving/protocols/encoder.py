@@ -35,9 +35,6 @@ class Encoder:
 
     id_prefix: ClassVar[str]
     """What the id of a response begins with."""
-    keepalive: ClassVar[bytes] = b": waiting\n"
-    """Breaks the silence of a stream, so that no proxy takes it for dead. It is a comment, behind which no empty line
-    follows: some clients take one for the end of an event, although none has begun."""
 
     def __init__(
         self,
@@ -72,6 +69,15 @@ class Encoder:
     def body(self, outputs: Mapping[str, RequestOutput]) -> bytes:
         """Return the body of a complete response, from the last outputs by the core's ids."""
         raise NotImplementedError
+
+    @property
+    def keepalive(self) -> bytes:
+        """Return what breaks the silence of a stream, so that no proxy takes it for dead.
+
+        It is a comment, behind which no empty line follows: some clients take one for the end of an event, although
+        none has begun.
+        """
+        return b": waiting\n"
 
     def opening(self) -> bytes:
         """Return the events of a stream that come before any token."""

@@ -5,7 +5,9 @@ The parser of a protocol makes it of a body, and the protocol's encoder writes t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ...messages import NewRequest
 
@@ -43,6 +45,8 @@ class GenerationRequest:
     """Whether the client has chosen the tool that is called."""
     has_function_call: bool = False
     """Whether a call is told in OpenAI's older form, the field `function_call`, which holds one."""
+    details: Mapping[str, Any] | None = None
+    """What the encoder of its protocol must know beside, as plain data."""
     client_id: str | None = None
     """The id that the client has given to the request."""
     warnings: tuple[str, ...] = ()

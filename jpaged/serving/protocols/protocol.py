@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .codex_models import openai_models
 from .encoder import Encoder
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError
 from .openai_errors import error_body
 from .request_parser import ParserResponse, RequestParser
-from .served_model import ServedModel, openai_model, openai_models
+from .served_model import ServedModel, openai_model
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Headers of a request as ASGI has them: names in lower case, and values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,3 @@ def openai_model(model: ServedModel) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
-
-
-def openai_models(models: Sequence[ServedModel], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the list of models in OpenAI's words, which knows no pages."""
-    return {"object": "list", "data": [openai_model(model) for model in models]}

@@ -10,9 +10,10 @@ from .completions.protocol import COMPLETIONS
 from .messages.protocol import MESSAGES
 from .protocol import Headers, Protocol
 from .request_parser import RequestParser
+from .responses.protocol import RESPONSES
 from .tokens.protocol import TOKENS
 
-PROTOCOLS: tuple[Protocol, ...] = (COMPLETIONS, CHAT_COMPLETIONS, MESSAGES, TOKENS)
+PROTOCOLS: tuple[Protocol, ...] = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES, TOKENS)
 GENERATION_ROUTES = {path: route for one in PROTOCOLS for path, route in one.generation_routes.items()}
 PARSER_ROUTES = {path: parse for one in PROTOCOLS for path, parse in one.parser_routes.items()}
 METHODS: dict[str, Callable[[RequestParser, bytearray], Any]] = {

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jpaged import Engine
 from jpaged.async_engine import AsyncEngine
+from jpaged.request import Request
 from jpaged.serving.http.app import make_app
 from jpaged.serving.http.http_protocol import uvicorn_config
 from jpaged.serving.http.server import LimitedServer
@@ -55,7 +56,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_scripted_model(directory: Path, *, template: str = TEMPLATE) -> Path:
+def write_scripted_model(directory: Path, *, template: str = TEMPLATE, max_model_len: int = 4096) -> Path:
     """Write a model of one layer, without weights, whose tokenizer has a token for each byte and for each mark."""
     directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -70,7 +71,7 @@ def write_scripted_model(directory: Path, *, template: str = TEMPLATE) -> Path:
         **CONFIG,
         "vocab_size": tokenizer.get_vocab_size(),
         "num_hidden_layers": 1,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": max_model_len,
     }
     (directory / "config.json").write_text(json.dumps(config))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}
@@ -86,6 +87,10 @@ class ScriptedRunner:
         self._core, self._runner, self._scripts = engine.core, engine.core.runner, scripts
         assert engine.tokenizer is not None
         self._tokenizer = engine.tokenizer
+        self._found: dict[tuple[str, int], list[int]] = {}
+        """Id of a request and index of a sample → the tokens of its script."""
+        self.requests: dict[str, Request] = {}
+        """All requests that have got tokens, by their ids."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -101,7 +106,11 @@ class ScriptedRunner:
         token_ids = np.array(sampled.token_ids)
         rows = token_ids if token_ids.ndim == 2 else token_ids[None]
         for row, sample in enumerate(self._core.in_flight[0].rows.samples):
-            script = self._script(sample)
+            key = sample.request.request_id, sample.index
+            if key not in self._found:
+                self._found[key] = self._script(sample)
+                self.requests[key[0]] = sample.request
+            script = self._found[key]
             for index in range(len(rows)):
                 place = sample.num_output_tokens + index
                 rows[index, row] = script[place] if place < len(script) else 0
@@ -136,21 +145,28 @@ class Scripted(NamedTuple):
     url: str
     scripts: dict[str, str | Sequence[str]]
     """A text of a prompt → what the model writes behind a prompt that holds it last, `<|end|>` included; or one such
-    text for each sample. Read at each step."""
+    text for each sample."""
 
 
 @contextmanager
 def scripted_server(
-    directory: Path, scripts: Mapping[str, str | Sequence[str]], *, is_strict: bool = False, **options: Any
+    directory: Path,
+    scripts: Mapping[str, str | Sequence[str]],
+    *,
+    is_strict: bool = False,
+    requests: dict[str, Request] | None = None,
+    **options: Any,
 ) -> Iterator[str]:
     """Serve a model that was written by `write_scripted_model`, as `scripted`; give the server's URL.
 
-    `options` are the engine's.
+    `requests` takes all requests that have got tokens, by their ids. `options` are the engine's.
     """
     served = ServeOptions(strict=is_strict, disable_log_requests=True)
     state = ServerState(served, ("scripted",), served_limits({}), "0")
     with Engine(str(directory), load_format="dummy", **{**SIZES, "limits": served_limits({}), **options}) as engine:
-        engine.core.runner = ScriptedRunner(engine, scripts)  # type: ignore[assignment]
+        runner = ScriptedRunner(engine, scripts)
+        engine.core.runner = runner  # type: ignore[assignment]
+        runner.requests = runner.requests if requests is None else requests
         parser = RequestParser(engine.builder, ("scripted",), is_strict=is_strict)
         state.serve(StartedEngine(AsyncEngine.from_engine(engine), parser, ParserProcess(parser), "scripted"))
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -202,7 +202,7 @@ def test_an_unknown_field_is_a_warning_and_an_error_where_the_server_is_strict(s
 
 ROUTES = [
     ("GET", "/nothing", 404), ("POST", "/", 405), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405),
-    ("POST", "/v1/embeddings", 404), ("POST", "/v1/responses", 404), ("GET", "//v1/models", 404),
+    ("POST", "/v1/embeddings", 404), ("GET", "/v1/responses", 405), ("GET", "//v1/models", 404),
     ("GET", "/v1/models/", 404), ("GET", "/v1/models/none", 404),
 ]  # fmt: skip
 

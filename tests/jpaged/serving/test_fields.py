@@ -18,6 +18,7 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_token
 from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from jpaged.limits import LIMITS
 from jpaged.serving.protocols.chat.fields import CHAT_FIELDS
@@ -26,8 +27,10 @@ from jpaged.serving.protocols.fields import BodyField, Use
 from jpaged.serving.protocols.messages.blocks import HOSTED_BLOCKS, REFUSED_BLOCKS, TAKEN_BLOCKS
 from jpaged.serving.protocols.messages.fields import MESSAGE_FIELDS
 from jpaged.serving.protocols.messages.tools import TOOL_KEYS, TYPED_TOOL
+from jpaged.serving.protocols.responses.fields import RESPONSE_FIELDS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, RESPONSES_PAGE = ((DOCS / name).read_text() for name in ("serving.md", "responses.md"))
 ROWS = {
     Use.SAMPLING: "a sampling parameter", Use.PROMPT: "how the prompt is made or scheduled",
     Use.PROTOCOL: "read by the route", Use.IGNORED: "taken, without meaning here",
@@ -42,6 +45,8 @@ ROWS = {
         (chat_create_params.CompletionCreateParamsNonStreaming, CHAT_FIELDS),
         (completion_create_params.CompletionCreateParamsStreaming, COMPLETION_FIELDS),
         (completion_create_params.CompletionCreateParamsNonStreaming, COMPLETION_FIELDS),
+        (response_create_params.ResponseCreateParamsStreaming, RESPONSE_FIELDS),
+        (response_create_params.ResponseCreateParamsNonStreaming, RESPONSE_FIELDS),
     ],
 )
 def test_every_field_of_openais_package_is_in_the_table(types: type, table: dict[str, BodyField]):
@@ -118,6 +123,12 @@ def test_the_page_shows_what_becomes_of_each_field_of_messages(use: Use):
     table = PAGE.partition("## Messages")[2]
     line = next(line for line in table.splitlines() if line.startswith(f"| {ROWS[use]}"))
     assert set(re.findall(r"`(\w+)`", line)) == {name for name, one in MESSAGE_FIELDS.items() if one.use is use}
+
+
+@pytest.mark.parametrize("use", Use)
+def test_the_page_of_responses_shows_what_becomes_of_each_field(use: Use):
+    line = next(line for line in RESPONSES_PAGE.splitlines() if line.startswith(f"| {ROWS[use]}"))
+    assert set(re.findall(r"`(\w+)`", line)) == {name for name, one in RESPONSE_FIELDS.items() if one.use is use}
 
 
 def test_the_page_shows_every_limit():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from ....outputs import CompletionOutput, SampleDelta
 from ....text.answers.events import CallArguments, CallStart, Content, Event, Reasoning
 from ....text.answers.whole_answer import joined_events
+from ..call_ids import new_call_id
 from ..generation_request import GenerationRequest
 from ..sample_answer import SampleAnswer
-
-ID_BYTES = 12
-"""Random bytes in the id of a call."""
 
 
 class ChatAnswer:
@@ -81,11 +78,6 @@ class ChatAnswer:
                     return {"tool_calls": [{"index": index, **(custom if index in self._customs else function)}]}
                 return None if index else {"function_call": {"arguments": text}}
         return None
-
-
-def new_call_id() -> str:
-    """Return the id of a new call, which no other call has."""
-    return f"call_{secrets.token_hex(ID_BYTES)}"
 
 
 def _thought(text: str) -> dict[str, Any]:
