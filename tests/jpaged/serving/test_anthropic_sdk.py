@@ -117,6 +117,21 @@ def test_an_answer_goes_on_where_the_client_has_begun_it(client: anthropic.Anthr
     assert [block.text for block in answer.content] == ["e, two, three"]
 
 
+def test_the_packages_own_loop_of_tools_runs_to_its_end(client: anthropic.Anthropic):
+    """It asks for a stored thread, and goes on without one where the error says that there is none."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str, days: float = 1) -> str:
+        """Tell the weather of a city."""
+        asked.append(city)
+        return "sunny"
+
+    runner = client.beta.messages.tool_runner(**ASKED, tools=[weather], messages=[user("Ask two.")])
+    *_, last = [message.content[-1].text for message in runner if message.stop_reason == "end_turn"]
+    assert (asked, last) == (["Oslo", "Rome é"], "Sun in both.")
+
+
 def chat_turns(url: str) -> list[int]:
     """Hold three turns by chat completions, as OpenAI's client returns them; return the tokens of each prompt."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)

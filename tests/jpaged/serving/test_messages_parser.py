@@ -143,7 +143,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stop that is text": ({"stop_sequences": "x"}, "stop_sequences: got a string"),
     "too many stops": ({"stop_sequences": ["x"] * 40}, "stop_sequences: got an array of 40"),
     "a temperature": ({"temperature": 3}, "temperature: got 3"),
-    "a stored thread": ({"thread": {"type": "continue"}}, "thread: got an object of 1 key, which is not available"),
     "a tool twice": ({"tools": [LEFT_OUT, WEATHER, WEATHER]}, r"tools\[2\]\.name: got weather, .* tools\[1\] too"),
     "a schema of no object": ({"tools": [LEFT_OUT, {**WEATHER, "input_schema": {"type": "string"}}]},
                               r"tools\[1\]\.input_schema\.type: "),

@@ -1,4 +1,8 @@
-"""Errors in Anthropic's form: `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+"""Errors in Anthropic's form: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+
+The error about a stored thread has `details` too. By them Anthropic's package sees that it has to send the whole
+conversation; its `tool_runner` asks for a thread first.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,18 @@ ERROR_TYPES = {
 the server `api_error`."""
 
 
+NO_THREADS = "thread_unsupported_request"
+"""The code of an error that refuses to store a conversation."""
+
+
 def error_record(error: HTTPError, request_id: str) -> dict[str, Any]:
     """Return the object that tells an error, as a response's body and as the data of a stream's event `error`."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ERROR_TYPES.get(error.status, other)
-    return {"type": "error", "error": {"type": kind, "message": short_message(error)}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": short_message(error)}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def error_body(error: HTTPError, request_id: str) -> bytes:

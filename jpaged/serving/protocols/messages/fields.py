@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ....text.prompts import PROMPT_EXTRAS
-from ..fields import BodyField, Use, refused_fields, used_fields
+from ..fields import BodyField, Use, used_fields
 
 MESSAGE_FIELDS: dict[str, BodyField] = {
     **used_fields(
         Use.PROTOCOL,
         "model", "messages", "system", "max_tokens", "stream", "stop_sequences", "thinking", "output_config", "tools",
-        "tool_choice", "mcp_servers",
+        "tool_choice", "mcp_servers", "thread",
     ),
     **used_fields(Use.SAMPLING, "temperature", "top_p", "top_k", "min_p", "seed"),
     **used_fields(Use.PROMPT, *PROMPT_EXTRAS, "chat_template_kwargs"),
@@ -19,6 +19,5 @@ MESSAGE_FIELDS: dict[str, BodyField] = {
         "compaction", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "speed", "user_profile_id",
         "workspace_id",
     ),
-    **refused_fields("send the whole conversation", thread=()),
 }  # fmt: skip
 """Bodies to count have the same fields; what says how to answer means nothing there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....checks import Unfit, check, check_name, integer, one_of, or_none, refusal, told
+from ....checks import Unfit, check, check_name, integer, json_integer, one_of, or_none, refusal, told
 from ....text.chat.chat_template import readable_arguments
 from ....text.chat.thinking import may_think
 from ..fields import TakenFields
@@ -34,7 +34,7 @@ def take_thinking(parser: RequestParser, fields: TakenFields) -> None:
     if thinking is not None:
         kinds = one_of("enabled", "adaptive", "disabled", "between_tools")
         kind = check("thinking.type", thinking.get("type"), kinds)
-        budget = check("thinking.budget_tokens", thinking.get("budget_tokens"), or_none(integer(0)))
+        budget = check("thinking.budget_tokens", json_integer(thinking.get("budget_tokens")), or_none(integer(0)))
         if kind == "enabled" and budget is None:
             raise refusal("thinking.budget_tokens", "none", "an integer ≥ 0")
         budget = 0 if kind == "disabled" else budget

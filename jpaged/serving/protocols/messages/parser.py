@@ -11,11 +11,13 @@ from ....errors import ContextLengthError
 from ....json_lines import encode_json
 from ..fields import TakenFields
 from ..generation_request import GenerationRequest
+from ..http_errors import HTTPError
 from ..places import Places
 from ..request_parser import ParserResponse, RequestParser, Wanted
 from ..sampling_fields import params_of
 from ..template_arguments import take_template_arguments
 from .conversation import conversation_of
+from .errors import NO_THREADS
 from .fields import MESSAGE_FIELDS
 from .left_out import LeftOut
 from .options import stop_strings, structure_of, take_thinking
@@ -34,6 +36,9 @@ def parse_messages(parser: RequestParser, body: bytearray) -> GenerationRequest:
     """Return the request that a body of /v1/messages asks for. Raise HTTPError or InvalidRequestError."""
     fields = parser.read_fields(body, MESSAGE_FIELDS)
     given = fields.protocol
+    if "thread" in given:
+        message = "thread: conversations are not stored; leave it out, and send the whole conversation"
+        raise HTTPError(400, message, param="thread", code=NO_THREADS)
     if "max_tokens" not in given:
         raise refusal("max_tokens", "none", "an integer ≥ 1")
     max_tokens = check("max_tokens", given["max_tokens"], integer(1))
