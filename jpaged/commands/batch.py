@@ -19,13 +19,10 @@ from typing import TYPE_CHECKING
 from ..checks import refusal, shown
 from ..errors import ConfigError
 from .files.lines import LineSource, stat_of
-from .files.results import ResultFile
-from .files.resume import FinishedRecords, options_key
 from .flags import FlagParser, add_engine_flags, engine_config, parse_flags
-from .generate import compute_and_summarize, read_template
 from .process import EXIT_SOME_FAILED, garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport
-from .summary import SamplingSummary
+from .template_file import read_template
 
 if TYPE_CHECKING:
     from ..config.engine_config import EngineConfig
@@ -70,6 +67,8 @@ def _run(argv: list[str]) -> int:
     left, because every line has a result already, from an earlier run or as an error.
     """
     args = parse_flags(batch_parser(), argv)
+    from .files.results import ResultFile
+
     config = replace(engine_config(args), seed=args.seed)
     input_stat = stat_of(args.input)
     results = ResultFile(Path(args.output), prompt_file=input_stat)
@@ -87,6 +86,9 @@ def _run(argv: list[str]) -> int:
         from ..startup.open_model import open_model
         from .files.batch_lines import batch_jobs, batch_record
         from .files.batch_run import BatchRun, ServedAs
+        from .files.resume import FinishedRecords
+        from .files.whole_run import compute_and_summarize
+        from .summary import SamplingSummary
 
     with closing(lines), closing(results), closing(errors):
         handle = open_model(config)
@@ -126,6 +128,8 @@ def _error_path(args: argparse.Namespace) -> Path:
 
 def _options_key(config: EngineConfig, handle: ModelHandle, template: str | None, names: tuple[str, ...]) -> str:
     """Return a hash of all options that results depend on, beside the lines: `--resume` takes over those with it."""
+    from .files.resume import options_key
+
     source, tokenizer = handle.source, handle.tokenizer
     assert source is not None, "a command serves models from files"
     return options_key(

@@ -32,9 +32,9 @@ from .flags import (
     parse_flags,
     sampling_flags,
 )
-from .generate import read_template
 from .process import garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport, say
+from .template_file import read_template
 
 if TYPE_CHECKING:
     from .dialog.answers import Answerer

@@ -26,11 +26,13 @@ from .files.jobs import Job, JobReader, read_prompts
 from .files.lines import LineSource, stat_of
 from .files.results import ResultFile
 from .files.resume import FinishedRecords, options_key
-from .files.run import JobT, Printer, Run
+from .files.run import Printer
+from .files.whole_run import compute_and_summarize
 from .flags import FLAG_NAMES, SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
 from .process import EXIT_SOME_FAILED, garbage_uncollected, interrupts_held, run_command
-from .progress import ProgressReport, say, seconds_since_start
-from .summary import SamplingSummary, summary
+from .progress import ProgressReport
+from .summary import SamplingSummary
+from .template_file import read_template
 
 if TYPE_CHECKING:
     from ..config.engine_config import EngineConfig
@@ -108,38 +110,6 @@ def _check_flags(args: argparse.Namespace, flags: Mapping[str, Any], beams: Mapp
             raise ConfigError(f"--{name.replace('_', '-')}: is not shown in plain text; add --json or --output F")
     if sys.stdout is None and (args.json or args.output is None):
         raise refusal("stdout", "a closed one", "an open one", "give --output F instead", error=ConfigError)
-
-
-def compute_and_summarize(
-    run: Run[JobT],
-    engine: Engine,
-    head: deque[JobT],
-    jobs: Iterator[JobT | None],
-    lines: LineSource | None,
-    sampling: SamplingSummary,
-) -> None:
-    """Run the jobs of `head` and then of `jobs`, and print the summary on stderr.
-
-    `lines` is the input file, None for prompts of the command line. `head` is empty afterwards. The summary's time to
-    the first token counts from the start of the process; it is 0 if no token came. Raises OSError if the output cannot
-    be written (a full disk); with an output file its message says how to resume.
-    """
-    try:
-        run.start()
-        if lines is not None:
-            # While requests run, a pipe without a line must not hold up their steps; otherwise wait for its next line.
-            lines.wait_for(lambda: 0.0 if run.is_busy else None)
-        times = run.compute(engine, head, jobs, sampling)
-    except BrokenPipeError:  # An OSError too, but of stdout, which has nothing to resume.
-        raise
-    except OSError as error:
-        if run.results is None:
-            raise
-        text = f"{error}; {run.results.path} keeps every finished request: go on with --resume"
-        raise OSError(text) from error
-    started_time = time.monotonic() - seconds_since_start()
-    for line in summary(engine, sampling, times.elapsed_s, (times.first_token_time or started_time) - started_time):
-        say(line)
 
 
 def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[deque[Job], bool]:
@@ -261,24 +231,3 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
         return Engine.from_engine_args(
             config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=True
         )
-
-
-def read_template(path: str) -> str:
-    """Return the text of the chat template in the file `path`.
-
-    It is compiled to find errors before a model is loaded, and the result is dropped. Raises ConfigError if `path` is
-    no readable UTF-8 file, or no valid Jinja2; then the message names the line.
-    """
-    import jinja2
-
-    from ..text.chat.template_environment import compile_template
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        compile_template(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template: {path!r} cannot be read ({error}); give a readable UTF-8 file") from error
-    except jinja2.TemplateSyntaxError as error:
-        fault = f"line {error.lineno}: {error.message}"
-        raise ConfigError(f"--chat-template: {path} is no valid Jinja2, {fault}") from error
-    return text

@@ -21,9 +21,9 @@ from ..checks import refusal
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from .flags import CONVERTERS, FlagParser, add_engine_flags, engine_config, parse_flags
-from .generate import read_template
 from .process import interrupts_held, run_command
 from .progress import ProgressReport, say
+from .template_file import read_template
 
 if TYPE_CHECKING:
     from ..serving.http.server_state import ServerState, StartedEngine

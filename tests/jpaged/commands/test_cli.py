@@ -26,6 +26,15 @@ def test_help_imports_no_command() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(commands.__path__[0]).parents[1], timeout=60)
 
 
+def test_help_of_chat_and_batch_loads_nothing_large() -> None:
+    code = (
+        "import sys; from contextlib import suppress; from jpaged.commands.cli import main\n"
+        "for name in ('chat', 'batch'):\n    with suppress(SystemExit): main([name, '--help'])\n"
+        "assert not {'jax', 'numpy', 'tokenizers', 'jinja2', 'ssl', 'jpaged.serving.protocols'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(commands.__path__[0]).parents[1], timeout=60)
+
+
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["scheduler"]])
 def test_a_bench_that_there_is_not_is_refused_with_those_that_there_are(
     argv: list[str], capsys: pytest.CaptureFixture[str]
