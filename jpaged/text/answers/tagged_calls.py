@@ -16,8 +16,8 @@ from .formats import CallFormat, TaggedCalls
 from .json_text import JsonText, escaped
 from .typed_text import NULLS, is_text, is_text_or_null, json_of_text
 
-_NAME_CHARS = re.compile(r"[^<>\s\ud800-\udfff]*")
-_KEY_CHARS = re.compile(r"[^<>\n\ud800-\udfff]*")
+_NAME_CHARS = re.compile(r'[^<>"\s\ud800-\udfff]*')
+_KEY_CHARS = re.compile(r'[^<>"\n\ud800-\udfff]*')
 
 
 def read_tagged_calls(cursor: Cursor, writer: AnswerWriter, body: TaggedCalls, calls: CallFormat) -> Reader[bool]:
