@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from string import hexdigits
 
 from .cursor import Cursor, Literals, Reader
@@ -20,14 +21,46 @@ MAX_DEPTH = 500
 """JSON nested deeper is refused: Python's own parser cannot read it."""
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LITERAL_CHARS = re.compile(r"[-+.0-9A-Za-z]*")
-_PLAIN_CHARS = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]*')
+_PLAIN_CHARS = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]*""")
 _TO_ESCAPE = re.compile(r'["\\\x00-\x1f]')
-_SPECIAL_CHAR = re.compile(r"[\x00-\x1f\ud800-\udfff]")
-_BARE_KEY_CHARS = re.compile(r'[^":,{}\[\]\s\ud800-\udfff]*')
+_SPECIAL_CHAR = re.compile(r"""["'\x00-\x1f\ud800-\udfff]""")
+_BARE_KEY_CHARS = re.compile(r'[^":=,{}\[\]\s\ud800-\udfff]*')
 _HIGH_ESCAPE, _LOW_ESCAPE = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F]")
 _BACKSLASH = r"\\"
 _LONE = r"\ufffd"
 """What half a surrogate pair becomes."""
+
+
+KEY = "key"
+MAX_AHEAD = 200
+"""Characters behind a mark that may end a string at which is looked to tell whether it does."""
+
+
+@dataclass(frozen=True)
+class StringEnd:
+    """What follows a string's end, and of what a part may still become it."""
+
+    whole: re.Pattern[str]
+    part: re.Pattern[str]
+
+    def follows(self, cursor: Cursor, start: int) -> Reader[bool]:
+        """Return whether it stands `start` characters behind the cursor's place; nothing is taken.
+
+        At the end of the text a part is enough.
+        """
+        while True:
+            place = cursor.place + start
+            if self.whole.match(cursor.text, place):
+                return True
+            if not self.part.fullmatch(cursor.text, place) or len(cursor.text) - place > MAX_AHEAD:
+                return False
+            if not (yield from cursor.more()):
+                return True
+
+
+def _prefixes(text: str) -> str:
+    """Return a pattern of the beginnings of `text`."""
+    return "|".join(re.escape(text[:size]) for size in range(1, len(text))) or "(?!)"
 
 
 @dataclass(frozen=True)
@@ -35,9 +68,27 @@ class Dialect:
     """How a format writes JSON where it differs."""
 
     quote: str = ""
-    """A mark that begins and ends strings without escapes, besides JSON's own strings; empty if there is none."""
+    """A mark that begins and ends strings without escapes, besides JSON's own strings; empty if there is none. Within a
+    string it stands for a quotation mark: it is the end only where what may follow a string does."""
     has_bare_keys: bool = False
-    """Keys may stand without quotes."""
+    """Keys may stand without quotes. Models that write so slip into Python: strings in single quotes, and = for a
+    colon, are read too."""
+
+    @cached_property
+    def quotes(self) -> Literals:
+        """Return what may begin a string."""
+        return Literals(filter(None, ('"', self.quote, "'" if self.has_bare_keys else "")))
+
+    @cached_property
+    def ends(self) -> dict[str, StringEnd]:
+        """Return what may follow a string's end: of a key, of a value in an object, and of one in an array."""
+        key = rf"\s*(?:[\w.$-]+\s*[:=]|{re.escape(self.quote)}|\")"
+        half_key = rf"\s*(?:[\w.$-]*\s*|{_prefixes(self.quote)})?"
+        return {
+            KEY: StringEnd(re.compile(r"\s*[:=]"), re.compile(r"\s*")),
+            "}": StringEnd(re.compile(rf"\s*(?:\}}|,{key})"), re.compile(rf"\s*(?:,{half_key})?")),
+            "]": StringEnd(re.compile(r"\s*[\],]"), re.compile(r"\s*")),
+        }
 
 
 JSON = Dialect()
@@ -97,7 +148,6 @@ def read_json(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect
     `mark_texts` are the texts of characters that stand for marks, as for `str.translate`.
     """
     bottom = len(out.closers)
-    quotes = Literals([text for text in ('"', dialect.quote) if text])
     is_first = False  # Directly behind the opening of an array or object.
     while True:
         # A value, or the end of an empty array or object.
@@ -109,7 +159,7 @@ def read_json(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect
             out.close_one()
         else:
             if in_object:
-                if not (yield from _read_key(cursor, out, mark_texts, dialect, quotes)):
+                if not (yield from _read_key(cursor, out, mark_texts, dialect)):
                     return False
                 yield from cursor.skip_whitespace(out.hold)
                 char = yield from cursor.peek()
@@ -120,11 +170,12 @@ def read_json(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect
                 out.open(char, "}" if char == "{" else "]")
                 is_first = True
                 continue
-            quote = yield from cursor.begins(quotes)
+            quote = yield from cursor.begins(dialect.quotes)
             if quote:
                 cursor.place += len(quote)
+                end = dialect.ends[out.closers[-1]] if quote == dialect.quote and out.closers else None
                 out.open('"', '"')
-                if not (yield from read_string(cursor, out.write, mark_texts, quote)):
+                if not (yield from read_string(cursor, out.write, mark_texts, quote, end)):
                     return False
                 out.close_one()
             elif not (yield from _read_literal(cursor, out)):
@@ -146,17 +197,20 @@ def read_json(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect
         is_first = False
 
 
-def read_string(cursor: Cursor, keep: Callable[[str], None], mark_texts: dict[int, str], quote: str) -> Reader[bool]:
+def read_string(
+    cursor: Cursor,
+    keep: Callable[[str], None],
+    mark_texts: dict[int, str],
+    quote: str = '"',
+    end: StringEnd | None = None,
+) -> Reader[bool]:
     """Read a string up to and with its closing `quote`; return False if the text ends before.
 
-    The pieces given to `keep` are valid within a JSON string. A `quote` that is not JSON's ends a string without
-    escapes.
+    The pieces given to `keep` are valid within a JSON string. With `end`, the string has no escapes, and a `quote` that
+    `end` does not follow is a quotation mark.
     """
-    if quote != '"':
-        end = Literals([quote])
-        found = yield from cursor.take_until(end, lambda text: keep(escaped(text.translate(mark_texts))))
-        cursor.place += len(found)
-        return bool(found)
+    if end is not None:
+        return (yield from _read_marked_string(cursor, keep, mark_texts, quote, end))
     high = ""  # The escape of a high surrogate, which waits for the low one.
     while True:
         char = yield from cursor.peek()
@@ -166,7 +220,7 @@ def read_string(cursor: Cursor, keep: Callable[[str], None], mark_texts: dict[in
             keep(_LONE)
             high = ""
         if char == "\\":
-            escape = yield from _read_escape(cursor)
+            escape = yield from _read_escape(cursor, quote)
             if not escape:
                 return False
             if high and _LOW_ESCAPE.match(escape):
@@ -178,7 +232,7 @@ def read_string(cursor: Cursor, keep: Callable[[str], None], mark_texts: dict[in
             high = escape if _HIGH_ESCAPE.match(escape) else ""
             if not high:
                 keep(_LONE if _LOW_ESCAPE.match(escape) else escape)
-        elif char == '"':
+        elif char == quote:
             cursor.place += 1
             return True
         elif _SPECIAL_CHAR.match(char):
@@ -188,13 +242,30 @@ def read_string(cursor: Cursor, keep: Callable[[str], None], mark_texts: dict[in
             yield from cursor.take(_PLAIN_CHARS, keep)
 
 
-def _read_escape(cursor: Cursor) -> Reader[str]:
+def _read_marked_string(
+    cursor: Cursor, keep: Callable[[str], None], mark_texts: dict[int, str], quote: str, end: StringEnd
+) -> Reader[bool]:
+    """Read a string that ends at a `quote` which `end` follows."""
+    marks = Literals([quote])
+    while (yield from cursor.take_until(marks, lambda text: keep(escaped(text.translate(mark_texts))))):
+        if (yield from end.follows(cursor, len(quote))):
+            cursor.place += len(quote)
+            return True
+        cursor.place += len(quote)
+        keep('\\"')
+    return False
+
+
+def _read_escape(cursor: Cursor, quote: str) -> Reader[str]:
     """Read an escape and return it, mended if it is none; return "" if the text ends before it is complete."""
     cursor.place += 1
     char = yield from cursor.peek()
     if char and char in '"\\/bfnrt':
         cursor.place += 1
         return "\\" + char
+    if char and char == quote:  # Python's escape of a single quote.
+        cursor.place += 1
+        return char
     if char != "u":
         return char and _BACKSLASH
     cursor.place += 1
@@ -210,15 +281,14 @@ def _read_escape(cursor: Cursor) -> Reader[str]:
     return f"\\u{digits}"
 
 
-def _read_key(
-    cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect: Dialect, quotes: Literals
-) -> Reader[bool]:
+def _read_key(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect: Dialect) -> Reader[bool]:
     """Read a key and its colon, which wait for the value; return whether they are complete."""
-    quote = yield from cursor.begins(quotes)
+    quote = yield from cursor.begins(dialect.quotes)
     out.hold('"')
     if quote:
         cursor.place += len(quote)
-        if not (yield from read_string(cursor, out.hold, mark_texts, quote)):
+        end = dialect.ends[KEY] if quote == dialect.quote else None
+        if not (yield from read_string(cursor, out.hold, mark_texts, quote, end)):
             return False
     elif dialect.has_bare_keys:
         start = len(out.held)
@@ -229,7 +299,8 @@ def _read_key(
         return False
     out.hold('"')
     yield from cursor.skip_whitespace(out.hold)
-    if (yield from cursor.peek()) != ":":
+    char = yield from cursor.peek()
+    if char != ":" and not (char == "=" and dialect.has_bare_keys):
         return False
     cursor.place += 1
     out.hold(":")

@@ -153,6 +153,17 @@ GEMMA_CASES = {
             "hm", "Hi", (ToolCall("f", '{"city":"a\\"b\\n","n":1,"o":{"k y":[true,null,"x"]}}'), ToolCall("g", "{}"))
         ),
     ),
+    "quotation marks within a string": (
+        (
+            '<|tool_call>call:f{city:<|"|>say <|"|>a, b<|"|> or <|"|>c<|"|>, d <|"|>,l:[<|"'
+            '|>x<|"|>y<|"|>,<|"|>z<|"|>]}<tool_call|>'
+        ),
+        Answer(None, "", (ToolCall("f", '{"city":"say \\"a, b\\" or \\"c\\", d ","l":["x\\"y","z"]}'),)),
+    ),
+    "Python amid it": (
+        "<|tool_call>call:f{city='it\\'s \"a\"', l: [\"b\", 'c']}<tool_call|>",
+        Answer(None, "", (ToolCall("f", '{"city":"it\'s \\"a\\"", "l": ["b", "c"]}'),)),
+    ),
     "another channel": ("<|channel>x<channel|>", Answer(None, "<|channel>x<channel|>", ())),
     "an unknown tool": ("<|tool_call>call:h{a:1}<tool_call|>", Answer(None, "<|tool_call>call:h{a:1}<tool_call|>", ())),
     "cut in a string": ('<|tool_call>call:f{city:<|"|>a', Answer(None, "", (ToolCall("f", '{"city":"a"}'),))),

@@ -1,11 +1,15 @@
 """What the scanner makes of answers: the parts of them, whole and in any cuts."""
 
+import json
+import time
+
 import pytest
 
 from jpaged.messages import AnswerSpec
 from jpaged.outputs import Mark
 from jpaged.text.answers.bound_format import bind_marks
 from jpaged.text.answers.events import CallArguments, CallStart, Content
+from jpaged.text.answers.format_names import answer_format
 from jpaged.text.answers.scanner import AnswerScanner
 from jpaged.text.answers.whole_answer import Answer, ToolCall, joined_events, parse_answer
 
@@ -125,3 +129,67 @@ def test_custom_tools_get_the_text_of_their_input():
 
 def test_without_tools_marks_of_calls_are_text():
     assert answer('<tool_call>{"name": "f"}</tool_call>', tools={}).content == '<tool_call>{"name": "f"}</tool_call>'
+
+
+RAW = 'a\n"b" \\n </x>'
+RAW_JSON = json.dumps({"input": RAW})
+CUSTOM_CALLS = {
+    "hermes": f'<tool_call>{{"name": "patch", "arguments": {RAW_JSON}}}</tool_call>',
+    "qwen3_coder": f"<tool_call>\n<function=patch>\n<parameter=input>\n{RAW}\n</parameter>\n</function>\n</tool_call>",
+    "glm47": f"<tool_call>patch<arg_key>input</arg_key><arg_value>{RAW}</arg_value></tool_call>",
+    "gemma4": f'<|tool_call>call:patch{{input:<|"|>{RAW}<|"|>}}<tool_call|>',
+    "llama3_json": json.dumps({"name": "patch", "parameters": {"input": RAW}}),
+    "mistral": f"[TOOL_CALLS]patch[ARGS]{RAW_JSON}",
+    "openai": f"<|channel|>commentary to=functions.patch <|constrain|>json<|message|>{RAW_JSON}<|call|>",
+    "openai, raw": f"<|channel|>commentary to=functions.patch<|message|>{RAW}<|call|>",
+    "openai, raw in braces": "<|channel|>commentary to=functions.patch<|message|>{" + RAW + "}<|call|>",
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_CALLS)
+def test_custom_tools_get_their_text_in_each_format(name):
+    spec = {"tools": {"patch": {"input": ("string",)}}, "custom_tools": frozenset(["patch"])}
+    format = answer_format(name.split(",")[0], None)
+    expected = f"{{{RAW}}}" if "braces" in name else RAW
+    assert answer(CUSTOM_CALLS[name], format, **spec).tool_calls == (ToolCall("patch", expected, is_custom=True),)
+
+
+LONG = 8000
+WAITS = {
+    "line feeds before a mark": ("hermes", "", "\n"),
+    "line feeds before a name": ("hermes", "<tool_call>", "\n"),
+    "line feeds in arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {', "\n"),
+    "arguments before the name": ("hermes", '<tool_call>{"arguments": {"city": "', "ab"),
+    "a key": ("hermes", '<tool_call>{"name": "f", "arguments": {"', "ab"),
+    "a number": ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1', "0"),
+    "an unknown tool": ("hermes", '<tool_call>{"name": "h", "arguments": {"city": "', "ab"),
+    "a value of a type": ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n", "1"),
+    "null or a string": ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=note>\n", "\n"),
+    "line feeds behind an end tag": ("qwen3_coder", "<function=f>\n<parameter=city>\na</parameter>", "\n"),
+    "end tags": ("qwen3_coder", "<function=f>\n<parameter=city>\na", "</parameter>\n"),
+    "quotes in a string": ("gemma4", '<|tool_call>call:f{city:<|"|>a', '<|"|>, '),
+    "a header": ("openai", "<|channel|>final", " x"),
+    "a custom input": ("mistral", '[TOOL_CALLS]patch[ARGS]{"why": "', "ab"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_long_wait_takes_linear_time(wait):
+    """What is held is never read again: eight times as long takes about eight times as long, and no 64 times."""
+    name, beginning, piece = WAITS[wait]
+    tools = TOOLS | {"patch": {"input": ("string",)}}
+    spec = AnswerSpec(tools=tools, custom_tools=frozenset(["patch"]))
+    times = []
+    for num_pieces in (LONG // 8, LONG):
+        bound = bind_marks(answer_format(name, None), {})
+        runs = []
+        for _ in range(3):
+            scanner = AnswerScanner(bound, spec)
+            scanner.feed(beginning)
+            start = time.process_time()
+            for _ in range(num_pieces):
+                scanner.feed(piece)
+            scanner.finish()
+            runs.append(time.process_time() - start)
+        times.append(min(runs))
+    assert times[1] < 24 * times[0]
