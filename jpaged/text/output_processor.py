@@ -308,7 +308,8 @@ class OutputProcessor:
             if start == end and (output.is_end_in_delta or not state.is_finished):
                 continue
             output.num_delta_tokens, output.is_end_in_delta = end, state.is_finished
-            text, marks = "", ()
+            text = ""
+            marks: tuple[Mark, ...] = ()
             if (detokenizer := output.detokenizer) is not None:
                 detokenizer.delta(finished=state.is_finished)
                 text = "".join(detokenizer.pieces[output.num_delta_pieces :])
