@@ -83,6 +83,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens whose places in the text its outputs tell (`outputs.Mark`)."""
     grammar: str = ""
     """The grammar that the output follows, as `text.grammar` writes it; empty without one."""
+    unenforced: tuple[str, ...] = ()
+    """What the schemas or grammars of its tools say without effect, a sentence for each reason."""
     answer: AnswerSpec | None = None
     """How thoughts and calls in its output are told apart; None: its output is text alone."""
     cache_salt: str | None = None

@@ -142,6 +142,9 @@ class RequestBuilder:
             raise refusal("tools", "it and a beam search", "one of the two", "leave one out")
         answer = self._answer(encoded, params)
         format = self.encoder.answer_format
+        is_chat = encoded.name == "messages"
+        opening = encoded.opening if is_chat else None
+        grammar = self.encoder.params_checker.grammar_after(token_ids, checked, encoded.tools, opening)
         room = self.sizes.max_model_len - len(token_ids)
         return NewRequest(
             request_id=request_id,
@@ -154,7 +157,8 @@ class RequestBuilder:
             bad_words=checked.bad_words,
             mark_ids=frozenset() if answer is None or format is None else format.mark_ids,
             answer=answer,
-            grammar=self.encoder.params_checker.grammar_after(token_ids, checked),
+            grammar=grammar.text,
+            unenforced=grammar.unenforced,
             cache_salt=encoded.cache_salt,
             priority=encoded.priority,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,

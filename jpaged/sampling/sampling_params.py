@@ -203,7 +203,7 @@ class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError)
     )
     thinking_token_budget: int | None = parameter(
         None,
-        or_none(integer(0)),
+        or_none(integer(0, INT64[1])),
         "end each thought behind so many tokens, its marks not counted; 0: at once",
         Flag("N"),
     )

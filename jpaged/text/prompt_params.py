@@ -6,7 +6,7 @@ an output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checks import fields_of, is_integer, refusal, sent_as, told
@@ -14,7 +14,10 @@ from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from ..structured_outputs import StructuredOutputsParams
-from .chat.thinking import Thinking, may_think, thinking_after
+from .answers.bound_format import BoundFormat
+from .chat.thinking import BEGIN, END, Thinking, may_think, thinking_after, thinking_in
+from .chat.tools import ToolSet
+from .grammar.call_grammar import CallRules
 from .grammar.grammar import Grammars
 from .tokenizing.tokenizer import Tokenizer
 
@@ -31,6 +34,16 @@ class CheckedParams:
 
 
 @dataclass(frozen=True)
+class OutputGrammar:
+    """The grammar of a request's output, and what it does not enforce."""
+
+    text: str = ""
+    """Empty if the output is free."""
+    unenforced: tuple[str, ...] = ()
+    """A sentence for each reason why the schemas or grammars of some tools are not enforced."""
+
+
+@dataclass(frozen=True)
 class ParamsChecker:
     """Checks parameters for one model, and makes of them what only its tokenizer can."""
 
@@ -42,6 +55,8 @@ class ParamsChecker:
     eos_token_ids: frozenset[int] = frozenset()
     grammars: Grammars | None = None
     """Compiles what `structured_outputs` ask for; None for an engine without a tokenizer."""
+    answer_format: BoundFormat | None = None
+    """How the model marks thoughts and calls; None if that is not known."""
 
     @property
     def vocab_size(self) -> int:
@@ -80,47 +95,68 @@ class ParamsChecker:
         grammar = ""
         if (wanted := params.structured_outputs) is not None:
             assert isinstance(wanted, StructuredOutputsParams)
-            grammar = self._grammar_of(wanted)
+            grammars = self._grammars_for("structured_outputs")
+            with fields_of("structured_outputs"):
+                grammar = grammars.grammar_of(wanted)
         return CheckedParams(params, self._bad_words(params), grammar)
 
-    def grammar_after(self, token_ids: list[int], checked: CheckedParams) -> str:
-        """Return the grammar of the output after a prompt, ready for a request; empty if the output is free.
+    def grammar_after(
+        self, token_ids: list[int], checked: CheckedParams, tools: ToolSet | None = None, opening: str | None = None
+    ) -> OutputGrammar:
+        """Return the grammar of the output after a prompt, ready for a request.
 
-        It begins with a thought where the model may think before it answers.
+        `opening` is the text by which a chat's prompt has opened the answer, None for another prompt, and `tools` are
+        those of the chat. The output begins with a thought where the model may think before it answers. Raise
+        InvalidRequestError for tools whose calls have to be enforced and cannot.
         """
-        params = checked.params
-        budget = params.thinking_token_budget if isinstance(params, SamplingParams) else None
-        if not checked.grammar and budget is None:
-            return ""
-        assert isinstance(params, SamplingParams)
-        name = "structured_outputs" if checked.grammar else "thinking_token_budget"
-        tokenizer = tokenizer_for(self.tokenizer, name, "a request with it", "none")
-        thinking = thinking_after(tokenizer, token_ids, self.chat_template)
-        if not checked.grammar:
-            assert self.grammars is not None
-            assert budget is not None
-            with sent_as({"structured_outputs": name}):
-                return self.grammars.thoughts_within(budget, thinking)
+        params, format = checked.params, self.answer_format
+        if not isinstance(params, SamplingParams):
+            if tools is not None and tools.choice.kind != "none":
+                raise refusal("tools", "tools with a beam search", "tools with samples", "leave one of them out")
+            return OutputGrammar()
+        wanted, budget = params.structured_outputs, params.thinking_token_budget
+        assert wanted is None or isinstance(wanted, StructuredOutputsParams)
+        rules = None if format is None else CallRules(tools, format, wanted, thought_budget=budget)
+        needs_calls = rules is not None and opening is not None and rules.needs_grammar
+        if wanted is None and budget is None and not needs_calls:
+            return OutputGrammar()
+        name = "tools" if needs_calls else "thinking_token_budget" if wanted is None else "structured_outputs"
+        grammars = self._grammars_for(name)
+        thinking = self._thinking(token_ids, opening)
+        with sent_as({"structured_outputs": name}):
+            if rules is not None and needs_calls:
+                return OutputGrammar(*grammars.grammar_of_calls(replace(rules, thinking=thinking)))
+            if wanted is None:
+                assert budget is not None
+                return OutputGrammar(grammars.thoughts_within(budget, thinking, format))
         if thinking is Thinking.NONE:
-            return checked.grammar
-        assert isinstance(params.structured_outputs, StructuredOutputsParams)
-        return self._grammar_of(params.structured_outputs, thinking, budget)
+            return OutputGrammar(checked.grammar)
+        with fields_of("structured_outputs"):
+            return OutputGrammar(grammars.grammar_of(wanted, thinking, budget, format))
 
-    def _grammar_of(
-        self, wanted: StructuredOutputsParams, thinking: Thinking = Thinking.NONE, budget: int | None = None
-    ) -> str:
-        """Return the grammar of an output; refuse one that cannot be enforced, and any where there is no tokenizer."""
+    def _thinking(self, token_ids: list[int], opening: str | None) -> Thinking:
+        """Return what may stand before the answer to a prompt; `opening` is that of a chat."""
+        format, tokenizer = self.answer_format, self.tokenizer
+        assert tokenizer is not None
+        if opening is not None and format is not None and format.format.thought is not None:
+            marks = format.thought_marks
+            if marks != (BEGIN, END):
+                return thinking_in(opening, *marks)
+        return thinking_after(tokenizer, token_ids, self.chat_template)
+
+    def _grammars_for(self, name: str) -> Grammars:
+        """Return what compiles grammars; without a tokenizer there is none, and the field `name` is refused."""
         if self.grammars is None:
             allowed = "none, since the engine has no tokenizer"
             way_out = "start the engine with one: its files beside config.json, or --tokenizer DIR"
-            raise refusal("structured_outputs", "a request with them", allowed, way_out)
-        with fields_of("structured_outputs"):
-            return self.grammars.grammar_of(wanted, thinking, budget)
+            raise refusal(name, "a request with them", allowed, way_out)
+        return self.grammars
 
     def _check_thoughts(self, budget: int) -> None:
         """Refuse a budget of thoughts for a model that writes none."""
         tokenizer = tokenizer_for(self.tokenizer, "thinking_token_budget", str(budget), "none")
-        if not may_think(tokenizer, self.chat_template or tokenizer.chat_template or ""):
+        has_format = self.answer_format is not None and self.answer_format.format.thought is not None
+        if not has_format and not may_think(tokenizer, self.chat_template or tokenizer.chat_template or ""):
             raise refusal("thinking_token_budget", budget, "none, since the model writes no thoughts", "leave it out")
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:

@@ -184,7 +184,14 @@ class PromptEncoder:
     @cached_property
     def params_checker(self) -> ParamsChecker:
         """Return what checks the parameters of requests for the same model."""
-        return ParamsChecker(self.tokenizer, self.rules_spec, self.chat_template, self.eos_token_ids, self.grammars)
+        return ParamsChecker(
+            self.tokenizer,
+            self.rules_spec,
+            self.chat_template,
+            self.eos_token_ids,
+            self.grammars,
+            self.answer_format,
+        )
 
     @property
     def template(self) -> str:

@@ -263,6 +263,7 @@ def _decoded(sent: _Request) -> GenerationRequest:
                 "stop_ids": frozenset(fields["stop_ids"]),
                 "mark_ids": frozenset(fields["mark_ids"]),
                 "answer": msgspec.convert(fields["answer"], AnswerSpec | None),
+                "unenforced": tuple(fields["unenforced"]),
                 "bad_words": tuple(map(tuple, fields["bad_words"])),
                 "form": ResultForm(fields["form"]),
             }

@@ -120,6 +120,7 @@ class RequestParser:
             self._new_request({**prompt, **fields.prompt_options}, params, wanted) for prompt in prompts
         )
         self._note_formats(fields, params)
+        self._note_unenforced(fields, new_requests)
         return GenerationRequest(
             model=given["model"],
             new_requests=new_requests,
@@ -168,6 +169,14 @@ class RequestParser:
             raise refusal("structured_outputs.json", got, "those in docs/structured_outputs.md", way_out)
         if formats:
             fields.warnings.append(f"formats that are not known are not enforced: {', '.join(formats)}")
+
+    def _note_unenforced(self, fields: TakenFields, new_requests: Sequence[NewRequest]) -> None:
+        """Note what is not enforced of tools' schemas and grammars; a strict server refuses it."""
+        unenforced = list(dict.fromkeys(reason for new in new_requests for reason in new.unenforced))
+        if unenforced and self.is_strict:
+            way_out = "leave it out, or start the server without --strict"
+            raise refusal("tools", unenforced[0], "what docs/structured_outputs.md lists", way_out)
+        fields.warnings += unenforced
 
 
 def _client_id(value: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from ..tokenizing.tokenizer import Tokenizer
-from .formats import AnswerFormat
+from .formats import AnswerFormat, ThoughtFormat
 
 FIRST_MARK_CHAR = 0xD800
 T = TypeVar("T")
@@ -34,6 +34,17 @@ class BoundFormat:
     def mark_ids(self) -> frozenset[int]:
         """Return the ids of the tokens that are marks."""
         return frozenset(self.chars)
+
+    @property
+    def thought_marks(self) -> tuple[str, str]:
+        """Return the texts before and behind a thought, written out. The format has thoughts."""
+        thought = self.format.thought
+        assert thought is not None, "a format without thoughts"
+        if isinstance(thought, ThoughtFormat):
+            texts = thought.open, thought.close
+        else:
+            texts = f"{thought.channel}{thought.thought}{thought.message}", thought.ends[0]
+        return texts[0].translate(self.mark_texts), texts[1].translate(self.mark_texts)
 
     def with_chars(self, text: str) -> str:
         """Return a text in which all marks are written out with the character of each mark that is a token."""

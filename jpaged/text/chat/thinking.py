@@ -39,6 +39,14 @@ def thinking_after(tokenizer: Tokenizer, token_ids: list[int], template: str | N
     return Thinking.OPEN if text.rfind(BEGIN) > text.rfind(END) else Thinking.NONE
 
 
+def thinking_in(opening: str, begin: str, end: str) -> Thinking:
+    """Return what comes after a chat that has opened its answer by this text, for a model with these marks."""
+    opening = opening.rstrip()
+    if opening.rfind(begin) > opening.rfind(end):
+        return Thinking.OPEN
+    return Thinking.NONE if opening.endswith(end) else Thinking.OPTIONAL
+
+
 def may_think(tokenizer: Tokenizer, template: str) -> bool:
     """Return whether the chat template in use, or the tokenizer, has the mark that ends a thought."""
     return END in template or tokenizer.backend.token_to_id(END) is not None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...checks import check, sent_as
+from ...checks import check, refusal, sent_as
 from ...errors import InvalidRequestError
 from ...structured_outputs import StructuredOutputsParams
 from ..answers.answer_spec import parameter_types
-from ..answers.formats import AnswerFormat, CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls
+from ..answers.bound_format import BoundFormat
+from ..answers.formats import CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls
 from ..chat.tools import CUSTOM_ARGUMENT, Tool
 from .compiler import GrammarCompiler, GrammarParts
 from .dialect_arguments import DialectWriter
@@ -19,6 +22,9 @@ from .mark_texts import ANY_TEXT, MarkTexts
 from .structured_grammar import PLAIN_JSON, StructuredGrammars
 from .tagged_arguments import TaggedWriter
 
+MAX_SENT_BYTES, MAX_ENFORCED_BYTES = 1 << 19, 1 << 17
+"""The JSON of all schemas of a request that are enforced: as they were sent, and without descriptions and the like.
+What compiling them takes grows with the latter: up to about a second."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function for which none was given."""
@@ -41,7 +47,13 @@ class Arguments:
     parts_of: dict[str, GrammarParts] = field(default_factory=dict)
     raw_tools: set[str] = field(default_factory=set)
     """Tools whose argument is a text that stands alone."""
-    warnings: list[str] = field(default_factory=list)
+    unenforced: dict[str, list[str]] = field(default_factory=dict)
+    """Why something is not enforced → the places in the request."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each reason why something is not enforced."""
+        return tuple(_sentence(reason, places) for reason, places in self.unenforced.items())
 
     @staticmethod
     def place_of(index: int, tool: Tool) -> str:
@@ -52,11 +64,13 @@ class Arguments:
 class ArgumentWriter:
     """Writes the arguments of one request's tools."""
 
-    def __init__(self, format: AnswerFormat, compiler: GrammarCompiler, structured: StructuredGrammars):
-        assert format.calls is not None, "tools for a model without calls"
-        self._calls, self._structured = format.calls, structured
-        self._marks = MarkTexts(compiler, format.marks)
+    def __init__(self, format: BoundFormat, compiler: GrammarCompiler, structured: StructuredGrammars):
+        calls = format.format.channels or format.format.calls
+        assert calls is not None, "tools for a model without calls"
+        self._calls, self._structured = calls, structured
+        self._marks = MarkTexts.of_format(compiler, format)
         self.arguments = Arguments(self._body())
+        self._num_sent_bytes = self._num_enforced_bytes = 0
 
     def _body(self) -> JsonCalls | TaggedCalls | NamedCalls:
         """Return the one of several ways to write a call that this tokenizer has the marks of."""
@@ -85,6 +99,8 @@ class ArgumentWriter:
             schema = NO_PARAMETERS if tool.parameters is None else {**tool.parameters, "type": "object"}
             parts = []
             if failure:
+                with suppress(InvalidRequestError):
+                    self._counted(schema)
                 self._warn(place, failure)
             elif is_enforced:
                 parts = self._tried(schema, name, place, is_strict=tool.is_strict)
@@ -96,30 +112,41 @@ class ArgumentWriter:
         """Return the parts of a schema, none with a warning if it is not strict and cannot be enforced."""
         try:
             with sent_as({"json": place}):
-                return self._of_schema(schema, name)
+                return self._of_schema(self._counted(schema), name)
         except InvalidRequestError as error:
             if is_strict:
                 raise
             self._warn(place, str(error).partition("got ")[2].partition(", allowed")[0])
             return []
 
-    def _warn(self, place: str, reason: str) -> None:
-        self.arguments.warnings.append(f"{place} is not enforced: {reason}")
+    def _counted(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema's keywords that are enforced, and count the bytes of both.
 
-    def _of_schema(self, schema: dict[str, Any], name: str) -> GrammarParts:
-        """Return the parts of the arguments that a schema allows."""
+        Raise InvalidRequestError for a schema that cannot be enforced, or if all so far have too many bytes.
+        """
+        self._num_sent_bytes += _num_bytes(schema)
+        if self._num_sent_bytes <= MAX_SENT_BYTES:
+            enforced = self._structured.enforced(schema, PLAIN_JSON)
+            self._num_enforced_bytes += _num_bytes(enforced)
+            if self._num_enforced_bytes <= MAX_ENFORCED_BYTES:
+                return enforced
+        got = f"more than {MAX_ENFORCED_BYTES} bytes of schemas of all tools, or {MAX_SENT_BYTES} with descriptions"
+        raise refusal("json", got, "as many", "send fewer or smaller schemas")
+
+    def _warn(self, place: str, reason: str) -> None:
+        self.arguments.unenforced.setdefault(reason, []).append(place)
+
+    def _of_schema(self, enforced: dict[str, Any], name: str) -> GrammarParts:
+        """Return the parts of the arguments that a checked schema allows."""
         body = self.arguments.body
         if isinstance(body, TaggedCalls):
             assert isinstance(self._calls, CallFormat)
-            enforced = self._structured.enforced(schema, PLAIN_JSON)
-            types = parameter_types(schema)
+            types = parameter_types(enforced)
             writer = TaggedWriter(body, self._calls, self._marks, list(types))
             return [{"lark_grammar": writer.grammar(writer.fields_of(enforced, types))}]
         if self._dialect_quote:
-            enforced = self._structured.enforced(schema, PLAIN_JSON)
-            dialect = DialectWriter(enforced, self._dialect_quote, self._marks)
-            return [{"lark_grammar": dialect.grammar()}]
-        return self._structured.json_grammar(self._structured.enforced(schema, PLAIN_JSON), PLAIN_JSON)
+            return [{"lark_grammar": DialectWriter(enforced, self._dialect_quote, self._marks).grammar()}]
+        return self._structured.json_grammar(enforced, PLAIN_JSON)
 
     def _any_object(self, name: str) -> GrammarParts:
         """Return the parts of any arguments."""
@@ -162,3 +189,12 @@ class ArgumentWriter:
         dialect = DialectWriter(TEXT_INPUT, self._dialect_quote, self._marks)
         value = dialect.quoted(text) if is_part else dialect.string(text)
         return [{"lark_grammar": dialect.grammar_of(f'"{{" "{CUSTOM_ARGUMENT}:" {value} "}}"')}, *inner]
+
+
+def _sentence(reason: str, places: list[str]) -> str:
+    are = "is" if len(places) == 1 else f"and {len(places) - 1} more are"
+    return f"{places[0]} {are} not enforced: {reason}"
+
+
+def _num_bytes(schema: dict[str, Any]) -> int:
+    return len(json.dumps(schema, ensure_ascii=False).encode())

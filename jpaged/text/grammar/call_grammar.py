@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from ...checks import refusal
 from ...structured_outputs import StructuredOutputsParams
-from ..answers.formats import AnswerFormat, CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls
-from ..chat.thinking import BEGIN, END, Thinking
+from ..answers.bound_format import BoundFormat
+from ..answers.formats import CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls, ThoughtFormat
+from ..chat.thinking import Thinking
 from ..chat.tools import ToolSet
 from .call_arguments import Arguments, ArgumentWriter
 from .compiler import GrammarCompiler, GrammarParts
@@ -29,10 +30,10 @@ LINES = "\\n{1,2}"
 
 @dataclass(frozen=True)
 class CallRules:
-    """What a request asks of an answer with tools."""
+    """What a request asks of an answer with tools, or of one in channels without them."""
 
-    tools: ToolSet
-    format: AnswerFormat
+    tools: ToolSet | None
+    format: BoundFormat
     structured: StructuredOutputsParams | None = None
     """What the answer must look like where it calls no tool."""
     thinking: Thinking = Thinking.NONE
@@ -41,9 +42,9 @@ class CallRules:
     @property
     def needs_grammar(self) -> bool:
         """Return whether calls have to be enforced: else an answer is free, or follows `structured` alone."""
-        tools = self.tools
-        if tools.choice.kind == "none":
-            return False
+        tools = self.callable
+        if tools is None:
+            return self.structured is not None and self.format.format.channels is not None
         return (
             self.structured is not None
             or tools.must_call
@@ -51,6 +52,16 @@ class CallRules:
             or tools.choice.kind == "allowed"
             or any(tool.is_strict or tool.grammar is not None for tool in tools.callable_tools)
         )
+
+    @property
+    def callable(self) -> ToolSet | None:
+        """Return the tools if any may be called."""
+        return None if self.tools is None or self.tools.choice.kind == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Return whether the answer must call a tool."""
+        return self.callable is not None and self.callable.must_call
 
 
 @dataclass(frozen=True)
@@ -68,25 +79,30 @@ class CallGrammars:
         self._compiler, self._structured = compiler, structured
 
     def grammar_of(self, rules: CallRules) -> CallGrammar:
-        """Return the grammar of an answer. Raise InvalidRequestError for a strict schema that cannot be enforced."""
-        arguments = self._arguments(rules, {})
-        grammar = _Writer(rules, arguments, self._compiler, self._structured).grammar()
-        if not self._error_of(grammar.parts):
-            return grammar
-        # One of the tools cannot be compiled, or all of them together take more than a parser may.
-        arguments = self._arguments(rules, self._failing(rules, arguments))
-        grammar = _Writer(rules, arguments, self._compiler, self._structured).grammar()
-        if error := self._error_of(grammar.parts):
-            got = f"tools whose calls cannot be enforced together: {told(error, is_from_grammar=False)}"
-            raise refusal("tools", got, "what docs/structured_outputs.md lists", "send fewer or smaller schemas")
-        return grammar
+        """Return the grammar of an answer, which was not compiled.
+
+        Raise InvalidRequestError for a strict schema that cannot be enforced.
+        """
+        return self._written(rules, self._arguments(rules, {}))
+
+    def mended(self, rules: CallRules) -> CallGrammar:
+        """Return the grammar of an answer without those schemas that cannot be compiled.
+
+        Raise InvalidRequestError if one of them is strict, or is a grammar.
+        """
+        failing = self._failing(rules, self._arguments(rules, {}))
+        return self._written(rules, self._arguments(rules, failing))
+
+    def _written(self, rules: CallRules, arguments: Arguments) -> CallGrammar:
+        return _Writer(rules, arguments, self._compiler, self._structured).grammar()
 
     def _arguments(self, rules: CallRules, failing: Mapping[str, str]) -> Arguments:
         """Return the arguments of the tools; `failing` are those that cannot be enforced, with the reasons."""
         writer = ArgumentWriter(rules.format, self._compiler, self._structured)
-        for index, tool in enumerate(rules.tools.tools):
-            if tool in rules.tools.callable_tools:
-                is_enforced = rules.tools.must_call or tool.is_strict or tool.grammar is not None
+        tools = rules.callable
+        for index, tool in enumerate(tools.tools if tools else ()):
+            if tools and tool in tools.callable_tools:
+                is_enforced = tools.must_call or tool.is_strict or tool.grammar is not None
                 writer.add(index, tool, is_enforced=is_enforced, failure=failing.get(tool.name, ""))
         return writer.arguments
 
@@ -95,14 +111,14 @@ class CallGrammars:
 
         Raise InvalidRequestError for one whose schema or grammar must hold.
         """
-        failing = {}
-        for index, tool in enumerate(rules.tools.tools):
+        failing: dict[str, str] = {}
+        for index, tool in enumerate(rules.callable.tools if rules.callable else ()):
             expression = arguments.expressions.get(tool.name)
             if expression is None:
                 continue
             if error := self._error_of([{"lark_grammar": f"start: {expression}"}, *arguments.parts_of[tool.name]]):
                 reason = told(error, is_from_grammar=tool.kind == "custom")
-                if tool.parameters is not None:
+                if tool.parameters is not None and (tool.is_strict or not failing):  # Finding it takes many tries.
                     reason += f" at {self._structured.place_of_failure(tool.parameters)}"
                 if tool.is_strict or tool.grammar is not None:
                     got = f"one that cannot be enforced: {reason}"
@@ -123,20 +139,21 @@ class _Writer:
     ):
         self._rules, self._arguments = rules, arguments
         self._compiler, self._structured = compiler, structured
-        self._marks = MarkTexts(compiler, (*rules.format.marks, BEGIN, END))
-        thought = rules.format.thought
-        has_thoughts = thought is not None and not isinstance(thought, Channels)
-        open, close = (thought.open, thought.close) if has_thoughts else (BEGIN, END)  # type: ignore[union-attr]
-        self._thoughts = ThoughtRules(self._marks, rules.thought_budget, open, close)
-        self._may_think = has_thoughts or rules.thinking is not Thinking.NONE
-        self._several = rules.tools.is_parallel and rules.tools.choice.kind != "named"
-        self._is_free = not rules.tools.must_call and rules.structured is None
+        self._marks = MarkTexts.of_format(compiler, rules.format)
+        has_thoughts = isinstance(rules.format.format.thought, ThoughtFormat)
+        self._thoughts = ThoughtRules.of(rules.format, rules.thought_budget, compiler) if has_thoughts else None
+        tools = rules.callable
+        self._several = tools is not None and tools.is_parallel and tools.choice.kind != "named"
+        self._is_free = not rules.must_call and rules.structured is None
 
     def grammar(self) -> CallGrammar:
         """Return the whole grammar."""
-        calls = self._rules.format.calls
-        assert calls is not None, "tools for a model without calls"
-        lines = self._channel_lines(calls) if isinstance(calls, Channels) else self._lines(calls)
+        format = self._rules.format.format
+        if format.channels is not None:
+            lines = self._channel_lines(format.channels)
+        else:
+            assert isinstance(format.calls, CallFormat), "tools for a model without calls"
+            lines = self._lines(format.calls)
         parts: GrammarParts = [{"lark_grammar": "\n".join(lines)}]
         for own in self._arguments.parts_of.values():
             parts += own
@@ -144,12 +161,12 @@ class _Writer:
             assert self._rules.structured is not None
             answer = self._structured.grammars_of(self._rules.structured, prefix=ANSWER)
             parts += [{**answer[0], "name": ANSWER}, *answer[1:]]
-        return CallGrammar(parts, tuple(self._arguments.warnings))
+        return CallGrammar(parts, self._arguments.warnings)
 
     @property
     def _has_answer(self) -> bool:
         """Return whether an answer of a structure may stand in the place of calls."""
-        return self._rules.structured is not None and not self._rules.tools.must_call
+        return self._rules.structured is not None and not self._rules.must_call
 
     # Calls between marks in one text
 
@@ -180,16 +197,16 @@ class _Writer:
             choice = "group"  # A JSON answer begins like such a call, which then needs its mark.
         if self._has_answer:
             choice = f"(@{ANSWER} | {choice})"
-        before = self._thoughts.before_answer(self._rules.thinking, LINES)
+        before = self._thoughts.before_answer(self._rules.thinking, LINES) if self._thoughts else ""
         return [f"start: {before} {choice}", *lines, *self._thought_lines()]
 
     def _thought_lines(self) -> list[str]:
-        return self._thoughts.lines() if self._may_think else []
+        return self._thoughts.lines() if self._thoughts else []
 
     def _free_lines(self, calls: CallFormat, body: object) -> list[str]:
         """Return the rules of free text with calls in it; a single call is the last part of the output."""
-        first = "thought " if self._rules.thinking is Thinking.OPEN else ""
-        openings = [(self._thoughts.open, "thought")] if self._may_think else []
+        first = "thought " if self._thoughts and self._rules.thinking is Thinking.OPEN else ""
+        openings = [(self._thoughts.open, "thought")] if self._thoughts else []
         call = (calls.open, "group")
         if self._several:
             start, lines = "free*", free_lines([*openings, call], self._marks, self._compiler)
@@ -234,7 +251,7 @@ class _Writer:
         has_thoughts = self._rules.thought_budget != 0
         before = [f"{header(channels.thought)} thought {next_message}"] if has_thoughts else []
         lines = [*thoughts.lines(), f"text: {ANY_TEXT}"]
-        if not self._rules.tools.must_call:
+        if not self._rules.must_call:
             before.append(f"{header('commentary')} text {marks.expression(end)} {next_message}")
         lines.append(f"before: {' | '.join(before) or NOTHING}")
         calls = []
@@ -243,10 +260,10 @@ class _Writer:
             constrained = "" if is_custom else f" {channels.constrain}json"
             text = f"{channels.channel}commentary to={channels.before_name}{name}{constrained}{channels.message}"
             calls.append(f"{marks.expression(text)} {arguments}")
-        lines.append(f"call: {' | '.join(calls)}")
+        lines += [f"call: {' | '.join(calls)}"] if calls else []
         # The end of a call is a token that ends the output, where the model has it as one.
         end_of_call = channels.ends[1]
-        choices = ["call"]
+        choices = ["call"] if calls else []
         if self._several and marks.is_token(end_of_call) and not marks.is_end(end_of_call):
             more = marks.expression(f"{end_of_call}{channels.start}assistant")
             choices = [f"call ({more} before* call)*"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...checks import refusal
 from .lark_text import literal
-from .mark_texts import ANY_TEXT, MarkTexts, regex_of
+from .mark_texts import ANY_TEXT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
 from .schema_grammar import NotWrittenError, SchemaWriter
 from .schema_merging import UnmergeableError
@@ -26,7 +26,7 @@ class DialectWriter(SchemaWriter):
         self._raw = RawTexts(root)
         self._quote = marks.expression(quote)
         is_apart = marks.is_apart(quote)
-        self._any_text = ANY_TEXT if is_apart else f"{ANY_TEXT} & ~/(?s:.*){regex_of(quote)}(?s:.*)/"
+        self._any_text = ANY_TEXT if is_apart else f"{ANY_TEXT} & ~/(?s:.*){marks.regex(quote)}(?s:.*)/"
         self._is_lexeme = not marks.is_token(quote)
         self._has_any = False
 
@@ -46,8 +46,8 @@ class DialectWriter(SchemaWriter):
             plain = self._without_references(schema, ())
             return self._of_plain(plain, path) if plain is not False else ""
         except (NotWrittenError, UnmergeableError, NotRawError):
-            got = f"a part at {path[:500]}"
-            raise refusal("json", got, "what can be written in this model's format of calls") from None
+            got = f"a part that this model's format of calls does not hold, at {path[:500]}"
+            raise refusal("json", got, "a simpler schema") from None
 
     def grammar(self) -> str:
         """Return the whole grammar of the schema."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...checks import refusal
-from ...errors import JpagedError
 from ...sampling.sample_columns import num_mask_words
 from ...structured_outputs import JSON_KINDS, StructuredOutputsParams
+from ..answers.bound_format import BoundFormat
 from ..chat.thinking import Thinking
 from ..tokenizing.tokenizer import Tokenizer
 from .call_grammar import CallGrammars, CallRules
@@ -28,7 +28,7 @@ from .compiler import GrammarCompiler, grammar_text
 from .compiler_errors import told
 from .kept import KeptValues
 from .structured_grammar import StructuredGrammars
-from .thought_grammar import budgeted_thoughts, with_thought
+from .thought_grammar import ThoughtRules, budgeted_thoughts, with_thought
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -46,6 +46,7 @@ SPARE_DELAY_S = 0.05
 compiling would have delayed."""
 MAX_SPARES_TO_MAKE = 8
 """Grammars that wait to be compiled again; beyond them none is added."""
+ENFORCED = "what docs/structured_outputs.md lists"
 NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2 - 1))
 """Threads that compute masks. With one, the thread of the step does it: on few cores, which compute the model too, it
 waited longer for another thread (2.4 ms for 16 masks) than the masks take (0.5 ms)."""
@@ -53,6 +54,11 @@ waited longer for another thread (2.4 ms for 16 masks) than the masks take (0.5 
 
 class GrammarFailure(Exception):  # noqa: N818
     """A request cannot go on because of its grammar. The message is the request's error, and none of its text."""
+
+
+def _reason(failure: str) -> str:
+    """Return a colon and the reason of a matcher's failure."""
+    return failure.removeprefix("its grammar cannot go on")
 
 
 class Matcher:
@@ -111,13 +117,18 @@ class Grammars:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jpaged-grammar")
 
     def grammar_of(
-        self, params: StructuredOutputsParams, thinking: Thinking = Thinking.NONE, thought_budget: int | None = None
+        self,
+        params: StructuredOutputsParams,
+        thinking: Thinking = Thinking.NONE,
+        thought_budget: int | None = None,
+        format: BoundFormat | None = None,
     ) -> str:
         """Return the grammar of an output, which was compiled once and can be enforced.
 
         `thinking` says what may stand before the answer, and `thought_budget` how many tokens that may have, None for
-        any number. Raise InvalidRequestError, which names the place in a schema, if the parameters cannot be enforced,
-        or if llguidance is not installed.
+        any number. `format` says how the model writes thoughts; None: between <think> and </think>. Raise
+        InvalidRequestError, which names the place in a schema, if the parameters cannot be enforced, or if llguidance
+        is not installed.
         """
         asked = params, thinking, thought_budget
         with self._lock:
@@ -126,11 +137,11 @@ class Grammars:
             return text
         answer = self._structured.grammars_of(params)
         separator = "\\n{1,2}" if params.kind in JSON_KINDS else ""
-        text = grammar_text(with_thought(answer, thinking, thought_budget, self._compiler, separator=separator))
-        refused = partial(self._structured.refusal, params)
+        rules = ThoughtRules.of(format, thought_budget, self._compiler)
+        text = grammar_text(with_thought(answer, thinking, rules, separator))
         if thinking is not Thinking.NONE:
-            self._tried(grammar_text(answer), params.kind, refused)  # The steps behind a thought.
-        self._keep(text, self._tried(text, params.kind, refused))
+            self._tried(self._enforceable(grammar_text(answer), params), params.kind)  # The steps behind a thought.
+        self._keep(text, self._tried(self._enforceable(text, params), params.kind))
         with self._lock:
             self._texts.put(asked, text, 2 * len(text))  # Its own characters, and those of what was asked for.
         return text
@@ -141,27 +152,28 @@ class Grammars:
         The latter is a sentence for each tool whose schema or grammar does not hold. Raise InvalidRequestError, which
         names the place, for a strict schema or a grammar that cannot be enforced. `rules.needs_grammar` is true.
         """
-        asked = repr(rules.tools), rules.format, rules.structured, rules.thinking, rules.thought_budget
+        asked = repr(rules.tools), rules.format.format, rules.structured, rules.thinking, rules.thought_budget
         with self._lock:
             known = self._call_texts.get(asked)
         if known is not None:
             return known
-        written = self._calls.grammar_of(rules)
-        text = grammar_text(written.parts)
-
-        def refused(message: str) -> JpagedError:
-            got = f"some whose calls cannot be enforced: {told(message, is_from_grammar=False)}"
-            return refusal("tools", got, "what docs/structured_outputs.md lists")
-
-        spare = self._tried(text, "tools", refused)
-        self._keep(text, spare)
+        for write in (self._calls.grammar_of, self._calls.mended):
+            written = write(rules)
+            text = grammar_text(written.parts)
+            start = self._compiled(text)
+            if not start.failure:
+                break
+        else:
+            got = f"some whose calls cannot be enforced together{_reason(start.failure)}"
+            raise refusal("tools", got, ENFORCED, "send fewer or smaller schemas")
+        self._keep(text, self._tried(start, "tools"))
         with self._lock:
             self._call_texts.put(asked, (text, written.warnings), len(text) + len(asked[0]))
         return text, written.warnings
 
-    def thoughts_within(self, thought_budget: int, thinking: Thinking) -> str:
+    def thoughts_within(self, thought_budget: int, thinking: Thinking, format: BoundFormat | None = None) -> str:
         """Return the grammar of a free output whose thoughts have at most `thought_budget` tokens each."""
-        return grammar_text(budgeted_thoughts(thinking, thought_budget, self._compiler))
+        return grammar_text(budgeted_thoughts(thinking, thought_budget, format, self._compiler))
 
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the start of a grammar, which no other request has.
@@ -195,16 +207,19 @@ class Grammars:
                 parser.unsafe_compute_mask_ptr(address + row * mask_bytes, mask_bytes)
         return masks if masks.shape[1] == width else np.ascontiguousarray(masks[:, :width])
 
-    def _tried(self, text: str, name: str, refused: Callable[[str], Exception]) -> Matcher:
-        """Return a matcher at the start of a grammar, of which the first two steps were tried.
-
-        Raise the error that `refused` makes of llguidance's if the grammar cannot be compiled, and one of the field
-        `name` if these steps take more work than one step may, which the compiler does not see. The second step is that
-        of a copy; the mask of the first one is kept.
-        """
+    def _enforceable(self, text: str, params: StructuredOutputsParams) -> Matcher:
+        """Return a matcher at the start of a grammar. Raise InvalidRequestError if it cannot be compiled."""
         start = self._compiled(text)
         if start.parser.is_error():
-            raise refused(start.parser.get_error())
+            raise self._structured.refusal(params, start.parser.get_error())
+        return start
+
+    def _tried(self, start: Matcher, name: str) -> Matcher:
+        """Try the first two steps of a compiled grammar, and return the matcher.
+
+        Raise InvalidRequestError, which names the field `name`, if they take more work than one step may, which the
+        compiler does not see. The second step is that of a copy; the mask of the first one is kept.
+        """
         bits = np.unpackbits(self.masks([start])[0].view(np.uint8), bitorder="little")
         bits[[token_id for token_id in self._compiler.eos_token_ids if token_id < len(bits)]] = 0
         following = start.copy()
@@ -213,8 +228,7 @@ class Grammars:
             if not following.failure and not following.parser.is_stopped():
                 self.masks([following])
         if failed := start.failure or following.failure:
-            got = f"one that cannot be enforced{failed.removeprefix('its grammar cannot go on')}"
-            raise refusal(name, got, "what docs/structured_outputs.md lists")
+            raise refusal(name, f"one that cannot be enforced{_reason(failed)}", ENFORCED)
         return start
 
     def _make_spare(self, text: str) -> None:

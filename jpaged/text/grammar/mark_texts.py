@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 
+from ..answers.bound_format import BoundFormat
 from .compiler import GrammarCompiler
 from .ecma_regex import literal_regex
 from .lark_text import literal, within_slashes
@@ -15,12 +16,29 @@ ANY_TEXT = "/(?s:.*)/"
 class MarkTexts:
     """The marks of one format, for one tokenizer."""
 
-    def __init__(self, compiler: GrammarCompiler, marks: Iterable[str]):
+    def __init__(self, compiler: GrammarCompiler, ids: Mapping[str, int], texts: Mapping[int, str] | None = None):
+        """`ids` are the marks that are tokens, each as texts of the format hold it: its text, or a character for it.
+
+        `texts` are what such characters stand for, as for `str.translate`.
+        """
+        self._compiler, self._ids, self._texts = compiler, ids, texts or {}
+        longest_first = sorted(ids, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None
+
+    @classmethod
+    def of_texts(cls, compiler: GrammarCompiler, *marks: str) -> MarkTexts:
+        """Return those of some texts that are single tokens."""
         token_id = compiler.tokenizer.backend.token_to_id
-        self._compiler = compiler
-        self._ids: dict[str, int] = {mark: one for mark in marks if (one := token_id(mark)) is not None}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if self._ids else None
+        return cls(compiler, {mark: one for mark in marks if (one := token_id(mark)) is not None})
+
+    @classmethod
+    def of_format(cls, compiler: GrammarCompiler, format: BoundFormat) -> MarkTexts:
+        """Return the marks of a format, whose texts hold characters for them."""
+        return cls(compiler, {char: token_id for token_id, char in format.chars.items()}, format.mark_texts)
+
+    def regex(self, text: str) -> str:
+        """Return an expression, as it stands between slashes, that matches a text, its marks written out."""
+        return within_slashes(literal_regex(text.translate(self._texts)))
 
     def is_token(self, mark: str) -> bool:
         """Return whether a text is a mark of one token."""
@@ -46,8 +64,3 @@ class MarkTexts:
             return "", self.expression(text)
         rest = text.removeprefix(first[1])
         return f"<[{self._ids[first[1]]}]>", self.expression(rest) if rest else ""
-
-
-def regex_of(text: str) -> str:
-    """Return an expression, as it stands between slashes, that matches a text alone."""
-    return within_slashes(literal_regex(text))

@@ -13,7 +13,7 @@ from typing import Any
 from ...checks import refusal
 from ..answers.formats import CallFormat, TaggedCalls
 from .lark_text import within_slashes
-from .mark_texts import ANY_TEXT, MarkTexts, regex_of
+from .mark_texts import ANY_TEXT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
 from .schema_analysis import TYPES, escaped
 from .schema_grammar import SchemaWriter
@@ -54,11 +54,13 @@ class TaggedWriter:
         ends = [body.value_close] * (not self._marks.is_apart(body.value_close))
         if not self._marks.is_apart(calls.close):
             ends.append(calls.close)
-        forbidden = [regex_of(end) for end in ends]
+        forbidden = [self._marks.regex(end) for end in ends]
         if not self._marks.is_apart(body.key_open) and names:
-            forbidden.append(f"{regex_of(body.key_open)}\\s*(?:{'|'.join(map(regex_of, names))})\\s*<?")
+            forbidden.append(
+                f"{self._marks.regex(body.key_open)}\\s*(?:{'|'.join(map(self._marks.regex, names))})\\s*<?"
+            )
         if body.close:
-            forbidden.append(f"{regex_of(body.close)}\\s*<")
+            forbidden.append(f"{self._marks.regex(body.close)}\\s*<")
         return f"{ANY_TEXT} & ~/(?s:.*)(?:{'|'.join(forbidden)})(?s:.*)/" if forbidden else ANY_TEXT
 
     def field(self, name: str, value: str) -> str:
@@ -76,7 +78,7 @@ class TaggedWriter:
         bounded = "TEXT" if terminal == ANY_TEXT else f"({terminal}) & TEXT" if terminal != '""' else terminal
         if self._is_lexeme:  # With the end tag, whose beginning the text could be.
             end = self._after_value + self._separator
-            self.lines += [f"{name}: {name}_TEXT /{regex_of(end)}/", f"{name}_TEXT: {bounded}"]
+            self.lines += [f"{name}: {name}_TEXT /{self._marks.regex(end)}/", f"{name}_TEXT: {bounded}"]
             return name
         self.lines.append(f"{name}: {bounded}")
         return self.ended(name)
@@ -149,7 +151,8 @@ class TaggedWriter:
 
 
 def _refused(path: str) -> Exception:
-    return refusal("json", f"a part at {path[:500]}", "what can be written as plain text between tags")
+    got = f"a part that this model's format of calls does not hold, at {path[:500]}"
+    return refusal("json", got, "a simpler schema")
 
 
 assert set(READ_AS) == set(TYPES) - {"string"}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..answers.bound_format import BoundFormat
+from ..answers.formats import ThoughtFormat
 from ..chat.thinking import BEGIN, END, Thinking
 from .compiler import GrammarCompiler, GrammarParts
-from .mark_texts import ANY_TEXT, MarkTexts, regex_of
+from .mark_texts import ANY_TEXT, MarkTexts
 
 ANSWER = "answer"
 """The grammar of the answer behind a thought."""
@@ -29,6 +31,14 @@ class ThoughtRules:
     open: str = BEGIN
     close: str = END
 
+    @classmethod
+    def of(cls, format: BoundFormat | None, budget: int | None, compiler: GrammarCompiler) -> ThoughtRules:
+        """Return the rules of a model with this format, with <think> where it says nothing of thoughts."""
+        thought = None if format is None else format.format.thought
+        if format is None or not isinstance(thought, ThoughtFormat):
+            return cls(MarkTexts.of_texts(compiler, BEGIN, END), budget)
+        return cls(MarkTexts.of_format(compiler, format), budget, thought.open, thought.close)
+
     def lines(self) -> list[str]:
         """Return the rules of the rest of a thought and the mark that ends it; the first one is `thought`."""
         end = self.marks.expression(self.close)
@@ -37,7 +47,7 @@ class ThoughtRules:
         limit = "" if self.budget is None else f"max_tokens={min(self.budget, MAX_BUDGET)}"
         if self.marks.opening(self.close)[0]:
             return [f"thought: thought_text {end}", f"thought_text{f'[{limit}]' if limit else ''}: {ANY_TEXT}"]
-        pattern = regex_of(self.close)
+        pattern = self.marks.regex(self.close)
         if self.budget is None:
             return [f"thought[lazy]: /(?s:.*){pattern}/"]
         # Where both lexemes reach the limit, llguidance ends the first one, `cut`. None of them may be lazy then.
@@ -64,25 +74,29 @@ class ThoughtRules:
                 return f"({self.marks.expression(self.open)} thought{blank})?"
 
 
-def with_thought(
-    answer: GrammarParts, thinking: Thinking, budget: int | None, compiler: GrammarCompiler, *, separator: str = ""
-) -> GrammarParts:
-    """Return the grammar of a thought and the answer behind it.
-
-    The thought is any text of at most `budget` tokens, None for no bound, up to its end.
-    """
+def with_thought(answer: GrammarParts, thinking: Thinking, rules: ThoughtRules, separator: str) -> GrammarParts:
+    """Return the grammar of a thought and the answer behind it, with `separator` between them or not."""
     if thinking is Thinking.NONE:
         return answer
-    rules = ThoughtRules(MarkTexts(compiler, (BEGIN, END)), budget)
     lark = "\n".join([f"start: {rules.before_answer(thinking, separator)} @{ANSWER}", *rules.lines()])
     return [{"lark_grammar": lark}, {**answer[0], "name": ANSWER}, *answer[1:]]
 
 
-def budgeted_thoughts(thinking: Thinking, budget: int, compiler: GrammarCompiler) -> GrammarParts:
+def budgeted_thoughts(
+    thinking: Thinking, budget: int, format: BoundFormat | None, compiler: GrammarCompiler
+) -> GrammarParts:
     """Return the grammar of any output whose thoughts have at most `budget` tokens each."""
-    rules = ThoughtRules(MarkTexts(compiler, (BEGIN, END)), budget)
     first = "thought " if thinking is Thinking.OPEN else ""
-    lines = free_lines([(rules.open, "thought")], rules.marks, compiler)
+    channels = None if format is None else format.format.channels
+    if format is not None and channels is not None:
+        marks = MarkTexts.of_format(compiler, format)
+        rules = ThoughtRules(marks, budget, close=channels.ends[0])
+        opening = channels.channel, f"({marks.expression(channels.thought + channels.message)} thought | OTHER)"
+        lines = free_lines([opening], marks, compiler)
+        lines.append(f"OTHER: /(?s:.+)/ & ~/\\s*{channels.thought}(?s:.*)/")
+    else:
+        rules = ThoughtRules.of(format, budget, compiler)
+        lines = free_lines([(rules.open, "thought")], rules.marks, compiler)
     return [{"lark_grammar": "\n".join([f"start: {first}free*", *lines, *rules.lines()])}]
 
 
@@ -106,7 +120,7 @@ def free_lines(
             pieces.append(f"{token} {rest} {following}")
         else:
             # A lazy lexeme ends with the first mark, although FREE_TEXT could go on.
-            lines.append(f"opening{number}[lazy]: /(?s:.*){regex_of(text)}/")
+            lines.append(f"opening{number}[lazy]: /(?s:.*){marks.regex(text)}/")
             pieces.append(f"opening{number} {following}")
     if last:
         lines.append(f"last: {pieces.pop()}")

@@ -13,7 +13,7 @@ from jpaged.errors import InvalidRequestError
 from jpaged.outputs import Mark
 from jpaged.structured_outputs import StructuredOutputsParams
 from jpaged.text.answers.answer_spec import spec_of_tools
-from jpaged.text.answers.bound_format import bind_format
+from jpaged.text.answers.bound_format import bind_format, bind_marks
 from jpaged.text.answers.format_names import CALL_FORMATS, answer_format
 from jpaged.text.answers.whole_answer import parse_answer
 from jpaged.text.chat.thinking import Thinking
@@ -103,7 +103,7 @@ class Walker:
         self.closers = [tokenizer.encode(text, add_special_tokens=False) for text in (*CLOSERS, *format.marks)]
 
     def rules(self, tools, **options):
-        return CallRules(tools, self.format, **options)
+        return CallRules(tools, self.bound, **options)
 
     def tokens(self, rules, seed, max_tokens=3000, first=()):
         """Return drawn token ids, and whether the grammar has ended them."""
@@ -302,7 +302,7 @@ def test_what_a_choice_of_tools_allows(name, walkers):
 
 def test_nothing_is_enforced_where_nothing_has_to_be():
     for tools in (ToolSet((WEATHER,)), ToolSet((STRICT,), ToolChoice("none")), ToolSet((Tool("f", kind="custom"),))):
-        assert not CallRules(tools, format_of("hermes")).needs_grammar
+        assert not CallRules(tools, bind_marks(format_of("hermes"), {})).needs_grammar
 
 
 ALONE = '{"name": "get", "parameters": {}}'
@@ -379,7 +379,6 @@ def test_the_text_of_a_custom_tool_follows_its_grammar(name, are_tokens, walkers
 
 NOT = {"type": "object", "properties": {"a": {"not": {"const": 1}}}, "required": ["a"]}
 FAILS = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
-LARGE = {"type": "object", "properties": {f"p{n}": {"type": "string", "pattern": "(a.{20}b.*){5}c"} for n in range(9)}}
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
@@ -415,3 +414,45 @@ def test_a_bad_grammar_of_a_custom_tool_is_refused(grammar, syntax, walkers):
         walker.grammars.grammar_of_calls(walker.rules(ToolSet((GET, tool))))
     assert caught.value.param == "tools[1].custom.format.grammar"
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
+def test_many_large_schemas_are_enforced_up_to_a_bound_of_bytes(name, walkers):
+    schema = {"type": "object", "properties": {f"p{n}": {"enum": ["x" * 80 * 60]} for n in range(12)}}
+    tools = tuple(Tool(f"f{n}", parameters=schema) for n in range(128))
+    walker, choice = walkers(name), ToolChoice("required")
+    text, (warning,) = walker.grammars.grammar_of_calls(walker.rules(ToolSet(tools, choice)))
+    assert "more are not enforced: more than 131072 bytes of schemas of all tools" in warning
+    assert len(text) < 1 << 20
+    ids, is_over = walker.tokens(walker.rules(ToolSet(tools, choice)), 0, first=[], max_tokens=200)
+    assert not is_over or walker.answer(ToolSet(tools), ids).tool_calls
+    strict = ToolSet(tuple(replace(tool, is_strict=True) for tool in tools))
+    with pytest.raises(InvalidRequestError, match="more than 131072 bytes"):
+        walker.grammars.grammar_of_calls(walker.rules(strict))
+
+
+def test_tools_that_were_asked_for_before_are_not_compiled_again(walkers, monkeypatch):
+    """As a second turn does: the same tools again, read from another body."""
+    walker = walkers("hermes")
+    tools = [replace(WEATHER, name=f"weather_{number}") for number in range(16)]
+    text = walker.grammars.grammar_of_calls(walker.rules(ToolSet(tuple(tools), ToolChoice("required"))))[0]
+
+    def compiled(text):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(walker.grammars, "_compiled", compiled)
+    again = ToolSet(tuple(replace(tool, parameters=json.loads(json.dumps(tool.parameters))) for tool in tools))
+    again = replace(again, choice=ToolChoice("required"))
+    assert walker.grammars.grammar_of_calls(walker.rules(again))[0] == text
+    assert walker.grammars.matcher(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "are_tokens"), FORMS, ids=str)
+def test_500_forced_answers_of_each_format_validate(name, are_tokens, walkers):
+    walker, tools = walkers(name, are_tokens=are_tokens), ToolSet(TOOLS, ToolChoice("required"))
+    num_ended, seed = 0, 1000
+    while num_ended < 500:
+        num_ended += check_forced(walker, tools, seed) is not None
+        seed += 1
+    assert seed < 1800
