@@ -8,8 +8,10 @@ from typing import Any
 from ...messages import AnswerSpec
 from ..chat.tools import CUSTOM_ARGUMENT, ToolSet
 
-MAX_SCHEMA_STEPS = 1000
-"""Schemas that are looked at for the types of one parameter."""
+MAX_SCHEMAS = 10_000
+"""Schemas within a tool's that are looked at; parameters behind them have no types."""
+MAX_REFERENCES = 10
+"""References that are followed from a tool's schema to the one with its parameters."""
 
 
 def spec_of_tools(tools: ToolSet | None, *, opening: str = "", skip_special_tokens: bool = True) -> AnswerSpec:
@@ -27,16 +29,26 @@ def spec_of_tools(tools: ToolSet | None, *, opening: str = "", skip_special_toke
 
 def parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the types that a tool's schema allows for each of its parameters, in the schema's order."""
-    properties = schema.get("properties")
+    holder: Any = schema
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(holder, Mapping) or not isinstance(holder.get("$ref"), str):
+            break
+        holder = _referred(holder["$ref"], schema)
+    properties = holder.get("properties") if isinstance(holder, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
-    return {name: tuple(dict.fromkeys(_types(one, schema))) for name, one in properties.items()}
+    steps = iter(range(MAX_SCHEMAS))
+    return {name: tuple(dict.fromkeys(_types(one, schema, steps))) for name, one in properties.items()}
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types that a schema allows, some perhaps twice; none if it names none. Its references are to `root`."""
+def _types(schema: Any, root: Mapping[str, Any], steps: Iterator[int]) -> Iterator[str]:
+    """Yield the types that a schema allows, some perhaps twice; none if it names none.
+
+    Its references are to `root`. Each schema that is looked at takes one of `steps`.
+    """
     pending = [schema]
-    for _ in range(MAX_SCHEMA_STEPS):
+    followed: set[str] = set()
+    for _ in steps:
         if not pending:
             return
         one = pending.pop()
@@ -52,7 +64,8 @@ def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
             yield from (_type_of(value) for value in values)
             for keyword in ("anyOf", "oneOf", "allOf"):
                 pending += reversed(one[keyword]) if isinstance(one.get(keyword), list) else ()
-            if isinstance(one.get("$ref"), str):
+            if isinstance(one.get("$ref"), str) and one["$ref"] not in followed:
+                followed.add(one["$ref"])
                 pending.append(_referred(one["$ref"], root))
         if one.get("nullable") is True:
             yield "null"
