@@ -108,6 +108,7 @@ class BatchRun(Run[BatchJob]):
             created=self.served.created,
             fingerprint=f"fp_{self.options[:12]}",
             answer_format=self._parser.builder.encoder.answer_format,
+            clock=lambda: self.served.created,
         )
         body = encoder.body({output.request_id: replace(output, num_cached_tokens=0) for output in outputs})
         assert self.results is not None

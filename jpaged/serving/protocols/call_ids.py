@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 
 ID_BYTES = 12
-"""Random bytes of an id: clients put calls of several responses into one conversation."""
+"""Bytes of an id: clients put calls of several responses into one conversation."""
 
 
-def new_call_id() -> str:
-    """Return an id that no other call has."""
-    return f"call_{secrets.token_hex(ID_BYTES)}"
+def call_id(response_id: str, *place: int, prefix: str = "call_") -> str:
+    """Return the id of a call: that of no other one, and the same whenever the response is written.
+
+    `place` tells it from the other calls of its response. The ids of responses differ also between servers, since a
+    conversation may outlive one.
+    """
+    name = ".".join([response_id, *map(str, place)])
+    return prefix + hashlib.blake2b(name.encode(), digest_size=ID_BYTES).hexdigest()

@@ -6,7 +6,8 @@ parts, so that the events of a stream joined together are the complete response.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,13 +47,14 @@ class Encoder:
         fingerprint: str,
         answer_format: BoundFormat | None = None,
         http_id: str = "",
+        clock: Callable[[], float] = time.time,
     ):
         """`request_ids` are the core's ids of the prompts, in order; `created` is in seconds since 1970.
 
         `answer_format` is how the model marks the parts of an answer; None if that is not known. `http_id` is the id by
-        which the log and the headers of the response call the request.
+        which the log and the headers of the response call the request. `clock` tells when a response is complete.
         """
-        self.http_id = http_id
+        self.http_id, self.clock = http_id, clock
         self.request, self.tokenizer, self.created, self.fingerprint = request, tokenizer, created, fingerprint
         self.request_ids, self.id = tuple(request_ids), f"{self.id_prefix}{request_ids[0]}"
         num_prompt_tokens = sum(one.num_prompt_tokens for one in request.new_requests)

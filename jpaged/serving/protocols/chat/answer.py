@@ -7,7 +7,7 @@ from typing import Any
 from ....outputs import CompletionOutput, SampleDelta
 from ....text.answers.events import CallArguments, CallStart, Content, Event, Reasoning
 from ....text.answers.whole_answer import joined_events
-from ..call_ids import new_call_id
+from ..call_ids import call_id
 from ..generation_request import GenerationRequest
 from ..sample_answer import SampleAnswer
 
@@ -15,8 +15,10 @@ from ..sample_answer import SampleAnswer
 class ChatAnswer:
     """The answer of one choice. A thought is told as `reasoning` and `reasoning_content`, since clients read either."""
 
-    def __init__(self, answer: SampleAnswer, request: GenerationRequest):
+    def __init__(self, answer: SampleAnswer, request: GenerationRequest, response_id: str, choice: int):
+        """`choice` is the index of the choice in the response."""
         self._answer, self._request = answer, request
+        self._response_id, self._choice = response_id, choice
         self._num_calls = 0
         """Calls that have begun."""
         self._customs: set[int] = set()
@@ -41,7 +43,8 @@ class ChatAnswer:
             message["function_call"] = {"name": call.name, "arguments": call.arguments}
         elif self._num_calls:
             message["tool_calls"] = [
-                _call(new_call_id(), one.name, one.arguments, is_custom=one.is_custom) for one in answer.tool_calls
+                _call(self._call_id(index), one.name, one.arguments, is_custom=one.is_custom)
+                for index, one in enumerate(answer.tool_calls)
             ]
         return message
 
@@ -70,7 +73,8 @@ class ChatAnswer:
                 if is_custom:
                     self._customs.add(index)
                 if not self._request.has_function_call:
-                    return {"tool_calls": [{"index": index, **_call(new_call_id(), name, "", is_custom=is_custom)}]}
+                    call = _call(self._call_id(index), name, "", is_custom=is_custom)
+                    return {"tool_calls": [{"index": index, **call}]}
                 return None if index else {"function_call": {"name": name, "arguments": ""}}
             case CallArguments(index=index, text=text):
                 if not self._request.has_function_call:
@@ -79,13 +83,16 @@ class ChatAnswer:
                 return None if index else {"function_call": {"arguments": text}}
         return None
 
+    def _call_id(self, index: int) -> str:
+        return call_id(self._response_id, self._choice, index)
+
 
 def _thought(text: str) -> dict[str, Any]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def _call(call_id: str, name: str, arguments: str, *, is_custom: bool) -> dict[str, Any]:
+def _call(id_: str, name: str, arguments: str, *, is_custom: bool) -> dict[str, Any]:
     """Return a call as an item of `tool_calls`."""
     if is_custom:
-        return {"id": call_id, "type": "custom", "custom": {"name": name, "input": arguments}}
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"id": id_, "type": "custom", "custom": {"name": name, "input": arguments}}
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}

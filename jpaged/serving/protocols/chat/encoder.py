@@ -21,7 +21,11 @@ class ChatEncoder(ChoicesEncoder):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         answers = self.new_answers()
-        self._answers = None if answers is None else [ChatAnswer(one, self.request) for one in answers]
+        self._answers = (
+            None
+            if answers is None
+            else [ChatAnswer(one, self.request, self.id, index) for index, one in enumerate(answers)]
+        )
         """The answer of each choice; None if its text is all."""
 
     def choice(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:

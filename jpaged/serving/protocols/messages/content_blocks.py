@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from ....text.answers.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from ..call_ids import call_id
 
-ID_BYTES = 12
-"""Random bytes in the id of a call: ids must differ within a conversation, which may outlive the server."""
 Record = dict[str, Any]
 
 
 class BlockWriter:
     """Writes the blocks of one answer, one after the other, as the records of a stream's events."""
 
-    def __init__(self) -> None:
+    def __init__(self, response_id: str) -> None:
+        self._response_id = response_id
         self.num_calls = 0
         """Calls that have begun."""
         self._index = -1
@@ -45,8 +44,8 @@ class BlockWriter:
                     yield self._delta("thinking_delta", "thinking", text)
                 case CallStart(name=name):
                     self.num_calls += 1
-                    call_id = f"toolu_{secrets.token_hex(ID_BYTES)}"
-                    yield from self._start({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                    id_ = call_id(self._response_id, self.num_calls, prefix="toolu_")
+                    yield from self._start({"type": "tool_use", "id": id_, "name": name, "input": {}})
                 case CallArguments(text=text):
                     yield self._delta("input_json_delta", "partial_json", text)
                 case CallEnd():

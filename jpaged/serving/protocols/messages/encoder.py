@@ -32,7 +32,7 @@ class MessagesEncoder(Encoder):
         answers = self.new_answers()
         self._answer = None if answers is None else answers[0]
         """Tells thoughts and calls apart; None if the text is all."""
-        self._blocks = BlockWriter()
+        self._blocks = BlockWriter(self.id)
         self._stop: Record = {"stop_reason": None, "stop_sequence": None}
 
     def body(self, outputs: Mapping[str, RequestOutput]) -> bytes:

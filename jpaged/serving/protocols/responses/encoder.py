@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +125,7 @@ class ResponsesEncoder(Encoder):
             "id": self.id,
             "object": "response",
             "created_at": self.created,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": int(self.clock()) if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

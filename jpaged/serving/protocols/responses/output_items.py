@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ....text.answers.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-from ..call_ids import new_call_id
+from ..call_ids import call_id
 from .details import ResponseDetails
 from .thoughts import sealed
 from .tools import SEARCH_NAME
@@ -142,7 +142,7 @@ class CallItem(_Item):
             self._event = "response.function_call_arguments"
         self.delta_event = f"{self._event}.delta"
         super().__init__(*args)
-        self._named = {"call_id": new_call_id(), "name": name} | ({"namespace": namespace} if namespace else {})
+        self._named = {"call_id": call_id(self.id), "name": name} | ({"namespace": namespace} if namespace else {})
 
     def begun(self) -> dict[str, Any]:
         return {"id": self.id, "type": self.kind, "status": "in_progress", **self._named, self._field: ""}
@@ -160,7 +160,7 @@ class SearchItem(_Item):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._call_id = new_call_id()
+        self._call_id = call_id(self.id)
 
     def begun(self) -> dict[str, Any]:
         head = {"id": self.id, "type": self.kind, "status": "in_progress", "call_id": self._call_id}
