@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ....checks import INT64, boolean, check, integer, refusal, sent_as
+from ....checks import INT64, boolean, check, integer, refusal, sent_as, told
 from ....errors import ContextLengthError
 from ....json_lines import encode_json
 from ..fields import TakenFields
@@ -83,6 +83,7 @@ def _prompt(parser: RequestParser, fields: TakenFields) -> tuple[dict[str, Any],
     places = tools.places
     for index, path in enumerate(conversation.paths):
         places[f"messages[{index}]"] = path
+        places[f"messages[{index}].tool_calls"] = f"{path}.content"
     prompt: dict[str, Any] = {"messages": conversation.messages, **tools.prompt_options}
     if conversation.is_prefilled:
         prompt["continue_final_message"] = True
@@ -91,7 +92,7 @@ def _prompt(parser: RequestParser, fields: TakenFields) -> tuple[dict[str, Any],
 
 def _servers(value: Any) -> list[Any]:
     if value is not None and not isinstance(value, list):
-        raise refusal("mcp_servers", "no list", "a list of servers", "leave it out")
+        raise refusal("mcp_servers", told(value), "a list of servers", "leave it out")
     return value or []
 
 

@@ -95,8 +95,8 @@ def _form(tool: Any, path: str, left_out: LeftOut) -> dict[str, Any] | None:
     """Return one tool in the shared form; None for one without a schema, which is left out."""
     if not isinstance(tool, dict):
         raise refusal(path, told(tool), "a tool: an object with name and input_schema")
-    kind = tool.get("type") or "custom"
-    if kind != "custom":
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
         if not isinstance(kind, str) or not TYPED_TOOL.fullmatch(kind):
             got = shown_name(kind) if isinstance(kind, str) else told(kind)
             raise refusal(f"{path}.type", got, "custom, or a type of Anthropic's own tools, which are left out")
@@ -104,10 +104,16 @@ def _form(tool: Any, path: str, left_out: LeftOut) -> dict[str, Any] | None:
         return None
     for key in tool:
         check_name(key, TOOL_KEYS, "field", place=f"{path}.", way_out="leave it out")
+    if not isinstance(tool.get("name"), str):
+        raise refusal(f"{path}.name", told(tool.get("name")), "a text")
     if tool.get("input_schema") is None:
         raise refusal(f"{path}.input_schema", "none", "a JSON schema of an object")
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"]}
-    more = {key: tool[key] for key in ("strict", "defer_loading") if tool.get(key) is not None}
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+    more = {
+        key: check(f"{path}.{key}", tool[key], boolean)
+        for key in ("strict", "defer_loading")
+        if tool.get(key) is not None
+    }
     return {"type": "function", "function": {**function, **more}}
 
 
