@@ -10,7 +10,7 @@ ENGINE_OPTIONS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint",
 )  # fmt: skip
-PROMPT_KEYS = ("multi_modal_data", "lora_request")
+PROMPT_KEYS = ("multi_modal_data", "lora_request", "documents")
 FLAGS = (
     *ENGINE_OPTIONS, "lora", "image", "trace",
 )  # fmt: skip

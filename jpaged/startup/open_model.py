@@ -205,7 +205,8 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
 def _check_answer_format(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError for names of formats that are not known, or a `response_template` that is broken."""
     if tokenizer is not None:
-        find_format(tokenizer.chat_template or "", tokenizer, config.tool_call_parser, config.reasoning_parser)
+        template = (tokenizer.chat_template or "") + (tokenizer.tool_template or "")
+        find_format(template, tokenizer, config.tool_call_parser, config.reasoning_parser)
         return
     for name in ("tool_call_parser", "reasoning_parser"):
         if (got := getattr(config, name)) is not None:

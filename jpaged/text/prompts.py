@@ -204,7 +204,8 @@ class PromptEncoder:
         """Return how the model marks thoughts and calls; None if it has neither, or there is no tokenizer."""
         if self.tokenizer is None:
             return None
-        return find_format(self.template, self.tokenizer, self.tool_call_parser, self.reasoning_parser)
+        template = self.template + ("" if self.chat_template else self.tokenizer.tool_template or "")
+        return find_format(template, self.tokenizer, self.tool_call_parser, self.reasoning_parser)
 
     def encode(self, prompt: Any, *, has_answer: bool = True) -> EncodedPrompt:
         """Return the checked token ids of a prompt, its text if it was given as one, and its extras.

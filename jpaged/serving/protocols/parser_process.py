@@ -74,6 +74,10 @@ class _Setup(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}
     tokenizer_template: str | None = None
     """The model's own chat template."""
+    tool_template: str | None = None
+    """Its own one for chats with tools."""
+    response_template: Any = None
+    """What its files say of its answers."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -207,6 +211,8 @@ def _setup_of(parser: RequestParser) -> _Setup:
         splits_special_tokens=tokenizer is not None and tokenizer.backend.encode_special_tokens,
         special_tokens={} if tokenizer is None else tokenizer.special_tokens,
         tokenizer_template=None if tokenizer is None else tokenizer.chat_template,
+        tool_template=None if tokenizer is None else tokenizer.tool_template,
+        response_template=None if tokenizer is None else tokenizer.response_template,
     )
 
 
@@ -220,7 +226,9 @@ def _parser_of(setup: _Setup) -> RequestParser:
             backend,
             setup.special_tokens,
             chat_template=setup.tokenizer_template,
+            tool_template=setup.tool_template,
             sentence_pieces=setup.sentence_pieces,
+            response_template=setup.response_template,
         )
         grammars = Grammars(tokenizer, setup.vocab_size, setup.eos_token_ids)
     encoder = PromptEncoder(

@@ -44,12 +44,16 @@ def render_chat(
 ) -> str:
     """Return a conversation as text, rendered by `template`; None is the chat template of the tokenizer's model.
 
+    With `tools` that is the model's template for them, if it has one.
+
     With `add_generation_prompt` the text ends where the model's answer begins. `arguments` are further variables of
     the template, which may take `max_s` seconds and make `max_chars` characters; None is the default of each. The
     text contains its special tokens already, so encode it with `add_special_tokens=False`. Raise InvalidRequestError
     for messages that are malformed or that the template refuses, for an argument that it does not read, and if there
     is no template.
     """
+    if template is None and tools is not None:
+        template = tokenizer.tool_template
     template = template if template is not None else tokenizer.chat_template
     if template is None:
         way_out = "give one (--chat-template FILE) or send a plain prompt"

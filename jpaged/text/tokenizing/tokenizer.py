@@ -31,6 +31,7 @@ from .tokenizer_files import (
     FETCH_AGAIN,
     OPTIONS_FILE,
     TOKENIZER_FILE,
+    TOOL_USE,
     read_chat_template,
     read_if_there,
     read_tokenizer_json,
@@ -69,15 +70,17 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         *,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         sentence_pieces: SentencePieces | None = None,
         response_template: Any = None,
     ):
         """Wrap `backend`, a tokenizer of the package `tokenizers`, whose truncation and padding are switched off.
 
         `special_tokens` maps the names that templates use (bos_token, eos_token, …) to the texts of tokens.
-        `sentence_pieces`, if it is not None, is attached to `backend`. `response_template` is what the model's files
-        hold under that name, unread. Raise ModelLoadError if the decoder has a step
-        by which a token's text depends on more than whether it comes first: its text could not be streamed.
+        `tool_template` is the chat template for chats with tools, None if `chat_template` is. `sentence_pieces`, if it
+        is not None, is attached to `backend`. `response_template` is what the model's files hold under that name,
+        unread. Raise ModelLoadError if the decoder has a step by which a token's text depends on more than whether it
+        comes first: its text could not be streamed.
         """
         # A tokenizer file may set a length limit, which would silently truncate prompts.
         backend.no_truncation()
@@ -86,7 +89,7 @@ class Tokenizer:
         self.sentence_pieces = sentence_pieces
         self._splitter = None if sentence_pieces is None else sentence_pieces.attach(backend)
         self.special_tokens = dict(special_tokens)
-        self.chat_template = chat_template
+        self.chat_template, self.tool_template = chat_template, tool_template
         self.response_template = response_template
         added = backend.get_added_tokens_decoder()
         self.base_vocab_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
@@ -259,16 +262,15 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     Raise ModelLoadError, one line that names the file, for a file that is missing or corrupt and for a tokenizer that
     is not supported.
     """
-    sentence_pieces, response_template = None, None
+    sentence_pieces, response_template, tool_template = None, None, None
     if path.is_dir():
         backend, special_tokens, template, sentence_pieces = _read_directory(path)
-        response_template = read_if_there(path / OPTIONS_FILE).get("response_template")
+        options = read_if_there(path / OPTIONS_FILE)
+        response_template = options.get("response_template")
+        tool_template = read_chat_template(path, options, TOOL_USE)
     elif path.is_file():
         metadata = (gguf or read_gguf(path)).metadata
-        template = metadata.get("tokenizer.chat_template")
-        if not isinstance(template, str | None):
-            fault = "tokenizer.chat_template is not a string; the file is corrupt, fetch it again"
-            raise ModelLoadError(f"{path}: {fault}")
+        template, tool_template = _gguf_template(path, metadata), _gguf_template(path, metadata, f".{TOOL_USE}")
         backend, special_tokens = build_gguf_backend(path, metadata)
     else:
         way_out = "wanted a Hugging Face directory or a GGUF file: correct the path"
@@ -278,11 +280,21 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
             backend,
             special_tokens,
             chat_template=template,
+            tool_template=tool_template,
             sentence_pieces=sentence_pieces,
             response_template=response_template,
         )
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
+
+
+def _gguf_template(path: Path, metadata: Mapping[str, Any], suffix: str = "") -> str | None:
+    """Return a chat template of a GGUF file, None if it has none; `suffix` is a dot and the name of a further one."""
+    key = f"tokenizer.chat_template{suffix}"
+    template = metadata.get(key)
+    if not isinstance(template, str | None):
+        raise ModelLoadError(f"{path}: {key} is not a string; the file is corrupt, fetch it again")
+    return template
 
 
 def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, SentencePieces | None]:

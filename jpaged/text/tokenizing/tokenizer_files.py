@@ -32,32 +32,39 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{path / TOKENIZER_FILE}: cannot be read ({one_line(error)}); {FETCH_AGAIN}") from error
 
 
-def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
-    """Return the default chat template of a tokenizer directory; None if it has none.
+TOOL_USE = "tool_use"
+"""The name of the template for chats with tools, where a model has one of its own for them."""
 
-    It is in chat_template.jinja, in tokenizer_config.json (`options`), or in chat_template.json, which some models with
-    images have instead; the first of these that has one counts. The JSON files may hold several templates, as a list of
-    {name, template} or a mapping: the one named "default" is taken. Raise ModelLoadError for a template that is no text
-    and for a file that cannot be read.
+
+def read_chat_template(path: Path, options: Mapping[str, Any], name: str = "default") -> str | None:
+    """Return a chat template of a tokenizer directory; None if it has none of this name.
+
+    The default one is in chat_template.jinja, in tokenizer_config.json (`options`), or in chat_template.json, which
+    some models with images have instead; the first of these that has one counts. The JSON files may hold several
+    templates, as a list of {name, template} or a mapping; others may be in additional_chat_templates. Raise
+    ModelLoadError for a template that is no text and for a file that cannot be read.
     """
-    file = path / "chat_template.jinja"
+    file = path / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelLoadError(f"{file}: cannot be read ({one_line(error)}); fetch it again") from error
-    for name, data in ((OPTIONS_FILE, options), ("chat_template.json", read_if_there(path / "chat_template.json"))):
+    files = (OPTIONS_FILE, options), ("chat_template.json", read_if_there(path / "chat_template.json"))
+    for file_name, data in files:
         template = data.get("chat_template")
         if isinstance(template, list):
             if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
                 fault = "chat_template is a list, wanted objects with the keys name and template in it"
-                raise ModelLoadError(f"{path / name}: {fault}: fetch it again")
+                raise ModelLoadError(f"{path / file_name}: {fault}: fetch it again")
             template = {entry["name"]: entry.get("template") for entry in template}
         if isinstance(template, dict):
-            template = template.get("default")
+            template = template.get(name)
+        elif name != "default":
+            template = None
         if template is not None and not isinstance(template, str):
             fault = f"chat_template is a {type(template).__name__}, wanted a string"
-            raise ModelLoadError(f"{path / name}: {fault}: fetch it again")
+            raise ModelLoadError(f"{path / file_name}: {fault}: fetch it again")
         if template is not None:
             return template
     return None

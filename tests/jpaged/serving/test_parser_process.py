@@ -213,6 +213,31 @@ def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: En
     process.close()
 
 
+def test_what_a_models_files_say_of_its_answers_reaches_the_process(engine: Engine):
+    """The template of chats with tools tells how calls are written, and `response_template` how thoughts are."""
+    tokenizer = engine.builder.encoder.tokenizer
+    assert tokenizer is not None
+    thought = {"open": "[T]", "close": "[/T]"}
+    own = Tokenizer(
+        tokenizer.backend,
+        tokenizer.special_tokens,
+        chat_template="{{ messages[0].content }}",
+        tool_template="{{ messages[0].content }}{% for t in tools %}{{ t.function.name, t.function.parameters }}"
+        "{% endfor %}{# within <tool_call></tool_call> XML tags #}",
+        response_template={"defaults": {"role": "assistant"}, "fields": {"thinking": thought}},
+    )
+    builder = RequestBuilder(
+        engine.builder.config, replace(engine.builder.encoder, tokenizer=own), engine.builder.sizes, {}
+    )
+    setup = msgspec.msgpack.decode(msgspec.msgpack.encode(_setup_of(RequestParser(builder, ("a",)))), type=_Setup)
+    found = _parser_of(setup).builder.encoder
+    assert found.answer_format == builder.encoder.answer_format
+    assert found.answer_format is not None
+    assert (found.answer_format.format.calls, found.answer_format.format.thought) != (None, None)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert found.encode(chat) == builder.encoder.encode(chat)
+
+
 def test_a_tokenizer_of_sentencepiece_reaches_the_process(engine: Engine, tmp_path: Path):
     from sentencepiece import SentencePieceTrainer
 

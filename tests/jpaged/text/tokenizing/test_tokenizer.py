@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jpaged.errors import InvalidRequestError, ModelLoadError
 from jpaged.text.chat import template_environment
 from jpaged.text.chat.chat_template import render_chat
+from jpaged.text.chat.tools import tools_of
 from jpaged.text.tokenizing.gguf_tokenizer import build_gguf_backend
 from jpaged.text.tokenizing.tokenizer import Tokenizer, load_tokenizer
 
@@ -149,6 +150,40 @@ def test_tokens_named_in_tokenizer_config_are_special(tmp_path):
 def test_a_chat_template_is_read_from_its_own_file(tmp_path):
     (save(tmp_path, byte_tokenizer()) / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert render_chat(load_tokenizer(tmp_path), HELLO) == "Hello!"
+
+
+TOOL_USE = "{% for m in messages %}{{ m.content }}{% endfor %}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+TOOL_FILES = {
+    "a list": {
+        "tokenizer_config.json": json.dumps(
+            {
+                "chat_template": [
+                    {"name": name, "template": text}
+                    for name, text in (("default", "{{ messages[0].content }}!"), ("tool_use", TOOL_USE))
+                ]
+            }
+        )
+    },
+    "a folder": {
+        "chat_template.jinja": "{{ messages[0].content }}!",
+        "additional_chat_templates/tool_use.jinja": TOOL_USE,
+    },
+}
+
+
+@pytest.mark.parametrize("files", TOOL_FILES.values(), ids=TOOL_FILES.keys())
+def test_a_chat_with_tools_has_the_models_template_for_them(tmp_path, files):
+    save(tmp_path, byte_tokenizer())
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    tokenizer = load_tokenizer(tmp_path)
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    tools = tools_of([{"type": "function", "function": tool}])
+    assert render_chat(tokenizer, HELLO) == "Hello!"
+    assert render_chat(tokenizer, HELLO, tools=tools).startswith('Hello{"type": "function", "function": {"name": "f"')
+    gguf = load_tokenizer(spm_gguf(tmp_path, chat_template="{{ messages[0].content }}!"))
+    assert gguf.tool_template is None
 
 
 BOM = "\ufeff"
