@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...outputs import Mark
 from .bound_format import BoundFormat
@@ -11,9 +11,12 @@ from .bound_format import BoundFormat
 class MarkedText:
     """The text of one output on its way to the scanner."""
 
-    def __init__(self, format: BoundFormat, *, skip_special_tokens: bool):
-        """`skip_special_tokens`: marks that are special tokens have no characters in the text."""
-        self._chars = format.chars
+    def __init__(self, format: BoundFormat, marks: Collection[str], *, skip_special_tokens: bool):
+        """Look for those of the format's tokens whose characters are among `marks`; others stay as the text has them.
+
+        With `skip_special_tokens`, marks that are special tokens have no characters in the text.
+        """
+        self._chars = {token_id: char for token_id, char in format.chars.items() if char in marks}
         self._mark_texts = format.mark_texts
         self._hidden = format.special_ids if skip_special_tokens else frozenset[int]()
         self._text = ""

@@ -29,9 +29,12 @@ class AnswerScanner:
         """Begin an answer to a request of which `spec` tells; `format` is the model's."""
         self._cursor = Cursor()
         self._writer = AnswerWriter(spec, format)
-        self._marked_text = MarkedText(format, skip_special_tokens=spec.skip_special_tokens)
+        channels, writer = format.format.channels, self._writer
+        thought = format.format.thought if writer.has_thoughts else None
+        calls = format.format.calls if writer.has_calls else None
+        marks = [mark for part in (thought, calls, channels) if part is not None for mark in part.marks]
+        self._marked_text = MarkedText(format, marks, skip_special_tokens=spec.skip_special_tokens)
         opening = format.with_chars(spec.opening)
-        channels = format.format.channels
         if channels is None:
             self._reader = _Reader(self._cursor, self._writer, format.format, opening).read()
             next(self._reader)

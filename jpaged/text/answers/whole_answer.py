@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -11,6 +12,8 @@ from ...outputs import Mark
 from .bound_format import BoundFormat
 from .events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from .scanner import AnswerScanner
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -31,8 +34,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def parse_answer(text: str, format: BoundFormat, spec: AnswerSpec, marks: Sequence[Mark] = ()) -> Answer:
-    """Return the parts of an answer's whole text; `marks` are the tokens among it that are marks of `format`."""
+    """Return the parts of an answer's whole text; `marks` are the tokens among it that are marks of `format`.
+
+    A lone surrogate in the text becomes U+FFFD.
+    """
     scanner = AnswerScanner(format, spec)
+    text = _LONE_SURROGATE.sub("\ufffd", text)
     return joined_events([*scanner.feed(text, marks), *scanner.finish()])
 
 

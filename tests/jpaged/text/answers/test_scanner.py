@@ -113,6 +113,19 @@ def test_a_mark_that_is_a_token_counts_by_its_id_alone():
     assert joined_events(events + scanner.finish()) == Answer("b", "a", (ToolCall("f", "{}"),))
 
 
+def test_tokens_that_are_not_looked_for_stay_as_the_text_has_them():
+    bound = bind_marks(HERMES, {"<tool_call>": 7, "</think>": 8}, special_ids=[7])
+    marks = [Mark(1, 7), Mark(1, 8)]
+    spec = AnswerSpec(has_thoughts=False)
+    assert parse_answer("a</think>b", bound, spec, marks).content == "a</think>b"
+    assert parse_answer("a</think>b", bound, AnswerSpec(tools=TOOLS), marks).content == "a<tool_call></think>b"
+
+
+def test_a_lone_surrogate_is_no_mark():
+    bound = bind_marks(HERMES, {"<tool_call>": 7})
+    assert parse_answer('\ud800{"name": "f"}', bound, AnswerSpec(tools=TOOLS)).content == '\ufffd{"name": "f"}'
+
+
 def test_what_the_prompt_has_opened_counts():
     assert answer("hm</think>\n\nHi", opening="<|im_start|>assistant\n<think>\n") == Answer("hm", "Hi", ())
     assert answer("\nHi", opening="<think>\n\n</think>\n\n") == Answer(None, "Hi", ())
