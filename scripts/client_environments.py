@@ -86,6 +86,7 @@ CLIENTS = {
     "pydantic_ai": Client(("pydantic-ai-slim[openai]==2.68.0",), install_python, "pydantic_ai_tools.py"),
     "openai_agents": Client(("openai-agents==0.24.0",), install_python, "openai_agents_tools.py"),
     "codex": Client(("@openai/codex@0.169.0",), install_npm),
+    "claude": Client(("@anthropic-ai/claude-code@2.1.328",), install_npm),
     "openai_go_3.42": openai_go("v3.42.0", "v1.18.0"),
     "openai_go_3.52": openai_go("v3.52.0", "v1.19.0"),
 }

@@ -1,9 +1,10 @@
 """Runs whole tool turns of clients of other projects against a server whose model writes what a script says.
 
-    python scripts/tool_turns.py -o docs/measurements/tool_turns.json   # 1 minute; the first time 3
+    python scripts/tool_turns.py -o docs/measurements/tool_turns.json   # 2 minutes; the first time 4
 
 Codex (`codex exec`) has this server as its only address: it reads the model's entry from /v1/models, runs a command,
-applies a patch by a custom tool with a grammar, runs two commands at once, and ends with a text. langchain-openai,
+applies a patch by a custom tool with a grammar, runs two commands at once, and ends with a text. So does Claude Code
+(`claude -p`) by Anthropic's interface, with a search of a tool in place of the patch. langchain-openai,
 pydantic-ai and openai-agents call a function twice at once, by chat completions and by responses, streamed and whole.
 Everything but the tokens is real: prompts, tools, pages, grammars, streams. `client_environments.py` installs the
 clients. Exit status 1 says that something is wrong.
@@ -26,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import claude_code_turn
 from client_environments import CLIENTS, command
 
 from jpaged.commands.bench.report import write_report
@@ -37,7 +39,7 @@ TURN_S = 300.0
 MIN_HIT_SHARE = 0.9
 """Of the tokens of all prompts but a conversation's first, so many must come from the prefix cache."""
 SIZES: dict[str, Any] = {"max_model_len": 65536, "num_blocks": 8193, "max_num_batched_tokens": 4096}
-"""Each byte is a token of the scripted model, and Codex sends 25 kB."""
+"""Each byte is a token of the scripted model; Codex sends 25 kB, and Claude Code 50 kB."""
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -117,6 +119,16 @@ def run_codex(url: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def run_claude(url: str, folder: Path) -> dict[str, Any]:
+    """Run `claude -p`, which knows no other address."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    arguments = [*command("claude"), *claude_code_turn.ARGUMENTS]
+    status, out, err = run(arguments, work, claude_code_turn.variables(url, home))
+    return {"exit": status, "output": claude_code_turn.told(out), "stderr": err.splitlines()}
+
+
 def codex_faults(found: dict[str, Any]) -> list[str]:
     """Return what is wrong with a run of Codex."""
     wrong = [] if found["exit"] == 0 else [f"exit status {found['exit']}: {' / '.join(found['stderr'][-3:])}"]
@@ -154,6 +166,7 @@ def weather_faults(found: dict[str, Any]) -> list[str]:
 
 TURNS = {
     "codex": Turn(CODEX_SCRIPTS, run_codex, codex_faults, MIN_HIT_SHARE),
+    "claude": Turn(claude_code_turn.SCRIPTS, run_claude, claude_code_turn.faults, MIN_HIT_SHARE),
     **{
         name: Turn(WEATHER_SCRIPTS, program(name), weather_faults)
         for name in ("langchain_tools", "pydantic_ai", "openai_agents")
