@@ -1,6 +1,7 @@
 """`jpaged batch` gives the responses of our server."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jpaged.serving.protocols.table import GENERATION_ROUTES
 
 from ..commands.command_line import records
 from ..commands.test_batch import CHAT, COMPLETION, batch, request, write
-from ..tiny_model import SIZE_FLAGS
+from ..tiny_model import CHAT_TEMPLATE, SIZE_FLAGS
 from .served import Served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -48,6 +49,32 @@ def test_a_batch_has_the_responses_of_the_server(served: Served, tiny: str, tmp_
         response = found[line["custom_id"]]
         assert response["status_code"] == status
         assert json.dumps(plain(response["body"])) == json.dumps(plain(body))
-    again = tmp_path / "again.jsonl"
-    assert batch("-m", tiny, *SIZE_FLAGS, "--served-model-name", "tiny", "-i", prompts, "-o", again).returncode == 3
-    assert again.read_bytes() == path.read_bytes()
+
+
+NAMED = "{% for one in tools or [] %}{{ one.function.name }} {{ one.function.parameters }}\n{% endfor %}"
+TOOLS_TEMPLATE = NAMED + '{% if 0 %}<tool_call>\n{"name": "…"}\n</tool_call>{% endif %}' + CHAT_TEMPLATE
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+CALLS = [
+    request("chat", CHAT, messages=HELLO, tools=[{"type": "function", "function": FUNCTION}], tool_choice="required",
+            n=2, max_tokens=60),
+    {**request("response", "/v1/responses"), "body": {"input": "hello", "tools": [{"type": "function", **FUNCTION}],
+                                                       "tool_choice": "required", "max_output_tokens": 60}},
+    request("message", "/v1/messages", messages=HELLO, max_tokens=60, tool_choice={"type": "any"},
+            tools=[{"name": "f", "input_schema": FUNCTION["parameters"]}]),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("shared_executables", "few_buckets")
+def test_a_second_run_writes_the_same_bytes_with_calls_too(tiny: str, tmp_path: Path) -> None:
+    """Else a run that was killed and resumed would not."""
+    template, prompts = tmp_path / "template", write(tmp_path / "in.jsonl", CALLS)
+    template.write_text(TOOLS_TEMPLATE)
+    written = []
+    for name in ("first", "second"):
+        args = ["-i", prompts, "-o", tmp_path / name, "--chat-template", template, "--max-model-len", 256]
+        run = batch("-m", tiny, *SIZE_FLAGS, "--served-model-name", "tiny", *args)
+        assert run.returncode == 0, run.stderr
+        written.append((tmp_path / name).read_text())
+    assert written[0] == written[1]
+    ids = re.findall('"((?:call|toolu)_[0-9a-f]+)"', written[0])
+    assert len(ids) == len(set(ids)) >= 4
