@@ -141,6 +141,8 @@ def _options_key(config: EngineConfig, handle: ModelHandle, template: str | None
             "hf_overrides": config.hf_overrides,
             "logprobs_mode": config.logprobs_mode,
             "seed": config.seed,
+            "tool_call_parser": config.tool_call_parser,
+            "reasoning_parser": config.reasoning_parser,
             "names": names,
             "template": template or (tokenizer.chat_template if tokenizer is not None else None),
         }

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checks import refusal, sent_as
@@ -110,21 +109,13 @@ def _server_answers(args: argparse.Namespace, params: Mapping[str, Any]) -> Iter
 
 def _key(path: str | None) -> str | None:
     """Return the key for a server: that of a file, or of the environment; None without either."""
-    if path is None:
-        name, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").strip()
-    else:
-        name = "--api-key-file"
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            fault = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise refusal(name, f"{path} ({fault})", "a file with a key", error=ConfigError) from error
-        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not keys:
-            raise refusal(name, "a file without a key", "one in its first line", error=ConfigError)
-        key = keys[0]
+    if path is not None:
+        from ..serving.options import keys_in
+
+        return keys_in(path, "--api-key-file")[0]
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise refusal(name, "a key that is not shown", "printable ASCII without spaces", error=ConfigError)
+        raise refusal(KEY_VARIABLE, "a key that is not shown", "printable ASCII without spaces", error=ConfigError)
     return key or None
 
 

@@ -162,15 +162,24 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
         """Return all keys, those of `api_key_file` too. Raise ConfigError for a file that holds none."""
         if self.api_key_file is None:
             return self.api_key
-        try:
-            lines = Path(self.api_key_file).read_text(encoding="ascii").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            fault = error.strerror if isinstance(error, OSError) else "it is not ASCII"
-            raise checks.refusal("api_key_file", fault, "a file of keys, one a line", error=ConfigError) from error
-        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not keys:
-            raise checks.refusal("api_key_file", "a file without a key", "one key a line", error=ConfigError)
-        return tuple(dict.fromkeys((*self.api_key, *checks.check("api_key_file", keys, _keys, error=ConfigError))))
+        return tuple(dict.fromkeys((*self.api_key, *keys_in(self.api_key_file))))
+
+
+def keys_in(path: str, name: str = "api_key_file") -> tuple[str, ...]:
+    """Return the keys in a file, one a line; # begins a comment. Raise ConfigError for a file that holds none.
+
+    `name` is the option that errors name.
+    """
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        fault = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise checks.refusal(name, fault, "a file of keys, one a line", error=ConfigError) from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise checks.refusal(name, "a file without a key", "one key a line", error=ConfigError)
+    found: tuple[str, ...] = checks.check(name, keys, _keys, error=ConfigError)
+    return found
 
 
 def served_limits(given: Mapping[str, Any]) -> dict[str, Any]:

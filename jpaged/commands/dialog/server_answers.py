@@ -19,6 +19,8 @@ SILENCE_S = 600.0
 """Seconds without a byte after which a server is given up; OpenAI's clients have the same."""
 MAX_ERROR_BYTES = 1 << 16
 """Bytes of an error's body that are read."""
+FULL = ("context_length_exceeded", "exceed_context_size_error")
+"""OpenAI's `code` and llama.cpp's `type` of the error for a conversation that exceeds the model's context."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -161,9 +163,9 @@ def _failed(told: Any) -> AnswerError:
     """Return the error that a body or an event tells, in the words of OpenAI's interface or of FastAPI's."""
     told = told if isinstance(told, dict) else {"error": told}
     error = told.get("error") or told.get("detail") or told.get("message") or told
-    message, code = error, None
+    message, words = error, ()
     if isinstance(error, dict):
-        message, code = error.get("message") or error, error.get("code")
-    # Some servers have the words of OpenAI's message and not its code.
-    is_full = code == "context_length_exceeded" or "maximum context length" in str(message)
+        message, words = error.get("message") or error, (error.get("code"), error.get("type"))
+    # Others have the words of OpenAI's message, and not its code.
+    is_full = any(word in FULL for word in words) or "maximum context length" in str(message)
     return AnswerError(one_line(message, 1000), is_full=is_full)

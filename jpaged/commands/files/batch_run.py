@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ...request import Request
     from ..summary import SamplingSummary
 
+MAX_WARNINGS = 100
+"""Different warnings that are told. A file may have as many as it has lines."""
 LINE_BITS = 32
 """The number of a request, which is part of its seed, has that of its line below so many bits, above them its place."""
 
@@ -59,6 +61,7 @@ class BatchRun(Run[BatchJob]):
         self._asked: dict[int, tuple[GenerationRequest, list[str]]] = {}
         """Line number → what its body asks for, and the ids of its requests, until they have ended."""
         self._warnings: set[str] = set()
+        """Those that were told, at most MAX_WARNINGS."""
 
     def start(self) -> None:
         """Open both files; that of errors is empty, since lines with errors run again."""
@@ -128,6 +131,6 @@ class BatchRun(Run[BatchJob]):
     def _warn(self, job: BatchJob, warnings: Sequence[str]) -> None:
         """Tell each warning of the parser once."""
         for warning in warnings:
-            if warning not in self._warnings:
+            if warning not in self._warnings and len(self._warnings) < MAX_WARNINGS:
                 self._warnings.add(warning)
                 say(f"warning: {job.id}: {warning} (this is said once)")

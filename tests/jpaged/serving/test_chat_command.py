@@ -226,6 +226,21 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"code": "context_length_exceeded", "message": "too long"},
+        {"code": 400, "type": "exceed_context_size_error", "message": "too long"},
+        {"code": 400, "message": "This model's maximum context length is 7 tokens."},
+    ],
+    ids=["OpenAI", "llama.cpp", "vLLM"],
+)
+def test_a_full_context_is_known_by_the_words_of_each_server(error: dict[str, Any]) -> None:
+    with scripted(body(json.dumps({"error": error}), status=400)) as answers, pytest.raises(AnswerError) as found:
+        list(answers.parts(HELLO))
+    assert found.value.is_full
+
+
 @pytest.mark.parametrize(("reply", "message"), FAULTS.values(), ids=FAULTS.keys())
 def test_faults_of_servers_are_one_line(reply: Callable[[Any], None], message: str) -> None:
     with scripted(reply) as answers, pytest.raises(AnswerError, match=message) as found:
