@@ -29,8 +29,6 @@ _HIGH_ESCAPE, _LOW_ESCAPE = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD]
 _BACKSLASH = r"\\"
 _LONE = r"\ufffd"
 """What half a surrogate pair becomes."""
-
-
 KEY = "key"
 MAX_AHEAD = 200
 """Characters behind a mark that may end a string at which is looked to tell whether it does."""
@@ -50,9 +48,10 @@ class StringEnd:
         """
         while True:
             place = cursor.place + start
-            if self.whole.match(cursor.text, place):
+            end = min(len(cursor.text), place + MAX_AHEAD)
+            if self.whole.match(cursor.text, place, end):
                 return True
-            if not self.part.fullmatch(cursor.text, place) or len(cursor.text) - place > MAX_AHEAD:
+            if end == place + MAX_AHEAD or not self.part.fullmatch(cursor.text, place, end):
                 return False
             if not (yield from cursor.more()):
                 return True

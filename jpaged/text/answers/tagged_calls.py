@@ -169,7 +169,11 @@ class _TaggedCall:
         elif follows == body.key_open:
             held.append(follows)
             cursor.place += len(follows)
-            return (yield from self._read_key(held.append))
+            key = yield from self._read_key(held.append)
+            rest = cursor.text[cursor.place :]
+            is_cut = body.key_close.startswith(rest) or body.value_open.startswith(rest)
+            self._is_over = key is None and cursor.is_final and is_cut
+            return key
         else:
             self._is_over = True
             if tag == body.value_close and follows == body.close:

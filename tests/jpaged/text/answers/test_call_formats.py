@@ -112,6 +112,10 @@ QWEN_CASES = {
         "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\n</func",
         Answer(None, "", (ToolCall("f", '{"city": "Paris"}'),)),
     ),
+    "cut in the next key": (
+        "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\n<parameter=n",
+        Answer(None, "", (ToolCall("f", '{"city": "Paris"}'),)),
+    ),
     "cut in a key": ("<tool_call>\n<function=f>\n<parameter=ci", Answer(None, "", (ToolCall("f", "{}"),))),
     "cut in the name": ("<tool_call>\n<function=f", Answer(None, "<tool_call>\n<function=f", ())),
 }
@@ -128,6 +132,10 @@ GLM_CASES = {
     "tags within a string": (
         ("<tool_call>f<arg_key>city</arg_key><arg_value>a</arg_value>b<arg_key>c</tool_call>d</arg_value></tool_call>"),
         Answer(None, "", (ToolCall("f", '{"city": "a</arg_value>b<arg_key>c</tool_call>d"}'),)),
+    ),
+    "cut behind a key": (
+        "<tool_call>f<arg_key>city</arg_key><arg_value>a</arg_value><arg_key>n</arg_k",
+        Answer(None, "</arg_k", (ToolCall("f", '{"city": "a"}'),)),
     ),
     "no end tag of a value": (
         (

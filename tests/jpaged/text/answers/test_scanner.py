@@ -144,6 +144,15 @@ def test_without_tools_marks_of_calls_are_text():
     assert answer('<tool_call>{"name": "f"}</tool_call>', tools={}).content == '<tool_call>{"name": "f"}</tool_call>'
 
 
+def test_what_follows_a_quotation_mark_is_looked_for_near_it_alone():
+    """As far in one piece as in many."""
+    format = answer_format("gemma4", None)
+    near, far = " " * 100, " " * 300
+    text = '<|tool_call>call:f{{city:<|"|>a<|"|>{}}}<|"|>}}<tool_call|>'
+    assert answer(text.format(near), format).tool_calls == (ToolCall("f", f'{{"city":"a"{near}}}'),)
+    assert answer(text.format(far), format).tool_calls == (ToolCall("f", f'{{"city":"a\\"{far}}}"}}'),)
+
+
 RAW = 'a\n"b" \\n </x>'
 RAW_JSON = json.dumps({"input": RAW})
 CUSTOM_CALLS = {

@@ -12,7 +12,7 @@ from jpaged.outputs import Mark
 from jpaged.text.answers.bound_format import BoundFormat, bind_marks
 from jpaged.text.answers.format_names import answer_format
 from jpaged.text.answers.formats import AnswerFormat
-from jpaged.text.answers.whole_answer import Answer, ToolCall
+from jpaged.text.answers.whole_answer import ToolCall
 
 NAMES = {
     "hermes": "qwen3", "qwen3_coder": "qwen3", "glm47": "qwen3", "gemma4": "gemma4", "llama3_json": None,
@@ -198,11 +198,6 @@ def pieces_of(text: str, marks: list[Mark], cuts: list[int], hidden: frozenset[i
             own.append(Mark(mark.place - start, mark.token_id))
         pieces.append((text[start:end], own))
     return pieces or [("", rest)]
-
-
-def joined(answer: Answer) -> str:
-    """Return all text that an answer holds."""
-    return (answer.reasoning or "") + answer.content + "".join(call.arguments for call in answer.tool_calls)
 
 
 def loaded(calls: tuple[ToolCall, ...]) -> tuple[tuple[str, object], ...]:
