@@ -7,6 +7,7 @@ The samples of one request do share it. Nothing here knows steps or devices; mas
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -33,6 +34,7 @@ from .thought_grammar import ThoughtRules, budgeted_thoughts, with_thought
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+logger = logging.getLogger("jpaged")
 MAX_TEXT_BYTES = 32 << 20
 """What requests asked for and its grammars as text may take, with and without tools, as long as they are remembered."""
 MAX_SPARE_BYTES = 128 << 20
@@ -167,6 +169,8 @@ class Grammars:
             got = f"some whose calls cannot be enforced together{_reason(start.failure)}"
             raise refusal("tools", got, ENFORCED, "send fewer or smaller schemas")
         self._keep(text, self._tried(start, "tools"))
+        for warning in written.warnings:
+            logger.warning("a request's tools: %s", warning)
         with self._lock:
             self._call_texts.put(asked, (text, written.warnings), len(text) + len(asked[0]))
         return text, written.warnings

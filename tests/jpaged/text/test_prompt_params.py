@@ -1,14 +1,20 @@
 """Parameters against a model: what does not fit is refused with its name, what is allowed and the way out."""
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from jpaged.errors import InvalidRequestError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
-from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import BeamSearchParams, SamplingParams
+from jpaged.text.answers.bound_format import bind_format
+from jpaged.text.chat.tools import Tool, ToolChoice, ToolSet
 from jpaged.text.prompt_params import ParamsChecker
 from jpaged.text.tokenizing.tokenizer import Tokenizer
+
+from .grammar.grammar_walks import grammars_of
+from .grammar.test_call_grammar import format_of, tokenizer_of
 
 VOCAB = 300
 
@@ -91,3 +97,89 @@ def test_a_budget_of_thoughts_is_refused_by_name_where_there_are_none(checker):
         ParamsChecker(None, LogitRulesSpec(VOCAB)).check(params, max_logprobs=20, max_num_seqs=4)
     with pytest.raises(InvalidRequestError, match="thinking_token_budget: got -1, allowed: an integer ≥ 0"):
         SamplingParams(thinking_token_budget=-1)
+
+
+YES = {"structured_outputs": {"json": {"enum": ["yes"]}}}
+GET = Tool("get", parameters={"type": "object", "properties": {}, "additionalProperties": False})
+CALLED = ToolSet((GET,), ToolChoice("required"))
+# Formats write thoughts in marks of their own. Each case: the format, the text by which the chat has opened the answer,
+# parameters, tools, and texts with whether each is a whole output; "prefix": the beginning of one.
+AFTER = {
+    "Gemma 4": (
+        "gemma4", "<|turn>model\n", YES, None,
+        {'"yes"': True, '<|channel>thought\nhm<channel|>"yes"': True, "<think>": False},
+    ),
+    "Gemma 4, without thoughts": (
+        "gemma4", "<|turn>model\n<|channel>thought\n<channel|>", YES, None,
+        {'"yes"': True, "<|channel>thought": False},
+    ),
+    "Gemma 4, a budget": (
+        "gemma4", "", {"thinking_token_budget": 2}, None,
+        {"Hi": True, "<|channel>thoughthm<channel|>Hi": True, "<|channel>thoughthmm": False},
+    ),
+    "Gemma 4, a call": (
+        "gemma4", "<|turn>model\n", {"thinking_token_budget": 2}, CALLED,
+        {"<|channel>thoughthm<channel|><|tool_call>call:get{}<tool_call|>": True, "Hi": False},
+    ),
+    "gpt-oss": (
+        "openai", "<|end|><|start|>assistant", YES, None,
+        {
+            '"yes"': False, '<|channel|>final<|message|>"yes"': True,
+            '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"yes"': True,
+        },
+    ),
+    "gpt-oss, a begun thought": (
+        "openai", "<|start|>assistant<|channel|>analysis<|message|>", YES, None,
+        {'hm<|end|><|start|>assistant<|channel|>final<|message|>"yes"': True, '<|channel|>final': False},
+    ),
+    "gpt-oss, a budget": (
+        "openai", "<|start|>assistant", {"thinking_token_budget": 2}, None,
+        {
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi": True,
+            "<|channel|>analysis<|message|>hmm": False, "<|channel|>final<|message|>Hello": True,
+            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}": True,
+        },
+    ),
+    "gpt-oss, a call without thoughts": (
+        "openai", "<|start|>assistant", {"thinking_token_budget": 0}, CALLED,
+        {
+            "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{}": True,
+            "<|channel|>analysis": False, "<|channel|>final": False,
+        },
+    ),
+    "Mistral": ("mistral", "", {"thinking_token_budget": 1}, None, {"[THINK]a[/THINK]b": True, "[THINK]ab": False}),
+    "free": ("hermes", "", {}, ToolSet((GET,)), None),
+    "none": ("hermes", "", {}, ToolSet((GET,), ToolChoice("none")), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_what_follows_a_chat_is_in_the_format_of_the_model(name):
+    format, opening, options, tools, texts = AFTER[name]
+    tokenizer = tokenizer_of(format_of(format))
+    grammars, bound = grammars_of(tokenizer), bind_format(format_of(format), tokenizer)
+    spec = LogitRulesSpec(tokenizer.vocab_size)
+    checker = ParamsChecker(tokenizer, spec, grammars=grammars, answer_format=bound)
+    checked = checker.check(SamplingParams(**options), max_logprobs=20, max_num_seqs=4)
+    grammar = checker.grammar_after([1, 2], checked, tools, opening)
+    assert grammar.unenforced == ()
+    if texts is None:
+        assert grammar.text == ""
+        return
+
+    def is_allowed(text):
+        matcher = grammars.matcher(grammar.text)
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            if not np.unpackbits(grammars.masks([matcher])[0].view(np.uint8), bitorder="little")[token_id]:
+                return False
+            matcher.advance(token_id)
+        return matcher.parser.is_accepting() or "prefix"
+
+    assert {text: is_allowed(text) for text in texts} == texts
+
+
+def test_tools_are_refused_beside_a_beam_search(checker):
+    checked = checker.check(BeamSearchParams(beam_width=2, max_tokens=3), max_logprobs=20, max_num_seqs=4)
+    assert checker.grammar_after([1], checked).text == ""
+    with pytest.raises(InvalidRequestError, match="tools: got tools with a beam search"):
+        checker.grammar_after([1], checked, ToolSet((GET,)), "")

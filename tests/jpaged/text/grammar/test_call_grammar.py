@@ -28,7 +28,7 @@ THOUGHT_OF = {
     "hermes": "qwen3", "qwen3_coder": "qwen3", "glm47": "qwen3", "gemma4": "gemma4", "mistral": "mistral",
     "openai": "openai_gptoss", "granite": "granite", "seed_oss": "seed_oss",
 }  # fmt: skip
-FORMATS = tuple(name for name in CALL_FORMATS if name != "minimax_m2")
+FORMATS = tuple(CALL_FORMATS)
 NUM_DRAWN = 6
 """Forced answers of each format, in the tests of every day."""
 
