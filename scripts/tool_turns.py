@@ -114,7 +114,7 @@ def run_codex(url: str, folder: Path) -> dict[str, Any]:
     return {
         "exit": status,
         "output": [json.loads(line) for line in out.splitlines()],
-        "stderr": [line for line in err.splitlines() if "CODEX_HOME" not in line],
+        "stderr": [line for line in err.splitlines() if "codex_home" not in line],
         "hello.txt": hello.read_text() if hello.is_file() else None,
     }
 

@@ -11,6 +11,7 @@ from jpaged import Engine
 from jpaged.serving.protocols.request_parser import RequestParser
 
 from ..tiny_model import SIZE_FLAGS, SIZES
+from .scripted import SIZES as SCRIPTED_SIZES
 from .scripted import Scripted, scripted_server, write_scripted_model
 from .served import Served, serving
 
@@ -52,6 +53,14 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     directory = write_scripted_model(tmp_path_factory.mktemp("scripted") / "model")
     with scripted_server(directory, scripts) as url:
         yield Scripted(url, scripts)
+
+
+@pytest.fixture(scope="session")
+def chat_parser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RequestParser]:
+    """Give the parser of such a server, whose template shows tools, calls and thoughts."""
+    directory = write_scripted_model(tmp_path_factory.mktemp("chat") / "model")
+    with Engine(str(directory), load_format="dummy", **SCRIPTED_SIZES) as engine:
+        yield RequestParser(engine.builder, ("scripted",))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_token
 from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import ToolParam, response_create_params
+from openai.types.responses.response_input_param import ResponseInputItemParam
 
 from jpaged.limits import LIMITS
 from jpaged.serving.protocols.chat.fields import CHAT_FIELDS
@@ -28,6 +29,8 @@ from jpaged.serving.protocols.messages.blocks import HOSTED_BLOCKS, REFUSED_BLOC
 from jpaged.serving.protocols.messages.fields import MESSAGE_FIELDS
 from jpaged.serving.protocols.messages.tools import TOOL_KEYS, TYPED_TOOL
 from jpaged.serving.protocols.responses.fields import RESPONSE_FIELDS
+from jpaged.serving.protocols.responses.input_items import READERS, REFUSED_ITEMS
+from jpaged.serving.protocols.responses.tools import HOSTED_KINDS, KINDS
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, RESPONSES_PAGE = ((DOCS / name).read_text() for name in ("serving.md", "responses.md"))
@@ -99,6 +102,15 @@ def test_every_block_and_tool_of_anthropics_package_is_known():
     assert "web_search_20250305" in tools
     assert [kind for kind in tools if kind != "custom" and not TYPED_TOOL.fullmatch(kind)] == []
     assert set(get_type_hints(beta_tool_param.BetaToolParam)) == TOOL_KEYS
+
+
+def test_every_item_and_tool_of_openais_responses_is_known():
+    items, tools = set(kinds_of(ResponseInputItemParam)), set(kinds_of(ToolParam))
+    assert {"message", "function_call_output", "reasoning"} <= items
+    assert READERS.keys() - items == set()
+    assert items - READERS.keys() - set(REFUSED_ITEMS) == set()
+    assert "web_search" in tools
+    assert tools - {*KINDS, *HOSTED_KINDS} == set()
 
 
 def _inherited(types: type) -> set[str]:

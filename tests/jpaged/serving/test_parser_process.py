@@ -44,6 +44,10 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("parse_chat", {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "temperature": 0.5, "frequency_penalty": 1}),
     ("parse_chat", {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
     ("parse_chat", {"messages": CHAT, "structured_outputs": {"choice": ["yes", "no"]}}),
+    ("parse_response", {
+        "input": CHAT[1:], "instructions": "Short.", "stream": True, "metadata": {"a": "b"}, "top_logprobs": 1,
+        "include": ["reasoning.encrypted_content"], "text": {"format": {"type": "json_object"}},
+    }),
     ("tokenize", {"messages": CHAT, "return_token_strs": True}),
     ("detokenize", {"tokens": [70, 71, 72]}),
 ]  # fmt: skip

@@ -105,6 +105,17 @@ def test_models_are_told_in_the_words_of_the_client(locked: Served):
     assert locked.request("/v1/models?limit=0", headers=version)[0] == 400
 
 
+def test_codex_finds_an_entry_for_each_model(locked: Served):
+    """With all fields without which it refuses the list."""
+    (entry,) = locked.request("/v1/models")[2]["models"]
+    required = {
+        "slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility", "supported_in_api",
+        "priority", "support_verbosity", "truncation_policy", "experimental_supported_tools", "base_instructions",
+    }  # fmt: skip
+    assert required <= entry.keys()
+    assert (entry["slug"], entry["context_window"], entry["truncation_policy"]["limit"]) == ("tiny", 128, 32)
+
+
 def test_pages_of_models_follow_one_another():
     models = [ServedModel(name=name, created=0, root="", max_model_len=5) for name in "abcde"]
 

@@ -1,21 +1,28 @@
 """/v1/responses through OpenAI's own client: complete, and as the events of a stream."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jpaged import SamplingParams
 from jpaged.messages import NewRequest
+from jpaged.outputs import Logprob, Mark, SampleDelta
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, unavailable
+from jpaged.serving.protocols.request_parser import RequestParser
 from jpaged.serving.protocols.responses.encoder import ResponsesEncoder
+from jpaged.serving.protocols.responses.parser import parse_response
 from jpaged.serving.protocols.responses.thoughts import unsealed
+from jpaged.text.tokenizing.detokenizer import Detokenizer
 
-from .scripted import Scripted
+from .scripted import SIZES, Scripted
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 TOOLS: list[dict[str, Any]] = [
@@ -62,13 +69,7 @@ def client(scripted: Scripted) -> openai.OpenAI:
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return items without the ids that each response has of its own, after a look whether they differ.
-
-    The scripted tokens are not those that the model has drawn, so their logprobs are left out too.
-    """
-    for part in (part for item in items for part in item.get("content") or ()):
-        for record in part.get("logprobs", ()):
-            del record["logprob"], record["top_logprobs"]
+    """Return items without the ids that each response has of its own, after a look whether they differ."""
     for name in ("id", "call_id"):
         ids = [item[name] for item in items if item.get(name) is not None]
         assert len(set(ids)) == len(ids)
@@ -177,15 +178,6 @@ def test_a_thought_can_be_returned_by_clients_that_keep_only_its_encrypted_conte
     assert unsealed(thought.encrypted_content) == "Where is it?"
 
 
-@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}], ids=str)
-def test_logprobs_are_those_of_the_tokens_of_a_message(client, fields: dict[str, Any]):
-    for text in ("only say it", "think and say it"):
-        part = both(client, text, temperature=0, **fields).output[-1].content[0]
-        written = b"".join(bytes(one.bytes) for one in part.logprobs).decode()
-        assert written == part.text
-        assert {len(one.top_logprobs) for one in part.logprobs} == {fields.get("top_logprobs", 0)}
-
-
 def test_fields_are_repeated_as_the_type_of_a_response_has_them(client):
     response = both(
         client, "only say it", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5, top_p=0.75,
@@ -199,15 +191,17 @@ def test_fields_are_repeated_as_the_type_of_a_response_has_them(client):
     assert response.reasoning.effort == "low"
 
 
-def encoder(*, is_stream: bool = True) -> ResponsesEncoder:
-    """Return an encoder of a response to a prompt of three tokens."""
-    new = NewRequest(
-        request_id="7", number=0, prompt_token_ids=bytes(12), prompt=None, params=SamplingParams(), max_tokens=5,
-        stop_ids=frozenset(), arrival_time=0.0,
-    )  # fmt: skip
-    details = {"repeated": '{"tools":[],"tool_choice":"auto","parallel_tool_calls":true}', "names": {}}
-    request = GenerationRequest(model="m", new_requests=(new,), num_samples=1, is_stream=is_stream, details=details)
-    return ResponsesEncoder(request, ["7-0"], None, created=5, fingerprint="f")
+def encoder(request: GenerationRequest | None = None, **options: Any) -> ResponsesEncoder:
+    """Return an encoder of a request, by default of one for a stream without an answer that can be told apart."""
+    if request is None:
+        new = NewRequest(
+            request_id="7", number=0, prompt_token_ids=bytes(12), prompt=None, params=SamplingParams(), max_tokens=5,
+            stop_ids=frozenset(), arrival_time=0.0,
+        )  # fmt: skip
+        details = {"repeated": '{"tools":[],"tool_choice":"auto","parallel_tool_calls":true}'}
+        request = GenerationRequest(model="m", new_requests=(new,), num_samples=1, is_stream=True, details=details)
+    options = {"tokenizer": None, **options}
+    return ResponsesEncoder(request, ["7-0"], created=5, fingerprint="f", **options)
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -248,3 +242,97 @@ def test_silence_is_broken_by_numbered_events_with_data():
     one = encoder()
     events = events_of(one.opening() + one.keepalive + one.keepalive)
     assert [(event["type"], event["sequence_number"]) for event in events[2:]] == [("keepalive", 2), ("keepalive", 3)]
+
+
+ANSWER = "<think>\nHm.\n</think>\n\nJürgen 🐄 <b>" + ROME + "\nDone.<|end|>"
+
+
+def deltas(parser: RequestParser, request: GenerationRequest, sizes: list[int]) -> Iterator[SampleDelta]:
+    """Yield the deltas of ANSWER, of so many tokens each; the last has the rest."""
+    (new,), tokenizer = request.new_requests, parser.tokenizer
+    ids = tokenizer.encode(ANSWER, add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, [5], stop=["</b>"], mark_ids=new.mark_ids)
+    num_chars = num_marks = first = 0
+    for size in [*sizes, len(ids)]:
+        taken, first = ids[first : first + size], first + size
+        is_last = first >= len(ids)
+        detokenizer.append(taken[:-1] if is_last else taken)
+        text = detokenizer.delta(finished=is_last)
+        found = detokenizer.marks(num_marks, num_chars + len(text))
+        marks = tuple(Mark(mark.place - num_chars, mark.token_id) for mark in found)
+        num_marks, num_chars = num_marks + len(marks), num_chars + len(text)
+        logprobs = tuple({id: Logprob(-1.0, 1, tokenizer.decode([id], skip_special_tokens=False))} for id in taken)
+        yield SampleDelta("7-0", 0, tuple(taken), text, logprobs, "stop" if is_last else None, marks=marks)
+        if is_last:
+            return
+
+
+@pytest.fixture(scope="module")
+def scored_request(chat_parser: RequestParser) -> GenerationRequest:
+    """Give a request whose messages have logprobs."""
+    fields = {"input": "x", "tools": TOOLS[:1], "top_logprobs": 1, "stop": ["</b>"], "stream": True}
+    return parse_response(chat_parser, bytearray(json.dumps(fields), "utf-8"))
+
+
+@given(sizes=st.lists(st.integers(1, 12)))
+@settings(max_examples=40)
+def test_however_an_output_is_cut_it_has_the_same_items_and_logprobs(
+    chat_parser: RequestParser, scored_request: GenerationRequest, sizes: list[int]
+):
+    """Several tokens come at once where the event loop is late, and text is held back for a stop string."""
+    one = encoder(
+        scored_request, tokenizer=chat_parser.tokenizer, answer_format=chat_parser.builder.encoder.answer_format
+    )
+    data = one.opening() + b"".join(map(one.chunks_of, deltas(chat_parser, scored_request, sizes))) + one.closing([])
+    *_, last = events_of(data)
+    thought, text, called, done = last["response"]["output"]
+    for item, written in ((text, "Jürgen 🐄 <b>"), (done, "Done.")):
+        (part,) = item["content"]
+        assert part["text"].strip() == written
+        assert b"".join(bytes(record["bytes"]) for record in part["logprobs"]).decode() == part["text"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert called["arguments"] == WEATHER["arguments"]
+    assert last["response"]["usage"]["output_tokens"] == len(chat_parser.tokenizer.encode(ANSWER))
+
+
+TURNS = [
+    ("first turn", THOUGHT + "I look.\n" + ROME + "\n" + call("patch", '{"input": "a\\nb"}') + "<|end|>"),
+    ("It rains.", THOUGHT + "It rains in Rome.<|end|>"),
+    ("third turn", ROME + "<|end|>"),
+]
+"""What ends a turn's prompt, and what the model writes behind it."""
+RESULTS = {"weather": "It is Rome.", "patch": "It rains."}
+
+
+def test_three_turns_have_the_prompts_of_chat_completions_and_find_their_pages(client, scripted: Scripted):
+    """Each client gives back what its package has given it: items here, messages there."""
+    scripted.scripts.update(TURNS)
+    tools = TOOLS[:2]
+    chat_tools = [
+        {"type": tool["type"], tool["type"]: {k: v for k, v in tool.items() if k != "type"}} for tool in tools
+    ]
+    items: list[Any] = []
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}]
+    usages = []
+    for text, _ in TURNS:
+        if text != "It rains.":
+            items.append({"role": "user", "content": text})
+            messages.append({"role": "user", "content": text})
+        response = client.responses.create(model="scripted", instructions="Be brief.", input=items, tools=tools)
+        chat = client.chat.completions.create(model="scripted", messages=messages, tools=chat_tools)
+        usages.append((response.usage, chat.usage))
+        items += response.output
+        for item in response.output:
+            if item.type.endswith("_call"):
+                output = {"type": f"{item.type}_output", "call_id": item.call_id, "output": RESULTS[item.name]}
+                items.append(output)
+        message = chat.choices[0].message
+        messages.append(message)
+        for called in message.tool_calls or ():
+            name = (called.function if called.type == "function" else called.custom).name
+            messages.append({"role": "tool", "tool_call_id": called.id, "content": RESULTS[name]})
+    for index, (mine, theirs) in enumerate(usages):
+        assert mine.input_tokens == theirs.prompt_tokens
+        assert theirs.prompt_tokens_details.cached_tokens >= mine.input_tokens - SIZES["block_size"]
+        if index:
+            assert mine.input_tokens_details.cached_tokens >= 0.9 * usages[index - 1][0].input_tokens

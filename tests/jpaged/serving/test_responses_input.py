@@ -1,20 +1,16 @@
 """What bodies of /v1/responses become: the prompt of chat completions for the same conversation, or an error."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from jpaged import Engine
 from jpaged.errors import InvalidRequestError
 from jpaged.serving.protocols.chat.parser import parse_chat
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.request_parser import RequestParser
 from jpaged.serving.protocols.responses.parser import parse_response
 from jpaged.serving.protocols.responses.thoughts import sealed
-
-from .scripted import SIZES, write_scripted_model
 
 WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": WEATHER_SCHEMA}
@@ -23,14 +19,6 @@ CUSTOM = {"type": "custom", "name": "patch", "format": {"type": "grammar", **GRA
 WAIT = {"type": "function", "name": "wait"}
 SEARCH = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": {"type": "object"}}
 QUESTION = {"role": "user", "content": "How is it in Rome?"}
-
-
-@pytest.fixture(scope="module")
-def chat_parser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RequestParser]:
-    """Give the parser of a server whose template shows tools, calls and thoughts."""
-    directory = write_scripted_model(tmp_path_factory.mktemp("model") / "model")
-    with Engine(str(directory), load_format="dummy", **SIZES) as engine:
-        yield RequestParser(engine.builder, ("m",))
 
 
 def responses(parser: RequestParser, **fields: Any) -> GenerationRequest:

@@ -61,7 +61,8 @@ class Conversation:
                 kind = "message"
             if not isinstance(kind, str) or kind not in READERS:
                 got = "none" if kind is None else shown_name(kind) if isinstance(kind, str) else told(kind)
-                raise refusal(f"{path}.type", got, ", ".join(READERS), WAYS_OUT.get(str(kind), "leave the item out"))
+                way_out = REFUSED_ITEMS.get(str(kind), "leave the item out")
+                raise refusal(f"{path}.type", got, ", ".join(READERS), way_out)
             if kind == "reasoning" and index < first_thought:
                 continue
             READERS[kind](self, item, path)
@@ -187,12 +188,21 @@ READERS: dict[str, Callable[[Conversation, dict[str, Any], str], None]] = {
     "compaction": Conversation.compaction,
 }
 """Type of an item → what reads it."""
-WAYS_OUT = {
+REFUSED_ITEMS = {
+    **dict.fromkeys(
+        (
+            "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools",
+            "mcp_call", "mcp_approval_request", "mcp_approval_response", "computer_call", "computer_call_output",
+            "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output", "apply_patch_call",
+            "apply_patch_call_output", "program", "program_output",
+        ),
+        "leave it out, or tell of it in a message",
+    ),
     "item_reference": "responses are not stored: send the item itself",
     "compaction_trigger": "responses are not compacted here: send a message that asks for a summary",
     "configuration_update": "give reasoning and text beside input",
-}
-"""Type of an item that is refused → what a client can do instead of leaving it out."""
+}  # fmt: skip
+"""Type of an item that is refused → what a client can do instead."""
 
 
 def last_user_index(value: Any) -> int:
