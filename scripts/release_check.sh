@@ -75,7 +75,7 @@ page() { # The server's page, in Chromium; where it is missing, .ci/run skips th
   command -v chromedriver >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver curl; } || return 1
   python -m pytest tests/jpaged/serving/test_page.py
 }
-clients() { python scripts/serve_clients.py; } # Their environments, of 9 GB, stay in the user's cache folder.
+clients() { python scripts/serve_clients.py && python scripts/tool_turns.py; } # Their environments, of 9 GB, stay in the user's cache folder.
 
 for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow live examples torch readme page clients}"; do
   for name in $part; do

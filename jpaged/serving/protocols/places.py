@@ -37,6 +37,14 @@ class Places:
             known = known[: step.start()] if step else ""
         return self._sent[known] + place[len(known) :] if known else place
 
+    def reworded(self, sentence: str) -> str:
+        """Return a sentence about a chat that names the places of the body."""
+        for path in reversed(_paths_in(sentence)):
+            sentence = sentence[: path.start()] + self.of(path.group()) + sentence[path.end() :]
+        for word, sent in self._words.items():
+            sentence = word.sub(sent, sentence)
+        return sentence
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Let InvalidRequestErrors of the `with` block name the places of the body."""
@@ -44,11 +52,11 @@ class Places:
             yield
         except InvalidRequestError as error:
             message, param = str(error), error.param
-            paths = [one for one in _PATH.finditer(message) if one.start() == 0 or not one.group().isalpha()]
-            if paths and paths[0].start() == 0:
+            if (paths := _paths_in(message)) and paths[0].start() == 0:
                 param = paths[0].group()
-            for path in reversed(paths):
-                message = message[: path.start()] + self.of(path.group()) + message[path.end() :]
-            for word, sent in self._words.items():
-                message = word.sub(sent, message)
-            raise error.reworded(message, param=param and self.of(param)) from error.__cause__
+            raise error.reworded(self.reworded(message), param=param and self.of(param)) from error.__cause__
+
+
+def _paths_in(sentence: str) -> list[re.Match[str]]:
+    """Return the places in a sentence; a word such as "tools" is one where the sentence begins with it."""
+    return [one for one in _PATH.finditer(sentence) if one.start() == 0 or not one.group().isalpha()]

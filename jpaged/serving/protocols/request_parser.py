@@ -28,6 +28,7 @@ from .fields import CLIENT_ID, BodyField, TakenFields, take_fields
 from .generation_request import GenerationRequest
 from .http_errors import unknown_model
 from .nested_options import usage_of
+from .places import Places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +113,10 @@ class RequestParser:
         prompts: Sequence[Mapping[str, Any]],
         params: SamplingParams | BeamSearchParams,
         wanted: Wanted,
+        places: Places | None = None,
     ) -> GenerationRequest:
-        """Return the internal form of a request."""
+        """Return the internal form of a request. `places` are the names that warnings about a chat have for its parts;
+        None where the chat was sent as it is."""
         given = fields.protocol
         has_usage, has_continuous_usage = usage_of(given.get("stream_options"), is_stream=wanted.is_stream)
         new_requests = tuple(
@@ -137,7 +140,7 @@ class RequestParser:
                 "return_tokens_as_token_ids", given.get("return_tokens_as_token_ids", False), boolean
             ),
             client_id=check("request_id", given.get("request_id"), or_none(_client_id)),
-            warnings=tuple(fields.warnings),
+            warnings=tuple(fields.warnings if places is None else map(places.reworded, fields.warnings)),
         )
 
     def _new_request(

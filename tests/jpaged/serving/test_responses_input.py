@@ -215,6 +215,13 @@ def test_tools_that_only_openai_runs_are_left_out_with_a_warning(chat_parser: Re
         responses(strict, input=[QUESTION], tools=[{"type": kind}])
 
 
+def test_a_warning_names_its_place_in_the_body(chat_parser: RequestParser):
+    """This format writes texts of tools as JSON, in which no grammar of theirs can be enforced."""
+    team = {"type": "namespace", "name": "team", "tools": [WAIT, CUSTOM]}
+    (warning,) = responses(chat_parser, input=[QUESTION], tools=[FUNCTION, team]).warnings
+    assert warning.startswith("tools[1].tools[1].format is not enforced: ")
+
+
 CHOICES: dict[str, tuple[Any, Any]] = {
     "none": ("none", "none"),
     "required": ("required", "required"),

@@ -45,7 +45,8 @@ def parse_chat(parser: RequestParser, body: bytearray) -> GenerationRequest:
     places = _take_functions(fields)
     prompts = [{"messages": given["messages"]}]
     with sent_as(wanted.sent_names), places.named():
-        request = parser.request(fields, prompts, params_of(parser, fields, wanted, max_tokens), wanted)
+        params = params_of(parser, fields, wanted, max_tokens)
+        request = parser.request(fields, prompts, params, wanted, places)
     choice = fields.prompt_options.get("tool_choice")
     return replace(
         request,

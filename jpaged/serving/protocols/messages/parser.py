@@ -54,7 +54,7 @@ def parse_messages(parser: RequestParser, body: bytearray) -> GenerationRequest:
     )
     with _in_anthropics_words(parser.max_model_len - 1), places.named(), sent_as(SENT_NAMES):
         params = params_of(parser, fields, wanted, min(max_tokens, INT64[1]))
-        return parser.request(fields, [prompt], params, wanted)
+        return parser.request(fields, [prompt], params, wanted, places)
 
 
 def count_tokens(parser: RequestParser, body: bytearray) -> ParserResponse:

@@ -69,7 +69,7 @@ def parse_response(parser: RequestParser, body: bytearray) -> GenerationRequest:
     with sent_as(wanted.sent_names), places.named():
         take_template_arguments(parser, fields)
         params = params_of(parser, fields, wanted, wanted.max_tokens)
-        request = parser.request(fields, [prompt], params, wanted)
+        request = parser.request(fields, [prompt], params, wanted, places)
     assert isinstance(params, SamplingParams), "no field asks for beams"
     details = ResponseDetails(
         repeated=encode_json(_repeated(given, params, tools, reasoning, text)).decode(),
