@@ -77,53 +77,73 @@ def _with_instructions(conversation: Sequence[dict[str, Any]], traits: TemplateT
     The role developer becomes system where the template does not know it. Further ones at the start are joined to the
     first one. One behind the first turn that the template does not show at its place is joined to the user's message
     before it or behind it, or to the tool's result before it where no user's message may follow a result; otherwise it
-    becomes a user's message. Joined texts have an empty line between them. Raise InvalidRequestError for a system
-    message at the start that the template does not show.
+    becomes a user's message. Raise InvalidRequestError for a system message at the start that the template does not
+    show.
     """
-    fitted: list[dict[str, Any]] = []
+    fitted = _Joined()
     has_turn = False
     pending: list[str] = []  # Instructions that wait for the next user's message.
     for index, message in enumerate(conversation):
         role, text = message["role"], message["content"]
         if role not in INSTRUCTIONS:
             has_turn = True
+            if pending and role != "user":
+                fitted.add({"role": "user"}, *pending)
             if pending and role == "user":
-                message = {**message, "content": JOINT.join([*pending, text])}
-            elif pending:
-                fitted.append({"role": "user", "content": JOINT.join(pending)})
+                fitted.add(message, *pending, text)
+            else:
+                fitted.add(message)
             pending = []
-            fitted.append(message)
-            continue
-        if not has_turn:
+        elif has_turn:
             if role == "developer" and not traits.shows_developer:
                 role = "system"
-            if fitted and not (traits.shows_several_systems and message["role"] == "system" == fitted[-1]["role"]):
-                _join(fitted, text)
-            elif role == "system" and not traits.shows_system:
+            last = fitted.last["role"]
+            if traits.shows_late_developer if role == "developer" else traits.shows_late_system:
+                fitted.add({**message, "role": role})
+            elif last == "user" or (last == "tool" and not traits.takes_user_after_result):
+                fitted.join(text)
+            else:
+                pending.append(text)
+        elif fitted.messages and not (traits.shows_several_systems and role == "system" == fitted.last["role"]):
+            fitted.join(text)
+        else:
+            role = "system" if role == "developer" and not traits.shows_developer else role
+            if role == "system" and not traits.shows_system:
                 way_out = "put its text into the first user message"
                 reason = "none, since this model's chat template does not show one"
                 raise bad_messages(f"messages[{index}]: got a {message['role']} message, allowed: {reason}; {way_out}")
-            else:
-                fitted.append({**message, "role": role})
-            continue
-        if role == "developer" and not traits.shows_late_developer and not traits.shows_developer:
-            role = "system"
-        if traits.shows_late_developer if role == "developer" else traits.shows_late_system:
-            fitted.append({**message, "role": role})
-        elif fitted[-1]["role"] == "user" or (fitted[-1]["role"] == "tool" and not traits.takes_user_after_result):
-            _join(fitted, text)
-        else:
-            pending.append(text)
-    return [*fitted, {"role": "user", "content": JOINT.join(pending)}] if pending else fitted
+            fitted.add({**message, "role": role})
+    if pending:
+        fitted.add({"role": "user"}, *pending)
+    return fitted.whole()
 
 
-JOINT = "\n\n"
-"""What stands between two texts that become one message."""
+class _Joined:
+    """Messages to which further texts are joined, with an empty line between two."""
 
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._texts: dict[int, list[str]] = {}  # Index of a message → its texts, joined at the end.
 
-def _join(fitted: list[dict[str, Any]], text: str) -> None:
-    """Join a text to the last of these messages."""
-    fitted[-1] = {**fitted[-1], "content": f"{fitted[-1]['content']}{JOINT}{text}"}
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.messages[-1]
+
+    def add(self, message: dict[str, Any], *texts: str) -> None:
+        """Add a message, whose content are the `texts` if there are any."""
+        if texts:
+            self._texts[len(self.messages)] = list(texts)
+        self.messages.append(message)
+
+    def join(self, text: str) -> None:
+        """Join a text to the last message."""
+        self._texts.setdefault(len(self.messages) - 1, [self.last.get("content", "")]).append(text)
+
+    def whole(self) -> list[dict[str, Any]]:
+        """Return all messages with their texts."""
+        for index, texts in self._texts.items():
+            self.messages[index] = {**self.messages[index], "content": "\n\n".join(texts)}
+        return self.messages
 
 
 def _with_short_ids(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -65,26 +66,45 @@ def match_results(messages: Iterable[dict[str, Any]]) -> None:
     result without a call.
     """
     calls: dict[str, dict[str, Any]] = {}  # Id → the last call of that id.
-    waiting: dict[int, dict[str, Any]] = {}  # The calls of the last message with calls that have no result, in order.
+    waiting = without_id = _Waiting([])
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
-            waiting = {id(call): call for call in message["tool_calls"] if isinstance(call, dict)}
-            calls |= {call["id"]: call for call in waiting.values() if isinstance(call.get("id"), str)}
+            latest = [call for call in message["tool_calls"] if isinstance(call, dict)]
+            calls |= {call["id"]: call for call in latest if isinstance(call.get("id"), str)}
+            waiting, without_id = _Waiting(latest), _Waiting([call for call in latest if "id" not in call])
         if message["role"] != "tool":
             continue
         call_id = message.get("tool_call_id")
         call = calls.get(call_id) if isinstance(call_id, str) else None
         if call is None:
-            call = next((one for one in waiting.values() if call_id is None or "id" not in one), None)
+            call = waiting.first() if call_id is None else without_id.first()
         if call is None:
             got = "has no tool_call_id, and no call before it waits for a result"
             got = got if call_id is None else "has a tool_call_id that no call before it has"
             raise bad_messages(f"messages[{index}] {got}; send the message with its call before it")
-        waiting.pop(id(call), None)
+        waiting.take(call)
+        without_id.take(call)
         if "name" not in message and (name := name_of(call)):
             message["name"] = name
         if call_id is None and "id" in call:
             message["tool_call_id"] = call["id"]
+
+
+class _Waiting:
+    """Calls of one message that wait for their results, in order. Each is looked at once, however many there are."""
+
+    def __init__(self, calls: list[dict[str, Any]]):
+        self._calls, self._answered = deque(calls), set[int]()
+
+    def first(self) -> dict[str, Any] | None:
+        """Return the first call that waits; None if none does."""
+        while self._calls and id(self._calls[0]) in self._answered:
+            self._calls.popleft()
+        return self._calls[0] if self._calls else None
+
+    def take(self, call: dict[str, Any]) -> None:
+        """Note that a call has its result."""
+        self._answered.add(id(call))
 
 
 def name_of(call: dict[str, Any]) -> str | None:

@@ -15,13 +15,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ...checks import Unfit, boolean, check, check_name, one_of, or_none, refusal, shown_name, told
-from ...limits import DEFAULT_LIMITS
+from ...limits import DEFAULT_LIMITS, ceiling
 from ...structured_outputs import schema_text
 
 CUSTOM_ARGUMENT = "input"
 """The name under which a chat template, and so the model, sees the text of a custom tool."""
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 """What templates see of a function without parameters; most of them need the key `properties`."""
+MAX_TOOLS = ceiling("tools")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """OpenAI allows 64 of these characters and no dot, Anthropic 128. None of them means anything in a format of calls."""
 UNUSED_KEYS = ("cache_control",)
@@ -268,8 +269,8 @@ def _choice(value: Any, tools: tuple[Tool, ...]) -> ToolChoice:
     fields = _fields(value[kind], path, ("mode", "tools"))
     mode = check(f"{path}.mode", fields.get("mode"), one_of("auto", "required"))
     allowed = fields.get("tools")
-    if not isinstance(allowed, Sequence) or isinstance(allowed, str) or not allowed:
-        raise refusal(f"{path}.tools", told(allowed), "a list of at least one tool")
+    if not isinstance(allowed, Sequence) or isinstance(allowed, str) or not 1 <= len(allowed) <= MAX_TOOLS:
+        raise refusal(f"{path}.tools", told(allowed), f"a list of 1 to {MAX_TOOLS} tools")
     names = []
     for index, one in enumerate(allowed):
         place = f"{path}.tools[{index}]"

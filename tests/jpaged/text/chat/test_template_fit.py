@@ -1,11 +1,15 @@
 """Conversations in published templates: nothing is lost without a word, and what cannot be shown is refused by name."""
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
 
 from jpaged.errors import InvalidRequestError
+from jpaged.text.chat.chat_messages import normalize_messages
 from jpaged.text.chat.chat_template import render_chat_template
+from jpaged.text.chat.template_fit import fit_to_template
 from jpaged.text.chat.template_traits import TemplateTraits, traits_of
 from jpaged.text.chat.tools import tools_of
 
@@ -182,3 +186,20 @@ def test_of_a_template_that_shows_no_question_nothing_is_known():
         TemplateTraits()
     )
     assert traits_of("{{ 'fixed' }}", {}) == traits_of("{% for %}", {}) == TemplateTraits()
+
+
+def test_the_work_is_linear_in_the_number_of_messages():
+    """Texts joined one by one, and calls looked for from the first one on, would take a minute."""
+    traits = replace(TemplateTraits(), shows_several_systems=False, shows_late_system=False, needs_short_ids=True)
+    num_systems, num_calls, text = 3000, 20_000, "x" * 5000
+    ids = [{"id": f"c{index}"} if index % 2 else {} for index in range(num_calls)]
+    calls = [{**one, "function": {"name": "f"}} for one in ids]
+    results = [{"role": "tool", "content": "", "tool_call_id": one.get("id")} for one in ids]
+    many = [system(text)] * num_systems
+    chat = [*many, USER, *many, {"role": "assistant", "tool_calls": calls}, *results]
+    start = time.process_time()
+    fitted = fit_to_template(normalize_messages(chat), traits, None)
+    assert time.process_time() - start < 5
+    joined = "\n\n".join([text] * num_systems)
+    assert [one["content"] for one in fitted[:2]] == [joined, f"Hi\n\n{joined}"]
+    assert [one["tool_call_id"] for one in fitted[3:]] == [one["id"] for one in fitted[2]["tool_calls"]]
