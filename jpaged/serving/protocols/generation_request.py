@@ -45,6 +45,8 @@ class GenerationRequest:
     """Whether the client has chosen the tool that is called."""
     has_function_call: bool = False
     """Whether a call is told in OpenAI's older form, the field `function_call`, which holds one."""
+    has_short_call_ids: bool = False
+    """Whether ids of calls must have 9 characters, since the chat template takes no others."""
     details: Mapping[str, Any] | None = None
     """What the encoder of its protocol must know beside, as plain data."""
     client_id: str | None = None

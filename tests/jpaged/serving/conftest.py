@@ -20,7 +20,7 @@ FLAGS: list[Any] = [*SIZE_FLAGS, "--served-model-name", "tiny", "--enable-admin"
 
 KEYS = ("first-key", "second-key")
 SMALL: dict[str, int] = {
-    "body_bytes": 2000, "body_s": 1, "header_bytes": 4000, "headers": 12, "header_s": 1, "keep_alive_s": 1,
+    "body_bytes": 2000, "body_s": 1, "header_bytes": 4000, "headers": 24, "header_s": 1, "keep_alive_s": 1,
     "connections": 20, "prompts": 3, "samples": 2, "stop": 2, "bad_words": 2, "logit_bias": 2, "json_depth": 5,
     "requests_per_key": 4, "request_s": 20, "waiting_tokens": 100, "json_values": 40, "send_s": 1, "silence_s": 1,
 }  # fmt: skip

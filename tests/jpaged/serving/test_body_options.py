@@ -266,6 +266,20 @@ def test_thoughts_that_a_model_does_not_have_are_a_warning(parser):
     assert param_of(templated(parser, plain, is_strict=True), **wanted) == "enable_thinking"
 
 
+def test_a_template_that_takes_short_ids_alone_gets_short_ones(parser):
+    """As Mistral's: it raises for others."""
+    calls = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% if IS_LONG %}'
+        "{{ raise_exception('long') }}{% endif %}{% endfor %}{% endfor %}{% for t in tools or [] %}{{ t }}{% endfor %}"
+        "{# <tool_call></tool_call> XML tags #}"
+    )
+    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
+    for condition, is_short in (("false", False), ("c.id | length != 9", True)):
+        found = parse(templated(parser, calls.replace("IS_LONG", condition)), tools=tools)
+        assert found.has_short_call_ids is is_short
+
+
 def test_a_template_that_is_not_valid_is_told_of_the_messages_that_were_sent(parser):
     broken = templated(parser, "{% if %}")
     for method in ("parse_chat", "tokenize"):

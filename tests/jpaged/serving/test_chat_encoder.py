@@ -110,3 +110,11 @@ def test_samples_cut_in_any_way_are_the_complete_response(case: str, size: int):
     assert (second["finish_reason"], second["message"]["content"]) == ("stop", "No.")
     assert (third["message"]["reasoning"], third["message"]["content"]) == ("Hm.", "Yes.")
     assert fourth["finish_reason"] == "length"
+
+
+def test_ids_of_calls_have_the_length_that_the_template_takes():
+    format = bind_marks(answer_format("hermes", None), {})
+    for is_short, pattern in ((False, "call_[0-9a-f]{24}"), (True, "[0-9a-f]{9}")):
+        encoder = encoder_of(format, is_stream=True, has_short_call_ids=is_short)
+        chunk = json.loads(encoder.chunks([delta_of(tokens_of(CALL, {}), 0, (), None)]).decode().split("\n\n")[0][6:])
+        assert re.fullmatch(pattern, chunk["choices"][0]["delta"]["tool_calls"][0]["id"])

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from jpaged.errors import InvalidRequestError
@@ -12,6 +13,7 @@ from jpaged.serving.protocols.messages.models import anthropic_models
 from jpaged.serving.protocols.served_model import ServedModel
 from jpaged.serving.protocols.table import PROTOCOLS
 
+from .conftest import KEYS
 from .served import Served
 from .test_http import statuses
 
@@ -54,6 +56,39 @@ def test_what_is_refused_unread_has_the_form_of_the_protocol_of_its_path(locked:
     message = body["error"]["message"]
     error = HTTPError(status, message, code="invalid_api_key" if status == 401 else None)
     assert (found, body) == (status, json.loads(GENERATING[path].error_body(error, headers["x-request-id"])))
+
+
+RAISED: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str | None]] = {
+    "a wrong key": ({"extra_headers": {"Authorization": "Bearer wrong"}}, openai.AuthenticationError, None),
+    "an unknown model": ({"model": "other"}, openai.NotFoundError, "model"),
+    "a wrong value": ({"temperature": 5}, openai.BadRequestError, "temperature"),
+    "too long a body": ({"user": "x" * 2000}, openai.APIStatusError, None),
+    "a tool twice": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, openai.BadRequestError,
+        "tools[1].function.name",
+    ),
+    "a choice without tools": ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice"),
+    "a budget below 0": ({"extra_body": {"thinking_token_budget": -1}}, openai.BadRequestError,
+                         "thinking_token_budget"),
+    "documents": ({"extra_body": {"documents": [{"text": "x"}]}}, openai.BadRequestError, "documents"),
+    "a result without its call": (
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
+        openai.BadRequestError, "messages[1]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RAISED)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["complete", "stream"])
+def test_openais_client_raises_its_own_exceptions(locked: Served, case: str, is_stream: bool):
+    """Also of a stream, which has not begun then; and the next request is none the worse."""
+    fields, kind, param = RAISED[case]
+    client = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=KEYS[0], max_retries=0)
+    good: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{**good, **fields}, stream=is_stream)
+    assert caught.value.param == param
+    assert client.chat.completions.create(**good).usage.completion_tokens == 2
 
 
 KINDS = {

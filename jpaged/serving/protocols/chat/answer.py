@@ -84,7 +84,7 @@ class ChatAnswer:
         return None
 
     def _call_id(self, index: int) -> str:
-        return call_id(self._response_id, self._choice, index)
+        return call_id(self._response_id, self._choice, index, is_short=self._request.has_short_call_ids)
 
 
 def _thought(text: str) -> dict[str, Any]:

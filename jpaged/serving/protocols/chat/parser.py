@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....checks import boolean, check, integer, or_none, refusal, sent_as, told
+from ....text.chat.template_traits import traits_of
 from ....text.prompts import TOOL_OPTIONS
 from ..fields import TakenFields
 from ..generation_request import GenerationRequest
@@ -53,7 +54,13 @@ def parse_chat(parser: RequestParser, body: bytearray) -> GenerationRequest:
         hides_reasoning=not shows_reasoning,
         has_named_call=isinstance(choice, dict) and choice.get("type") in ("function", "custom"),
         has_function_call=bool(given.get("functions")),
+        has_short_call_ids=bool(fields.prompt_options.get("tools")) and _needs_short_ids(parser),
     )
+
+
+def _needs_short_ids(parser: RequestParser) -> bool:
+    special_tokens = parser.tokenizer_for("tools").special_tokens
+    return traits_of(parser.builder.encoder.template, special_tokens).needs_short_ids
 
 
 def _take_functions(fields: TakenFields) -> Places:

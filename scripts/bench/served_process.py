@@ -1,0 +1,229 @@
+"""A server in a process of its own, over a device that computes nothing, and its client, for the benches of serving.
+
+The server has the engine's own host core. Its device's steps take so many milliseconds each, and give the tokens of a
+script where the prompt names one (`SCRIPTS`), else always the same token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged import __version__
+from jpaged.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scheduler import instant_runner
+
+CONTEXT = 512
+TOKEN_TEXT = b"()"
+"""Text of the token that the device always draws."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SCRIPTS = {
+    "content": ("", "()"),
+    "thought": ("<think>", "()"),
+    "call": ('<tool_call>\n{"name": "note", "arguments": {"text": "', "()"),
+    "newlines": ("", "\n"),
+}
+"""Name of a script → what the device writes behind a prompt that holds `script:NAME`: a text, then one token's text,
+again and again."""
+ANSWERS_TEMPLATE = """\
+{%- if tools %}Call <tool_call>{"name": "…", "arguments": {…}}</tool_call>:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{#- </think> #}"""
+"""A template of a model that thinks and calls tools, whose marks are no tokens of the built-in tokenizer."""
+
+
+class PacedRunner:
+    """A runner each of whose steps ends so many seconds after the one before, and notes when it did."""
+
+    def __init__(self, engine: Engine, step_s: float):
+        self._core, self._runner, self._step_s = engine.core, instant_runner(engine.core.builder), step_s
+        assert engine.tokenizer is not None
+        self._tokenizer = engine.tokenizer
+        self._scripts: dict[str, tuple[list[int], int] | None] = {}
+        """The core's id of a request → the first tokens of its script, and the one behind them."""
+        self._end_s = 0.0
+        self.ends_s: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def dispatch(self, step: Any) -> Any:
+        self._end_s = max(self._end_s, time.monotonic()) + self._step_s
+        return _PacedOutputs(self._runner.dispatch(step), self._end_s, self)
+
+    def scripted(self, sampled: Any) -> Any:
+        """Return the rows of the oldest step in flight with the next tokens of the scripts of their requests."""
+        token_ids = np.array(sampled.token_ids)
+        for row, sample in enumerate(self._core.in_flight[0].rows.samples):
+            request = sample.request
+            if request.request_id not in self._scripts:
+                self._scripts[request.request_id] = self._script(request.prompt_token_ids)
+            if (script := self._scripts[request.request_id]) is not None:
+                place = sample.num_output_tokens
+                token_ids[..., row] = script[0][place] if place < len(script[0]) else script[1]
+        return replace(sampled, token_ids=token_ids)
+
+    def _script(self, prompt: Sequence[int]) -> tuple[list[int], int] | None:
+        text = self._tokenizer.decode(list(prompt), skip_special_tokens=False)
+        name = next((name for name in SCRIPTS if f"script:{name}" in text), None)
+        if name is None:
+            return None
+        head, repeated = (self._tokenizer.encode(one, add_special_tokens=False) for one in SCRIPTS[name])
+        assert len(repeated) == 1
+        return head, repeated[0]
+
+
+class _PacedOutputs:
+    """The outputs of a step, which can be read once the step has ended."""
+
+    columns = None
+
+    def __init__(self, outputs: Any, end_s: float, runner: PacedRunner):
+        self._outputs, self._end_s, self._runner = outputs, end_s, runner
+
+    def read(self) -> Any:
+        time.sleep(max(0.0, self._end_s - time.monotonic()))
+        self._runner.ends_s.append(self._end_s)
+        sampled = self._outputs.read()
+        return None if sampled is None else self._runner.scripted(sampled)
+
+    def read_scores(self) -> Any:
+        return self._outputs.read_scores()
+
+
+def serve(port_file: str, ends_file: str, step_ms: str, context: str, template: str) -> int:
+    """Run the server; it writes the ends of its steps to a file when it ends. `template` may be empty: the model's."""
+    from jpaged.async_engine import AsyncEngine
+    from jpaged.serving.http.server import run_server
+    from jpaged.serving.http.server_state import ServerState, StartedEngine
+    from jpaged.serving.options import ServeOptions, bind, served_limits
+    from jpaged.serving.protocols.parser_process import ParserProcess
+    from jpaged.serving.protocols.request_parser import RequestParser
+
+    options = ServeOptions(port=0, disable_log_requests=True, shutdown_timeout=0.0)
+    limits = served_limits({})
+    listeners = bind(options)
+    state = ServerState(options, ("bench",), limits, __version__)
+    overrides = {"num_hidden_layers": 1, "max_position_embeddings": int(context)}
+    runner: PacedRunner | None = None
+
+    def start() -> StartedEngine:
+        nonlocal runner
+        engine = Engine(
+            load_format="dummy", hf_overrides=overrides, warmup="off", max_num_seqs=64, max_model_len=int(context),
+            num_decode_steps=1, block_size=16, num_blocks=1 + max(64 * CONTEXT, int(context)) // 16, limits=limits,
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        engine.core.runner = runner = PacedRunner(engine, float(step_ms) / 1e3)  # type: ignore[assignment]
+        if template:
+            engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)
+        async_engine = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
+        Path(port_file).write_text(str(listeners[0].getsockname()[1]))
+        parser = RequestParser(engine.builder, ("bench",))
+        return StartedEngine(async_engine, parser, ParserProcess(parser), "bench")
+
+    status = run_server(state, listeners, start)
+    assert runner is not None
+    Path(ends_file).write_text(json.dumps(runner.ends_s))
+    return status
+
+
+class Stream(asyncio.Protocol):
+    """One streamed request, and when each of its events has come."""
+
+    def __init__(self, body: bytes, path: str):
+        head = (
+            b"POST %b HTTP/1.1\r\n" % path.encode()
+            + b"Host: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        )
+        self._request = head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        self.times_s: list[float] = []
+        self.data: list[bytes] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.times_s.append(time.monotonic())
+        self.data.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.done.set_result(None)
+
+    @property
+    def token_times_s(self) -> list[float]:
+        """Return when each token has come, by the text that the one token of this device has."""
+        return [when for when, data in zip(self.times_s, self.data, strict=True) for _ in range(data.count(TOKEN_TEXT))]
+
+
+async def stream_all(port: int, bodies: Sequence[bytes], path: str = "/v1/completions") -> list[Stream]:
+    """Send requests at once, and return them when all have ended."""
+    loop = asyncio.get_running_loop()
+    streams = [Stream(body, path) for body in bodies]
+    for stream in streams:
+        await loop.create_connection(partial(_same, stream), "127.0.0.1", port)
+    for stream in streams:
+        await stream.done
+    return streams
+
+
+def _same(stream: Stream) -> Stream:
+    return stream
+
+
+def cpu_s(pid: int) -> np.ndarray:
+    """Return the processor time that a process has taken, in seconds: all of it, and that of its first thread."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    thread_ns = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]
+    return np.array([(int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(thread_ns) / 1e9])
+
+
+class Server:
+    """The server's process."""
+
+    def __init__(self, folder: Path, step_ms: float, context: int, template: str = ""):
+        self._port, self._ends = folder / "port", folder / "ends"
+        command = [sys.executable, __file__, self._port, self._ends, step_ms, context, template]
+        self.process = subprocess.Popen(list(map(str, command)))
+        atexit.register(self.process.kill)
+        while not self._port.exists() or not self._port.read_text():
+            time.sleep(0.05)
+            assert self.process.poll() is None, "the server has ended"
+        self.port = int(self._port.read_text())
+        time.sleep(0.5)  # The listener takes connections already; the engine begins to serve meanwhile.
+
+    def stop(self) -> np.ndarray:
+        """End the server; return the ends of its steps, in seconds of the monotonic clock."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(30) == 0
+        return np.array(json.loads(self._ends.read_text()))
+
+
+def quantiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    found = {f"p{q}": round(float(np.percentile(values, q)), 2) for q in (50, 99)}
+    return {**found, "max": round(float(np.max(values)), 2)}
+
+
+if __name__ == "__main__":
+    sys.exit(serve(*sys.argv[1:]))
