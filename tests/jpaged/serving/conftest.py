@@ -76,6 +76,14 @@ def parser(engine: Engine) -> RequestParser:
     return RequestParser(engine.builder, ("tiny",))
 
 
+@pytest.fixture(scope="session")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RequestParser]:
+    """Give the parser of a model that thinks and calls tools; its context has 4096 tokens."""
+    model = write_scripted_model(tmp_path_factory.mktemp("thinker") / "model")
+    with Engine(str(model), load_format="dummy", **SCRIPTED_SIZES) as engine:
+        yield RequestParser(engine.builder, ("tiny",))
+
+
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "log"

@@ -1,13 +1,12 @@
 """The parser of /v1/messages, without a server: what the options of a body become, and how errors name its places."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jpaged import Engine, SamplingParams
+from jpaged import SamplingParams
 from jpaged.errors import ContextLengthError, InvalidRequestError
 from jpaged.intake.request_builder import RequestBuilder
 from jpaged.messages import NewRequest
@@ -17,18 +16,8 @@ from jpaged.serving.protocols.messages.encoder import MessagesEncoder
 from jpaged.serving.protocols.messages.parser import count_tokens, parse_messages
 from jpaged.serving.protocols.request_parser import RequestParser
 
-from .scripted import SIZES, write_scripted_model
-
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RequestParser]:
-    """Give the parser of a model that thinks and calls tools; its template reads `enable_thinking`."""
-    model = write_scripted_model(tmp_path_factory.mktemp("thinker") / "model")
-    with Engine(str(model), load_format="dummy", **SIZES) as engine:
-        yield RequestParser(engine.builder, ("tiny",))
 
 
 def with_template(parser: RequestParser, template: str) -> RequestParser:
@@ -109,6 +98,35 @@ def test_a_format_is_enforced(parser: RequestParser):
     assert new.grammar == chat.new_requests[0].grammar != ""
     with pytest.raises(InvalidRequestError, match=r"^output_config\.format\.schema"):
         new_request(parser, output_config={"format": {"type": "json_schema", "schema": {"type": "nothing"}}})
+
+
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto": ({"type": "auto"}, {"tool_choice": "auto"}),
+    "strict": ({"type": "auto"}, {"tool_choice": "auto"}),
+    "none": ({"type": "none"}, {"tool_choice": "none"}),
+    "any": ({"type": "any"}, {"tool_choice": "required"}),
+    "one of any": (
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+    ),
+    "a tool": (
+        {"type": "tool", "name": "weather"},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_calls_are_enforced_and_read_as_those_of_a_chat(thinker: RequestParser, case: str):
+    choice, options = CHOICES[case]
+    strict = {"strict": True} if case == "strict" else {}
+    new, _ = new_request(thinker, tools=[WEATHER | strict], tool_choice=choice, thinking={"type": "disabled"})
+    function = {"name": "weather", "parameters": WEATHER["input_schema"], **strict}
+    chat = ASKED | options | {"tools": [{"type": "function", "function": function}], "thinking_token_budget": 0}
+    (wanted,) = parse_chat(thinker, as_body(chat)).new_requests
+    names = ("prompt_token_ids", "grammar", "answer", "mark_ids")
+    assert [getattr(new, name) for name in names] == [getattr(wanted, name) for name in names]
+    assert bool(new.grammar)
 
 
 def test_a_body_is_counted_as_its_usage_tells(thinker: RequestParser, parser: RequestParser):

@@ -1,20 +1,17 @@
 """A conversation sent to /v1/messages is the same prompt as in a chat, under the templates of published models."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jpaged import Engine
 from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.protocols.chat.parser import parse_chat
 from jpaged.serving.protocols.messages.parser import parse_messages
 from jpaged.serving.protocols.request_parser import RequestParser
 
 from ..text.tokenizing.published_tokenizers import llama_cpp_models
-from .scripted import SIZES, write_scripted_model
 
 MOVES_TOOLS = "Mistral-Small-3.2-24B-Instruct-2506"
 """Writes the tools before the last user message, so that a turn repeats less of the one before."""
@@ -31,13 +28,6 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 
 def text(value: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": value, **more}
-
-
-@pytest.fixture(scope="module")
-def scripted_parser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RequestParser]:
-    model = write_scripted_model(tmp_path_factory.mktemp("templates") / "model")
-    with Engine(str(model), load_format="dummy", **SIZES) as engine:
-        yield RequestParser(engine.builder, ("tiny",))
 
 
 def messages_body(num_turns: int) -> dict[str, Any]:
@@ -90,8 +80,8 @@ def token_ids(request: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_three_turns_are_the_same_prompts_and_begin_with_those_before(scripted_parser: RequestParser, name: str):
-    builder = scripted_parser.builder
+def test_three_turns_are_the_same_prompts_and_begin_with_those_before(thinker: RequestParser, name: str):
+    builder = thinker.builder
     template = (llama_cpp_models() / "templates" / f"{name}.jinja").read_text()
     encoder = replace(builder.encoder, chat_template=template)
     parser = RequestParser(RequestBuilder(builder.config, encoder, builder.sizes, {}), ("tiny",))
