@@ -271,12 +271,16 @@ class Engine(ResearchCalls):
         answer's end has cut has arguments that are JSON too. For a model that marks neither thoughts nor calls all is
         content. Raise InvalidRequestError for wrong arguments, and without a tokenizer.
         """
+        known = tools_of(tools, limits=self.config.limits)
+        return self.output_parser().answer(output, index, tools=known, skip_special_tokens=skip_special_tokens)
+
+    def output_parser(self) -> OutputParser:
+        """Return what reads the outputs of this model; raise InvalidRequestError without a tokenizer."""
         encoder = self.builder.encoder
         tokenizer = tokenizer_for(self.tokenizer, "output", "an output", "none")
-        format = encoder.answer_format or bind_format(AnswerFormat(), tokenizer)
-        parser = OutputParser(tokenizer, format, encoder.template)
-        known = tools_of(tools, limits=self.config.limits)
-        return parser.answer(output, index, tools=known, skip_special_tokens=skip_special_tokens)
+        return OutputParser(
+            tokenizer, encoder.answer_format or bind_format(AnswerFormat(), tokenizer), encoder.template
+        )
 
     def beam_search(
         self,

@@ -204,6 +204,7 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
             "system": reader.system,
             "template": template,
             "format": line_format,
+            **{name: value for name in ("tool_call_parser", "reasoning_parser") if (value := getattr(config, name))},
         }
     )
 

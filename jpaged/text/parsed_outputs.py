@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import msgspec
 
 from ..checks import refusal
-from ..outputs import CompletionOutput, RequestOutput
+from ..outputs import RequestOutput
 from .answers.answer_spec import spec_of_tools
 from .answers.bound_format import BoundFormat
 from .answers.whole_answer import Answer, parse_answer
-from .chat.thinking import opening_of
+from .chat.thinking import BEGIN, opening_of
 from .chat.tools import ToolSet
 from .tokenizing.detokenizer import Detokenizer
 from .tokenizing.tokenizer import Tokenizer
@@ -41,7 +41,8 @@ class OutputParser:
             raise refusal("index", index, f"0 to {len(output.outputs) - 1}, the samples of the output")
         sample = output.outputs[index]
         prompt = self.tokenizer.decode(list(output.prompt_token_ids), skip_special_tokens=False)
-        opening = opening_of(self.tokenizer, self.template, prompt)
+        begin = BEGIN if self.format.format.thought is None else self.format.thought_marks[0]
+        opening = opening_of(self.tokenizer, self.template, prompt, begin)
         spec = spec_of_tools(tools, opening=opening, skip_special_tokens=skip_special_tokens)
         if tools is None:
             spec = msgspec.structs.replace(spec, tools=None)
@@ -51,11 +52,5 @@ class OutputParser:
             skip_special_tokens=skip_special_tokens,
             mark_ids=self.format.mark_ids,
         )
-        text.append(_written(sample))
+        text.append(sample.token_ids)
         return parse_answer(sample.text, self.format, spec, text.marks(0, len(sample.text)))
-
-
-def _written(sample: CompletionOutput) -> tuple[int, ...]:
-    """Return the tokens of a sample without the one that ended it."""
-    is_ended_by_token = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
-    return sample.token_ids[:-1] if is_ended_by_token else sample.token_ids

@@ -11,6 +11,7 @@ from jpaged import LLM, BeamSearchParams, Engine, InvalidRequestError, SamplingP
 from jpaged.outputs import RequestOutput
 from jpaged.text.answers.whole_answer import Answer, ToolCall
 
+from .commands.command_line import generate, records
 from .serving.scripted import SIZES, write_scripted_model
 
 TOOL = {
@@ -77,6 +78,31 @@ def test_an_answer_begins_where_the_prompt_has_left_it(llm: Engine) -> None:
     answer = written(llm, " be it.</think>Yes")
     answer = dataclasses.replace(answer, prompt_token_ids=output.prompt_token_ids)
     assert llm.parse_answer(answer) == Answer("be it.", "Yes", ())
+
+
+def test_a_required_call_follows_its_schema_in_python_and_in_lines_of_a_file(llm: Engine, tmp_path: Path) -> None:
+    """The model is random: only the grammar makes it call."""
+    chat: dict[str, Any] = {
+        "tools": [TOOL, PATCH],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }
+    params = SamplingParams(max_tokens=300, temperature=1, seed=5)
+    (output,) = llm.chat(USER, params, use_tqdm=False, **chat)
+    answer = llm.parse_answer(output, tools=chat["tools"])
+    (call,) = answer.tool_calls
+    assert (answer.content, call.name) == ("", "weather")
+    assert set(json.loads(call.arguments)) <= {"city"}
+    prompts, results = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [{"messages": USER, **chat, "seed": 5}, {"messages": USER, "max_tokens": 1}]
+    prompts.write_text("".join(json.dumps({"max_tokens": 300, "temperature": 1, **line}) + "\n" for line in lines))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    run = generate("-m", llm.config.model, "--load-format=dummy", *flags, "--prompt-file", prompts, "-o", results)
+    assert run.returncode == 0, run.stderr
+    called, plain = records(results)
+    assert "answer" not in plain["outputs"][0]
+    found = called["outputs"][0]["answer"]
+    assert (found["content"], found["tool_calls"][0]["name"]) == ("", "weather")
+    assert set(json.loads(found["tool_calls"][0]["arguments"])) <= {"city"}
 
 
 def test_a_tool_turn_goes_back_to_the_model(llm: Engine) -> None:

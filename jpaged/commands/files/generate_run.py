@@ -14,15 +14,21 @@ if TYPE_CHECKING:
     from ...engine import Engine
     from ...outputs import RequestOutput
     from ...request import Request
+    from ...text.parsed_outputs import OutputParser
     from ..summary import SamplingSummary
 
 
 class GenerateRun(Run[Job]):
     """Results are the samples of prompts, as `output_record` has them."""
 
+    _parser: OutputParser | None = None
+    """What reads the calls in answers to lines with tools."""
+
     def requests_of(self, engine: Engine, job: Job, sampling: SamplingSummary) -> list[Request]:
         """Return the request of a job; its id is the job's line number. The engine was sized for the first jobs."""
         sampling.note(job.params)
+        if job.prompt.tools is not None:
+            self._parser = engine.output_parser()
         try:
             return [engine.prepare_request(str(job.number), job.prompt, job.checked, number=job.number)]
         except InvalidRequestError as error:  # A later job that does not fit.
@@ -32,7 +38,7 @@ class GenerateRun(Run[Job]):
     def end(self, job: Job, outputs: Sequence[RequestOutput]) -> None:
         (output,) = outputs
         if output.error is None:
-            self.record(job.number, output_record(job, output, self.options))
+            self.record(job.number, output_record(job, output, self.options, self._parser))
         else:
             self._fail(job, output.error)
 

@@ -22,6 +22,8 @@ import numpy as np
 from ...errors import ConfigError
 from ...json_lines import escape_line_ends
 from ...outputs import CompletionOutput, Logprob, RequestOutput
+from ...sampling.sampling_params import SamplingParams
+from ...text.parsed_outputs import OutputParser
 from .jobs import Job
 from .resume import RecordSpan, resume_key
 
@@ -29,9 +31,10 @@ MIN_LOGPROB = -9999.0
 """Written for logprobs of −∞, which JSON does not have; vLLM and OpenAI write the same."""
 
 
-def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, Any]:
+def output_record(job: Job, output: RequestOutput, options: str, parser: OutputParser | None = None) -> dict[str, Any]:
     """Return the JSON object that is written for one finished request.
 
+    Each sample of a chat with tools has its `answer` too, of thoughts, content and tool calls, as `parser` reads it.
     `options` is the run's `resume.options_key`. With the digest of the request's line it forms `resume_key`, by which a
     resumed run recognizes the result. `prompt_logprobs` is a key only if the request asked for them.
     """
@@ -42,6 +45,11 @@ def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, An
         "outputs": [_completion_record(completion) for completion in output.outputs],
         "metrics": {**asdict(output.metrics), "resume_key": resume_key(options, job.digest)},
     }
+    if job.prompt.tools is not None and parser is not None and isinstance(job.params, SamplingParams):
+        is_skipping = job.params.skip_special_tokens
+        for index, completion in enumerate(record["outputs"]):
+            answer = parser.answer(output, index, tools=job.prompt.tools, skip_special_tokens=is_skipping)
+            completion["answer"] = msgspec.to_builtins(answer)
     if output.prompt_logprobs is not None:
         # The first token has no logprobs: its entry is None, and `and` keeps it.
         record["prompt_logprobs"] = [entries and _entries_record(entries) for entries in output.prompt_logprobs]

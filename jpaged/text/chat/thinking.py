@@ -66,12 +66,12 @@ def _answer_opening(tokenizer: Tokenizer, template: str) -> str:
     return texts[1].removeprefix(texts[0]) if texts[1].startswith(texts[0]) else ""
 
 
-def opening_of(tokenizer: Tokenizer, template: str, prompt: str) -> str:
+def opening_of(tokenizer: Tokenizer, template: str, prompt: str, begin: str = BEGIN) -> str:
     """Return the text by which a chat has opened an answer: from the last place on where the template begins one.
 
-    What stands behind that may be an empty thought, or the beginning of an answer that is continued. It is empty for
-    other texts.
+    `begin` is the mark of a thought. What stands behind that place may be an empty thought, or the beginning of an
+    answer that is continued. The result is empty for other texts.
     """
-    head = _answer_opening(tokenizer, template).partition(BEGIN)[0]
+    head = _answer_opening(tokenizer, template).partition(begin)[0]
     place = prompt.rfind(head) if head else -1
     return prompt[place:] if place >= 0 else ""
