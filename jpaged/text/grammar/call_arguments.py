@@ -23,8 +23,8 @@ from .structured_grammar import PLAIN_JSON, StructuredGrammars
 from .tagged_arguments import TaggedWriter
 
 MAX_SENT_BYTES, MAX_ENFORCED_BYTES = 1 << 19, 1 << 17
-"""The JSON of all schemas of a request that are enforced: as they were sent, and without descriptions and the like.
-What compiling them takes grows with the latter: up to about a second."""
+"""The JSON of all schemas of a request that are enforced: as they were sent, and without descriptions and the like, but
+with the grammars of custom tools. What compiling them takes grows with the latter: up to about a second."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function for which none was given."""
@@ -67,7 +67,7 @@ class ArgumentWriter:
     def __init__(self, format: BoundFormat, compiler: GrammarCompiler, structured: StructuredGrammars):
         calls = format.format.channels or format.format.calls
         assert calls is not None, "tools for a model without calls"
-        self._calls, self._structured = calls, structured
+        self._calls, self._structured, self._compiler = calls, structured, compiler
         self._marks = MarkTexts.of_format(compiler, format)
         self.arguments = Arguments(self._body())
         self._num_sent_bytes = self._num_enforced_bytes = 0
@@ -103,16 +103,16 @@ class ArgumentWriter:
                     self._counted(schema)
                 self._warn(place, failure)
             elif is_enforced:
-                parts = self._tried(schema, name, place, is_strict=tool.is_strict)
-            parts = parts or self._any_object(name)
+                parts = self._tried(schema, place, is_strict=tool.is_strict)
+            parts = parts or self._any_object()
         self.arguments.parts_of[tool.name] = [{**parts[0], "name": name}, *parts[1:]]
         self.arguments.expressions[tool.name] = f"@{name}"
 
-    def _tried(self, schema: dict[str, Any], name: str, place: str, *, is_strict: bool) -> GrammarParts:
+    def _tried(self, schema: dict[str, Any], place: str, *, is_strict: bool) -> GrammarParts:
         """Return the parts of a schema, none with a warning if it is not strict and cannot be enforced."""
         try:
             with sent_as({"json": place}):
-                return self._of_schema(self._counted(schema), name)
+                return self._of_schema(self._counted(schema), parameter_types(schema))
         except InvalidRequestError as error:
             if is_strict:
                 raise
@@ -136,40 +136,47 @@ class ArgumentWriter:
     def _warn(self, place: str, reason: str) -> None:
         self.arguments.unenforced.setdefault(reason, []).append(place)
 
-    def _of_schema(self, enforced: dict[str, Any], name: str) -> GrammarParts:
-        """Return the parts of the arguments that a checked schema allows."""
+    def _of_schema(self, enforced: dict[str, Any], types: dict[str, tuple[str, ...]]) -> GrammarParts:
+        """Return the parts of the arguments that a checked schema allows.
+
+        `types` are those by which the reader of calls takes a parameter's text as a value.
+        """
         body = self.arguments.body
         if isinstance(body, TaggedCalls):
             assert isinstance(self._calls, CallFormat)
-            types = parameter_types(enforced)
             writer = TaggedWriter(body, self._calls, self._marks, list(types))
             return [{"lark_grammar": writer.grammar(writer.fields_of(enforced, types))}]
         if self._dialect_quote:
             return [{"lark_grammar": DialectWriter(enforced, self._dialect_quote, self._marks).grammar()}]
         return self._structured.json_grammar(enforced, PLAIN_JSON)
 
-    def _any_object(self, name: str) -> GrammarParts:
+    def _any_object(self) -> GrammarParts:
         """Return the parts of any arguments."""
         body = self.arguments.body
         if isinstance(body, TaggedCalls):
             assert isinstance(self._calls, CallFormat)
             writer = TaggedWriter(body, self._calls, self._marks, [])
             return [{"lark_grammar": writer.grammar(writer.any_fields())}]
-        return self._of_schema(ANY_OBJECT, name)
+        return self._of_schema(ANY_OBJECT, {})
 
     def _custom(self, tool: Tool, name: str, place: str) -> GrammarParts:
         """Return the parts of a custom tool's text."""
         body = self.arguments.body
+        self._num_enforced_bytes += len((tool.grammar or "").encode())
+        if tool.grammar is not None and self._num_enforced_bytes > MAX_ENFORCED_BYTES:
+            got = f"more than {MAX_ENFORCED_BYTES} bytes of schemas and grammars of all tools"
+            raise refusal(place, got, "as many", "send fewer or smaller ones")
         is_lark = tool.grammar is not None and tool.grammar_syntax == "lark"
         is_raw = isinstance(body, TaggedCalls) or bool(self._dialect_quote) or isinstance(self._calls, Channels)
         if not is_raw:
             schema = TEXT_INPUT
             if is_lark:
+                self._check_grammar(tool)
                 self._warn(place, "this model writes the texts of tools as strings of JSON")
             elif tool.grammar is not None:
                 pattern = f"^(?:{check(place, tool.grammar, portable_regex)})$"
                 schema = {**TEXT_INPUT, "properties": {CUSTOM_ARGUMENT: {"type": "string", "pattern": pattern}}}
-            return self._of_schema(schema, name)
+            return self._of_schema(schema, {})
         if is_lark:
             inner = self._structured.grammars_of(StructuredOutputsParams(grammar=tool.grammar), prefix=name)
             inner = [{**inner[0], "name": f"{name}_text"}, *inner[1:]]
@@ -189,6 +196,12 @@ class ArgumentWriter:
         dialect = DialectWriter(TEXT_INPUT, self._dialect_quote, self._marks)
         value = dialect.quoted(text) if is_part else dialect.string(text)
         return [{"lark_grammar": dialect.grammar_of(f'"{{" "{CUSTOM_ARGUMENT}:" {value} "}}"')}, *inner]
+
+    def _check_grammar(self, tool: Tool) -> None:
+        """Refuse a grammar in Lark that cannot be compiled."""
+        wanted = StructuredOutputsParams(grammar=tool.grammar)
+        if error := self._compiler.compiled(self._structured.grammars_of(wanted)).get_error():
+            raise self._structured.refusal(wanted, error)
 
 
 def _sentence(reason: str, places: list[str]) -> str:

