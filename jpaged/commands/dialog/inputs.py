@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -42,12 +42,12 @@ class PipeInput:
     is_terminal = False
 
     def __init__(self, lines: LineSource):
-        self._lines: Iterator[tuple[int, bytes] | None] = iter(lines)
+        self._lines = lines
         self._begun: list[str] = []
 
     def read(self) -> str | None:
         self._begun = []
-        for numbered in self._lines:
+        for numbered in self._lines:  # An iterator of its own, since Ctrl-C ends the one that waits.
             assert numbered is not None, "reads of this input wait"
             try:
                 line = decoded_line(numbered[1])

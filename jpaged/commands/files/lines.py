@@ -78,6 +78,8 @@ class LineSource:
         self._parts: list[bytes] = []
         """The beginning of a line whose end has not been read yet."""
         self._is_at_end = False
+        self._number = 0
+        """The number of the last line that was yielded or skipped."""
         self._wait_s: Callable[[], float | None] = lambda: None
 
     def wait_for(self, wait_s: Callable[[], float | None]) -> None:
@@ -91,10 +93,10 @@ class LineSource:
     def __iter__(self) -> Iterator[tuple[int, bytes] | None]:
         """Yield (number, bytes without the line end) for each line that is not blank.
 
-        Numbers begin at 1 and count blank lines too. Yields None when a wait, limited by `wait_for`, has ended without
-        data. Closes the file at its end. Raises ConfigError if a read fails.
+        Numbers begin at 1 and count blank lines too; a second iterator goes on behind the lines of the first. Yields
+        None when a wait, limited by `wait_for`, has ended without data. Closes the file at its end. Raises ConfigError
+        if a read fails.
         """
-        number = 0
         while True:
             if not self._lines:
                 if self._is_at_end:
@@ -102,10 +104,10 @@ class LineSource:
                 if not self._read():
                     yield None
                 continue
-            number += 1
+            self._number += 1
             line = self._lines.popleft()
             if line.strip():
-                yield number, line.rstrip(b"\r\n")
+                yield self._number, line.rstrip(b"\r\n")
         self.close()
 
     def close(self) -> None:

@@ -67,6 +67,8 @@ class _OpenJob(Generic[JobT]):
     job: JobT
     outputs: dict[str, RequestOutput | None]
     """Request id → last output, in the order of the requests; None for one that has not ended."""
+    num_left: int
+    """Requests that have not ended."""
 
 
 class Run(ABC, Generic[JobT]):
@@ -211,7 +213,7 @@ class Run(ABC, Generic[JobT]):
                 yield None
                 continue
             requests = self.requests_of(engine, job, sampling)
-            open_job = _OpenJob(job, dict.fromkeys(request.request_id for request in requests))
+            open_job = _OpenJob(job, dict.fromkeys(request.request_id for request in requests), len(requests))
             self._open_jobs |= dict.fromkeys(open_job.outputs, open_job)
             self._num_open += bool(requests)
             yield from requests
@@ -219,7 +221,7 @@ class Run(ABC, Generic[JobT]):
 
     @abstractmethod
     def requests_of(self, engine: Engine, job: JobT, sampling: SamplingSummary) -> list[Request]:
-        """Return the requests of a job, which are not queued; none if `fail` was called for the job.
+        """Return the requests of a job, which are not queued; none if the job's error was recorded instead.
 
         Their ids belong to no other request of the run. `sampling` notes their parameters.
         """
@@ -236,11 +238,11 @@ class Run(ABC, Generic[JobT]):
         """Take the last output of a request; return whether it was the last one of its job, which then has a result."""
         open_job = self._open_jobs.pop(output.request_id)
         open_job.outputs[output.request_id] = output
-        outputs = [one for one in open_job.outputs.values() if one is not None]
-        if len(outputs) < len(open_job.outputs):
+        open_job.num_left -= 1
+        if open_job.num_left:
             return False
         self._num_open -= 1
-        self.end(open_job.job, outputs)
+        self.end(open_job.job, [one for one in open_job.outputs.values() if one is not None])
         return True
 
     def note_failure(self, id_: str | int | None, error: object) -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout
@@ -128,6 +129,27 @@ CONTROLLED = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 """Makes the terminal one whose Ctrl-C is an interrupt of the process."""
+
+
+def test_one_interrupt_while_a_pipe_is_silent_is_no_end(engine: Engine) -> None:
+    reader, writer = os.pipe()
+
+    def interrupt_and_write() -> None:
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.1)
+        os.write(writer, b"hello\n")
+        os.close(writer)
+
+    lines, conversation = LineSource(f"/dev/fd/{reader}"), Conversation()
+    os.close(reader)
+    thread = threading.Thread(target=interrupt_and_write)
+    with closing(lines), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as err:
+        thread.start()
+        status = Repl(EngineAnswers(engine, GREEDY), conversation, PipeInput(lines)).run()
+        thread.join()
+    assert (status, contents(conversation)[0]) == (0, "hello")
+    assert "Ctrl-C again ends" in err.getvalue()
 
 
 def test_thoughts_go_to_stderr_and_are_kept_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
