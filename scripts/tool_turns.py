@@ -2,10 +2,11 @@
 
     python scripts/tool_turns.py -o docs/measurements/tool_turns.json   # 2 minutes; the first time 4
 
-Codex (`codex exec`) has this server as its only address: it reads the model's entry from /v1/models, runs a command,
-applies a patch by a custom tool with a grammar, runs two commands at once, and ends with a text. So does Claude Code
-(`claude -p`) by Anthropic's interface, with a search of a tool in place of the patch. langchain-openai,
-pydantic-ai and openai-agents call a function twice at once, by chat completions and by responses, streamed and whole.
+Codex (`codex exec`) and Claude Code (`claude -p`) have this server as their only address. They run commands, also two
+at once, apply a patch by a custom tool with a grammar, search tools that their prompts do not list, and end with a text
+(`codex_turns.py`, `claude_code_turn.py`). langchain-openai, pydantic-ai and openai-agents call a function twice at
+once, by chat completions and by responses, streamed and whole. Every prompt must find what it repeats in the prefix
+cache.
 Everything but the tokens is real: prompts, tools, pages, grammars, streams. `client_environments.py` installs the
 clients. Exit status 1 says that something is wrong.
 """
@@ -21,6 +22,8 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import claude_code_turn
+import codex_turns
 from client_environments import CLIENTS, command
+from scripted_answers import END, THOUGHT, call
 
 from jpaged.commands.bench.report import write_report
 from jpaged.request import Request
@@ -37,56 +42,28 @@ from tests.jpaged.serving.scripted import scripted_server, write_scripted_model
 TURN_S = 300.0
 """Seconds after which a client has failed."""
 MIN_HIT_SHARE = 0.9
-"""Of the tokens of all prompts but a conversation's first, so many must come from the prefix cache."""
+"""Of the tokens that a prompt repeats of the one before it, so many must come from the prefix cache."""
 SIZES: dict[str, Any] = {"max_model_len": 65536, "num_blocks": 8193, "max_num_batched_tokens": 4096}
 """Each byte is a token of the scripted model; Codex sends 25 kB, and Claude Code 50 kB."""
-
-
-def call(name: str, **arguments: Any) -> str:
-    """Return a call as the scripted model writes it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-END, THOUGHT = "<|end|>", "<think>\nWhat is there to do?\n</think>\n\n"
 QUESTION, ANSWER = "in Rome and in Paris?", "It rains in both."
 WEATHER_SCRIPTS = {
     QUESTION: THOUGHT + "I ask." + call("weather", city="Rome") + "\n" + call("weather", city="Paris") + END,
     "It rains in Paris.": ANSWER + END,
 }
 """The text of a prompt that stands last in it → what the model writes behind it."""
-CODEX_TASK, CODEX_ANSWER = "Write hello.txt by a patch, then look at it.", "hello.txt holds one line."
-PATCH = "*** Begin Patch\n*** Add File: hello.txt\n+it says hello\n*** End Patch\n"
-LOOKS = call("exec_command", cmd="cat hello.txt") + "\n" + call("exec_command", cmd="echo $((50+5)) bytes")
-CODEX_SCRIPTS = {
-    CODEX_TASK: THOUGHT + "I look first." + call("exec_command", cmd="echo found $((40+2)) files") + END,
-    "found 42 files": call("apply_patch", input=PATCH) + END,
-    "A hello.txt": LOOKS + END,
-    "55 bytes": THOUGHT + CODEX_ANSWER + END,
-}
-CODEX_CONFIG = """\
-model = "scripted"
-model_catalog_json = {catalog}
-model_provider = "local"
-
-[model_providers.local]
-name = "local"
-base_url = {base_url}
-wire_api = "responses"
-request_max_retries = 0
-stream_max_retries = 0
-"""
 
 
 @dataclass(frozen=True)
 class Turn:
     """What a client does against the scripted model."""
 
+    client: str
+    """One of CLIENTS."""
     scripts: Mapping[str, str]
     run: Callable[[str, Path], dict[str, Any]]
     """Runs the client, given the server's URL and an empty folder, and returns what it has told."""
     wrong: Callable[[dict[str, Any]], list[str]]
     """Returns what is wrong with that."""
-    min_hit_share: float | None = None
 
 
 def run(arguments: list[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str, str]:
@@ -98,25 +75,25 @@ def run(arguments: list[str], folder: Path, variables: Mapping[str, str]) -> tup
     return ran.returncode, ran.stdout, ran.stderr
 
 
-def run_codex(url: str, folder: Path) -> dict[str, Any]:
-    """Run `codex exec`, which knows no other address, with the server's own entry for the model."""
-    home, work = folder / "home", folder / "work"
-    home.mkdir()
-    work.mkdir()
-    with urllib.request.urlopen(f"{url}/v1/models") as reply:
-        (home / "models.json").write_bytes(reply.read())
-    catalog, base_url = json.dumps(str(home / "models.json")), json.dumps(f"{url}/v1")
-    (home / "config.toml").write_text(CODEX_CONFIG.format(catalog=catalog, base_url=base_url))
-    arguments = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json", CODEX_TASK]
-    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "TERM": "dumb"}
-    status, out, err = run([*command("codex"), *arguments], work, variables)
-    hello = work / "hello.txt"
-    return {
-        "exit": status,
-        "output": [json.loads(line) for line in out.splitlines()],
-        "stderr": [line for line in err.splitlines() if "codex_home" not in line],
-        "hello.txt": hello.read_text() if hello.is_file() else None,
-    }
+def codex(turn: codex_turns.CodexTurn) -> Turn:
+    """Return a turn of Codex, which knows no other address, with the server's own entry for the model."""
+
+    def run_codex(url: str, folder: Path) -> dict[str, Any]:
+        home, work = folder / "home", folder / "work"
+        home.mkdir()
+        work.mkdir()
+        with urllib.request.urlopen(f"{url}/v1/models") as reply:
+            codex_turns.write_settings(home, url, reply.read(), turn)
+        status, out, err = run([*command("codex"), *codex_turns.ARGUMENTS], work, codex_turns.variables(home))
+        hello = work / "hello.txt"
+        return {
+            "exit": status,
+            "output": codex_turns.told(out),
+            "stderr": [line for line in err.splitlines() if "codex_home" not in line],
+            "hello.txt": hello.read_text() if hello.is_file() else None,
+        }
+
+    return Turn("codex", turn.scripts, run_codex, partial(codex_turns.faults, turn))
 
 
 def run_claude(url: str, folder: Path) -> dict[str, Any]:
@@ -127,24 +104,6 @@ def run_claude(url: str, folder: Path) -> dict[str, Any]:
     arguments = [*command("claude"), *claude_code_turn.ARGUMENTS]
     status, out, err = run(arguments, work, claude_code_turn.variables(url, home))
     return {"exit": status, "output": claude_code_turn.told(out), "stderr": err.splitlines()}
-
-
-def codex_faults(found: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a run of Codex."""
-    wrong = [] if found["exit"] == 0 else [f"exit status {found['exit']}: {' / '.join(found['stderr'][-3:])}"]
-    ended = [one["item"] for one in found["output"] if one["type"] == "item.completed"]
-    kinds = [item["type"] for item in ended]
-    wanted = ["command_execution", "file_change", "command_execution", "command_execution"]
-    if [kind for kind in kinds if kind in wanted] != wanted:
-        wrong.append(f"it did {', '.join(kinds)}")
-    texts = [item["text"] for item in ended if item["type"] == "agent_message"]
-    if texts != ["I look first.", CODEX_ANSWER]:
-        wrong.append(f"it said {texts}")
-    if any(item.get("exit_code") for item in ended) or "error" in kinds:
-        wrong.append("a command failed")
-    if found["hello.txt"] != "it says hello\n":
-        wrong.append(f"hello.txt holds {found['hello.txt']!r}")
-    return wrong
 
 
 def program(client: str) -> Callable[[str, Path], dict[str, Any]]:
@@ -165,10 +124,10 @@ def weather_faults(found: dict[str, Any]) -> list[str]:
 
 
 TURNS = {
-    "codex": Turn(CODEX_SCRIPTS, run_codex, codex_faults, MIN_HIT_SHARE),
-    "claude": Turn(claude_code_turn.SCRIPTS, run_claude, claude_code_turn.faults, MIN_HIT_SHARE),
+    **{name: codex(turn) for name, turn in codex_turns.TURNS.items()},
+    "claude": Turn("claude", claude_code_turn.SCRIPTS, run_claude, claude_code_turn.faults),
     **{
-        name: Turn(WEATHER_SCRIPTS, program(name), weather_faults)
+        name: Turn(name, WEATHER_SCRIPTS, program(name), weather_faults)
         for name in ("langchain_tools", "pydantic_ai", "openai_agents")
     },
 }
@@ -182,10 +141,13 @@ def observe(turn: Turn, model: Path, folder: Path) -> dict[str, Any]:
         found = turn.run(url, folder)
     prompts = [{"tokens": one.prompt_len, "cached": one.num_cached_tokens} for one in requests.values()]
     found |= {"prompts": prompts, "wrong": turn.wrong(found)}
-    share = sum(one["cached"] for one in prompts[1:]) / max(sum(one["tokens"] for one in prompts[1:]), 1)
+    # A prompt that is not longer than the one before begins another conversation.
+    longer = [(before, one) for before, one in pairwise(prompts) if one["tokens"] > before["tokens"]]
+    num_hits = sum(min(one["cached"], before["tokens"]) for before, one in longer)
+    share = num_hits / sum(before["tokens"] for before, _ in longer)
     found["hit_share"] = round(share, 4)
-    if turn.min_hit_share is not None and share < turn.min_hit_share:
-        found["wrong"].append(f"{share:.2f} of the prompts behind the first come from the cache")
+    if share < MIN_HIT_SHARE:
+        found["wrong"].append(f"{share:.2f} of what prompts repeat comes from the cache")
     text = json.dumps(found).replace(url, "URL").replace(str(folder), "FOLDER")
     return json.loads(text)
 
@@ -193,19 +155,20 @@ def observe(turn: Turn, model: Path, folder: Path) -> dict[str, Any]:
 def main() -> int:
     """Run the clients, print a line for each, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description="Run tool turns of clients against a scripted model, and check them.")
-    parser.add_argument("--clients", nargs="+", choices=TURNS, default=list(TURNS))
+    parser.add_argument("--turns", nargs="+", choices=TURNS, default=list(TURNS))
     parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
     args = parser.parse_args()
-    report: dict[str, Any] = {"packages": {name: CLIENTS[name].packages for name in args.clients}, "clients": {}}
-    with tempfile.TemporaryDirectory() as name:
-        model = write_scripted_model(Path(name) / "model", max_model_len=SIZES["max_model_len"])
-        for client in args.clients:
-            found = observe(TURNS[client], model, Path(name) / client)
-            report["clients"][client] = found
-            print(f"{client}: {len(found['prompts'])} prompts; {'; '.join(found['wrong']) or 'as it should be'}")
+    clients = dict.fromkeys(TURNS[name].client for name in args.turns)
+    report: dict[str, Any] = {"packages": {client: CLIENTS[client].packages for client in clients}, "turns": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_scripted_model(Path(folder) / "model", max_model_len=SIZES["max_model_len"])
+        for number, name in enumerate(args.turns):
+            found = observe(TURNS[name], model, Path(folder) / str(number))
+            report["turns"][name] = found
+            print(f"{name}: {len(found['prompts'])} prompts; {'; '.join(found['wrong']) or 'as it should be'}")
     if args.output is not None:
         write_report(report, args.output)
-    return 1 if any(one["wrong"] for one in report["clients"].values()) else 0
+    return 1 if any(one["wrong"] for one in report["turns"].values()) else 0
 
 
 if __name__ == "__main__":

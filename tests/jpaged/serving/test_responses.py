@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from jpaged import SamplingParams
 from jpaged.messages import NewRequest
@@ -189,6 +189,34 @@ def test_fields_are_repeated_as_the_type_of_a_response_has_them(client):
     assert [tool.name for tool in response.tools] == ["weather"]
     assert (response.tool_choice, response.parallel_tool_calls) == ("none", False)
     assert response.reasoning.effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param", "code"),
+    [
+        ({"input": [{"type": "magic"}]}, openai.BadRequestError, "input[0].type", None),
+        ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id", None),
+        ({"input": "x" * 5000}, openai.BadRequestError, "input", "context_length_exceeded"),
+        ({"model": "another"}, openai.NotFoundError, "model", "model_not_found"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_raise_the_exceptions_of_the_package(
+    client, fields: dict[str, Any], kind: type[openai.APIStatusError], param: str, code: str | None, stream: bool
+):
+    with pytest.raises(kind) as caught:
+        client.responses.create(**{"model": "scripted", "input": "only say it", "stream": stream, **fields})
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_the_packages_parser_reads_what_a_schema_has_forced(client, scripted: Scripted):
+    class Place(BaseModel):
+        city: str
+        people: int
+
+    scripted.scripts["which place"] = '{"city":"Rome","people":5}<|end|>'
+    response = client.responses.parse(model="scripted", input="which place", text_format=Place)
+    assert response.output_parsed == Place(city="Rome", people=5)
 
 
 def encoder(request: GenerationRequest | None = None, **options: Any) -> ResponsesEncoder:

@@ -322,6 +322,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a format without a schema": (
         {"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"
     ),
+    "a format without a type": ({"input": "x", "text": {"format": {"schema": {}}}}, "text.format.schema"),
+    "a format of no type": ({"input": "x", "text": {"format": {}}}, "text.format.type"),
+    "a schema in another place": (
+        {"input": "x", "text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"
+    ),
+    "a format that is a text": ({"input": "x", "text": {"format": "json"}}, "text.format"),
+    "a key of text": ({"input": "x", "text": {"formats": {}}}, "text.formats"),
     "a type of format": ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
     "a schema of the format": ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": {
         "type": "x"}}}}, "text.format.schema"),

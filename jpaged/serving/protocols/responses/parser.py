@@ -14,7 +14,7 @@ from ....sampling.sampling_params import SamplingParams
 from ....text.chat.chat_template import readable_arguments
 from ..fields import MAX_WARNED, TakenFields
 from ..generation_request import GenerationRequest
-from ..nested_options import JSON_SCHEMA, structure_of, take_object
+from ..nested_options import JSON_SCHEMA, take_object
 from ..places import Places
 from ..request_parser import RequestParser, Wanted
 from ..sampling_fields import params_of
@@ -36,8 +36,8 @@ REASONING: dict[str, Rule] = {
     "effort": EFFORT, "summary": SUMMARY, "generate_summary": SUMMARY, "mode": one_of("standard"),
     "context": one_of("auto", "current_turn", "all_turns"),
 }  # fmt: skip
-VERBOSITY = one_of("low", "medium", "high")
-TEXT: dict[str, Rule] = {"format": lambda value: value, "verbosity": VERBOSITY}
+TEXT: dict[str, Rule] = {"format": lambda value: value, "verbosity": one_of("low", "medium", "high")}
+FORMAT_TYPE = one_of("text", "json_object", "json_schema")
 
 
 def parse_response(parser: RequestParser, body: bytearray) -> GenerationRequest:
@@ -48,22 +48,15 @@ def parse_response(parser: RequestParser, body: bytearray) -> GenerationRequest:
     text = take_object("text", given.get("text", {}), TEXT)
     includes = _includes(given.get("include"))
     given["metadata"] = check("metadata", given.get("metadata", {}), _metadata)
-    places = Places(WORDS)
-    places["messages"] = "input"
-    tools = SentTools(places)
-    conversation = Conversation(places, tools)
-    tools.add_field(given.get("tools"))
-    if "instructions" in given:
-        conversation.instruct(given["instructions"])
-    is_short = reasoning.get("context") == "current_turn"
-    conversation.read(given.get("input"), first_thought=last_user_index(given.get("input")) if is_short else 0)
+    conversation = _conversation_of(given, is_short=reasoning.get("context") == "current_turn")
+    tools, places = conversation.tools, conversation.places
     prompt = {
         "messages": conversation.messages,
         "tools": tools.tools,
         "tool_choice": tools.choice(given.get("tool_choice")),
         "parallel_tool_calls": given.get("parallel_tool_calls"),
     }
-    _note_left_out(parser, fields, tools, conversation)
+    _note_left_out(parser, fields, conversation)
     _take_style(parser, fields, reasoning.get("effort"), text.get("verbosity"))
     wanted = _wanted(given, _structure_of(text.get("format")), includes)
     with sent_as(wanted.sent_names), places.named():
@@ -80,6 +73,19 @@ def parse_response(parser: RequestParser, body: bytearray) -> GenerationRequest:
     return replace(request, details=msgspec.to_builtins(details))
 
 
+def _conversation_of(given: dict[str, Any], *, is_short: bool) -> Conversation:
+    """Return the messages and tools of a body. With `is_short`, thoughts before the last user message are left out."""
+    places = Places(WORDS)
+    places["messages"] = "input"
+    conversation = Conversation(places, SentTools(places))
+    conversation.tools.add_field(given.get("tools"))
+    if "instructions" in given:
+        conversation.instruct(given["instructions"])
+    value = given.get("input")
+    conversation.read(value, first_thought=last_user_index(value) if is_short else 0)
+    return conversation
+
+
 def _includes(value: Any) -> tuple[str, ...]:
     """Return what `include` names."""
     if value is not None and not isinstance(value, list):
@@ -88,14 +94,17 @@ def _includes(value: Any) -> tuple[str, ...]:
 
 
 def _structure_of(text_format: Any) -> dict[str, Any] | None:
-    """Return the structured output that `text.format` asks for, as `structure_of` does; None for plain text."""
-    if not isinstance(text_format, dict) or text_format.get("type") != "json_schema":
-        with sent_as({"response_format": "text.format", "response_format.type": "text.format.type"}):
-            return structure_of(text_format)
-    described = take_object("text.format", text_format, {"type": one_of("json_schema"), **JSON_SCHEMA})
-    if "schema" not in described:
+    """Return the structured output that `text.format` asks for, as `structured_outputs` has it; None for plain text."""
+    if text_format is None:
+        return None
+    is_schema = isinstance(text_format, dict) and text_format.get("type") == "json_schema"
+    described = take_object("text.format", text_format, {"type": FORMAT_TYPE, **(JSON_SCHEMA if is_schema else {})})
+    if "type" not in described:
+        raise refusal("text.format.type", "none", "text, json_object or json_schema")
+    if is_schema and "schema" not in described:
         raise refusal("text.format", "an object without schema", "one with the schema")
-    return {"json": described["schema"]}
+    structures = {"text": None, "json_object": {"json_object": True}, "json_schema": {"json": described.get("schema")}}
+    return structures[described["type"]]
 
 
 def _wanted(given: dict[str, Any], structure: dict[str, Any] | None, includes: tuple[str, ...]) -> Wanted:
@@ -138,10 +147,10 @@ def _take_style(parser: RequestParser, fields: TakenFields, effort: str | None, 
         )
 
 
-def _note_left_out(parser: RequestParser, fields: TakenFields, tools: SentTools, conversation: Conversation) -> None:
+def _note_left_out(parser: RequestParser, fields: TakenFields, conversation: Conversation) -> None:
     """Note warnings about what was left out of tools and input, and about a truncation that has no effect."""
-    if tools.left_out:
-        kinds = ", ".join(list(dict.fromkeys(tools.left_out))[:MAX_WARNED])
+    if left_out := conversation.tools.left_out:
+        kinds = ", ".join(list(dict.fromkeys(left_out))[:MAX_WARNED])
         _note(parser, fields, "tools", f"tools that this server does not run are left out: {kinds}")
     for warning in dict.fromkeys(conversation.warnings):
         _note(parser, fields, "input", warning)
