@@ -26,7 +26,7 @@ FORMATS = {
     "gemma4": "<|tool_call> <tool_call|>",
     "mistral": "[TOOL_CALLS]",
     "llama3_json": '{"name": function name, "parameters": ',
-    "openai": "<|channel|> <|call|>",
+    "openai": "<|channel|>analysis <|call|>",
 }
 EVERY_DAY = ("hermes", "qwen3_coder")
 WEATHER: dict[str, Any] = {

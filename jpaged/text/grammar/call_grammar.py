@@ -171,51 +171,55 @@ class _Writer:
     # Calls between marks in one text
 
     def _lines(self, calls: CallFormat) -> list[str]:
-        """Return the rules of an answer in a format with marks."""
-        body = self._arguments.body
-        marks = self._marks
+        """Return the rules of an answer in a format with marks.
+
+        A `group` is what stands behind the mark of calls: one call, or several where the format has them so.
+        """
+        body, opening = self._arguments.body, self._marks.expression(calls.open)
         heads = [self._call(body, name, arguments) for name, arguments in self._arguments.expressions.items()]
-        lines = [f"call: {' | '.join(heads)}"]
-        between = ""
-        if isinstance(body, JsonCalls) and (body.in_array or body.may_stand_alone):
-            separator = "; " if body.may_stand_alone else ", "
-            more = f" ({literal(separator)} call)*" if self._several else ""
-            group = f"call{more}" if body.may_stand_alone else f'"[" call{more} "]"'
-            group += f" {marks.expression(calls.close)}" if calls.close else ""
-            has_several_groups = False
-        else:
-            line = '"\\n"? ' if calls.close and not isinstance(body, NamedCalls) else ""
-            close = f" {line}{marks.expression(calls.close)}" if calls.close else ""
-            group, between = f"{line}call{close}", line
-            has_several_groups = self._several
-        lines.append(f"group: {group}")
+        lines = [f"call: {' | '.join(heads)}", f"group: {self._group(calls, body)}"]
+        lines += self._thoughts.lines() if self._thoughts else []
         if self._is_free:
-            return [*self._free_lines(calls, body), *lines, *self._thought_lines()]
-        opening = marks.expression(calls.open)
-        choice = f"{opening} group" + (f" ({between}{opening} group)*" if has_several_groups else "")
+            return [*self._free_lines(calls, body), *lines]
+        choice = f"{opening} group"
         if isinstance(body, JsonCalls) and body.may_stand_alone and not self._has_answer:
             choice = "group"  # A JSON answer begins like such a call, which then needs its mark.
+        elif self._several and not _has_several(body):
+            choice += f" ({self._line_feed(calls, body)} {opening} group)*"
         if self._has_answer:
             choice = f"(@{ANSWER} | {choice})"
         before = self._thoughts.before_answer(self._rules.thinking, LINES) if self._thoughts else ""
-        return [f"start: {before} {choice}", *lines, *self._thought_lines()]
+        return [f"start: {before} {choice}", *lines]
 
-    def _thought_lines(self) -> list[str]:
-        return self._thoughts.lines() if self._thoughts else []
+    def _group(self, calls: CallFormat, body: JsonCalls | TaggedCalls | NamedCalls) -> str:
+        """Return an expression of what stands behind the mark of calls, up to their end mark."""
+        close = self._marks.expression(calls.close) if calls.close else ""
+        if not _has_several(body):
+            line = self._line_feed(calls, body)
+            return f"{line} call {line} {close}"
+        assert isinstance(body, JsonCalls)
+        separator = "; " if body.may_stand_alone else ", "
+        several = f"call ({literal(separator)} call)*" if self._several else "call"
+        return f"{several} {close}" if body.may_stand_alone else f'"[" {several} "]" {close}'
 
-    def _free_lines(self, calls: CallFormat, body: object) -> list[str]:
+    def _line_feed(self, calls: CallFormat, body: JsonCalls | TaggedCalls | NamedCalls) -> str:
+        """Return an expression of the line feed around a call, and between two; empty if the format has none."""
+        return "" if isinstance(body, NamedCalls) or not calls.close else '"\\n"?'
+
+    def _free_lines(self, calls: CallFormat, body: JsonCalls | TaggedCalls | NamedCalls) -> list[str]:
         """Return the rules of free text with calls in it; a single call is the last part of the output."""
-        first = "thought " if self._thoughts and self._rules.thinking is Thinking.OPEN else ""
+        first = "thought" if self._thoughts and self._rules.thinking is Thinking.OPEN else ""
         openings = [(self._thoughts.open, "thought")] if self._thoughts else []
         call = (calls.open, "group")
         if self._several:
             start, lines = "free*", free_lines([*openings, call], self._marks, self._compiler)
         else:
             start, lines = "free* last?", free_lines(openings, self._marks, self._compiler, last=call)
-        if isinstance(body, JsonCalls) and body.may_stand_alone:
+        if isinstance(body, JsonCalls) and body.may_stand_alone:  # Other text does not begin like a call.
             lines.append("FIRST: /\\s*[^{\\s](?s:.*)/")
-            start = f"group | (marked | FIRST) {start} | {'last' if not self._several else NOTHING}?"
-        return [f"start: {first}({start})", *lines]
+            options = ["group", f"(marked | FIRST) {start}", *([] if self._several else ["last"])]
+            start = f"({' | '.join(options)})?"
+        return [f"start: {first} {start}", *lines]
 
     def _call(self, body: JsonCalls | TaggedCalls | NamedCalls, name: str, arguments: str) -> str:
         """Return an expression of one call."""
@@ -273,3 +277,8 @@ class _Writer:
             choices.append(f"{header('final')} text")
         open_thought = f"thought {next_message} " if self._rules.thinking is Thinking.OPEN else ""
         return [f"start: {open_thought}before* ({' | '.join(choices)})", *lines]
+
+
+def _has_several(body: JsonCalls | TaggedCalls | NamedCalls) -> bool:
+    """Return whether several calls stand behind one mark."""
+    return isinstance(body, JsonCalls) and (body.in_array or body.may_stand_alone)
