@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from jpaged import LLM, BeamSearchParams, Engine, InvalidRequestError, SamplingP
 from jpaged.outputs import RequestOutput
 from jpaged.text.answers.whole_answer import Answer, ToolCall
 
-from .commands.command_line import generate, records
+from .commands.command_line import ROOT, generate, records
 from .serving.scripted import SIZES, write_scripted_model
 
 TOOL = {
@@ -111,6 +112,14 @@ def test_a_tool_turn_goes_back_to_the_model(llm: Engine) -> None:
     turn = [*USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": "18"}]
     text = llm.render_chat(turn, tools=[TOOL])
     assert text.endswith(f"{CALL.replace('1.50', '1.5')}<|end|>\n<|start|>tool: 18<|end|>\n<|start|>assistant: ")
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_runs(llm: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
+    engine = f"Engine({llm.config.model!r}, load_format='dummy', **{SIZES})"
+    exec(code.replace('Engine("Qwen/Qwen3-0.6B")', engine).replace("max_tokens=500", "max_tokens=5"), {})
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_what_cannot_be_is_refused_by_name(llm: Engine) -> None:

@@ -16,7 +16,7 @@ from .tool_messages import ToolArguments
 from .tools import Tool, ToolSet, template_tools
 
 PROBE_S = 5.0
-"""Seconds that one rendering may take. Published templates take 1 ms, all their renderings together 3 to 25 ms."""
+"""Seconds that one rendering may take. Those of published templates take 1 to 40 ms all together."""
 
 
 @dataclass(frozen=True)

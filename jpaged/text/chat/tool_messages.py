@@ -137,6 +137,8 @@ def _normalized_call(call: Any, path: str) -> Any:
         raise bad_messages(f"{path} is {told(call)}, {allowed}")
     if isinstance(function, dict):
         function = {key: value for key, value in function.items() if value is not None}
+        if not isinstance(name := function.get("name"), str) or not name:
+            raise bad_messages(f"{path}.function.name is {told(name)}, allowed is the name of a function")
         call["function"] = {
             **function,
             "arguments": _arguments(function.get("arguments"), f"{path}.function.arguments"),

@@ -149,6 +149,8 @@ REFUSED = {
     "a number": (with_call(arguments=5), "function.arguments is 5, allowed is a JSON object"),
     "an assistant who says nothing": ([USER, {"role": "assistant", **EMPTY}], r"messages\[1\].content is null"),
     "a user who says nothing": ([{**EMPTY, "role": "user", "content": None}], r"messages\[0\].content is null"),
+    "no name": (with_call(name=None), r"messages\[1\].tool_calls\[0\].function.name is null, allowed is the name"),
+    "a number as name": (with_call(name=5), r"tool_calls\[0\].function.name is 5"),
     "calls that are no list": (
         [USER, {"role": "assistant", "tool_calls": CALL}],
         "tool_calls is an object of 3 keys, allowed is a list",
