@@ -163,7 +163,8 @@ def _failed(told: Any) -> AnswerError:
     """Return the error that a body or an event tells, in the words of OpenAI's interface or of FastAPI's."""
     told = told if isinstance(told, dict) else {"error": told}
     error = told.get("error") or told.get("detail") or told.get("message") or told
-    message, words = error, ()
+    message = error
+    words: tuple[Any, ...] = ()
     if isinstance(error, dict):
         message, words = error.get("message") or error, (error.get("code"), error.get("type"))
     # Others have the words of OpenAI's message, and not its code.
