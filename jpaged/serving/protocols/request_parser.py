@@ -178,7 +178,8 @@ class RequestParser:
         unenforced = list(dict.fromkeys(reason for new in new_requests for reason in new.unenforced))
         if unenforced and self.is_strict:
             way_out = "leave it out, or start the server without --strict"
-            raise refusal("tools", unenforced[0], "what docs/structured_outputs.md lists", way_out)
+            place, reason = unenforced[0].partition(" ")[0], unenforced[0].partition(": ")[2]
+            raise refusal(place, reason, "what docs/structured_outputs.md lists", way_out)
         fields.warnings += unenforced
 
 
