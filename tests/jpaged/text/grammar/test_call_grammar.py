@@ -37,11 +37,11 @@ def format_of(name):
     return answer_format(name, THOUGHT_OF.get(name))
 
 
-def tokenizer_of(format, *, are_tokens=True):
-    """Return a byte tokenizer in which the marks of a format are special tokens, or text."""
+def tokenizer_of(format, *, are_tokens=True, are_special=True):
+    """Return a byte tokenizer in which the marks of a format are special tokens, other tokens, or text."""
     backend = tokenizers.Tokenizer.from_str(byte_tokenizer().backend.to_str())
     if are_tokens:
-        backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in format.marks])
+        backend.add_tokens([tokenizers.AddedToken(mark, special=are_special) for mark in format.marks])
     return Tokenizer(backend, {"eos_token": "<end>"})
 
 
@@ -146,7 +146,8 @@ class Walker:
         for token_id in ids:
             if token_id in self.bound.mark_ids:
                 marks.append(Mark(len(text), token_id))
-                continue
+                if token_id in self.bound.special_ids:
+                    continue  # The text leaves it out.
             pending += self.tokenizer.token_bytes(token_id)
             try:
                 text, pending = text + pending.decode(), b""
@@ -220,6 +221,14 @@ eof_line: "*** End of File" LF
 %import common.LF
 """
 """The grammar of Codex's tool apply_patch."""
+
+
+@pytest.mark.parametrize("name", ["mistral", "glm47"])
+def test_marks_may_be_tokens_that_are_not_special(name):
+    format = format_of(name)
+    walker = Walker(tokenizer_of(format, are_special=False), format)
+    tools = ToolSet(TOOLS, ToolChoice("required"))
+    assert [check_forced(walker, tools, seed) for seed in range(3)] != [None] * 3
 
 
 WEATHER, GET = (Tool(name, parameters=SCHEMAS[name]) for name in ("get_weather", "get"))
