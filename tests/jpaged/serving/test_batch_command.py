@@ -16,8 +16,8 @@ from .served import Served
 
 HELLO = [{"role": "user", "content": "hello"}]
 LINES = [
-    request("chat", CHAT, messages=HELLO, seed=3, n=2, logprobs=True, top_logprobs=2),
-    request("completion", COMPLETION, prompt=["one", "two"], seed=3, echo=True, logprobs=1),
+    request("chat", CHAT, messages=HELLO, seed=3, n=2),
+    request("completion", COMPLETION, prompt=["one", "two"], seed=3, echo=True),
     {**request("response", "/v1/responses"), "body": {"model": "tiny", "input": "hello", "max_output_tokens": 16}},
     request("message", "/v1/messages", messages=HELLO, max_tokens=4),
     request("bad message", "/v1/messages", messages=[], max_tokens=4),
