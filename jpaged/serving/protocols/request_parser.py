@@ -123,7 +123,7 @@ class RequestParser:
             self._new_request({**prompt, **fields.prompt_options}, params, wanted) for prompt in prompts
         )
         self._note_formats(fields, params)
-        self._note_unenforced(fields, new_requests)
+        self._note_unenforced(fields, new_requests, places or Places())
         return GenerationRequest(
             model=given["model"],
             new_requests=new_requests,
@@ -140,7 +140,7 @@ class RequestParser:
                 "return_tokens_as_token_ids", given.get("return_tokens_as_token_ids", False), boolean
             ),
             client_id=check("request_id", given.get("request_id"), or_none(_client_id)),
-            warnings=tuple(fields.warnings if places is None else map(places.reworded, fields.warnings)),
+            warnings=tuple(fields.warnings),
         )
 
     def _new_request(
@@ -173,14 +173,14 @@ class RequestParser:
         if formats:
             fields.warnings.append(f"formats that are not known are not enforced: {', '.join(formats)}")
 
-    def _note_unenforced(self, fields: TakenFields, new_requests: Sequence[NewRequest]) -> None:
+    def _note_unenforced(self, fields: TakenFields, new_requests: Sequence[NewRequest], places: Places) -> None:
         """Note what is not enforced of tools' schemas and grammars; a strict server refuses it."""
         unenforced = list(dict.fromkeys(reason for new in new_requests for reason in new.unenforced))
         if unenforced and self.is_strict:
             way_out = "leave it out, or start the server without --strict"
             place, reason = unenforced[0].partition(" ")[0], unenforced[0].partition(": ")[2]
             raise refusal(place, reason, "what docs/structured_outputs.md lists", way_out)
-        fields.warnings += unenforced
+        fields.warnings += map(places.reworded, unenforced)
 
 
 def _client_id(value: Any) -> str:

@@ -272,6 +272,20 @@ def test_silence_is_broken_by_numbered_events_with_data():
     assert [(event["type"], event["sequence_number"]) for event in events[2:]] == [("keepalive", 2), ("keepalive", 3)]
 
 
+def test_a_call_is_whole_as_soon_as_it_ends(chat_parser: RequestParser):
+    """Codex runs it then; what else the model writes may take long."""
+    fields = {"input": "x", "tools": TOOLS[:1], "stream": True}
+    request = parse_response(chat_parser, bytearray(json.dumps(fields), "utf-8"))
+    one = encoder(request, tokenizer=chat_parser.tokenizer, answer_format=chat_parser.builder.encoder.answer_format)
+    marks = {text: chat_parser.tokenizer.backend.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
+    data = b""
+    for text in ("<tool_call>", ROME.removeprefix("<tool_call>").removesuffix("</tool_call>"), "</tool_call>"):
+        ids, at_mark = ((marks[text],), (Mark(0, marks[text]),)) if text in marks else ((70,), ())
+        data += one.chunks_of(SampleDelta("7-0", 0, ids, text, marks=at_mark))
+    *_, last = events_of(data)
+    assert (last["type"], last["item"]["arguments"]) == ("response.output_item.done", WEATHER["arguments"])
+
+
 ANSWER = "<think>\nHm.\n</think>\n\nJürgen 🐄 <b>" + ROME + "\nDone.<|end|>"
 
 

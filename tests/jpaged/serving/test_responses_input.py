@@ -1,6 +1,7 @@
 """What bodies of /v1/responses become: the prompt of chat completions for the same conversation, or an error."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -8,9 +9,12 @@ import pytest
 from jpaged.errors import InvalidRequestError
 from jpaged.serving.protocols.chat.parser import parse_chat
 from jpaged.serving.protocols.generation_request import GenerationRequest
+from jpaged.serving.protocols.places import Places
 from jpaged.serving.protocols.request_parser import RequestParser
+from jpaged.serving.protocols.responses.input_items import Conversation
 from jpaged.serving.protocols.responses.parser import parse_response
 from jpaged.serving.protocols.responses.thoughts import sealed
+from jpaged.serving.protocols.responses.tools import SentTools
 
 WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": WEATHER_SCHEMA}
@@ -220,6 +224,29 @@ def test_a_warning_names_its_place_in_the_body(chat_parser: RequestParser):
     team = {"type": "namespace", "name": "team", "tools": [WAIT, CUSTOM]}
     (warning,) = responses(chat_parser, input=[QUESTION], tools=[FUNCTION, team]).warnings
     assert warning.startswith("tools[1].tools[1].format is not enforced: ")
+
+
+def test_keys_that_a_tool_does_not_have_are_left_out_with_a_warning(chat_parser: RequestParser):
+    tool = {**FUNCTION, "paramters": {}, "defer_loading": True, "async": False, "allowed_callers": ["direct"]}
+    request = responses(
+        chat_parser, input=[QUESTION], tools=[CUSTOM, {"type": "namespace", "name": "a", "tools": [tool]}]
+    )
+    assert request.warnings[0] == "keys of tools are left out: tools[1].tools[0].paramters"
+    strict = RequestParser(chat_parser.builder, ("m",), is_strict=True)
+    with pytest.raises(InvalidRequestError, match="paramters"):
+        responses(strict, input=[QUESTION], tools=[tool])
+
+
+def test_many_items_take_linear_time():
+    places = Places()
+    conversation = Conversation(places, SentTools(places))
+    front = ({"role": "developer", "content": "x"}, {"type": "additional_tools", "tools": []})
+    answer = (thought("x" * 50), {**CALL, "call_id": "c"}, said("y" * 50))
+    items = [item for pair in (front, answer) for _ in range(20_000) for item in pair]
+    start = time.process_time()
+    conversation.read(items)
+    assert time.process_time() - start < 2, "0.2 s; copies of what was read before take 20 s"
+    assert len(conversation.messages[-1]["content"]) == 1_000_000
 
 
 CHOICES: dict[str, tuple[Any, Any]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....checks import refusal, shown_name, told
@@ -16,7 +17,8 @@ from ..places import Places
 from .thoughts import unsealed
 from .tools import SEARCH_NAME, SentTools, joined_name
 
-ROLES = ("system", "developer", "user", "assistant")
+INSTRUCTIONS = ("system", "developer")
+ROLES = (*INSTRUCTIONS, "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 OTHER_PARTS = ("input_image", "input_file", "input_audio", "computer_screenshot")
 """Types of parts that OpenAI takes, and this version refuses by name."""
@@ -27,6 +29,24 @@ WORDS = {"tool_call_id": "call_id"}
 """Words of chat completions → what items call them."""
 
 
+@dataclass
+class _Answer:
+    """An assistant's message while its items are read."""
+
+    thoughts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    ends_with_text: bool = False
+    """Whether its last item is a message."""
+
+    def message(self) -> dict[str, Any]:
+        """Return it as chat completions have it."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts) if self.texts else None}
+        if self.thoughts:
+            message["reasoning"] = "".join(self.thoughts)
+        return {**message, "tool_calls": self.calls} if self.calls else message
+
+
 class Conversation:
     """The messages of one body, while its items are read."""
 
@@ -35,9 +55,10 @@ class Conversation:
         self.places, self.tools = places, tools
         self.messages: list[dict[str, Any]] = []
         self.warnings: list[str] = []
-        self._answer: dict[str, Any] | None = None
-        """The assistant's message that further items may join."""
-        self._ends_with_message = False
+        self._answer: _Answer | None = None
+        """What further items may join; it is not among the messages yet."""
+        self._has_turn = False
+        """There is a message that is neither a system's nor a developer's."""
 
     def instruct(self, text: Any) -> None:
         """Put the field `instructions` in front."""
@@ -66,19 +87,27 @@ class Conversation:
             if kind == "reasoning" and index < first_thought:
                 continue
             READERS[kind](self, item, path)
+        self._end_answer()
 
     def _append(self, message: dict[str, Any], path: str) -> None:
         """Add a message that no further item joins."""
+        self._end_answer()
         self.places[f"messages[{len(self.messages)}]"] = path
         self.messages.append(message)
-        self._answer, self._ends_with_message = None, False
+        self._has_turn = self._has_turn or message["role"] not in INSTRUCTIONS
 
-    def _answer_at(self, path: str) -> dict[str, Any]:
-        """Return the assistant's message that an item joins; a new one begins with the item at `path`."""
+    def _answer_at(self, path: str) -> _Answer:
+        """Return the answer that an item joins; a new one begins with the item at `path`."""
         if self._answer is None:
-            self._append({"role": "assistant", "content": None}, path)
-            self._answer = self.messages[-1]
+            self.places[f"messages[{len(self.messages)}]"] = path
+            self._answer, self._has_turn = _Answer(), True
+        self._answer.ends_with_text = False
         return self._answer
+
+    def _end_answer(self) -> None:
+        if self._answer is not None:
+            self.messages.append(self._answer.message())
+            self._answer = None
 
     # One kind of items each
 
@@ -90,30 +119,26 @@ class Conversation:
         if role != "assistant":
             self._append({"role": role, "content": parts}, path)
             return
-        if self._ends_with_message:
-            self._answer = None
+        if self._answer is not None and self._answer.ends_with_text:
+            self._end_answer()
         answer = self._answer_at(path)
-        text = parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
-        answer["content"] = (answer["content"] or "") + text
-        self._ends_with_message = True
+        answer.texts.append(_joined(parts))
+        answer.ends_with_text = True
 
     def reasoning(self, item: dict[str, Any], path: str) -> None:
-        parts = _parts_of(item.get("content") or [], f"{path}.content")
-        thought = parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+        thought = _joined(_parts_of(item.get("content") or [], f"{path}.content"))
         if not thought and (sealed := item.get("encrypted_content")) is not None:
             thought = unsealed(sealed) or ""
         if not thought:
-            parts = _parts_of(item.get("summary") or [], f"{path}.summary")
-            thought = parts if isinstance(parts, str) else "\n\n".join(part["text"] for part in parts)
+            thought = _joined(_parts_of(item.get("summary") or [], f"{path}.summary"), "\n\n")
         if not thought:
             if item.get("encrypted_content"):
                 self.warnings.append("thoughts that another server has encrypted cannot be read, and are left out")
             return
-        answer = self._answer_at(path)
-        before = answer.get("reasoning", "")
-        is_apart = not before or before[-1].isspace() or thought[0].isspace()
-        answer["reasoning"] = before + ("" if is_apart else "\n") + thought
-        self._ends_with_message = False
+        thoughts = self._answer_at(path).thoughts
+        if thoughts and not (thoughts[-1][-1].isspace() or thought[0].isspace()):
+            thoughts.append("\n")
+        thoughts.append(thought)
 
     def function_call(self, item: dict[str, Any], path: str) -> None:
         arguments = item.get("arguments")
@@ -143,11 +168,10 @@ class Conversation:
         return joined_name(namespace, name)
 
     def _call(self, item: dict[str, Any], path: str, kind: str, called: dict[str, Any]) -> None:
-        calls = self._answer_at(path).setdefault("tool_calls", [])
-        place = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"
+        calls = self._answer_at(path).calls
+        place = f"messages[{len(self.messages)}].tool_calls[{len(calls)}]"
         self.places[place] = self.places[f"{place}.{kind}"] = path
         calls.append({"id": _call_id(item, path), "type": kind, kind: called})
-        self._ends_with_message = False
 
     def tool_output(self, item: dict[str, Any], path: str) -> None:
         parts = _parts_of(item.get("output"), f"{path}.output")
@@ -160,15 +184,14 @@ class Conversation:
 
     def additional_tools(self, item: dict[str, Any], path: str) -> None:
         """List tools that stand before the first turn. Others stand at their place: no text before them changes."""
-        is_listed = all(message["role"] in ("system", "developer") for message in self.messages)
-        definitions = self.tools.announce(item.get("tools"), f"{path}.tools", is_listed=is_listed)
-        if definitions and not is_listed:
+        definitions = self.tools.announce(item.get("tools"), f"{path}.tools", is_listed=not self._has_turn)
+        if definitions and self._has_turn:
             self._append({"role": "developer", "content": "\n".join([NEW_TOOLS, *definitions])}, path)
 
     def compaction(self, item: dict[str, Any], path: str) -> None:
-        text = next((item[key] for key in ("text", "summary", "content") if item.get(key)), None)
-        if text is not None:
-            self._append({"role": "user", "content": _parts_of(text, path)}, path)
+        key = next((key for key in ("text", "summary", "content") if item.get(key)), None)
+        if key is not None:
+            self._append({"role": "user", "content": _parts_of(item[key], f"{path}.{key}")}, path)
         elif (thought := unsealed(item.get("encrypted_content"))) is not None:
             self._append({"role": "user", "content": thought}, path)
         else:
@@ -217,6 +240,11 @@ def _call_id(item: dict[str, Any], path: str) -> str:
     if not isinstance(call_id, str) or not call_id:
         raise refusal(f"{path}.call_id", "none" if call_id is None else told(call_id), "the id of a call")
     return call_id
+
+
+def _joined(parts: str | list[dict[str, str]], separator: str = "\n") -> str:
+    """Return what `_parts_of` returns as one text."""
+    return parts if isinstance(parts, str) else separator.join(part["text"] for part in parts)
 
 
 def _parts_of(value: Any, path: str, *, refusals: bool = False) -> str | list[dict[str, str]]:

@@ -106,10 +106,10 @@ class MessageItem(_PartItem):
 
 def _without_leading(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Return the records of the tokens that wrote `text`, without those of marks and whitespace before it."""
-    num_bytes, first = 0, len(logprobs)
-    while first and num_bytes < len(text.encode()):
+    num_bytes, first = len(text.encode()), len(logprobs)
+    while first and num_bytes > 0:
         first -= 1
-        num_bytes += len(logprobs[first]["bytes"])
+        num_bytes -= len(logprobs[first]["bytes"])
     return logprobs[first:]
 
 
@@ -118,13 +118,16 @@ class ReasoningItem(_PartItem):
 
     kind, id_prefix = "reasoning", "rs"
     delta_event, done_event = "response.reasoning_text.delta", "response.reasoning_text.done"
-    has_encrypted = False
+
+    def __init__(self, *args: Any, has_encrypted: bool):
+        super().__init__(*args)
+        self._has_encrypted = has_encrypted
 
     def begun(self) -> dict[str, Any]:
         return {**super().begun(), "summary": [], "encrypted_content": None}
 
     def whole(self, text: str, status: str) -> dict[str, Any]:
-        return {**super().whole(text, status), "encrypted_content": sealed(text) if self.has_encrypted else None}
+        return {**super().whole(text, status), "encrypted_content": sealed(text) if self._has_encrypted else None}
 
     def part(self, text: str) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": text}
@@ -179,23 +182,28 @@ class OutputItems:
         self._response_id, self._details, self._tell = response_id, details, tell
         self._open: _Item | None = None
 
-    def read(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """Write the next events. `logprobs` are records of the tokens that wrote them, where there is a text among them
-        that tells of these."""
-        for event in events:
+    def read(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = (), *, is_cut: bool = False) -> None:
+        """Write the next events.
+
+        `logprobs` are records of the tokens that wrote them, which a text tells of. `is_cut` says that they are the
+        last ones, since a limit was reached: a call that ends with them may not be whole, and stays open until
+        `finish`.
+        """
+        for number, event in enumerate(events, 1):
             match event:
                 case Content(text=text):
                     self._of(MessageItem).write(text, logprobs=list(logprobs))
                     logprobs = ()
                 case Reasoning(text=text):
-                    self._of(ReasoningItem).write(text)
+                    self._of(ReasoningItem, has_encrypted=self._details.has_encrypted).write(text)
                 case CallStart():
                     self._start(self._call(event))
                 case CallArguments(text=text):
                     assert self._open is not None, "a call has begun"
                     self._open.write(text)
                 case CallEnd():
-                    pass  # The next event ends it, or the end of the answer, which tells whether it was cut.
+                    if not is_cut or number < len(events):
+                        self._end("completed")
 
     def finish(self, *, is_cut: bool) -> None:
         """End the output; `is_cut` says that the last item may not be whole. Without any, it is an empty message."""
@@ -203,10 +211,10 @@ class OutputItems:
             self._of(MessageItem)
         self._end("incomplete" if is_cut else "completed")
 
-    def _of(self, kind: type[_Item]) -> _Item:
+    def _of(self, kind: type[_Item], **options: Any) -> _Item:
         """Return the item that is open, if it is of this kind; otherwise a new one."""
         if type(self._open) is not kind:
-            self._start(kind(self._tell, self._response_id, self._num_items))
+            self._start(kind(self._tell, self._response_id, self._num_items, **options))
         assert self._open is not None
         return self._open
 
@@ -224,8 +232,6 @@ class OutputItems:
 
     def _start(self, item: _Item) -> None:
         self._end("completed")
-        if isinstance(item, ReasoningItem):
-            item.has_encrypted = self._details.has_encrypted
         self._open = item
         item.start()
 

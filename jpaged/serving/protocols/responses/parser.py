@@ -152,6 +152,8 @@ def _note_left_out(parser: RequestParser, fields: TakenFields, conversation: Con
     if left_out := conversation.tools.left_out:
         kinds = ", ".join(list(dict.fromkeys(left_out))[:MAX_WARNED])
         _note(parser, fields, "tools", f"tools that this server does not run are left out: {kinds}")
+    if unread := conversation.tools.unread:
+        _note(parser, fields, "tools", f"keys of tools are left out: {', '.join(unread[:MAX_WARNED])}")
     for warning in dict.fromkeys(conversation.warnings):
         _note(parser, fields, "input", warning)
     truncation = fields.protocol.get("truncation", "disabled")

@@ -24,12 +24,14 @@ HOSTED_KINDS = (
     "shell", "apply_patch", "programmatic_tool_calling",
 )  # fmt: skip
 """Tools without a schema that a model could be shown: OpenAI's servers run them, or its models are trained for them."""
-KINDS = ("function", "custom", "namespace", "tool_search")
-SEARCH_NAME = "tool_search"
+CALLED_KINDS, SEARCH_NAME = ("function", "custom"), "tool_search"
+KINDS = (*CALLED_KINDS, "namespace", SEARCH_NAME)
 JOINT = "__"
 """Stands between a namespace and the name of a tool in it, where the model sees the tool."""
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 _CUSTOM_KEYS = ("name", "description", "format")
+_NEUTRAL_KEYS = ("type", "async", "allowed_callers", "defer_loading", "execution")
+"""Keys that are looked at elsewhere, or mean nothing here: deferred tools of the field `tools` are listed too."""
 
 
 def joined_name(namespace: Any, name: str) -> str:
@@ -49,6 +51,8 @@ class SentTools:
     """The tools of the field `tools` that are in force, as they were sent."""
     left_out: list[str] = field(default_factory=list)
     """Kinds that were left out."""
+    unread: list[str] = field(default_factory=list)
+    """Places of keys that were left out."""
     has_search: bool = False
     _known: set[str] = field(default_factory=set)
     """Names of the tools, as the model sees them."""
@@ -86,14 +90,13 @@ class SentTools:
         """Return `tool_choice` as chat completions have it."""
         if not isinstance(value, dict):
             return value
-        kind = check("tool_choice.type", value.get("type"), one_of("function", "custom", "allowed_tools", SEARCH_NAME))
+        kind = check("tool_choice.type", value.get("type"), one_of(*CALLED_KINDS, SEARCH_NAME, "allowed_tools"))
         if kind != "allowed_tools":
             self.places[f"tool_choice.{kind}"] = self.places["tool_choice.function"] = "tool_choice"
             return self._chosen(value)
         path = "tool_choice.allowed_tools"
         self.places[path] = "tool_choice"
-        allowed: list[dict[str, Any]] = []
-        listed = value.get("tools")
+        allowed, listed = list[dict[str, Any]](), value.get("tools")
         for index, one in enumerate(listed if isinstance(listed, list) else ()):
             place = f"tool_choice.tools[{index}]"
             if not isinstance(one, dict):
@@ -101,15 +104,12 @@ class SentTools:
             if one.get("type") in HOSTED_KINDS:
                 self.left_out.append(one["type"])
                 continue
-            chosen = self._chosen(
-                {**one, "type": check(f"{place}.type", one.get("type"), one_of(*KINDS[:2], SEARCH_NAME))}
-            )
+            check(f"{place}.type", one.get("type"), one_of(*CALLED_KINDS, SEARCH_NAME))
+            chosen = self._chosen(one)
             self.places[f"{path}.tools[{len(allowed)}].{chosen['type']}"] = place
             allowed.append(chosen)
-        return {
-            "type": kind,
-            kind: {"mode": value.get("mode"), "tools": allowed if isinstance(listed, list) else listed},
-        }
+        tools = allowed if isinstance(listed, list) else listed
+        return {"type": kind, kind: {"mode": value.get("mode"), "tools": tools}}
 
     def _chosen(self, value: dict[str, Any]) -> dict[str, Any]:
         """Return the choice of one tool: of `value`, an object with the tool's type and name."""
@@ -137,7 +137,7 @@ class SentTools:
         found = []
         for index, one in enumerate(_list_of_tools(tool.get("tools"), f"{path}.tools")):
             place = f"{path}.tools[{index}]"
-            _kind_of(one, place, KINDS[:2])
+            _kind_of(one, place, CALLED_KINDS)
             found.append((place, self._made(one, place, namespace)))
         return found
 
@@ -153,7 +153,9 @@ class SentTools:
             self.names[joined_name(namespace, name)] = namespace, name
             name = joined_name(namespace, name)
         keys = _FUNCTION_KEYS if kind == "function" else _CUSTOM_KEYS
-        made = {key: tool[key] for key in keys if tool.get(key) is not None} | {"name": name}
+        given = {key: one for key, one in tool.items() if one is not None and key not in _NEUTRAL_KEYS}
+        self.unread += [f"{path}.{shown_name(key)}" for key in given if key not in keys]
+        made = {key: one for key, one in given.items() if key in keys} | {"name": name}
         if kind == "custom" and _has_grammar(made.get("format")):
             grammar = {key: value for key, value in made["format"].items() if key != "type"}
             made["format"] = {"type": "grammar", "grammar": grammar}
