@@ -31,9 +31,10 @@ class SamplingSummary:
     def note(self, params: SamplingParams | BeamSearchParams) -> None:
         """Take the parameters of one more request into account: those that differ from the first request's vary.
 
-        The parameters of beam searches are not compared: lines give them only `max_tokens` and `ignore_eos`.
+        The parameters of beam searches are not compared, and count as the first only if no request samples.
         """
-        self._first = self._first or params
+        if self._first is None or (isinstance(self._first, BeamSearchParams) and isinstance(params, SamplingParams)):
+            self._first = params
         # Lines without own parameters share one object, which need not be compared again.
         if params is self._last or isinstance(params, BeamSearchParams):
             return

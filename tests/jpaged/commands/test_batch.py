@@ -157,16 +157,17 @@ BAD_LINES: dict[str, tuple[Any, str | None, Any, str]] = {
 
 
 def test_each_bad_line_is_an_error_of_its_own_and_the_others_go_on(flags: list[Any], tmp_path: Path) -> None:
-    lines: list[Any] = [json.dumps(request("first", prompt="x")), ""]
+    lines: list[Any] = [request("first", prompt="x", use_beam_search=True, n=2), ""]
     for index, (line, id_, _, _) in enumerate(BAD_LINES.values()):
         lines.append({**line, "custom_id": f"{id_}{index}"} if id_ is not None else line)
-    lines += [request("first", prompt="y"), request("last", prompt="z")]
+    lines += [request("first", prompt="y"), request("last", prompt="z", unknown_field=1)]
     path = tmp_path / "out"
     prompts = write(tmp_path / "in.jsonl", lines)
     prompts.write_bytes(b"\xef\xbb\xbf" + prompts.read_bytes())
     run = batch(*flags, "-i", prompts, "-o", path, "--error-file", tmp_path / "bad")
     assert run.returncode == 3
     assert [record["custom_id"] for record in records(path)] == ["first", "last"]
+    assert "warning: last: " in run.stderr
     *found, duplicate = records(tmp_path / "bad")
     for index, (record, (_, id_, code, message)) in enumerate(zip(found, BAD_LINES.values(), strict=True)):
         assert record["custom_id"] == (None if id_ is None else f"{id_}{index}")
