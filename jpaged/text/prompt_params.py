@@ -63,6 +63,14 @@ class ParamsChecker:
         """Return the rows of the output head."""
         return self.rules_spec.vocab_size
 
+    @property
+    def may_think(self) -> bool:
+        """Return whether the model may write a thought: its format has one, or its template or tokenizer the mark."""
+        if self.tokenizer is None:
+            return False
+        has_format = self.answer_format is not None and self.answer_format.format.thought is not None
+        return has_format or may_think(self.tokenizer, self.chat_template or self.tokenizer.chat_template or "")
+
     def check(self, params: Params, *, max_logprobs: int, max_num_seqs: int | None) -> CheckedParams:
         """Check parameters against this model and the engine's limits; return them with the tokens of their bad words.
 
@@ -154,9 +162,8 @@ class ParamsChecker:
 
     def _check_thoughts(self, budget: int) -> None:
         """Refuse a budget of thoughts for a model that writes none."""
-        tokenizer = tokenizer_for(self.tokenizer, "thinking_token_budget", str(budget), "none")
-        has_format = self.answer_format is not None and self.answer_format.format.thought is not None
-        if not has_format and not may_think(tokenizer, self.chat_template or tokenizer.chat_template or ""):
+        tokenizer_for(self.tokenizer, "thinking_token_budget", str(budget), "none")
+        if not self.may_think:
             raise refusal("thinking_token_budget", budget, "none, since the model writes no thoughts", "leave it out")
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:

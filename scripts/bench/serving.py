@@ -31,6 +31,7 @@ from jpaged.commands.progress import say
 sys.path.insert(0, str(Path(__file__).parent))
 from answers import measure_answers
 from served_process import CONTEXT, Server, Stream, cpu_s, quantiles, stream_all
+from tool_rows import measure_tool_rows
 
 NUM_TOKENS = 200
 LONG_CONTEXT = 1 << 19
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure 1, 8 and 64 streams, answers with thoughts and calls, eight streams beside long prompts; report."""
     parser = FlagParser(prog="serving.py", description="Measure what the server adds to an engine.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="milliseconds that a step takes")
-    parser.add_argument("--only", choices=["streams", "long", "answers"], help="one of the parts")
+    parser.add_argument("--only", choices=["streams", "long", "answers", "tools"], help="one of the parts")
     add_report_flags(parser, 3, "times that each number of streams is measured")
     args = parse_bench(parser, argv)
     report: dict[str, Any] = {"step_ms": args.step_ms, "streams": {}, **machine(jax.devices("cpu")[0])}
@@ -173,6 +174,8 @@ def main(argv: Sequence[str]) -> int:
                 say(f"{num_streams} streams: {report['streams'][num_streams]}")
     if args.only in (None, "answers"):
         report["answers"] = measure_answers(args.runs)
+    if args.only in (None, "tools"):
+        report["tools"] = measure_tool_rows(args.runs)
     if args.only in (None, "long"):
         with tempfile.TemporaryDirectory() as name:
             server = Server(Path(name), args.step_ms, LONG_CONTEXT)

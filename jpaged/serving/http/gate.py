@@ -19,6 +19,8 @@ requests_log = logging.getLogger("jpaged.requests")
 
 OPEN_PATHS = ("/health", "/live", "/")
 """Paths that never need a key."""
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Headers in which clients of OpenAI and of Anthropic send a key."""
 UNLOGGED_PATHS = ("/health", "/live", "/metrics")
 """Paths whose requests get no line in the log."""
 
@@ -115,14 +117,14 @@ class Gate:
         """
         if not self._digests:
             return b""
-        sent = [_key(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
-        names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
-        digests = {hashlib.sha256(key).digest() for key in sent}
-        digest = digests.pop() if digests else b""
+        sent = [(name, value) for name, value in headers if name in KEY_HEADERS]
+        digests = {hashlib.sha256(_key(name, value)).digest() for name, value in sent}
+        is_one = len(digests) == 1 and len({name for name, _ in sent}) == len(sent)
+        digest = next(iter(digests), b"")
         is_known = False
         for known in self._digests:
             is_known |= hmac.compare_digest(digest, known)
-        if not is_known or digests or len(set(names)) < len(names):
+        if not (is_one and is_known):
             message = "no valid key; send the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest

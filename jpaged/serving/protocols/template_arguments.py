@@ -6,7 +6,6 @@ from typing import Any
 
 from ...checks import boolean, check, one_line, one_of, or_none, refusal, shown_name
 from ...text.chat.chat_template import readable_arguments
-from ...text.chat.thinking import may_think
 from ...text.prompts import template_kwargs
 from .fields import MAX_WARNED, TakenFields
 from .request_parser import RequestParser
@@ -63,7 +62,7 @@ def _set_thinking(
     if switch is not None:
         arguments.setdefault(switch, wants_thoughts)
         return met
-    thinks = parser.tokenizer is not None and may_think(parser.tokenizer, parser.builder.encoder.template)
+    thinks = parser.builder.encoder.params_checker.may_think
     if thinks and not wants_thoughts and "reasoning_effort" not in known & arguments.keys():
         fields.sampling.setdefault("thinking_token_budget", 0)
     return met if thinks or not wants_thoughts else met - {"enable_thinking"}

@@ -31,7 +31,7 @@ def fit_to_template(
     The given messages are not changed. Raise InvalidRequestError for tools that the template does not show, and for the
     first message of which it would drop something or for which it raises.
     """
-    if tools is not None and template_tools(tools) and not traits.shows_tools:
+    if tools is not None and not traits.shows_tools and template_tools(tools):
         way_out = "leave them out, or give a template that shows tools (--chat-template FILE)"
         allowed = "none, since this model's chat template does not show them to the model"
         raise refusal("tools", told(tools.tools), allowed, way_out)

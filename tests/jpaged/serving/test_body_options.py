@@ -249,6 +249,7 @@ SWITCH = (
         (THINKS, {"chat_template_kwargs": {"enable_thinking": False}}, "Hi", 0),
         (THINKS, {"enable_thinking": False, "thinking_token_budget": 5}, "Hi", 5),
         (THINKS, {"enable_thinking": True}, "Hi", None),
+        (THINKS.replace("</think>", "[THINK][/THINK]"), {"reasoning_effort": "none"}, "Hi", 0),
         ("{{ messages[0].content }}", {"enable_thinking": False}, "Hi", None),
     ],
 )

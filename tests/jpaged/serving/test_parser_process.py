@@ -51,6 +51,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("tokenize", {"messages": CHAT, "return_token_strs": True}),
     ("detokenize", {"tokens": [70, 71, 72]}),
 ]  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}, {"type": "custom", "custom": {"name": "g"}}
+]  # fmt: skip
 REFUSED: list[tuple[str, Any]] = [
     ("parse_completion", {"prompt": "x" * 100_000}),
     ("parse_completion", {"prompt": "Hi", "model": "other"}),
@@ -187,7 +190,9 @@ def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: En
     encoder = replace(
         builder.encoder,
         tokenizer=Tokenizer(backend, tokenizer.special_tokens),
-        chat_template="{{ messages[0].content }}!",
+        chat_template="{{ messages[0].content }}!{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}",
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
     )
     config = replace(builder.config, scheduling_policy="priority", max_logprobs=3)
     defaults = {"temperature": 0.25, "top_k": 7}
@@ -196,6 +201,8 @@ def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: En
     for method, fields in (
         ("parse_completion", {"prompt": "<|end|>", "model": "b", "priority": 5}),
         ("parse_chat", {"messages": CHAT}),
+        ("parse_chat", {"messages": CHAT, "functions": [{"name": "f"}], "truncate_prompt_tokens": 20}),
+        ("parse_chat", {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "truncate_prompt_tokens": 20}),
         ("parse_completion", {"prompt": "Hi", "an_unknown_field": 1}),
         ("parse_completion", {"prompt": "Hi", "logprobs": 4}),
     ):
@@ -206,6 +213,10 @@ def test_other_options_of_the_engine_and_the_server_reach_the_process(engine: En
             except (HTTPError, InvalidRequestError) as error:
                 told.append(vars(http_error(error)))
         assert told[0] == told[1], fields
+        if "tools" in fields:
+            (new,) = told[0].new_requests
+            assert (set(new.answer.tools), new.answer.custom_tools) == ({"f", "g"}, {"g"})
+            assert new.grammar
         if fields.get("prompt") == "<|end|>":
             assert told[0].new_requests[0].num_prompt_tokens == len("<|end|>")
             assert told[0].new_requests[0].params.top_k == 7

@@ -6,7 +6,6 @@ from typing import Any
 
 from ....checks import Unfit, check, check_name, integer, json_integer, one_of, or_none, refusal, told
 from ....text.chat.chat_template import readable_arguments
-from ....text.chat.thinking import may_think
 from ..fields import TakenFields
 from ..request_parser import RequestParser
 
@@ -38,7 +37,7 @@ def take_thinking(parser: RequestParser, fields: TakenFields) -> None:
         if kind == "enabled" and budget is None:
             raise refusal("thinking.budget_tokens", "none", "an integer ≥ 0")
         budget = 0 if kind == "disabled" else budget
-        if budget is not None and parser.tokenizer is not None and may_think(parser.tokenizer, template):
+        if budget is not None and parser.builder.encoder.params_checker.may_think:
             fields.sampling["thinking_token_budget"] = budget
     if effort is not None or (thinking is not None and thinking["type"] == "enabled"):
         arguments |= {name: True for name in SWITCHES if name in known}
