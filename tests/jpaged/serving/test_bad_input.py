@@ -131,7 +131,7 @@ def check_error(reply: tuple[int, dict[str, str], Any], status: int, code: str |
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_what_is_no_sound_json_object_is_a_400(served: Served, body: bytes):
-    for route in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         assert check_error(served.request(route, body), 400)["type"] == "BadRequestError"
 
 

@@ -17,6 +17,7 @@ from jpaged.serving.protocols.completions.encoder import CompletionEncoder
 from jpaged.serving.protocols.http_errors import HTTPError
 from jpaged.serving.protocols.parser_process import ParserProcess
 from jpaged.serving.protocols.request_parser import RequestParser
+from jpaged.serving.protocols.table import GENERATION_ROUTES
 
 
 def test_a_body_whose_client_has_left_is_parsed_only_if_a_thread_has_begun(engine: Engine):
@@ -60,7 +61,7 @@ def test_a_body_whose_client_has_left_is_parsed_only_if_a_thread_has_begun(engin
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [*GENERATION_ROUTES, "/tokenize", "/detokenize"])
 def test_bodies_that_come_before_the_start_is_over_are_not_held(path: str):
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b'{"prompt": "Hi"}', "more_body": False}
