@@ -45,6 +45,18 @@ class Literals:
                 return start, ""
         return (end, "") if found is None else (end, found.group())
 
+    def at(self, text: str, place: int) -> str | None:
+        """Return the literal that begins at `place`, "" if none does, None if it depends on text that is to come.
+
+        Only as many characters are looked at as the longest literal has.
+        """
+        found = self._any.match(text, place)
+        if len(text) - place <= self._max_prefix:
+            rest = text[place:]
+            if not rest or rest in self._prefixes:
+                return None
+        return "" if found is None else found.group()
+
 
 class Cursor:
     """A text that grows at its end, and the place up to which it has been read."""
@@ -126,14 +138,11 @@ class Cursor:
 
     def begins(self, literals: Literals) -> Reader[str]:
         """Return the literal that begins here, the longest if there are several, "" if none does. Nothing is taken."""
-        while True:
-            place, literal = literals.find(self.text, self.place)
-            if place > self.place or (literal and place == self.place):
-                return literal if place == self.place else ""
-            # The text so far is empty or the beginning of a literal.
+        while (literal := literals.at(self.text, self.place)) is None:
             if not (yield from self.more()):
                 whole = [text for text in literals.texts if self.text.startswith(text, self.place)]
                 return whole[0] if whole else ""
+        return literal
 
     def take_until(self, literals: Literals, keep: Callable[[str], Any]) -> Reader[str]:
         """Take the text before the first literal, giving its pieces to `keep`; return the literal, "" at the end.

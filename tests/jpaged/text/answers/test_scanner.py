@@ -215,3 +215,23 @@ def test_a_long_wait_takes_linear_time(wait):
             runs.append(time.process_time() - start)
         times.append(min(runs))
     assert times[1] < 24 * times[0]
+
+
+WHOLE = {
+    "numbers": ("gemma4", "<|tool_call>call:f{l:[", "1,"),
+    "end tags": ("qwen3_coder", "<function=f>\n<parameter=city>\na", "</parameter>x"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_an_answer_in_one_piece_takes_linear_time(case):
+    """No search for a mark that must stand at a place looks at all the text behind it."""
+    name, beginning, piece = WHOLE[case]
+    times = []
+    for num_pieces in (LONG // 8, LONG):
+        scanner = AnswerScanner(bind_marks(answer_format(name, None), {}), AnswerSpec(tools=TOOLS))
+        start = time.process_time()
+        scanner.feed(beginning + piece * num_pieces)
+        scanner.finish()
+        times.append(time.process_time() - start)
+    assert times[1] < 24 * times[0]
