@@ -99,9 +99,10 @@ def render_chat_template(
             if name not in (known := template_arguments(template)):
                 allowed = f"what the chat template reads: {', '.join(sorted(known)) or 'nothing'}"
                 raise refusal("chat_template_kwargs", shown(name), allowed, "leave it out")
-        seen_tools = None if tools is None else template_tools(tools)
         compile_template(template)
-        conversation = fit_to_template(conversation, traits_of(template, special_tokens), tools)
+        traits = traits_of(template, special_tokens)
+        conversation = fit_to_template(conversation, traits, tools)
+        seen_tools = None if tools is None else template_tools(tools, is_full=traits.needs_full_tools)
         variables = {**names, "messages": conversation, "tools": seen_tools, "documents": None}
         return render(template, variables, max_s=max_s, max_chars=max_chars)
     except jinja2.TemplateSyntaxError as error:

@@ -1,7 +1,8 @@
 """Fits a conversation to what a chat template can show, and refuses what the template would drop without a word.
 
 A system message behind the first turn, for a template that only has one at the start, joins the user's turn at its
-place: moved to the start it would change the text before it, and with that every cached page.
+place: moved to the start it would change the text before it, and with that every cached page. So does a user's message
+for which a template raises an error, since agents send several in a row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from ...checks import refusal, told
 from ...errors import InvalidRequestError
-from .chat_messages import NoContent
+from .chat_messages import REASONING_NAMES, NoContent
 from .template_traits import TemplateTraits
 from .tool_messages import bad_messages
 from .tools import ToolSet, template_tools
@@ -39,11 +40,13 @@ def fit_to_template(
     for index, message in enumerate(conversation):
         num_results = num_results + 1 if message["role"] == "tool" else 0
         _check_message(message, f"messages[{index}]", traits, num_results)
-    fitted = _with_instructions(conversation, traits)
+    fitted = _with_texts_in_place(conversation, traits)
     if traits.needs_short_ids:
         fitted = _with_short_ids(fitted)
     if not traits.shows_call_content:
         fitted = [_without_blank_content(message) for message in fitted]
+    if not traits.takes_thought_beside_both:
+        fitted = [_with_thought_in_text(message) for message in fitted]
     return [_with_thought_parts(message) for message in fitted] if traits.thoughts == "parts" else fitted
 
 
@@ -71,14 +74,14 @@ def _dropped(path: str, got: str, allowed: str, what: str) -> InvalidRequestErro
     return bad_messages(f"{path}: got {got}, allowed: {allowed}, since this model's chat template {what}; {way_out}")
 
 
-def _with_instructions(conversation: Sequence[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return messages whose system and developer messages are where and what the template shows.
+def _with_texts_in_place(conversation: Sequence[dict[str, Any]], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return messages whose system, developer and user messages are where and what the template shows.
 
     The role developer becomes system where the template does not know it. Further ones at the start are joined to the
     first one. One behind the first turn that the template does not show at its place is joined to the user's message
     before it or behind it, or to the tool's result before it where no user's message may follow a result; otherwise it
-    becomes a user's message. Raise InvalidRequestError for a system message at the start that the template does not
-    show.
+    becomes a user's message. A user's message is joined to the one before it, or to a tool's result, where the template
+    takes none behind it. Raise InvalidRequestError for a system message at the start that the template does not show.
     """
     fitted = _Joined()
     has_turn = False
@@ -91,6 +94,8 @@ def _with_instructions(conversation: Sequence[dict[str, Any]], traits: TemplateT
                 fitted.add({"role": "user"}, *pending)
             if pending and role == "user":
                 fitted.add(message, *pending, text)
+            elif role == "user" and not _takes_user(fitted, traits):
+                fitted.join(text)
             else:
                 fitted.add(message)
             pending = []
@@ -116,6 +121,12 @@ def _with_instructions(conversation: Sequence[dict[str, Any]], traits: TemplateT
     if pending:
         fitted.add({"role": "user"}, *pending)
     return fitted.whole()
+
+
+def _takes_user(messages: _Joined, traits: TemplateTraits) -> bool:
+    """Return whether a user's message may follow the last message."""
+    last = messages.last["role"] if messages.messages else None
+    return traits.takes_several_users if last == "user" else traits.takes_user_after_result if last == "tool" else True
 
 
 class _Joined:
@@ -190,6 +201,15 @@ def _is_short(call_id: Any) -> bool:
 def _without_blank_content(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with calls without the blank text beside them, for which a template may drop the calls."""
     return {**message, "content": NoContent()} if message.get("tool_calls") else message
+
+
+def _with_thought_in_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message that calls a tool with its thought before its text: OpenAI's template takes one of the two."""
+    thought, text = message.get("reasoning_content"), message["content"]
+    if not message.get("tool_calls") or not thought or not text:
+        return message
+    without = {name: value for name, value in message.items() if name not in REASONING_NAMES}
+    return {**without, "content": f"{thought}\n\n{text}"}
 
 
 def _with_thought_parts(message: dict[str, Any]) -> dict[str, Any]:

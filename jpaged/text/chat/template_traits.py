@@ -27,16 +27,22 @@ class TemplateTraits:
     """
 
     shows_tools: bool = True
+    needs_full_tools: bool = False
+    """It raises for a tool without a description, or whose parameters have no `properties`."""
     shows_calls: bool = True
     """A tool call in an assistant's message: its name and its arguments."""
     shows_call_content: bool = True
     """The text of a message that calls a tool, beside the call."""
+    takes_thought_beside_both: bool = True
+    """A message may have a thought, a text and a call."""
     shows_parallel_calls: bool = True
     """Several calls in one message."""
     shows_results: bool = True
     """A tool's result behind its call."""
     shows_parallel_results: bool = True
     """The results of several calls of one message."""
+    takes_several_users: bool = True
+    """A user's message may follow another one."""
     takes_user_after_result: bool = True
     """A user's message may follow a tool's result."""
     shows_system: bool = True
@@ -86,6 +92,8 @@ _TOOLS = template_tools(
         )
     )
 )
+_THOUGHT = {"reasoning_content": "zqxthought", "thinking": "zqxthought"}
+_BARE_TOOLS = template_tools(ToolSet((Tool(_NAMES[0], parameters={"type": "object"}),)))
 
 
 @lru_cache(maxsize=64)
@@ -103,12 +111,15 @@ def _traits(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Templ
     knows_developer = "'developer'" in template or '"developer"' in template
     return TemplateTraits(
         shows_tools=probe.shows_tools,
+        needs_full_tools=probe.shows_tools and probe.text([_USER], tools=_BARE_TOOLS) is None,
         shows_calls=probe.shows(one_call, *_VALUES[:1])
         and probe.count(one_call, _NAMES[0]) > probe.count([_USER], _NAMES[0]),
         shows_call_content=probe.shows(both, "zqxanswer") and probe.shows(both, _VALUES[0]),
+        takes_thought_beside_both=probe.text([_USER, {**_calling(1, content="zqxanswer"), **_THOUGHT}]) is not None,
         shows_parallel_calls=probe.shows(two_calls, *_VALUES),
         shows_results=probe.shows(one_call, "zqxresult"),
         shows_parallel_results=probe.shows(two_calls, "zqxresult", "zqxother"),
+        takes_several_users=probe.shows([_USER, _USER_AGAIN], "zqxquestion", "zqxagain"),
         takes_user_after_result=probe.shows([*one_call, _USER_AGAIN], "zqxresult", "zqxagain"),
         shows_system=probe.shows([_orders("system"), _USER], "zqxorders"),
         shows_several_systems=probe.shows(
@@ -124,10 +135,9 @@ def _traits(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Templ
 
 def _place_of_thoughts(probe: _Probe) -> Literal["field", "parts", "none"]:
     """Return where the template looks for thoughts, in a message with a call as in one with an answer."""
-    fields = {"reasoning_content": "zqxthought", "thinking": "zqxthought"}
     parts = [{"type": "thinking", "thinking": "zqxthought"}, {"type": "text", "text": "zqxanswer"}]
-    if probe.shows([_USER, {**_ANSWER, **fields}], "zqxthought") or probe.shows(
-        [_USER, {**_calling(1), **fields}, _RESULTS[0]], "zqxthought"
+    if probe.shows([_USER, {**_ANSWER, **_THOUGHT}], "zqxthought") or probe.shows(
+        [_USER, {**_calling(1), **_THOUGHT}, _RESULTS[0]], "zqxthought"
     ):
         return "field"
     # A template that writes out a list as it is would show its brackets too.
@@ -146,12 +156,12 @@ class _Probe:
         if not self.shows_tools:
             self.tools = None
 
-    def text(self, messages: list[dict[str, Any]]) -> str | None:
-        """Return the text of a conversation; None if the template raises."""
+    def text(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> str | None:
+        """Return the text of a conversation, with other tools if they are given; None if the template raises."""
         from .template_environment import render  # Here, since Jinja2 takes time to import.
 
         try:
-            variables = {**self.variables, "messages": messages, "tools": self.tools}
+            variables = {**self.variables, "messages": messages, "tools": tools or self.tools}
             return render(self.template, variables, max_s=PROBE_S)
         except Exception:  # A template is a program: it may raise anything.
             return None

@@ -109,14 +109,21 @@ def tools_of(
     return ToolSet(tools, _choice(choice, tools), is_parallel)
 
 
-def template_tools(tools: ToolSet) -> list[dict[str, Any]] | None:
+def template_tools(tools: ToolSet, *, is_full: bool = False) -> list[dict[str, Any]] | None:
     """Return the tools as chat templates see them: plain data, in one order of keys, without what means nothing.
 
     Only the keys of a schema keep the caller's order. Tools that the choice forbids are among them: which tool may be
     called is enforced by the output's grammar, so the prompt and its cached prefix stay. Those that are not listed are
-    left out; None if that leaves none.
+    left out; None if that leaves none. With `is_full`, a description or `properties` of a schema that the caller has left
+    out are there, and empty.
     """
-    return [_template_tool(tool) for tool in tools.tools if tool.is_listed] or None
+    listed = [_template_tool(tool) for tool in tools.tools if tool.is_listed]
+    if is_full:
+        for function in (tool["function"] for tool in listed):
+            function.setdefault("description", "")
+            if "$ref" not in function["parameters"]:  # Its properties stand elsewhere: none would be a lie.
+                function["parameters"].setdefault("properties", {})
+    return listed or None
 
 
 def definition(tool: Tool) -> str:

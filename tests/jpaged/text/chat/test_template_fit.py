@@ -85,6 +85,33 @@ def test_a_late_system_message_joins_a_result_where_no_user_may_follow_one():
     assert "<|im_start|>user\nBe brief.<|im_end|>" in render(QWEN_35, [*chat, system("Be brief.")])
 
 
+def test_a_users_message_joins_the_one_before_where_the_template_takes_none_behind_it():
+    """Codex sends two before the first answer, Claude Code one behind a result; Mistral's templates raise an error."""
+    for name in (NEMO, MINISTRAL, GEMMA_2):
+        joined = {"role": "user", "content": "Hi\n\nMore"}
+        assert render(name, [USER, MORE, ANSWER, USER]) == render(name, [joined, ANSWER, USER])
+    chat = [USER, calling("Rome"), RESULT]
+    result = {**RESULT, "content": "18 degrees\n\nMore\n\nBe brief."}
+    assert render(NEMO, [*chat, MORE, system("Be brief.")], TOOLS) == render(NEMO, [*chat[:2], result], TOOLS)
+    assert render(QWEN_3, [USER, MORE]).count("<|im_start|>user") == 2
+
+
+def test_a_thought_stands_before_the_text_of_a_call_where_the_template_takes_one_of_them():
+    text = render(GPT_OSS, [USER, calling("Rome", content="I look.", reasoning="They mean Rome."), RESULT])
+    assert "<|channel|>analysis<|message|>They mean Rome.\n\nI look.<|end|>" in text
+    assert "<think>\nThey mean Rome.\n</think>\n\nI look." in render(
+        QWEN_3, [USER, calling("Rome", content="I look.", reasoning="They mean Rome."), RESULT]
+    )
+
+
+def test_a_tool_without_a_description_is_shown_where_the_template_needs_one():
+    """The templates of gpt-oss and Hermes raise an error without one, Seed's without properties; others show none."""
+    bare = tools_of([{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}])
+    for name in (GPT_OSS, "NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "ByteDance-Seed-OSS"):
+        assert "now" in render(name, [USER], bare)
+    assert '{"name": "now", "parameters": {"type": "object"}}' in render(QWEN_3, [USER], bare)
+
+
 def test_several_system_messages_at_the_start_are_one_where_the_template_shows_one():
     several = [system("A"), {"role": "developer", "content": "B"}, system("C"), USER]
     for name in (QWEN_35, R1, GPT_OSS):
