@@ -114,8 +114,8 @@ def template_tools(tools: ToolSet, *, is_full: bool = False) -> list[dict[str, A
 
     Only the keys of a schema keep the caller's order. Tools that the choice forbids are among them: which tool may be
     called is enforced by the output's grammar, so the prompt and its cached prefix stay. Those that are not listed are
-    left out; None if that leaves none. With `is_full`, a description or `properties` of a schema that the caller has left
-    out are there, and empty.
+    left out; None if that leaves none. With `is_full`, a description and `properties` of a schema are there and empty
+    where the caller has left them out.
     """
     listed = [_template_tool(tool) for tool in tools.tools if tool.is_listed]
     if is_full:
