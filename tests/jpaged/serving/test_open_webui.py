@@ -20,7 +20,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "Is it warm in Paris?"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 SCRIPTS = {
-    "warm in Paris?": "<think>\nI ask.\n</think>\n\nI look." + CALL % "Paris" + "\n" + CALL % "Lyon" + "<|end|>",
+    "warm in Paris?": "<think>\nI ask.\n</think>\n\nI look." + CALL % "Paris" + CALL % "Lyon" + "<|end|>",
     "sunny": "Sunny.<|end|>",
     "Tell": "<think>\nA story.\n</think>\n\nOnce upon<|end|>",
     "Once upon": " a time.<|end|>",
