@@ -17,8 +17,8 @@ from served_process import ANSWERS_TEMPLATE, Server, cpu_s, stream_all
 
 from jpaged.commands.progress import say
 
-NUM_STREAMS, NUM_TOKENS = 16, 300
-STEP_MS = 4.0
+NUM_STREAMS, NUM_TOKENS = 64, 150
+STEP_MS = 8.0
 """Long enough that the event loop is done with the tokens of a step before the next ones come."""
 NUM_NEWLINES = 8000
 """Tokens of an answer of newlines alone, which a mark may follow that would take them away."""

@@ -54,7 +54,7 @@ class SampleAnswer:
 
     def read(self, sample: SampleDelta | CompletionOutput) -> list[Event]:
         """Return the events of a delta, or of a whole output; the end of the sample ends what is open."""
-        if self._mark_ids:
+        if not self._mark_ids.isdisjoint(sample.token_ids):
             for index, token_id in enumerate(sample.token_ids, self._num_tokens):
                 if token_id in self._mark_ids:
                     self._mark_indices.append(index)
@@ -71,8 +71,9 @@ class SampleAnswer:
                 events += self._scan(text[mark.place : end], (Mark(0, mark.token_id),))
         if sample.finish_reason is not None:
             events += self._scanner.finish()
-        self._num_chars += len(text)
-        self._num_thought_chars += sum(len(event.text) for event in events if type(event) is Reasoning)
+        if not self._has_mark_tokens:
+            self._num_chars += len(text)
+            self._num_thought_chars += sum(len(event.text) for event in events if type(event) is Reasoning)
         return events
 
     def _scan(self, text: str, marks: Sequence[Mark]) -> list[Event]:

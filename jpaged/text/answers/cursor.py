@@ -61,13 +61,16 @@ class Literals:
 class Cursor:
     """A text that grows at its end, and the place up to which it has been read."""
 
-    __slots__ = ("_record", "_record_start", "is_final", "place", "text")
+    __slots__ = ("_record", "_record_start", "is_final", "place", "run", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.place = 0
         self.is_final = False
         """No more text comes."""
+        self.run: tuple[re.Pattern[str], Callable[[str], Any]] | None = None
+        """While `take_until` waits and has taken everything: the characters by which what it looks for begins, and what
+        it gives the text to. Text without such a character may be given to it directly."""
         self._record: list[str] | None = None
         self._record_start = 0
 
@@ -156,7 +159,11 @@ class Cursor:
                 self.place = place
             if literal:
                 return literal
-            if not (yield from self.more()):
+            if self.place == len(self.text) and self._record is None:
+                self.run = literals.first_char, keep
+            is_more = yield from self.more()
+            self.run = None
+            if not is_more:
                 found = yield from self.begins(literals)
                 if found:
                     return found

@@ -57,8 +57,13 @@ class AnswerScanner:
 
         `marks` are the tokens among `text` that are marks, as `SampleDelta` has them.
         """
-        self._cursor.feed(self._marked_text.feed(text, marks))
-        next(self._reader)
+        text = self._marked_text.feed(text, marks)
+        run = self._cursor.run
+        if run is not None and run[0].search(text) is None:  # As for most tokens: the reader would do the same.
+            run[1](text)
+        else:
+            self._cursor.feed(text)
+            next(self._reader)
         return self._writer.take()
 
     def finish(self) -> list[Event]:

@@ -124,6 +124,16 @@ def test_clients_of_anthropic_get_their_errors_at_every_path(
     assert body["request_id"] == headers["request-id"] == headers["x-request-id"]
 
 
+@pytest.mark.parametrize(("path", "key"), [("/v1/messages", "request_id"), ("/v1/completions", "error")])
+def test_a_body_that_does_not_come_in_time_is_told_in_the_form_of_its_path(locked: Served, path: str, key: str):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 10"]
+    data = locked.raw("\r\n".join([*lines, f"Authorization: Bearer {KEYS[0]}", "", "{"]).encode())
+    assert statuses(data) == [408]
+    body = json.loads(data.partition(b"\r\n\r\n")[2])
+    assert key in body
+    assert (body.get("type") == "error") is (path == "/v1/messages")
+
+
 def test_paths_that_only_begin_like_those_of_a_protocol_are_none_of_it(locked: Served):
     for path in ("/v1/messagesx", "/v1/message", "/nothing"):
         assert "code" in locked.request(path, {})[2]["error"]

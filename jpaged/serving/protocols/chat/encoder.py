@@ -27,6 +27,11 @@ class ChatEncoder(ChoicesEncoder):
             else [ChatAnswer(one, self.request, self.id, index) for index, one in enumerate(answers)]
         )
         """The answer of each choice; None if its text is all."""
+        request = self.request
+        self._tells_of_tokens = (
+            request.num_logprobs is not None or request.has_token_ids or request.has_continuous_usage
+        )
+        """A chunk tells more of its tokens than their text."""
 
     def choice(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         index = self._first_choices[output.request_id] + sample.index
@@ -66,14 +71,18 @@ class ChatEncoder(ChoicesEncoder):
             shown = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
             return self._choice_chunk(index, shown, delta, delta.finish_reason)
         answer = self._answers[index]
-        *first_ones, shown = answer.deltas(delta) or [{}]
+        deltas = answer.deltas(delta)
+        finish_reason = answer.finish_reason(delta.finish_reason)
+        if len(deltas) == 1:  # As for most tokens.
+            return self._choice_chunk(index, deltas[0], delta, finish_reason)
+        # Tokens whose text is held back are told at once only where there is more to tell of them than text.
+        if not deltas and finish_reason is None and not self._tells_of_tokens:
+            return b""
+        *first_ones, shown = deltas or [{}]
         chunks = [
             self._chunk({"index": index, "delta": one, "logprobs": None, "finish_reason": None}) for one in first_ones
         ]
-        # Tokens whose text is held back are told at once only where there is more to tell of them than text.
-        if shown or delta.finish_reason is not None or self._tells_of_tokens:
-            chunks.append(self._choice_chunk(index, shown, delta, answer.finish_reason(delta.finish_reason)))
-        return b"".join(chunks)
+        return b"".join([*chunks, self._choice_chunk(index, shown, delta, finish_reason)])
 
     def _choice_chunk(self, index: int, shown: dict[str, Any], delta: SampleDelta, finish_reason: str | None) -> bytes:
         """Return the chunk of the tokens of a delta, of whose text `shown` is what it shows."""
@@ -85,13 +94,9 @@ class ChatEncoder(ChoicesEncoder):
         }
         if finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
-        return self._chunk(choice | self._output_ids(delta.token_ids))
-
-    @property
-    def _tells_of_tokens(self) -> bool:
-        """Return whether a chunk tells more of its tokens than their text."""
-        request = self.request
-        return request.num_logprobs is not None or request.has_token_ids or request.has_continuous_usage
+        if self.request.has_token_ids:
+            choice |= self._output_ids(delta.token_ids)
+        return self._chunk(choice)
 
     def usage(self) -> dict[str, Any]:
         usage = super().usage()
