@@ -255,7 +255,7 @@ class _Writer:
         has_thoughts = self._rules.thought_budget != 0
         before = [f"{header(channels.thought)} thought {next_message}"] if has_thoughts else []
         lines = [*thoughts.lines(), f"text: {ANY_TEXT}"]
-        if not self._rules.must_call:
+        if self._is_free:  # Beside an answer of a structure, such a text would be a part of it.
             before.append(f"{header('commentary')} text {marks.expression(end)} {next_message}")
         lines.append(f"before: {' | '.join(before) or NOTHING}")
         calls = []

@@ -38,7 +38,11 @@ class MarkTexts:
 
     def regex(self, text: str) -> str:
         """Return an expression, as it stands between slashes, that matches a text, its marks written out."""
-        return within_slashes(literal_regex(text.translate(self._texts)))
+        return within_slashes(literal_regex(self.written(text)))
+
+    def written(self, text: str) -> str:
+        """Return a text with its marks written out."""
+        return text.translate(self._texts)
 
     def is_token(self, mark: str) -> bool:
         """Return whether a text is a mark of one token."""

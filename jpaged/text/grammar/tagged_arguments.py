@@ -12,12 +12,15 @@ from typing import Any
 
 from ...checks import refusal
 from ..answers.formats import CallFormat, TaggedCalls
+from .ecma_regex import literal_regex
 from .lark_text import within_slashes
 from .mark_texts import ANY_TEXT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
 from .schema_analysis import TYPES, escaped
 from .schema_grammar import SchemaWriter
 
+COUNT = re.compile(r"(?<!\\)\{[0-9]")
+"""A bound on repetitions in a regular expression."""
 KEY = re.compile(r'[^<>"\n]+')
 ROOT_KEYWORDS = ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
 """Keywords of the schema of all arguments that are enforced here."""
@@ -46,15 +49,13 @@ class TaggedWriter:
         separator = "\n" if body.has_lines else ""
         self._separator = separator
         self._is_lexeme = not self._marks.opening(self._after_value)[0]
-        self._text = self._free_text(calls, names)
+        self._ends = [end for end in (body.value_close, calls.close) if not self._marks.is_apart(end)]
+        self._text = self._free_text(names)
 
-    def _free_text(self, calls: CallFormat, names: Sequence[str]) -> str:
+    def _free_text(self, names: Sequence[str]) -> str:
         """Return the terminal of texts that end nowhere before their end tag."""
         body = self._body
-        ends = [body.value_close] * (not self._marks.is_apart(body.value_close))
-        if not self._marks.is_apart(calls.close):
-            ends.append(calls.close)
-        forbidden = [self._marks.regex(end) for end in ends]
+        forbidden = [self._marks.regex(end) for end in self._ends]
         if not self._marks.is_apart(body.key_open) and names:
             forbidden.append(
                 f"{self._marks.regex(body.key_open)}\\s*(?:{'|'.join(map(self._marks.regex, names))})\\s*<?"
@@ -62,6 +63,19 @@ class TaggedWriter:
         if body.close:
             forbidden.append(f"{self._marks.regex(body.close)}\\s*<")
         return f"{ANY_TEXT} & ~/(?s:.*)(?:{'|'.join(forbidden)})(?s:.*)/" if forbidden else ANY_TEXT
+
+    def _tagless_text(self) -> str:
+        """Return the terminal of texts without the beginning of any end tag, its first two characters.
+
+        They are fewer than those of `_free_text`. But to find that no text of a bounded length goes on behind an end
+        tag, llguidance would look at each length, which may take more work than a step may.
+        """
+        opens = {self._marks.written(tag)[:2] for tag in (*self._ends, self._body.key_open, self._body.close) if tag}
+        firsts = {literal_regex(start[0]) for start in opens}
+        if len(firsts) > 1 or any(len(set(start)) < 2 for start in opens):
+            return f"/[^{within_slashes(''.join(sorted(firsts)))}]*/"
+        (first,), seconds = firsts, "".join(sorted(literal_regex(start[1]) for start in opens))
+        return "/" + within_slashes(f"(?:[^{first}]|{first}+[^{first}{seconds}])*{first}*") + "/"
 
     def field(self, name: str, value: str) -> str:
         """Return an expression of a parameter; `value` is that of its value and the end tag."""
@@ -76,6 +90,8 @@ class TaggedWriter:
         self._num_values += 1
         name = f"V{self._num_values}"
         bounded = "TEXT" if terminal == ANY_TEXT else f"({terminal}) & TEXT" if terminal != '""' else terminal
+        if COUNT.search(terminal) and self._text != ANY_TEXT:
+            bounded = f"({terminal}) & {self._tagless_text()}"
         if self._is_lexeme:  # With the end tag, whose beginning the text could be.
             end = self._after_value + self._separator
             self.lines += [f"{name}: {name}_TEXT /{self._marks.regex(end)}/", f"{name}_TEXT: {bounded}"]

@@ -466,3 +466,24 @@ def test_500_forced_answers_of_each_format_validate(name, are_tokens, walkers):
         num_ended += check_forced(walker, tools, seed) is not None
         seed += 1
     assert seed < 1800
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2"])
+def test_a_text_of_a_bounded_length_ends_at_its_end_tag(name, walkers):
+    """That no text of up to 256 characters goes on behind an end tag took more work than a step may."""
+    properties = {name: {"type": "string", "maxLength": 256} for name in ("query", "cursor")}
+    parameters = {"type": "object", "properties": properties, "additionalProperties": False}
+    tools = ToolSet((Tool("list", parameters=parameters),), ToolChoice("required"))
+    answers = [check_forced(walkers(name), tools, seed) for seed in range(4)]
+    assert any(json.loads(call.arguments) for answer in answers if answer for call in answer.tool_calls)
+
+
+def test_no_text_stands_beside_an_answer_of_a_structure_in_channels(walkers):
+    walker, tools = walkers("openai"), ToolSet(TOOLS)
+    answer = "<|channel|>final<|message|>{}"
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    object_ = StructuredOutputsParams(json_object=True)
+    assert walker.is_allowed(walker.rules(tools, structured=object_), answer)
+    assert not walker.is_allowed(walker.rules(tools, structured=object_), said + answer)
+    strict = ToolSet(tuple(replace(tool, is_strict=True) for tool in TOOLS))
+    assert walker.is_allowed(walker.rules(strict), said + answer)
