@@ -7,7 +7,7 @@ from typing import Any
 
 from ...checks import refusal
 from .lark_text import literal
-from .mark_texts import ANY_TEXT, MarkTexts
+from .mark_texts import ANY_TEXT, COUNT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
 from .schema_grammar import NotWrittenError, SchemaWriter
 from .schema_merging import UnmergeableError
@@ -27,6 +27,7 @@ class DialectWriter(SchemaWriter):
         self._quote = marks.expression(quote)
         is_apart = marks.is_apart(quote)
         self._any_text = ANY_TEXT if is_apart else f"{ANY_TEXT} & ~/(?s:.*){marks.regex(quote)}(?s:.*)/"
+        self._bounded_text = "TEXT" if is_apart else marks.text_without(quote)
         self._is_lexeme = not marks.is_token(quote)
         self._has_any = False
 
@@ -70,7 +71,7 @@ class DialectWriter(SchemaWriter):
             text = "TEXT"
         elif text != '""':
             name = f"S{len(self.lines)}"
-            self.lines.append(f"{name}: ({text}) & TEXT")
+            self.lines.append(f"{name}: ({text}) & {self._bounded_text if COUNT.search(text) else 'TEXT'}")
             text = name
         if not self._is_lexeme:
             return self._rule(self.quoted(text))

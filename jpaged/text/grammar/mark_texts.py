@@ -11,6 +11,8 @@ from .ecma_regex import literal_regex
 from .lark_text import literal, within_slashes
 
 ANY_TEXT = "/(?s:.*)/"
+COUNT = re.compile(r"(?<!\\)\{[0-9]")
+"""A bound on repetitions in a regular expression."""
 
 
 class MarkTexts:
@@ -43,6 +45,19 @@ class MarkTexts:
     def written(self, text: str) -> str:
         """Return a text with its marks written out."""
         return text.translate(self._texts)
+
+    def text_without(self, *marks: str) -> str:
+        """Return the terminal of texts without the beginning of any of some marks, its first two characters.
+
+        They are fewer than those without whole marks. But to find that no text of a bounded length goes on behind a
+        whole one, llguidance would look at each length, which may take more work than a step may.
+        """
+        beginnings = {self.written(mark)[:2] for mark in marks if mark}
+        firsts = "".join(sorted({literal_regex(text[0]) for text in beginnings}))
+        if len({text[0] for text in beginnings}) > 1 or any(len(set(text)) < 2 for text in beginnings):
+            return f"/[^{within_slashes(firsts)}]*/"
+        seconds = "".join(sorted(literal_regex(text[1]) for text in beginnings))
+        return "/" + within_slashes(f"(?:[^{firsts}]|{firsts}+[^{firsts}{seconds}])*{firsts}*") + "/"
 
     def is_token(self, mark: str) -> bool:
         """Return whether a text is a mark of one token."""

@@ -12,15 +12,12 @@ from typing import Any
 
 from ...checks import refusal
 from ..answers.formats import CallFormat, TaggedCalls
-from .ecma_regex import literal_regex
 from .lark_text import within_slashes
-from .mark_texts import ANY_TEXT, MarkTexts
+from .mark_texts import ANY_TEXT, COUNT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
 from .schema_analysis import TYPES, escaped
 from .schema_grammar import SchemaWriter
 
-COUNT = re.compile(r"(?<!\\)\{[0-9]")
-"""A bound on repetitions in a regular expression."""
 KEY = re.compile(r'[^<>"\n]+')
 ROOT_KEYWORDS = ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
 """Keywords of the schema of all arguments that are enforced here."""
@@ -64,19 +61,6 @@ class TaggedWriter:
             forbidden.append(f"{self._marks.regex(body.close)}\\s*<")
         return f"{ANY_TEXT} & ~/(?s:.*)(?:{'|'.join(forbidden)})(?s:.*)/" if forbidden else ANY_TEXT
 
-    def _tagless_text(self) -> str:
-        """Return the terminal of texts without the beginning of any end tag, its first two characters.
-
-        They are fewer than those of `_free_text`. But to find that no text of a bounded length goes on behind an end
-        tag, llguidance would look at each length, which may take more work than a step may.
-        """
-        opens = {self._marks.written(tag)[:2] for tag in (*self._ends, self._body.key_open, self._body.close) if tag}
-        firsts = {literal_regex(start[0]) for start in opens}
-        if len(firsts) > 1 or any(len(set(start)) < 2 for start in opens):
-            return f"/[^{within_slashes(''.join(sorted(firsts)))}]*/"
-        (first,), seconds = firsts, "".join(sorted(literal_regex(start[1]) for start in opens))
-        return "/" + within_slashes(f"(?:[^{first}]|{first}+[^{first}{seconds}])*{first}*") + "/"
-
     def field(self, name: str, value: str) -> str:
         """Return an expression of a parameter; `value` is that of its value and the end tag."""
         return f"{self._marks.expression(self._body.key_open + name + self._before_value)} {value}"
@@ -91,7 +75,8 @@ class TaggedWriter:
         name = f"V{self._num_values}"
         bounded = "TEXT" if terminal == ANY_TEXT else f"({terminal}) & TEXT" if terminal != '""' else terminal
         if COUNT.search(terminal) and self._text != ANY_TEXT:
-            bounded = f"({terminal}) & {self._tagless_text()}"
+            tags = (*self._ends, self._body.key_open, self._body.close)
+            bounded = f"({terminal}) & {self._marks.text_without(*tags)}"
         if self._is_lexeme:  # With the end tag, whose beginning the text could be.
             end = self._after_value + self._separator
             self.lines += [f"{name}: {name}_TEXT /{self._marks.regex(end)}/", f"{name}_TEXT: {bounded}"]
