@@ -95,8 +95,8 @@ def _text(kind: str, max_bytes: int) -> Rule:
     return rule
 
 
-def schema_text(value: Any) -> str:
-    """Take a JSON schema as a mapping or as JSON text; return it as JSON text, in the order of its keys."""
+def schema_of(value: Any) -> tuple[str, Any]:
+    """Take a JSON schema as a mapping or as JSON text; return it as JSON text and as plain data, its keys in order."""
     allowed = "a JSON schema, as an object or as text"
     if isinstance(value, Mapping):
         try:
@@ -108,9 +108,14 @@ def schema_text(value: Any) -> str:
     if not isinstance(value, str):
         raise Unfit(allowed)
     text: str = _text("a JSON schema", MAX_SCHEMA_BYTES)(value)
-    if not isinstance(parsed_json(text), dict | bool):
+    schema = parsed_json(text)
+    if not isinstance(schema, dict | bool):
         raise Unfit(allowed, "begin it with { and give at least a type", got="JSON that is no object")
-    return text
+    return text, schema
+
+
+def _schema_text(value: Any) -> str:
+    return schema_of(value)[0]
 
 
 def _choices(value: Any) -> tuple[str, ...]:
@@ -141,7 +146,7 @@ class StructuredOutputsParams(
     """
 
     json: str | Mapping[str, Any] | None = checked(
-        None, or_none(schema_text), "the output is JSON that this schema allows (draft 2020-12), a mapping or its text"
+        None, or_none(_schema_text), "the output is JSON that this schema allows (draft 2020-12), a mapping or its text"
     )
     regex: str | None = checked(
         None, or_none(_text("a regular expression", MAX_REGEX_BYTES)), "the whole output matches this expression"

@@ -150,7 +150,9 @@ class ParamsChecker:
             marks = format.thought_marks
             if marks != (BEGIN, END):
                 return thinking_in(opening, *marks)
-        return thinking_after(tokenizer, token_ids, self.chat_template)
+        # The tokens of a long prompt would take milliseconds to decode; a chat's end is known as text.
+        end = opening or tokenizer.decode(token_ids, skip_special_tokens=False)
+        return thinking_after(tokenizer, end, self.chat_template)
 
     def _grammars_for(self, name: str) -> Grammars:
         """Return what compiles grammars; without a tokenizer there is none, and the field `name` is refused."""

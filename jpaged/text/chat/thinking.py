@@ -24,19 +24,18 @@ class Thinking(enum.Enum):
     """The rest of a thought that the prompt has begun."""
 
 
-def thinking_after(tokenizer: Tokenizer, token_ids: list[int], template: str | None) -> Thinking:
-    """Return what comes after a prompt; NONE for models without the marks of a thought.
+def thinking_after(tokenizer: Tokenizer, prompt: str, template: str | None) -> Thinking:
+    """Return what comes after a prompt, of which its end is enough; NONE for models without the marks of a thought.
 
     `template` is the chat template in use, None for the model's own.
     """
     template = template or tokenizer.chat_template or ""
     if not may_think(tokenizer, template):
         return Thinking.NONE
-    text = tokenizer.decode(token_ids, skip_special_tokens=False)
     opening = _answer_opening(tokenizer, template)
-    if opening and BEGIN not in opening and END not in opening and text.endswith(opening):
+    if opening and BEGIN not in opening and END not in opening and prompt.endswith(opening):
         return Thinking.OPTIONAL
-    return Thinking.OPEN if text.rfind(BEGIN) > text.rfind(END) else Thinking.NONE
+    return Thinking.OPEN if prompt.rfind(BEGIN) > prompt.rfind(END) else Thinking.NONE
 
 
 def thinking_in(opening: str, begin: str, end: str) -> Thinking:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ...checks import Unfit, boolean, check, check_name, one_of, or_none, refusal, shown_name, told
 from ...limits import DEFAULT_LIMITS, ceiling
-from ...structured_outputs import schema_text
+from ...structured_outputs import schema_of
 
 CUSTOM_ARGUMENT = "input"
 """The name under which a chat template, and so the model, sees the text of a custom tool."""
@@ -142,7 +142,7 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
 def _template_function(tool: Tool) -> dict[str, Any]:
     parameters = _custom_parameters(tool) if tool.kind == "custom" else tool.parameters or NO_PARAMETERS
     description = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **description, "parameters": json.loads(json.dumps(parameters))}
+    return {"name": tool.name, **description, "parameters": dict(parameters)}  # Templates change nothing.
 
 
 def _custom_parameters(tool: Tool) -> dict[str, Any]:
@@ -227,10 +227,9 @@ def _parameters(value: Any, path: str, max_bytes: int | None) -> dict[str, Any] 
         return None
     if not isinstance(value, Mapping):
         raise refusal(path, told(value), "a JSON schema of an object")
-    text = check(path, value, schema_text)
+    text, schema = check(path, value, schema_of)
     if max_bytes is not None and (num_bytes := len(text.encode())) > max_bytes:
         raise refusal(path, f"{num_bytes} bytes", f"at most {max_bytes}", "shorten the schema")
-    schema: dict[str, Any] = json.loads(text)
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise refusal(f"{path}.type", told(kind), '"object", since arguments have names')
@@ -240,7 +239,8 @@ def _parameters(value: Any, path: str, max_bytes: int | None) -> dict[str, Any] 
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise refusal(f"{path}.required", told(required), "a list of names")
-    return schema
+    plain: dict[str, Any] = schema
+    return plain
 
 
 def _custom_format(value: Any, path: str, max_bytes: int | None) -> tuple[Literal["lark", "regex"], str | None]:

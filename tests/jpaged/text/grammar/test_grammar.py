@@ -270,8 +270,7 @@ CASES = {
 @pytest.mark.parametrize(("template", "messages", "more", "expected"), CASES.values(), ids=CASES)
 def test_the_answer_behind_a_thought_is_what_was_asked_for(template, messages, more, expected, is_special):
     tokenizer = thinking_tokenizer(template, is_special=is_special)
-    prompt = tokenizer.encode(render_chat(tokenizer, messages) + more, add_special_tokens=False)
-    thinking = thinking_after(tokenizer, prompt, None)
+    thinking = thinking_after(tokenizer, render_chat(tokenizer, messages) + more, None)
     assert thinking is expected
     grammars, ends, schema = grammars_of(tokenizer), set(), {"enum": ["yes", "no", 3]}
     end, eos = tokenizer.encode("</think>", add_special_tokens=False)[0], tokenizer.eos_token_id
@@ -302,7 +301,7 @@ def test_the_answer_behind_a_thought_is_what_was_asked_for(template, messages, m
 
 def test_a_model_without_marks_of_thoughts_does_not_think():
     tokenizer = byte_tokenizer()
-    assert thinking_after(tokenizer, tokenizer.encode("<think> she said"), None) is Thinking.NONE
+    assert thinking_after(tokenizer, "<think> she said", None) is Thinking.NONE
 
 
 # Bad and nasty input
