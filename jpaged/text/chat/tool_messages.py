@@ -163,10 +163,21 @@ def _arguments(value: Any, path: str) -> ToolArguments:
             place = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
             fault = f"is no JSON{place}; send a JSON object, as text or as it is"
             raise bad_messages(f"{path} {fault}") from error
+        if "\\u" in value and not _is_unicode(arguments):
+            raise bad_messages(f"{path} holds a lone surrogate, which is not valid Unicode; replace it")
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise bad_messages(f"{path} is {told(value)}, allowed is a JSON object, as text or as it is")
     return ToolArguments(arguments)
+
+
+def _is_unicode(value: Any) -> bool:
+    """Return whether no string of a JSON value holds a lone surrogate, which JSON can write as an escape."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _finite(text: str) -> float | str:

@@ -1,12 +1,15 @@
 """What bodies of /v1/responses become: the prompt of chat completions for the same conversation, or an error."""
 
 import json
+import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jpaged.errors import InvalidRequestError
+from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.protocols.chat.parser import parse_chat
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.places import Places
@@ -375,3 +378,30 @@ def test_what_is_wrong_is_named_by_its_place_in_the_body(chat_parser: RequestPar
     message = str(caught.value)
     assert message.startswith(path) or case == "too many tokens"
     assert not any(word in message for word in ("messages[", "tool_calls", "function.", "\n", "custom.")), message
+
+
+NO_CALLS = """\
+{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}<tool_call>{{ tools | tojson }}</tool_call>"""
+ONE_CALL = """\
+{% for m in messages %}{{ m.role }}: {% if m.tool_calls %}<tool_call>
+{{ m.tool_calls[0].function | tojson }}
+</tool_call>{% else %}{{ m.content }}{% endif %}
+{% endfor %}{{ tools | tojson }}"""
+
+
+def test_what_the_template_does_not_show_is_named_by_its_item(chat_parser: RequestParser):
+    builder = chat_parser.builder
+    conversations = [
+        ("input[2]", NO_CALLS, [QUESTION, thought("Hm."), CALL]),
+        ("input[2]", ONE_CALL, [QUESTION, CALL, {**CALL, "call_id": "c2"}]),
+        ("input[2].content", ONE_CALL, [QUESTION, thought("Hm."), said("I look."), CALL]),
+    ]
+    for path, template, items in conversations:
+        encoder = replace(builder.encoder, chat_template=template)
+        parser = RequestParser(RequestBuilder(builder.config, encoder, builder.sizes, {}), ("tiny",))
+        with pytest.raises(
+            InvalidRequestError, match=f"^{re.escape(path)}: got .*chat template does not show"
+        ) as caught:
+            responses(parser, input=items)
+        assert caught.value.param == path

@@ -122,6 +122,7 @@ class Conversation:
         if self._answer is not None and self._answer.ends_with_text:
             self._end_answer()
         answer = self._answer_at(path)
+        self.places[f"messages[{len(self.messages)}].content"] = f"{path}.content"
         answer.texts.append(_joined(parts))
         answer.ends_with_text = True
 
@@ -169,7 +170,10 @@ class Conversation:
 
     def _call(self, item: dict[str, Any], path: str, kind: str, called: dict[str, Any]) -> None:
         calls = self._answer_at(path).calls
-        place = f"messages[{len(self.messages)}].tool_calls[{len(calls)}]"
+        all_calls = f"messages[{len(self.messages)}].tool_calls"
+        if len(calls) < 2:  # Errors about all calls name the second one, which is one too many, or the only one.
+            self.places[all_calls] = path
+        place = f"{all_calls}[{len(calls)}]"
         self.places[place] = self.places[f"{place}.{kind}"] = path
         calls.append({"id": _call_id(item, path), "type": kind, kind: called})
 

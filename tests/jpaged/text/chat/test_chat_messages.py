@@ -163,6 +163,7 @@ REFUSED = {
         [USER, {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}],
         r"messages\[1\].tool_calls\[0\].custom is an object of 1 key, allowed is \{\"name\"",
     ),
+    "half a character": (with_call(arguments='{"a": ["\\ud83d"]}'), r"function.arguments holds a lone surrogate"),
     "no number": (with_call(arguments='{"a": NaN}'), r"tool_calls\[0\].function.arguments is no JSON"),
     "a result without a call": ([USER, RESULT], r"messages\[1\] has a tool_call_id that no call before it has"),
     "a result of another call": (
