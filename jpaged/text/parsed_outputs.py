@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..checks import refusal
+from ..checks import is_integer, refusal, told
 from ..outputs import RequestOutput
 from .answers.answer_spec import spec_of_tools
 from .answers.bound_format import BoundFormat
@@ -35,10 +35,12 @@ class OutputParser:
         """Return the answer in the `index`th sample of an output that holds all of it.
 
         Of a call, a name must be one of `tools`; None: any name. `skip_special_tokens` is the request's. Raise
-        InvalidRequestError if there is no such sample.
+        InvalidRequestError if `output` is none, or there is no such sample.
         """
-        if not 0 <= index < len(output.outputs):
-            raise refusal("index", index, f"0 to {len(output.outputs) - 1}, the samples of the output")
+        if not isinstance(output, RequestOutput):
+            raise refusal("output", told(output), "one RequestOutput; chat returns a list of them")
+        if not is_integer(index) or not 0 <= index < len(output.outputs):
+            raise refusal("index", told(index), f"0 to {len(output.outputs) - 1}, the samples of the output")
         sample = output.outputs[index]
         prompt = self.tokenizer.decode(list(output.prompt_token_ids), skip_special_tokens=False)
         begin = BEGIN if self.format.format.thought is None else self.format.thought_marks[0]

@@ -142,6 +142,8 @@ def test_what_cannot_be_is_refused_by_name(llm: Engine) -> None:
         )
     with pytest.raises(InvalidRequestError, match=r"^index: got 1, allowed: 0 to 0"):
         llm.parse_answer(written(llm, "a"), index=1)
+    with pytest.raises(InvalidRequestError, match=r"^output: got an array of 1 item, allowed: one RequestOutput"):
+        llm.parse_answer([written(llm, "a")])  # type: ignore[arg-type]
 
 
 def test_tools_are_refused_where_the_format_of_calls_is_not_known(tmp_path: Path) -> None:

@@ -198,6 +198,9 @@ def _tags(arguments: Mapping[str, Any], *, name_end: str, own_tags: tuple[list[s
     behind = [part.text for part in parts[value + 1 :] if part.text]
     if len(before_key) != 1 or len(between) not in (1, 2) or len(behind) != 1:
         raise UnreadableTemplateError("tool_calls.content_args.tag_pattern: it has too many parts")
+    key_close, value_close = between[0].removesuffix("\n"), behind[0].removeprefix("\n")
+    if not key_close or not value_close:
+        raise UnreadableTemplateError("tool_calls.content_args.tag_pattern: a line feed alone ends a key or a value")
     opens, closes = own_tags
     has_space = value > 0 and not parts[value - 1].text and not parts[value - 1].group
     return TaggedCalls(
@@ -205,9 +208,9 @@ def _tags(arguments: Mapping[str, Any], *, name_end: str, own_tags: tuple[list[s
         close="".join(closes),
         name_end=name_end,
         key_open=before_key[0],
-        key_close=between[0].removesuffix("\n"),
+        key_close=key_close,
         value_open="".join(between[1:]).removesuffix("\n"),
-        value_close=behind[0].removeprefix("\n"),
+        value_close=value_close,
         has_lines=has_space or between[-1].endswith("\n"),
     )
 
@@ -216,11 +219,11 @@ def _dialect(arguments: Mapping[str, Any]) -> Dialect:
     """Return how JSON is written."""
     if unknown := sorted(set(arguments) - {"unquoted_keys", "string_delims"}):
         raise UnreadableTemplateError(f"tool_calls.content_args: {unknown[0]} is not read")
-    quotes = arguments.get("string_delims") or []
-    is_readable = isinstance(quotes, list) and len(quotes) < 2
-    if not is_readable or any(not isinstance(pair, list) or len(set(pair)) != 1 for pair in quotes):
-        raise UnreadableTemplateError("tool_calls.content_args.string_delims: one mark that opens and closes is read")
-    return Dialect(quote=quotes[0][0] if quotes else "", has_bare_keys=bool(arguments.get("unquoted_keys")))
+    quotes = arguments.get("string_delims") or [["", ""]]
+    match quotes:
+        case [[str(opening), str(closing)]] if opening == closing:
+            return Dialect(quote=opening, has_bare_keys=bool(arguments.get("unquoted_keys")))
+    raise UnreadableTemplateError("tool_calls.content_args.string_delims: one mark that opens and closes is read")
 
 
 def _around_group(parts: list[Part]) -> tuple[list[str], list[str]]:
@@ -232,9 +235,10 @@ def _around_group(parts: list[Part]) -> tuple[list[str], list[str]]:
 def _literal(name: str, field: Mapping[str, Any], side: str) -> str:
     """Return the one literal text that opens or closes a field; whitespace around it does not matter."""
     texts = [part.text for part in _parts(name, field, side) if part.text]
-    if len(texts) != 1 or any(part.group for part in _parts(name, field, side)):
+    literal = texts[0].strip("\n") if len(texts) == 1 else ""
+    if not literal or any(part.group for part in _parts(name, field, side)):
         raise UnreadableTemplateError(f"{name}: its {side} is not one literal text")
-    return texts[0].strip("\n")
+    return literal
 
 
 def _parts(name: str, field: Mapping[str, Any], side: str) -> list[Part]:

@@ -157,6 +157,9 @@ def _custom_parameters(tool: Tool) -> dict[str, Any]:
 
 def _tool(value: Any, path: str, max_bytes: int | None) -> Tool:
     """Return one tool, checked. `path` is its place in errors, `max_bytes` the limit on its schema or grammar."""
+    if isinstance(value, Mapping) and "name" in value:  # The form of /v1/responses.
+        allowed = 'it within {"type": "function", "function": {…}}'
+        raise refusal(f"{path}.name", "it beside the type", allowed, "move it there, with the other fields")
     kind = _kind_of(value, path, ("function", "custom"))
     fields = _fields(value[kind], f"{path}.{kind}", _KEYS[kind])
     path = f"{path}.{kind}"

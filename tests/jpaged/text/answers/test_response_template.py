@@ -171,6 +171,15 @@ UNREADABLE = {
     "several marks": (_with(HERMES, "reasoning_content", close=["a", "b"]), "reasoning_content: its close is not one"),
     "Python calls": (_with(QWEN_XML, "tool_calls", content="python-call-list"), "tool_calls: its content is"),
     "another transform": (_with(HERMES, "tool_calls", transform={"name": "{content}"}), "tool_calls: its transform"),
+    "a line feed as a mark": (_with(HERMES, "reasoning_content", open="\n"), "reasoning_content: its open is not one"),
+    "quotes that are no text": (
+        _with(GEMMA_4, "tool_calls", content_args={"string_delims": [[{}, {}]]}),
+        "tool_calls.content_args.string_delims",
+    ),
+    "values that a line ends": (
+        _with(QWEN_XML, "tool_calls", content_args={"tag_pattern": r"<p=(?P<key>\w+)>(?P<value>.*?)\n"}),
+        "tool_calls.content_args.tag_pattern: a line feed alone",
+    ),
     "lines of keys": (_with(HERMES, "tool_calls", content="kv-lines"), "tool_calls: without a name in open"),
 }
 
