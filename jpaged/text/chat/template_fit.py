@@ -8,7 +8,7 @@ for which a template raises an error, since agents send several in a row.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -81,12 +81,13 @@ def _with_texts_in_place(conversation: Sequence[dict[str, Any]], traits: Templat
     first one. One behind the first turn that the template does not show at its place is joined to the user's message
     before it or behind it, or to the tool's result before it where no user's message may follow a result; otherwise it
     becomes a user's message. A user's message is joined to the one before it, or to a tool's result, where the template
-    takes none behind it. Raise InvalidRequestError for a system message at the start that the template does not show.
+    takes none behind it. Raise InvalidRequestError for a system message at the start that the template does not show,
+    there or alone.
     """
     fitted = _Joined()
     has_turn = False
     pending: list[str] = []  # Instructions that wait for the next user's message.
-    for index, message in enumerate(conversation):
+    for index, message in enumerate(_with_results_at_calls(conversation)):
         role, text = message["role"], message["content"]
         if role not in INSTRUCTIONS:
             has_turn = True
@@ -118,9 +119,31 @@ def _with_texts_in_place(conversation: Sequence[dict[str, Any]], traits: Templat
                 reason = "none, since this model's chat template does not show one"
                 raise bad_messages(f"messages[{index}]: got a {message['role']} message, allowed: {reason}; {way_out}")
             fitted.add({**message, "role": role})
+    if not has_turn and not traits.shows_lone_system:
+        got, allowed = f"a {conversation[0]['role']} message alone", "one before a user's message"
+        raise bad_messages(f"messages[0]: got {got}, allowed: {allowed}, for this model's chat template; add one")
     if pending:
         fitted.add({"role": "user"}, *pending)
     return fitted.whole()
+
+
+def _with_results_at_calls(conversation: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages in their order, but results before system and developer messages between them and their calls.
+
+    Gemma 4's template would drop a result that does not follow its call.
+    """
+    held: list[dict[str, Any]] = []  # Instructions that stand behind a call or a result.
+    may_have_result = False
+    for message in conversation:
+        if may_have_result and message["role"] in INSTRUCTIONS:
+            held.append(message)
+            continue
+        if message["role"] != "tool":
+            yield from held
+            held.clear()
+            may_have_result = bool(message.get("tool_calls"))
+        yield message
+    yield from held
 
 
 def _takes_user(messages: _Joined, traits: TemplateTraits) -> bool:

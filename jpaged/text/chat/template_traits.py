@@ -47,6 +47,8 @@ class TemplateTraits:
     """A user's message may follow a tool's result."""
     shows_system: bool = True
     """A system message at the start."""
+    shows_lone_system: bool = True
+    """One without any other message."""
     shows_several_systems: bool = True
     """Several of them at the start."""
     shows_late_system: bool = True
@@ -122,6 +124,7 @@ def _traits(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Templ
         takes_several_users=probe.shows([_USER, _USER_AGAIN], "zqxquestion", "zqxagain"),
         takes_user_after_result=probe.shows([*one_call, _USER_AGAIN], "zqxresult", "zqxagain"),
         shows_system=probe.shows([_orders("system"), _USER], "zqxorders"),
+        shows_lone_system=probe.shows([_orders("system")], "zqxorders"),
         shows_several_systems=probe.shows(
             [_orders("system"), {"role": "system", "content": "zqxmore"}, _USER], "zqxorders", "zqxmore", "zqxquestion"
         ),

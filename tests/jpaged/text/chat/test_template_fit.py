@@ -112,6 +112,16 @@ def test_a_tool_without_a_description_is_shown_where_the_template_needs_one():
     assert '{"name": "now", "parameters": {"type": "object"}}' in render(QWEN_3, [USER], bare)
 
 
+def test_a_result_stays_at_its_call():
+    """Gemma 4's template drops a result behind any other message; Mistral's raises an error."""
+    chat, late = [USER, calling("Rome"), RESULT], system("Be brief.")
+    for name in (GEMMA_4, NEMO, QWEN_3):
+        text = render(name, [*chat[:2], late, chat[2]])
+        assert text == render(name, [*chat, late])
+        assert "18 degrees" in text
+        assert "Be brief." in text
+
+
 def test_several_system_messages_at_the_start_are_one_where_the_template_shows_one():
     several = [system("A"), {"role": "developer", "content": "B"}, system("C"), USER]
     for name in (QWEN_35, R1, GPT_OSS):
@@ -195,6 +205,11 @@ DROPPED = {
         (LLAMA, [USER, calling("Rome", content="I look."), RESULT]),
         "messages",
         r"^messages\[1\].content: got a text, allowed: none",
+    ),
+    "a system message alone": (
+        (NEMO, [system("A")]),
+        "messages",
+        r"^messages\[0\]: got a system message alone, allowed: one before",
     ),
     "a system message": ((GEMMA_2, [system("A"), USER]), "messages", r"^messages\[0\]: got a system message"),
 }
