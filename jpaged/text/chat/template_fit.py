@@ -45,7 +45,7 @@ def fit_to_template(
         fitted = _with_short_ids(fitted)
     if not traits.shows_call_content:
         fitted = [_without_blank_content(message) for message in fitted]
-    if not traits.takes_thought_beside_both:
+    if not traits.takes_thought_text_and_call:
         fitted = [_with_thought_in_text(message) for message in fitted]
     return [_with_thought_parts(message) for message in fitted] if traits.thoughts == "parts" else fitted
 

@@ -33,7 +33,7 @@ class TemplateTraits:
     """A tool call in an assistant's message: its name and its arguments."""
     shows_call_content: bool = True
     """The text of a message that calls a tool, beside the call."""
-    takes_thought_beside_both: bool = True
+    takes_thought_text_and_call: bool = True
     """A message may have a thought, a text and a call."""
     shows_parallel_calls: bool = True
     """Several calls in one message."""
@@ -117,7 +117,7 @@ def _traits(template: str, special_tokens: tuple[tuple[str, str], ...]) -> Templ
         shows_calls=probe.shows(one_call, *_VALUES[:1])
         and probe.count(one_call, _NAMES[0]) > probe.count([_USER], _NAMES[0]),
         shows_call_content=probe.shows(both, "zqxanswer") and probe.shows(both, _VALUES[0]),
-        takes_thought_beside_both=probe.text([_USER, {**_calling(1, content="zqxanswer"), **_THOUGHT}]) is not None,
+        takes_thought_text_and_call=probe.text([_USER, {**_calling(1, content="zqxanswer"), **_THOUGHT}]) is not None,
         shows_parallel_calls=probe.shows(two_calls, *_VALUES),
         shows_results=probe.shows(one_call, "zqxresult"),
         shows_parallel_results=probe.shows(two_calls, "zqxresult", "zqxother"),
