@@ -18,8 +18,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 LINES = [
     request("chat", CHAT, messages=HELLO, seed=3, n=2),
     request("completion", COMPLETION, prompt=["one", "two"], seed=3, echo=True),
-    {**request("response", "/v1/responses"), "body": {"model": "tiny", "input": "hello", "max_output_tokens": 16}},
-    request("message", "/v1/messages", messages=HELLO, max_tokens=4),
+    {
+        **request("response", "/v1/responses"),
+        "body": {"model": "tiny", "input": "hello", "max_output_tokens": 16, "seed": 3},
+    },
+    request("message", "/v1/messages", messages=HELLO, max_tokens=4, seed=3),
     request("bad message", "/v1/messages", messages=[], max_tokens=4),
     request("bad", COMPLETION, prompt="x", temperature=-1),
     request("too long", CHAT, messages=[{"role": "user", "content": "long " * 50}]),
