@@ -66,12 +66,12 @@ class ContextLengthError(InvalidRequestError):
     """
 
     code = "context_length_exceeded"
-    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
     """Tokens of the prompt, or the fewest that it can have if not all were counted; None where that is not known."""
 
     @classmethod
     def of(
-        cls, max_model_len: int, got: str, way_out: str, *, param: str = "prompt", num_tokens: int | None = None
+        cls, max_model_len: int, got: str, way_out: str, *, param: str = "prompt", num_prompt_tokens: int | None = None
     ) -> Self:
         """Return the error for a model with this context length, in tokens.
 
@@ -80,7 +80,7 @@ class ContextLengthError(InvalidRequestError):
         """
         context = f"This model's maximum context length is {max_model_len} tokens"
         error = cls(f"{context}, but {got}; the prompt is too long, {way_out}", param=param)
-        error.num_tokens = num_tokens
+        error.num_prompt_tokens = num_prompt_tokens
         return error
 
 

@@ -5,9 +5,9 @@
 
 TOKENIZERS has a directory for each published tokenizer, as in `make_tokenizer_goldens.py`. Each is opened, changed as
 users change tokenizers, saved and opened again; the ids are those of the last one. A case has the saved files without
-what they share with the published ones, such as the vocabulary, and one sum of the ids of 240 texts and of 25 chats.
-The same is done with tiny tokenizers, trained here, under the name of every class: of these the vocabularies and the
-ids of each text are written.
+what they share with the published ones, such as the vocabulary, and sums of ids: one of 240 texts, and one of each of
+25 chats, null for one that the template refuses. The same is done with tiny tokenizers, trained here, under the name of
+every class: of these the vocabularies and the ids of each text are written.
 """
 
 from __future__ import annotations
@@ -204,6 +204,10 @@ def ids_of_chats(tokenizer: Any) -> list[list[int] | None]:
     return found
 
 
+def sum_of_chat(ids: list[int] | None) -> str | None:
+    return None if ids is None else sum_of(ids)
+
+
 def sum_of(ids: Any) -> str:
     return sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
@@ -277,7 +281,7 @@ def main() -> None:
                     continue
                 files = rest_of(saved, json.loads(text))
                 ids, rendered = ids_of(tokenizer, texts()), ids_of_chats(tokenizer)
-            cases[label] = {"files": files, "texts": sum_of(ids), "chats": sum_of(rendered)}
+            cases[label] = {"files": files, "texts": sum_of(ids), "chats": list(map(sum_of_chat, rendered))}
             print(
                 directory.name, label, type(tokenizer).__name__, sum(chat is not None for chat in rendered), flush=True
             )

@@ -332,7 +332,7 @@ class PromptEncoder:
         if num_chars > (max_chars := self.max_model_len * chars_per_token):
             got = f"your prompt has {num_chars} characters, and at most {max_chars} are tokenized"
             num_tokens = -(-num_chars // chars_per_token)
-            raise ContextLengthError.of(self.max_model_len, got, "shorten it", num_tokens=num_tokens)
+            raise ContextLengthError.of(self.max_model_len, got, "shorten it", num_prompt_tokens=num_tokens)
 
     def _warn_of_two_bos(self, bos: str) -> None:
         """Log, once for this encoder, that a text which begins with the token `bos` gets another one in front.
@@ -386,7 +386,7 @@ class PromptEncoder:
             answer = ", and an answer needs at least one" if num_room else ""
             got = f"your prompt has {counted}{num_tokens} tokens{answer}"
             way_out = "shorten it or raise max_model_len"
-            raise ContextLengthError.of(self.max_model_len, got, way_out, num_tokens=num_tokens)
+            raise ContextLengthError.of(self.max_model_len, got, way_out, num_prompt_tokens=num_tokens)
         if (most := self.limits["waiting_tokens"]) is not None and num_tokens > most:
             allowed = f"at most waiting_tokens among the limits, {most}"
             raise refusal("prompt", f"{counted}{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")

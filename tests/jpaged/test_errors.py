@@ -45,5 +45,5 @@ def test_a_place_in_front_keeps_the_kind_of_an_error():
         "the prompt is too long, shorten it"
     )
     assert (type(error), error.param, error.code) == (ContextLengthError, "messages", "context_length_exceeded")
-    assert error.num_tokens == 130, "protocols tell it in words of their own"
+    assert error.num_prompt_tokens == 130, "protocols tell it in words of their own"
     assert JpagedError.code is None

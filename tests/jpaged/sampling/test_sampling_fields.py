@@ -367,9 +367,10 @@ def test_an_output_that_was_returned_does_not_change_later(engine):
 
 def test_every_field_is_tested_here_or_in_a_file_of_its_own():
     elsewhere = {
-        # test_detokenizer.py, test_engine.py, research/test_arrays_and_logprobs.py, test_structured_outputs.py
+        # test_detokenizer.py, test_engine.py, research/test_arrays_and_logprobs.py, test_structured_outputs.py,
+        # text/grammar/test_thought_grammar.py
         "stop", "stop_token_ids", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "log_kept_mass",
-        "structured_outputs",
+        "structured_outputs", "thinking_token_budget",
     }  # fmt: skip
     here = {"output_kind", "spaces_between_special_tokens"} | {name for fields in ASKED.values() for name in fields}
     assert set(FIELDS) == elsewhere | here

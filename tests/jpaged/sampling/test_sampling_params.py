@@ -39,6 +39,7 @@ TABLE = {
         ],
     ),
     "ignore_eos": ("true or false", [True], [1]),
+    "thinking_token_budget": ("an integer ≥ 0", [None, 0, 1, 10**6], [-1, 1.5, "5"]),
     "detokenize": ("true or false", [False], [0]),
     "log_kept_mass": ("true or false", [False], [0]),
     "skip_special_tokens": ("true or false", [False], ["yes"]),
@@ -164,7 +165,7 @@ def test_the_interface_is_what_is_there_and_what_is_refused_by_name():
         "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
         "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
         "output_kind", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "extra_args",
-        "log_kept_mass",
+        "log_kept_mass", "thinking_token_budget",
     }  # fmt: skip
     with pytest.raises(InvalidRequestError, match=r"^temprature: unknown parameter; did you mean temperature\?"):
         SamplingParams(temprature=1)

@@ -210,7 +210,8 @@ BAD_STARTS: dict[str, tuple[list[Any], str]] = {
     "a socket and a port": (["--uds", "/tmp/x", "--port", "80"], "port: got 80, allowed: none beside uds"),
     "no model": (["--model", "/none"], "none"),
     "a template that is not there": (["--chat-template", "/none"], "chat_template:"),
-    "what is not available": (["--tool-call-parser", "x"], "--tool-call-parser: not available in this version"),
+    "what is not available": (["--lora-modules", "x"], "--lora-modules: not available in this version"),
+    "a format of calls that none has": (["--tool-call-parser", "x"], "unknown format, as --tool-call-parser takes it"),
     "a root path without a slash": (["--root-path", "llm"], "root_path: got 'llm'"),
 }
 

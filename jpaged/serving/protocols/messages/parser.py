@@ -105,6 +105,6 @@ def _in_anthropics_words(max_tokens: int) -> Iterator[None]:
     try:
         yield
     except ContextLengthError as error:
-        num_tokens = error.num_tokens or max_tokens + 1  # Where it is not known, more than fit.
+        num_tokens = error.num_prompt_tokens or max_tokens + 1  # Where it is not known, more than fit.
         message = f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum"
         raise error.reworded(message, param="messages") from None
