@@ -39,7 +39,7 @@ def test_every_error_is_a_value_error_that_the_tree_in_the_docstring_names(error
 
 def test_a_place_in_front_keeps_the_kind_of_an_error():
     told = "your prompt has 130 tokens"
-    error = ContextLengthError.of(128, told, "shorten it", param="messages", num_tokens=130).within("prompt 3")
+    error = ContextLengthError.of(128, told, "shorten it", param="messages", num_prompt_tokens=130).within("prompt 3")
     assert str(error) == (
         "prompt 3: This model's maximum context length is 128 tokens, but your prompt has 130 tokens; "
         "the prompt is too long, shorten it"

@@ -17,8 +17,8 @@ CREATION = "request"
 MUTATORS = {"append", "clear", "extend", "insert", "pop", "remove", "update"}
 OWNED = {"SequencePrefix": SequencePrefix, "AdmissionState": AdmissionState, "PromptScores": PromptScores}
 """Types of fields which their writer owns whole."""
-OTHER_OBJECTS = {"self", "output", "args"}
-"""Variables that stand for no request and no sequence, in every module."""
+OTHER_OBJECTS = {"self", "self.counts", "output", "args"}
+"""Variables and attributes that stand for no request and no sequence, in every module."""
 
 
 def request_of(seed, *, number=0, engine_seed=0, n=1, **options):
