@@ -124,8 +124,9 @@ def chats_and(values, template):
 
 
 def lost(messages, text):
-    """Return whether a call's argument, or a text beside a call, is missing in a rendered chat."""
+    """Return whether a call's argument, a text beside a call, or a message alone is missing in a rendered chat."""
     values = [value for one in messages if "tool_calls" in one for value in (one["content"], "Köln")]
+    values += [one["content"] for one in messages if len(messages) == 1]
     return not all(value in text for value in values)
 
 
@@ -140,7 +141,7 @@ def test_the_ids_of_25_chats_are_those_of_transformers_4_57(family):
         except InvalidRequestError as error:
             text = str(error)
         if lost(messages, tokenizer.decode(ids, skip_special_tokens=False)):
-            assert not lost(messages, text) or "this model's chat template does not show" in text
+            assert not lost(messages, text) or "this model's chat template" in text
         else:
             assert tokenizer.encode(text, add_special_tokens=False) == ids, messages
 
@@ -179,11 +180,14 @@ def test_25_chats_in_every_published_template_are_those_of_transformers_4_57(mon
     assert len(refused) < 25
 
 
-def test_a_chat_that_transformers_4_57_refuses_is_refused():
-    """Mistral's template wants roles to alternate."""
+def test_a_chat_that_transformers_4_57_refuses_is_refused_or_shown_whole():
+    """Mistral's template wants roles to alternate: two messages of a user become one."""
     chats = chats_and(golden()["rendered"]["mistral"], load_family("mistral").chat_template)
     refused = [messages for messages, ids in chats if ids is None]
     assert refused
     for messages in refused:
-        with pytest.raises(InvalidRequestError):
-            render_chat(load_family("mistral"), messages)
+        try:
+            text = render_chat(load_family("mistral"), messages)
+        except InvalidRequestError:
+            continue
+        assert all(one["content"] in text for one in messages)
