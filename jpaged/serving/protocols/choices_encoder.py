@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -64,9 +65,9 @@ class ChoicesEncoder(Encoder):
         """Return the fields of a complete response, beside its choices, that tell of its prompt."""
         return {}
 
+    @abstractmethod
     def choice(self, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return one choice of a complete response."""
-        raise NotImplementedError
 
     # Streamed
 

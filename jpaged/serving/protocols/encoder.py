@@ -7,6 +7,7 @@ parts, so that the events of a stream joined together are the complete response.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,14 +25,14 @@ class TokenCounts:
     """The tokens of a response so far, whatever words its protocol has for them."""
 
     num_prompt_tokens: int = 0
-    """Of each prompt once."""
+    """Tokens of the prompts; those of a prompt with several samples count once."""
     num_cached_tokens: int = 0
-    """Those of the prompts that were found in the cache."""
+    """Tokens of the prompts that were found in the cache."""
     num_output_tokens: int = 0
-    """Of all samples."""
+    """Tokens of all samples."""
 
 
-class Encoder:
+class Encoder(ABC):
     """Writes the response to one request. Subclasses say what it looks like."""
 
     id_prefix: ClassVar[str]
@@ -68,9 +69,9 @@ class Encoder:
             return None
         return [SampleAnswer(self.answer_format, new.answer) for _ in range(self.request.num_samples)]
 
+    @abstractmethod
     def body(self, outputs: Mapping[str, RequestOutput]) -> bytes:
         """Return the body of a complete response, from the last outputs by the core's ids."""
-        raise NotImplementedError
 
     @property
     def keepalive(self) -> bytes:
@@ -85,21 +86,23 @@ class Encoder:
         """Return the events of a stream that come before any token."""
         return b""
 
-    def take_prompt_logprobs(self, prompt_logprobs: Mapping[str, PromptLogprobs]) -> None:
+    def take_prompt_logprobs(  # noqa: B027 - protocols without such logprobs drop them
+        self, prompt_logprobs: Mapping[str, PromptLogprobs]
+    ) -> None:
         """Take the logprobs of prompts, by the core's ids, which come before the first tokens of their samples."""
 
     def chunks(self, deltas: Sequence[SampleDelta]) -> bytes:
         """Return the events for new tokens and text."""
         return b"".join(map(self.chunks_of, deltas))
 
+    @abstractmethod
     def chunks_of(self, delta: SampleDelta) -> bytes:
         """Return the events for one delta."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the last events, given the last outputs of all prompts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failure(self, error: HTTPError) -> bytes:
         """Return the events that end a stream which has failed, also before its first token."""
-        raise NotImplementedError

@@ -202,7 +202,7 @@ class _Value:
         """A line feed at the end of the text so far, which may belong to the end tag."""
         self._held: list[str] = []
         self._beginning = ""
-        """Of a text that may be null: what has come, without whitespace before it and with one space behind it."""
+        """The text so far while it may be null, without leading whitespace; whitespace at its end is one space."""
 
     def write(self, text: str) -> None:
         """Add a piece of the text, which is not empty."""

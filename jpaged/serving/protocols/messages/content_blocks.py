@@ -26,7 +26,7 @@ class BlockWriter:
         self._open: str | None = None
         """The type of the block that has not been stopped."""
         self._digest = hashlib.sha256()
-        """Of the open thought."""
+        """SHA-256 of the text of the open thought so far."""
 
     def write(self, events: Iterable[Event]) -> Iterator[Record]:
         """Yield the records for events of the answer. The last block stays open."""

@@ -8,12 +8,11 @@ from ....checks import Unfit, check, check_name, integer, json_integer, one_of, 
 from ....text.chat.chat_template import readable_arguments
 from ..fields import TakenFields
 from ..request_parser import RequestParser
+from ..template_arguments import SWITCHES
 
 THINKING_KEYS = ("type", "budget_tokens", "display", "block_binding")
 OUTPUT_KEYS = ("effort", "format", "task_budget")
 EFFORTS = one_of("low", "medium", "high", "xhigh", "max")
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates switch thoughts on or off."""
 
 
 def take_thinking(parser: RequestParser, fields: TakenFields) -> None:

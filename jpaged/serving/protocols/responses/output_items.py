@@ -6,6 +6,7 @@ stream follows from what is read here, so that the items of a stream are those o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 """Tells the client of an event: its type, and its fields beside `type` and `sequence_number`."""
 
 
-class _Item:
+class _Item(ABC):
     """An item that is being written. Subclasses say what it looks like, and which events tell of its text."""
 
     kind: str
@@ -48,13 +49,13 @@ class _Item:
         self._tell("response.output_item.done", {"output_index": self._place["output_index"], "item": item})
         return item
 
+    @abstractmethod
     def begun(self) -> dict[str, Any]:
         """Return the item without its text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, text: str, status: str) -> dict[str, Any]:
         """Return the item with its text, and tell that the text has ended."""
-        raise NotImplementedError
 
 
 class _PartItem(_Item):
@@ -78,8 +79,9 @@ class _PartItem(_Item):
         self._tell("response.content_part.done", {**self._place, "part": part})
         return {**self.begun(), "status": status, "content": [part]}
 
+    @abstractmethod
     def part(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the part, given its text so far."""
 
 
 class MessageItem(_PartItem):
