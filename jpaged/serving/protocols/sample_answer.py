@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from ...messages import AnswerSpec
 from ...outputs import CompletionOutput, Mark, SampleDelta
@@ -32,7 +31,7 @@ class SampleAnswer:
         """Indices among the tokens of the marks which the text has not reached yet."""
         self._last_indices: deque[int] = deque(maxlen=max(num_opening_tokens, 1))
         """Those of the last marks that it has reached, as many as open a thought."""
-        self._num_prompt_ends = self._scanner.num_thought_ends
+        self._num_prompt_ends = self._scanner.num_thought_edges
         """1 if the prompt has opened a thought, else 0."""
         self._thought_start: int | None = 0 if self._num_prompt_ends else None
         """Index of the token by which the thought that has not ended began; None outside of thoughts."""
@@ -47,7 +46,7 @@ class SampleAnswer:
             num_open_tokens = 0 if self._thought_start is None else self._num_tokens - self._thought_start
             return self._num_thought_tokens + num_open_tokens
         opening, end = self._marks
-        num_ends = self._scanner.num_thought_ends
+        num_ends = self._scanner.num_thought_edges
         num_mark_chars = ((num_ends + 1) // 2 - self._num_prompt_ends) * len(opening) + num_ends // 2 * len(end)
         num_thought_chars = self._num_thought_chars + num_mark_chars
         return round(self._num_tokens * num_thought_chars / self._num_chars) if self._num_chars else 0
@@ -61,33 +60,37 @@ class SampleAnswer:
         self._num_tokens += len(sample.token_ids)
         text, marks = sample.text, sample.marks
         if not marks:
-            events = self._scan(text, ()) if text else []
+            events = self._scanner.feed(text) if text else []
         else:
             # Cut before each mark, so that what begins or ends a thought is the last mark.
             places = [mark.place for mark in marks] + [len(text)]
-            events = self._scan(text[: places[0]], ())
+            events = self._scanner.feed(text[: places[0]])
             for mark, end in zip(marks, places[1:], strict=True):
+                self._note_edge()
                 self._last_indices.append(self._mark_indices.popleft())
-                events += self._scan(text[mark.place : end], (Mark(0, mark.token_id),))
+                events += self._scanner.feed(text[mark.place : end], (Mark(0, mark.token_id),))
+        if self._last_indices:
+            self._note_edge()
         if sample.finish_reason is not None:
             events += self._scanner.finish()
         if not self._has_mark_tokens:
             self._num_chars += len(text)
-            self._num_thought_chars += sum(len(event.text) for event in events if type(event) is Reasoning)
+            for event in events:
+                if type(event) is Reasoning:
+                    self._num_thought_chars += len(event.text)
         return events
 
-    def _scan(self, text: str, marks: Sequence[Mark]) -> list[Event]:
-        """Return the events of a piece of text, and note where a thought begins or ends."""
-        events = self._scanner.feed(text, marks)
-        is_in_thought = self._scanner.num_thought_ends % 2 == 1
-        if is_in_thought != (self._thought_start is not None) and self._last_indices:
-            if is_in_thought:
-                self._thought_start = self._last_indices[0]
-            else:
-                assert self._thought_start is not None
-                self._num_thought_tokens += self._last_indices[-1] + 1 - self._thought_start
-                self._thought_start = None
-        return events
+    def _note_edge(self) -> None:
+        """Note that a thought has begun or ended, if the text so far says so: by the last mark that it has reached."""
+        is_in_thought = self._scanner.num_thought_edges % 2 == 1
+        if is_in_thought == (self._thought_start is not None) or not self._last_indices:
+            return
+        if is_in_thought:
+            self._thought_start = self._last_indices[0]
+        else:
+            assert self._thought_start is not None
+            self._num_thought_tokens += self._last_indices[-1] + 1 - self._thought_start
+            self._thought_start = None
 
 
 def _thought_marks(format: BoundFormat) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,10 +18,12 @@ from .events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 class TextRun:
     """Pieces of content or of thoughts, without the whitespace that stands beside marks."""
 
-    def __init__(self, emit: Callable[[str], None], mark_texts: Mapping[int, str], default_separator: str = ""):
+    __slots__ = ("_default_separator", "_held", "_kind", "_separator", "_writer", "has_text", "is_at_mark")
+
+    def __init__(self, writer: AnswerWriter, kind: type[Content] | type[Reasoning], default_separator: str = ""):
         """`default_separator` stands between two texts where the model wrote no whitespace beside the mark."""
-        self._emit = emit
-        self._mark_texts = mark_texts
+        self._writer = writer
+        self._kind = kind
         self._default_separator = default_separator
         self._held: list[str] = []
         self._separator = ""
@@ -30,21 +32,29 @@ class TextRun:
         self.has_text = False
 
     def write(self, text: str) -> None:
-        """Add a piece of text."""
-        stripped = text.strip(WHITESPACE)
-        if not stripped:
+        """Add a piece of text. What costs most tokens of an answer is done in few steps."""
+        written = text.rstrip(WHITESPACE)
+        if not written:
             if text:
                 self._held.append(text)
             return
-        start = text.find(stripped)
-        end = start + len(stripped)
-        before = "".join(self._held) + text[:start]
+        num_written = len(written)
         if self.is_at_mark:
-            before = (self._separator or before or self._default_separator) if self.has_text else ""
-        self.is_at_mark = False
+            stripped = written.lstrip(WHITESPACE)
+            before = "".join(self._held) + written[: num_written - len(stripped)]
+            written = (self._separator or before or self._default_separator) + stripped if self.has_text else stripped
+            self.is_at_mark = False
+            self._held.clear()
+        elif self._held:
+            written = "".join(self._held) + written
+            self._held.clear()
         self.has_text = True
-        self._held = [text[end:]] if end < len(text) else []
-        self._emit(before + (stripped.translate(self._mark_texts) if self._mark_texts else stripped))
+        if num_written < len(text):
+            self._held.append(text[num_written:])
+        writer = self._writer
+        if not written.isascii():  # No mark's character is ASCII.
+            written = written.translate(writer.mark_texts)
+        writer.events.append(self._kind(written))
 
     def mark(self) -> None:
         """Note a mark: whitespace before it and behind it is dropped, unless text stands on both sides."""
@@ -61,7 +71,7 @@ class TextRun:
     def finish(self) -> None:
         """Emit whitespace at the end, unless a mark stands before it."""
         if self._held and not self.is_at_mark:
-            self._emit("".join(self._held))
+            self._writer.events.append(self._kind("".join(self._held)))
         self._held.clear()
 
 
@@ -109,32 +119,28 @@ class Call:
         if is_custom:
             self._custom = CustomInput(self._emit)
         if self._held:
-            self._pass_on("".join(self._held))
+            self.write("".join(self._held))
             self._held.clear()
         return True
 
     def write(self, text: str) -> None:
         """Add a piece of the arguments: of JSON, or of a custom tool's input."""
         self._has_arguments = True
-        if self.is_announced:
-            self._pass_on(text)
-        else:
+        if self.index < 0:
             self._held.append(text)
+        elif self._custom is None:
+            self._emit(text)
+        else:
+            self._custom.write(text)
 
     def end(self) -> None:
         """End an announced call."""
         if not self._has_arguments:
-            self._pass_on("{}")
+            self.write("{}")
         if self._custom is not None:
             self._custom.finish()
         self._writer.content.mark()
         self._writer.events.append(CallEnd(self.index))
-
-    def _pass_on(self, text: str) -> None:
-        if self._custom is None:
-            self._emit(text)
-        else:
-            self._custom.write(text)
 
     def _emit(self, text: str) -> None:
         if text:
@@ -150,15 +156,15 @@ class AnswerWriter:
         """Calls are looked for."""
         self.has_thoughts = format.format.thought is not None and spec.has_thoughts
         """Thoughts are told apart."""
-        self.mark_texts = mark_texts = format.mark_texts
+        self.mark_texts = format.mark_texts
         self.events: list[Event] = []
         """What has not been taken yet."""
         # Messages to channels are texts of their own; other marks stand within one text.
         between = "\n" if format.format.channels else ""
-        self.content = TextRun(lambda text: self.events.append(Content(text)), mark_texts, default_separator=between)
-        self.reasoning = TextRun(lambda text: self.events.append(Reasoning(text)), mark_texts, default_separator="\n")
+        self.content = TextRun(self, Content, default_separator=between)
+        self.reasoning = TextRun(self, Reasoning, default_separator="\n")
         self.reasoning.mark()
-        self.num_thought_ends = 0
+        self.num_thought_edges = 0
         """Beginnings and ends of thoughts so far, the prompt's beginning included: odd within a thought."""
         self.num_calls = 0
 

@@ -61,9 +61,9 @@ class ChannelReader:
         if recipient is None and is_thought and writer.has_thoughts:
             writer.content.mark()
             writer.reasoning.mark()
-            writer.num_thought_ends += 1
+            writer.num_thought_edges += 1
             mark = yield from self._read_text(writer.reasoning)
-            writer.num_thought_ends += bool(mark)
+            writer.num_thought_edges += bool(mark)
         else:
             if recipient is not None:
                 writer.content.write(cursor.recorded())

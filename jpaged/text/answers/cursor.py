@@ -14,7 +14,19 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 Reader = Generator[None, None, T]
 WHITESPACE = " \t\n\r"
-_WHITESPACE = re.compile(f"[{WHITESPACE}]*")
+
+
+class Chars:
+    """A set of characters."""
+
+    def __init__(self, chars: str):
+        """`chars` is what stands between the brackets of a character class."""
+        inverse = chars[1:] if chars.startswith("^") else f"^{chars}"
+        self.run = re.compile(f"[{chars}]*")
+        self.other = re.compile(f"[{inverse}]")
+
+
+_WHITESPACE = Chars(WHITESPACE)
 
 
 class Literals:
@@ -69,8 +81,8 @@ class Cursor:
         self.is_final = False
         """No more text comes."""
         self.run: tuple[re.Pattern[str], Callable[[str], Any]] | None = None
-        """While `take_until` waits and has taken everything: the characters by which what it looks for begins, and what
-        it gives the text to. Text without such a character may be given to it directly."""
+        """While a reader has taken everything and waits for more of the same: the characters at which it looks, and
+        what it gives the text to. Text without such a character may be given to it directly."""
         self._record: list[str] | None = None
         self._record_start = 0
 
@@ -120,19 +132,22 @@ class Cursor:
                 return ""
         return self.text[self.place]
 
-    def take(self, pattern: re.Pattern[str], keep: Callable[[str], Any] | None = None) -> Reader[None]:
-        """Take all characters that fit `pattern`, a character class repeated from zero times on.
-
-        Each piece that was taken is given to `keep`.
-        """
+    def take(self, chars: Chars, keep: Callable[[str], Any] | None = None) -> Reader[None]:
+        """Take all characters up to the first that is none of `chars`; each piece is given to `keep`."""
         while True:
-            found = pattern.match(self.text, self.place)
+            found = chars.run.match(self.text, self.place)
             assert found is not None
             if found.end() > self.place:
                 if keep is not None:
                     keep(found.group())
                 self.place = found.end()
-            if self.place < len(self.text) or not (yield from self.more()):
+            if self.place < len(self.text):
+                return
+            if keep is not None and self._record is None:
+                self.run = chars.other, keep
+            is_more = yield from self.more()
+            self.run = None
+            if not is_more:
                 return
 
     def skip_whitespace(self, keep: Callable[[str], Any] | None = None) -> Reader[None]:

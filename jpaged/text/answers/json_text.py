@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from string import hexdigits
 
-from .cursor import Cursor, Literals, Reader
+from .cursor import Chars, Cursor, Literals, Reader
 
 MAX_DEPTH = 500
 """JSON nested deeper is refused: Python's own parser cannot read it."""
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_LITERAL_CHARS = re.compile(r"[-+.0-9A-Za-z]*")
-_PLAIN_CHARS = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]*""")
+_LITERAL_CHARS = Chars(r"-+.0-9A-Za-z")
+_PLAIN_CHARS = Chars(r"""^"'\\\x00-\x1f\ud800-\udfff""")
 _TO_ESCAPE = re.compile(r'["\\\x00-\x1f]')
 _SPECIAL_CHAR = re.compile(r"""["'\x00-\x1f\ud800-\udfff]""")
-_BARE_KEY_CHARS = re.compile(r'[^":=,{}\[\]\s\ud800-\udfff]*')
+_BARE_KEY_CHARS = Chars(r'^":=,{}\[\]\s\ud800-\udfff')
 _HIGH_ESCAPE, _LOW_ESCAPE = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F]")
 _BACKSLASH = r"\\"
 _LONE = r"\ufffd"

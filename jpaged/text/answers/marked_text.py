@@ -20,18 +20,16 @@ class MarkedText:
         self._mark_texts = format.mark_texts
         self._hidden = format.special_ids if skip_special_tokens else frozenset[int]()
         self._text = ""
-        self._mark: Mark | None = None
+        self.mark: Mark | None = None
         """A mark of which `_text` is the beginning; its other characters may come later, or be cut by a stop string."""
 
     def feed(self, text: str, marks: Sequence[Mark]) -> str:
         """Return the next piece of the text with a character for each mark."""
-        if not marks and self._mark is None:
-            return text
-        if self._mark is not None:
+        if self.mark is not None:
             shift = len(self._text)
-            marks = (self._mark, *(Mark(mark.place + shift, mark.token_id) for mark in marks))
+            marks = (self.mark, *(Mark(mark.place + shift, mark.token_id) for mark in marks))
             text = self._text + text
-            self._text, self._mark = "", None
+            self._text, self.mark = "", None
         pieces: list[str] = []
         end = 0
         for mark in marks:
@@ -45,7 +43,7 @@ class MarkedText:
                 rest = text[end : end + len(shown)]
                 if rest != shown:
                     if len(rest) == len(text) - end and shown.startswith(rest):
-                        self._text, self._mark = rest, Mark(0, mark.token_id)
+                        self._text, self.mark = rest, Mark(0, mark.token_id)
                         return "".join(pieces)
                     continue
                 end += len(shown)
@@ -55,5 +53,5 @@ class MarkedText:
 
     def finish(self) -> str:
         """Return text that was held: a mark whose text a stop string has cut is plain text."""
-        text, self._text, self._mark = self._text, "", None
+        text, self._text, self.mark = self._text, "", None
         return text

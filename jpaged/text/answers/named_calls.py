@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from .answer_writer import AnswerWriter, Call
-from .cursor import Cursor, Literals, Reader
+from .cursor import Chars, Cursor, Literals, Reader
 from .formats import NamedCalls
 from .json_text import JsonText, read_json
 
-_NAME_CHARS = re.compile(r'[^\[\]{}()<>"\s\ud800-\udfff]*')
-_ID_CHARS = re.compile(r"[A-Za-z0-9_-]*")
+_NAME_CHARS = Chars(r'^\[\]{}()<>"\s\ud800-\udfff')
+_ID_CHARS = Chars(r"A-Za-z0-9_-")
 
 
 def read_named_call(cursor: Cursor, writer: AnswerWriter, body: NamedCalls) -> Reader[bool]:

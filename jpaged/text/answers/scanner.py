@@ -48,16 +48,17 @@ class AnswerScanner:
             self._writer.start_anew()
 
     @property
-    def num_thought_ends(self) -> int:
+    def num_thought_edges(self) -> int:
         """Return the number of beginnings and ends of thoughts so far, the prompt's included: odd within a thought."""
-        return self._writer.num_thought_ends
+        return self._writer.num_thought_edges
 
     def feed(self, text: str, marks: Sequence[Mark] = ()) -> list[Event]:
         """Read the next piece of the output, and return the events that it makes certain.
 
         `marks` are the tokens among `text` that are marks, as `SampleDelta` has them.
         """
-        text = self._marked_text.feed(text, marks)
+        if marks or self._marked_text.mark is not None:
+            text = self._marked_text.feed(text, marks)
         run = self._cursor.run
         if run is not None and run[0].search(text) is None:  # As for most tokens: the reader would do the same.
             run[1](text)
@@ -129,9 +130,9 @@ class _Reader:
         cursor, reasoning = self._cursor, self._writer.reasoning
         if not is_begun:
             reasoning.mark()
-        self._writer.num_thought_ends += 1
+        self._writer.num_thought_edges += 1
         mark = yield from cursor.take_until(Literals([close]), reasoning.write)
-        self._writer.num_thought_ends += bool(mark)
+        self._writer.num_thought_edges += bool(mark)
         cursor.place += len(mark)
         self._writer.content.mark()
 

@@ -7,17 +7,16 @@ value whose end tag is missing ends at the next tag that fits.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 
 from .answer_writer import AnswerWriter, Call
-from .cursor import WHITESPACE, Cursor, Literals, Reader
+from .cursor import WHITESPACE, Chars, Cursor, Literals, Reader
 from .formats import CallFormat, TaggedCalls
 from .json_text import JsonText, escaped
 from .typed_text import NULLS, is_text, is_text_or_null, json_of_text
 
-_NAME_CHARS = re.compile(r'[^<>"\s\ud800-\udfff]*')
-_KEY_CHARS = re.compile(r'[^<>"\n\ud800-\udfff]*')
+_NAME_CHARS = Chars(r'^<>"\s\ud800-\udfff')
+_KEY_CHARS = Chars(r'^<>"\n\ud800-\udfff')
 
 
 def read_tagged_calls(cursor: Cursor, writer: AnswerWriter, body: TaggedCalls, calls: CallFormat) -> Reader[bool]:

@@ -50,7 +50,13 @@ class ChatAnswer:
 
     def deltas(self, sample: SampleDelta) -> list[dict[str, Any]]:
         """Return the `delta` objects for new tokens: one for each event that the client is shown, often none."""
-        return [delta for event in self._answer.read(sample) if (delta := self._delta(event)) is not None]
+        deltas = []
+        for event in self._answer.read(sample):
+            if type(event) is Content:  # As for most tokens.
+                deltas.append({"content": event.text})
+            elif (delta := self._delta(event)) is not None:
+                deltas.append(delta)
+        return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Return OpenAI's word for the end of a sample, whose own `reason` is "stop" also where it ends by a call.
@@ -62,10 +68,8 @@ class ChatAnswer:
         return "function_call" if self._request.has_function_call else "tool_calls"
 
     def _delta(self, event: Event) -> dict[str, Any] | None:
-        """Return the `delta` object of an event; None for one that is not shown."""
+        """Return the `delta` object of an event that is no content; None for one that is not shown."""
         match event:
-            case Content(text=text):
-                return {"content": text}
             case Reasoning(text=text):
                 return None if self._request.hides_reasoning else _thought(text)
             case CallStart(index=index, name=name, is_custom=is_custom):
@@ -77,10 +81,11 @@ class ChatAnswer:
                     return {"tool_calls": [{"index": index, **call}]}
                 return None if index else {"function_call": {"name": name, "arguments": ""}}
             case CallArguments(index=index, text=text):
-                if not self._request.has_function_call:
-                    custom, function = {"custom": {"input": text}}, {"function": {"arguments": text}}
-                    return {"tool_calls": [{"index": index, **(custom if index in self._customs else function)}]}
-                return None if index else {"function_call": {"arguments": text}}
+                if self._request.has_function_call:
+                    return None if index else {"function_call": {"arguments": text}}
+                if index in self._customs:
+                    return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         return None
 
     def _call_id(self, index: int) -> str:
