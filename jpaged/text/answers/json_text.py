@@ -173,8 +173,8 @@ def read_json(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect
             if quote:
                 cursor.place += len(quote)
                 end = dialect.ends[out.closers[-1]] if quote == dialect.quote and out.closers else None
-                out.open('"', '"')
-                if not (yield from read_string(cursor, out.write, mark_texts, quote, end)):
+                out.open('"', '"')  # Nothing is held behind it.
+                if not (yield from read_string(cursor, out.emit, mark_texts, quote, end)):
                     return False
                 out.close_one()
             elif not (yield from _read_literal(cursor, out)):

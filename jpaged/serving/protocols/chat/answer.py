@@ -72,6 +72,12 @@ class ChatAnswer:
         match event:
             case Reasoning(text=text):
                 return None if self._request.hides_reasoning else _thought(text)
+            case CallArguments(index=index, text=text):
+                if self._request.has_function_call:
+                    return None if index else {"function_call": {"arguments": text}}
+                if index in self._customs:
+                    return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
             case CallStart(index=index, name=name, is_custom=is_custom):
                 self._num_calls += 1
                 if is_custom:
@@ -80,12 +86,6 @@ class ChatAnswer:
                     call = _call(self._call_id(index), name, "", is_custom=is_custom)
                     return {"tool_calls": [{"index": index, **call}]}
                 return None if index else {"function_call": {"name": name, "arguments": ""}}
-            case CallArguments(index=index, text=text):
-                if self._request.has_function_call:
-                    return None if index else {"function_call": {"arguments": text}}
-                if index in self._customs:
-                    return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         return None
 
     def _call_id(self, index: int) -> str:

@@ -72,7 +72,7 @@ class ChatEncoder(ChoicesEncoder):
             return self._choice_chunk(index, shown, delta, delta.finish_reason)
         answer = self._answers[index]
         deltas = answer.deltas(delta)
-        finish_reason = answer.finish_reason(delta.finish_reason)
+        finish_reason = None if delta.finish_reason is None else answer.finish_reason(delta.finish_reason)
         if len(deltas) == 1:  # As for most tokens.
             return self._choice_chunk(index, deltas[0], delta, finish_reason)
         # Tokens whose text is held back are told at once only where there is more to tell of them than text.
