@@ -241,6 +241,9 @@ def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_LISTS = (list, tuple)
+
+
 def _bounded_value(value: Any) -> Any:
     """Return `value` itself; raise TemplateLimitError if it is larger than allowed.
 
@@ -251,12 +254,17 @@ def _bounded_value(value: Any) -> Any:
     length, pending = 0, [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, str | list | tuple | dict):
-            _check_len(length := length + len(item))
-        if isinstance(item, list | tuple):
-            pending.extend(item)
+        if isinstance(item, str):
+            length += len(item)
         elif isinstance(item, dict):
+            length += len(item)
             pending.extend(item.values())
+        elif isinstance(item, _LISTS):
+            length += len(item)
+            pending.extend(item)
+        else:
+            continue
+        _check_len(length)
     return value
 
 
