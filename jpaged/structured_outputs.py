@@ -1,6 +1,6 @@
 """What the output of a request must look like: a JSON schema, a regular expression, some texts, or a grammar.
 
-Values are checked here as far as no tokenizer is needed; `text/grammar.py` compiles them.
+Values are checked here as far as no tokenizer is needed; `text/grammar` compiles them.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ LAYERS = {
         ("step", "text.output_processor", "text.parsed_outputs", "text.prompts", "text"),
         ("text.prompt_params",),
         ("text.grammar",),
+        ("text.schemas",),
         ("text.answers",),
         ("text.chat",),
         ("text.tokenizing",),

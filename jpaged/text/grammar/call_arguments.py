@@ -14,10 +14,10 @@ from ..answers.answer_spec import parameter_types
 from ..answers.bound_format import BoundFormat
 from ..answers.formats import CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls
 from ..chat.tools import CUSTOM_ARGUMENT, Tool
+from ..schemas.ecma_regex import portable_regex
+from ..schemas.lark_text import within_slashes
 from .compiler import GrammarCompiler, GrammarParts
 from .dialect_arguments import DialectWriter
-from .ecma_regex import portable_regex
-from .lark_text import within_slashes
 from .mark_texts import ANY_TEXT, MarkTexts
 from .structured_grammar import PLAIN_JSON, StructuredGrammars
 from .tagged_arguments import TaggedWriter

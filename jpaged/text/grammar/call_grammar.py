@@ -15,10 +15,10 @@ from ..answers.bound_format import BoundFormat
 from ..answers.formats import CallFormat, Channels, JsonCalls, NamedCalls, TaggedCalls, ThoughtFormat
 from ..chat.thinking import Thinking
 from ..chat.tools import ToolSet
+from ..schemas.lark_text import literal
 from .call_arguments import Arguments, ArgumentWriter
 from .compiler import GrammarCompiler, GrammarParts
 from .compiler_errors import told
-from .lark_text import literal
 from .mark_texts import ANY_TEXT, MarkTexts
 from .structured_grammar import StructuredGrammars
 from .thought_grammar import ANSWER, ThoughtRules, free_lines

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from ...checks import refusal
-from .lark_text import literal
+from ..schemas.lark_text import literal
+from ..schemas.schema_grammar import NotWrittenError, SchemaWriter
+from ..schemas.schema_merging import UnmergeableError
+from ..schemas.schema_numbers import allowed_values
 from .mark_texts import ANY_TEXT, COUNT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
-from .schema_grammar import NotWrittenError, SchemaWriter
-from .schema_merging import UnmergeableError
-from .schema_numbers import allowed_values
 
 BARE_KEY = re.compile(r"[A-Za-z_][0-9A-Za-z_.-]*")
 MEANINGLESS = ("$defs", "definitions")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from .ecma_regex import literal_regex
+from ..schemas.ecma_regex import literal_regex
 
 MIN_JOINED = 32
 """Alternatives of texts from which on they are joined. Each would otherwise be a lexeme, and an item of the parser,

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 
 from ..answers.bound_format import BoundFormat
+from ..schemas.ecma_regex import literal_regex
+from ..schemas.lark_text import literal, within_slashes
 from .compiler import GrammarCompiler
-from .ecma_regex import literal_regex
-from .lark_text import literal, within_slashes
 
 ANY_TEXT = "/(?s:.*)/"
 COUNT = re.compile(r"(?<!\\)\{[0-9]")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from .ecma_regex import literal_regex
-from .lark_text import json_text, within_slashes
+from ..schemas.ecma_regex import literal_regex
+from ..schemas.lark_text import json_text, within_slashes
+from ..schemas.number_texts import multiple_regex, range_regex
+from ..schemas.schema_analysis import SchemaAnalysis, type_of, types_of, values_of
+from ..schemas.schema_numbers import allows, has_multiple_regex, number_range
+from ..schemas.string_formats import EXPRESSIONS, IPV4, TIME
 from .mark_texts import ANY_TEXT
-from .number_texts import multiple_regex, range_regex
-from .schema_analysis import SchemaAnalysis, type_of, types_of, values_of
-from .schema_numbers import allows, has_multiple_regex, number_range
-from .string_formats import EXPRESSIONS, IPV4, TIME
 
 Kind = Literal["string", "number", "boolean", "null"]
 MAX_DEPTH = 50

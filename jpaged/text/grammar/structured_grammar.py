@@ -13,13 +13,13 @@ from typing import Any
 from ...checks import check, refusal, sent_as
 from ...errors import JpagedError
 from ...structured_outputs import StructuredOutputsParams, parsed_json
-from .closed_names import with_closed_objects
+from ..schemas.closed_names import with_closed_objects
+from ..schemas.ecma_regex import literal_regex, portable_regex
+from ..schemas.json_schema import enforced_schema, located, unknown_formats
+from ..schemas.schema_grammar import schema_grammar
 from .compiler import GrammarCompiler, GrammarParts
 from .compiler_errors import told
-from .ecma_regex import literal_regex, portable_regex
-from .json_schema import enforced_schema, located, unknown_formats
 from .lark_grammar import is_gbnf, joined_texts, num_rules, readable_gbnf
-from .schema_grammar import schema_grammar
 
 logger = logging.getLogger("jpaged")
 MAX_TOLD_FORMATS = 64

@@ -12,11 +12,11 @@ from typing import Any
 
 from ...checks import refusal
 from ..answers.formats import CallFormat, TaggedCalls
-from .lark_text import within_slashes
+from ..schemas.lark_text import within_slashes
+from ..schemas.schema_analysis import TYPES, escaped
+from ..schemas.schema_grammar import SchemaWriter
 from .mark_texts import ANY_TEXT, COUNT, MarkTexts
 from .raw_texts import NotRawError, RawTexts
-from .schema_analysis import TYPES, escaped
-from .schema_grammar import SchemaWriter
 
 KEY = re.compile(r'[^<>"\n]+')
 ROOT_KEYWORDS = ("type", "properties", "required", "additionalProperties", "$defs", "definitions")

@@ -13,11 +13,11 @@ import pytest
 from jpaged.errors import InvalidRequestError
 from jpaged.structured_outputs import StructuredOutputsParams
 from jpaged.text.chat.thinking import Thinking
-from jpaged.text.grammar.json_schema import unknown_formats
-from jpaged.text.grammar.known_patterns import DURATION, EMAIL, HOSTNAME, without_look_ahead
+from jpaged.text.schemas.json_schema import unknown_formats
+from jpaged.text.schemas.known_patterns import DURATION, EMAIL, HOSTNAME, without_look_ahead
 
+from ..grammar.grammar_walks import grammars_of, random_output
 from ..tokenizing.published_tokenizers import byte_tokenizer
-from .grammar_walks import grammars_of, random_output
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 BELOW_HALF = {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}

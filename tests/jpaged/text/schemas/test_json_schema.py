@@ -9,10 +9,10 @@ import pytest
 
 from jpaged.errors import InvalidRequestError
 from jpaged.structured_outputs import StructuredOutputsParams
-from jpaged.text.grammar.json_schema import ANNOTATIONS, DRAFTS, ENFORCED, FORMATS, REFUSED, enforced_schema
+from jpaged.text.schemas.json_schema import ANNOTATIONS, DRAFTS, ENFORCED, FORMATS, REFUSED, enforced_schema
 
+from ..grammar.grammar_walks import grammars_of, random_output
 from ..tokenizing.published_tokenizers import byte_tokenizer
-from .grammar_walks import grammars_of, random_output
 
 INT, BIT = {"type": "integer", "minimum": 0, "maximum": 99}, {"type": "boolean"}
 TEXT = {"type": "string", "maxLength": 3}

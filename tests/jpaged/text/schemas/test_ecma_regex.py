@@ -11,10 +11,10 @@ import pytest
 from jpaged.checks import Unfit
 from jpaged.errors import InvalidRequestError
 from jpaged.structured_outputs import StructuredOutputsParams
-from jpaged.text.grammar.ecma_regex import portable_regex
+from jpaged.text.schemas.ecma_regex import portable_regex
 
+from ..grammar.grammar_walks import grammars_of
 from ..tokenizing.published_tokenizers import byte_tokenizer
-from .grammar_walks import grammars_of
 
 GRAMMARS = grammars_of(byte_tokenizer())
 

@@ -8,8 +8,8 @@ import pytest
 
 from jpaged.structured_outputs import StructuredOutputsParams
 
+from ..grammar.grammar_walks import grammars_of
 from ..tokenizing.published_tokenizers import byte_tokenizer
-from .grammar_walks import grammars_of
 
 GRAMMARS = grammars_of(byte_tokenizer())
 

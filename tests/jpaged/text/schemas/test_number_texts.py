@@ -8,8 +8,8 @@ import pytest
 
 from jpaged.structured_outputs import StructuredOutputsParams
 
+from ..grammar.grammar_walks import grammars_of
 from ..tokenizing.published_tokenizers import byte_tokenizer
-from .grammar_walks import grammars_of
 
 TEXTS_A_SCHEMA = 20
 MULTIPLES = [Decimal(text) for text in ("1", "5", "0.5", "0.25", "0.1", "0.01", "2.5", "100", "0.7", "3")]

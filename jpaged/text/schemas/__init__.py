@@ -1,0 +1,1 @@
+"""JSON schemas: what they allow, which keywords can be enforced, and their grammars as text."""
