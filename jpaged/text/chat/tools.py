@@ -272,20 +272,20 @@ def _choice(value: Any, tools: tuple[Tool, ...]) -> ToolChoice:
         return ToolChoice()
     if isinstance(value, str):
         return ToolChoice(check("tool_choice", value, one_of("auto", "none", "required")))
-    kind = _kind_of(value, "tool_choice", ("function", "custom", "allowed_tools"))
-    if kind != "allowed_tools":
-        return ToolChoice("named", (_chosen(value[kind], f"tool_choice.{kind}", kind, tools),))
-    path = "tool_choice.allowed_tools"
-    fields = _fields(value[kind], path, ("mode", "tools"))
+    choice_kind = _kind_of(value, "tool_choice", ("function", "custom", "allowed_tools"))
+    path = f"tool_choice.{choice_kind}"
+    if choice_kind != "allowed_tools":
+        return ToolChoice("named", (_chosen(value[choice_kind], path, choice_kind, tools),))
+    fields = _fields(value[choice_kind], path, ("mode", "tools"))
     mode = check(f"{path}.mode", fields.get("mode"), one_of("auto", "required"))
     allowed = fields.get("tools")
     if not isinstance(allowed, Sequence) or isinstance(allowed, str) or not 1 <= len(allowed) <= MAX_TOOLS:
         raise refusal(f"{path}.tools", told(allowed), f"a list of 1 to {MAX_TOOLS} tools")
     names = []
-    for index, one in enumerate(allowed):
-        place = f"{path}.tools[{index}]"
-        kind = _kind_of(one, place, ("function", "custom"))
-        names.append(_chosen(one[kind], f"{place}.{kind}", kind, tools))
+    for index, allowed_tool in enumerate(allowed):
+        tool_path = f"{path}.tools[{index}]"
+        kind = _kind_of(allowed_tool, tool_path, ("function", "custom"))
+        names.append(_chosen(allowed_tool[kind], f"{tool_path}.{kind}", kind, tools))
     return ToolChoice("allowed", tuple(dict.fromkeys(names)), is_required=mode == "required")
 
 

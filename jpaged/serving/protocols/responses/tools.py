@@ -61,8 +61,8 @@ class SentTools:
         """Take the field `tools` of a body."""
         for index, tool in enumerate(_list_of_tools(value, "tools")):
             found = self._found(tool, f"tools[{index}]")
-            for path, one in found:
-                self._add(one, path)
+            for path, made in found:
+                self._add(made, path)
             if found:
                 self.shown.append(tool)
 
@@ -74,16 +74,17 @@ class SentTools:
         """
         definitions = []
         for index, tool in enumerate(_list_of_tools(value, path)):
-            for place, one in self._found(tool, f"{path}[{index}]"):
+            for tool_path, made in self._found(tool, f"{path}[{index}]"):
                 places = Places()
-                self._note(places, 0, one, place)
+                self._note(places, 0, made, tool_path)
                 with places.named():
-                    checked = tools_of([one])
+                    checked = tools_of([made])
                 assert checked is not None
                 definitions.append(definition(checked.tools[0]))
                 if checked.tools[0].name not in self._known:
-                    kind = one["type"]
-                    self._add(one if is_listed else {**one, kind: {**one[kind], "defer_loading": True}}, place)
+                    kind = made["type"]
+                    unlisted = {**made, kind: {**made[kind], "defer_loading": True}}
+                    self._add(made if is_listed else unlisted, tool_path)
         return definitions
 
     def choice(self, value: Any) -> Any:
@@ -97,16 +98,16 @@ class SentTools:
         path = "tool_choice.allowed_tools"
         self.places[path] = "tool_choice"
         allowed, listed = list[dict[str, Any]](), value.get("tools")
-        for index, one in enumerate(listed if isinstance(listed, list) else ()):
-            place = f"tool_choice.tools[{index}]"
-            if not isinstance(one, dict):
-                raise refusal(place, told(one), 'an object such as {"type": "function", "name": …}')
-            if one.get("type") in HOSTED_KINDS:
-                self.left_out.append(one["type"])
+        for index, tool in enumerate(listed if isinstance(listed, list) else ()):
+            tool_path = f"tool_choice.tools[{index}]"
+            if not isinstance(tool, dict):
+                raise refusal(tool_path, told(tool), 'an object such as {"type": "function", "name": …}')
+            if tool.get("type") in HOSTED_KINDS:
+                self.left_out.append(tool["type"])
                 continue
-            check(f"{place}.type", one.get("type"), one_of(*CALLED_KINDS, SEARCH_NAME))
-            chosen = self._chosen(one)
-            self.places[f"{path}.tools[{len(allowed)}].{chosen['type']}"] = place
+            check(f"{tool_path}.type", tool.get("type"), one_of(*CALLED_KINDS, SEARCH_NAME))
+            chosen = self._chosen(tool)
+            self.places[f"{path}.tools[{len(allowed)}].{chosen['type']}"] = tool_path
             allowed.append(chosen)
         tools = allowed if isinstance(listed, list) else listed
         return {"type": kind, kind: {"mode": value.get("mode"), "tools": tools}}
@@ -135,10 +136,10 @@ class SentTools:
         if not isinstance(namespace, str) or not namespace:
             raise refusal(f"{path}.name", told(namespace), "the name of a namespace")
         found = []
-        for index, one in enumerate(_list_of_tools(tool.get("tools"), f"{path}.tools")):
-            place = f"{path}.tools[{index}]"
-            _kind_of(one, place, CALLED_KINDS)
-            found.append((place, self._made(one, place, namespace)))
+        for index, inner in enumerate(_list_of_tools(tool.get("tools"), f"{path}.tools")):
+            inner_path = f"{path}.tools[{index}]"
+            _kind_of(inner, inner_path, CALLED_KINDS)
+            found.append((inner_path, self._made(inner, inner_path, namespace)))
         return found
 
     def _made(self, tool: dict[str, Any], path: str, namespace: str | None) -> dict[str, Any]:
