@@ -396,9 +396,13 @@ def _with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     """Return messages with END_MARK behind the text of the last one, whose end it shows.
 
     The text itself may stand in what the template writes behind it: "end" is a part of <|end|>. Whitespace at its end
-    is dropped, as most templates do. Raise InvalidRequestError if there is no text.
+    is dropped, as most templates do. Raise InvalidRequestError if there is no text, and for calls, which would be cut
+    off with what stands behind the text.
     """
     last = normalize_messages(messages)[-1]
+    if last.get("tool_calls"):
+        got, allowed = "a last message with tool_calls", "one of text alone"
+        raise refusal("continue_final_message", got, allowed, "send the results of the calls, or leave it out")
     if not (text := last["content"].rstrip()):
         got, allowed = "a last message without text", "one whose text the template writes out"
         raise refusal("continue_final_message", got, allowed, "leave it out")

@@ -12,6 +12,7 @@ from jpaged.text.chat.chat_template import render_chat
 from ..tiny_model import SIZES
 
 USER = [{"role": "user", "content": "Hi"}]
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 ONE = SamplingParams(max_tokens=1)
 
 
@@ -88,6 +89,13 @@ def test_a_variable_that_the_template_does_not_read_is_told_once_and_left_out(
         ({"messages": USER, "chat_template_kwargs": 5}, "chat_template_kwargs"),
         (
             {"messages": [{"role": "assistant", "content": " "}], "continue_final_message": True},
+            "continue_final_message",
+        ),
+        (
+            {
+                "messages": [*USER, {"role": "assistant", "content": "I ask.", "tool_calls": [CALL]}],
+                "continue_final_message": True,
+            },
             "continue_final_message",
         ),
     ],
