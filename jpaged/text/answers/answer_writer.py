@@ -140,7 +140,7 @@ class Call:
         if self._custom is not None:
             self._custom.finish()
         self._writer.content.mark()
-        self._writer.events.append(CallEnd(self.index))
+        self._writer.events.append(CallEnd(self.index, is_cut=self._writer.is_final))
 
     def _emit(self, text: str) -> None:
         if text:
@@ -164,6 +164,8 @@ class AnswerWriter:
         self.content = TextRun(self, Content, default_separator=between)
         self.reasoning = TextRun(self, Reasoning, default_separator="\n")
         self.reasoning.mark()
+        self.is_final = False
+        """The output has ended: what is still read is what was held back."""
         self.num_thought_edges = 0
         """Beginnings and ends of thoughts so far, the prompt's beginning included: odd within a thought."""
         self.num_calls = 0

@@ -43,6 +43,8 @@ class CallEnd(msgspec.Struct, frozen=True, gc=False):
     """A tool call ends; no more arguments come."""
 
     index: int
+    is_cut: bool = False
+    """The answer has ended before the call, whose arguments were closed."""
 
 
 Event = Reasoning | Content | CallStart | CallArguments | CallEnd

@@ -70,7 +70,7 @@ class AnswerScanner:
     def finish(self) -> list[Event]:
         """End the answer, wherever it is: return the events of what was held back, and close a call that is open."""
         self._cursor.feed(self._marked_text.finish())
-        self._cursor.is_final = True
+        self._cursor.is_final = self._writer.is_final = True
         next(self._reader, None)
         return self._writer.take()
 

@@ -57,6 +57,7 @@ SCRIPTS = {
         call("team__tell", '{"input": "hi"}'), call("tool_search", '{"query": "x", "limit": 8}'),
     ]) + "<|end|>",
     "call for ever": THOUGHT + call("weather", '{"city": "' + "x" * 500),
+    "call and pause": ROME + "\n" * 500,
     "think for ever": "<think>" + "x" * 500,
     "say it for ever": THOUGHT + "x" * 500,
 }  # fmt: skip
@@ -171,6 +172,14 @@ def test_what_the_limit_cuts_is_incomplete_and_arguments_stay_json(client, text:
     assert last.status == "incomplete"
     if text == "call for ever":
         assert set(json.loads(last.arguments)["city"]) == {"x"}
+
+
+@pytest.mark.parametrize("num_more", [-3, 0, 1])
+def test_a_call_is_incomplete_only_if_the_limit_came_before_its_end(client, num_more: int):
+    num_tokens = len(ROME.replace("<tool_call>", "-").replace("</tool_call>", "-"))
+    response = both(client, "call and pause", max_output_tokens=num_tokens + num_more)
+    assert shown(response) == [WEATHER | {"status": "incomplete" if num_more < 0 else "completed"}]
+    assert response.status == "incomplete"
 
 
 def test_a_thought_can_be_returned_by_clients_that_keep_only_its_encrypted_content(client):

@@ -84,14 +84,14 @@ class ResponsesEncoder(Encoder):
         self.counts.num_output_tokens += len(sample.token_ids)
         self._finish_reason = sample.finish_reason
         if self._logprobs is None:
-            self._items.read(self._events_of(sample), is_cut=sample.finish_reason == "length")
+            self._items.read(self._events_of(sample))
             return
         for piece, records in self._logprobs.pieces(sample):
             events = self._events_of(piece)
             self._held_records += records
             if events:
                 records, self._held_records = self._held_records, []
-                self._items.read(events, records, is_cut=piece.finish_reason == "length")
+                self._items.read(events, records)
 
     def _events_of(self, sample: SampleDelta | CompletionOutput) -> Sequence[Event]:
         """Return the events of the answer that new tokens make certain."""

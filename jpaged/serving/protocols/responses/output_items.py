@@ -184,14 +184,12 @@ class OutputItems:
         self._response_id, self._details, self._tell = response_id, details, tell
         self._open: _Item | None = None
 
-    def read(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = (), *, is_cut: bool = False) -> None:
-        """Write the next events.
+    def read(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> None:
+        """Write the next events. `logprobs` are records of the tokens that wrote them, which a text tells of.
 
-        `logprobs` are records of the tokens that wrote them, which a text tells of. `is_cut` says that they are the
-        last ones, since a limit was reached: a call that ends with them may not be whole, and stays open until
-        `finish`.
+        A call that the end of the answer has cut stays open until `finish`.
         """
-        for number, event in enumerate(events, 1):
+        for event in events:
             match event:
                 case Content(text=text):
                     self._of(MessageItem).write(text, logprobs=list(logprobs))
@@ -203,12 +201,14 @@ class OutputItems:
                 case CallArguments(text=text):
                     assert self._open is not None, "a call has begun"
                     self._open.write(text)
-                case CallEnd():
-                    if not is_cut or number < len(events):
-                        self._end("completed")
+                case CallEnd(is_cut=False):
+                    self._end("completed")
 
     def finish(self, *, is_cut: bool) -> None:
-        """End the output; `is_cut` says that the last item may not be whole. Without any, it is an empty message."""
+        """End the output. Without any item it is an empty message.
+
+        `is_cut` says that a limit has ended it, so that an item which is still open may not be whole.
+        """
         if self._open is None and not self.ended:
             self._of(MessageItem)
         self._end("incomplete" if is_cut else "completed")
