@@ -33,23 +33,29 @@ class CustomInput:
         cursor.record()
         if (yield from self._read_object(cursor)):
             return True
-        text = cursor.recorded()
-        if text != "{}":
-            self._emit(text)
+        self._emit(cursor.recorded())
         while (yield from cursor.peek()):
             self._emit(cursor.text[cursor.place :])
             cursor.drop()
         return True
 
     def _read_object(self, cursor: Cursor) -> Reader[bool]:
-        """Emit the value of `input` in an object, and take the rest; return False if there is none."""
+        """Emit the value of `input` in an object, and take the rest; return False if there is none.
+
+        An empty object, which also stands for a call that ends before its arguments, is an input without text.
+        """
         yield from cursor.skip_whitespace()
         separator = "{"
         while (yield from cursor.peek()) == separator:
             cursor.place += 1
             yield from cursor.skip_whitespace()
             key: list[str] = []
-            if (yield from cursor.peek()) != '"':
+            char = yield from cursor.peek()
+            if char == "}" and separator == "{":
+                cursor.place += 1
+                yield from cursor.skip_whitespace()
+                return not (yield from cursor.peek())
+            if char != '"':
                 return False
             cursor.place += 1
             if not (yield from read_string(cursor, key.append, {}, '"')):

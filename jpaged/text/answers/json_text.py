@@ -283,19 +283,19 @@ def _read_escape(cursor: Cursor, quote: str) -> Reader[str]:
 def _read_key(cursor: Cursor, out: JsonText, mark_texts: dict[int, str], dialect: Dialect) -> Reader[bool]:
     """Read a key and its colon, which wait for the value; return whether they are complete."""
     quote = yield from cursor.begins(dialect.quotes)
-    out.hold('"')
     if quote:
         cursor.place += len(quote)
+        out.hold('"')
         end = dialect.ends[KEY] if quote == dialect.quote else None
         if not (yield from read_string(cursor, out.hold, mark_texts, quote, end)):
             return False
-    elif dialect.has_bare_keys:
-        start = len(out.held)
-        yield from cursor.take(_BARE_KEY_CHARS, lambda text: out.hold(escaped(text)))
-        if len(out.held) == start:
-            return False
     else:
-        return False
+        key: list[str] = []
+        if dialect.has_bare_keys:
+            yield from cursor.take(_BARE_KEY_CHARS, lambda text: key.append(escaped(text)))
+        if not key:
+            return False
+        out.hold('"' + "".join(key))
     out.hold('"')
     yield from cursor.skip_whitespace(out.hold)
     char = yield from cursor.peek()

@@ -50,6 +50,10 @@ HERMES_CASES = {
         '<tool_call>{"name": "f", "arguments": {"a": 1, "b": nope}}</tool_call>tail',
         Answer(None, ', "b": nope}}tail', (ToolCall("f", '{"a": 1}'),)),
     ),
+    "a key without quotes": (
+        '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>tail',
+        Answer(None, ", b: 2}}tail", (ToolCall("f", '{"a": 1}'),)),
+    ),
     "arguments that are no object": (
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         Answer(None, "[1]}", (ToolCall("f", "{}"),)),
@@ -138,6 +142,13 @@ def test_custom_tools_get_the_text_of_their_input():
     for arguments in texts:
         text = f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>'
         assert answer(text, **spec).tool_calls == (ToolCall("patch", 'a\n"b"', is_custom=True),)
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "{}", "{ }}", '{"input', '{"input": ""}}'])
+def test_a_custom_call_that_has_no_text_or_is_cut_before_it_has_an_empty_input(arguments: str):
+    spec = {"tools": {"patch": {"input": ("string",)}}, "custom_tools": frozenset(["patch"])}
+    text = f'<tool_call>{{"name": "patch", "arguments": {arguments}'
+    assert answer(text, **spec).tool_calls == (ToolCall("patch", "", is_custom=True),)
 
 
 def test_without_tools_marks_of_calls_are_text():
