@@ -18,7 +18,7 @@ from jpaged.commands.progress import say
 
 NUM_ROWS, NUM_TOKENS = 16, 32
 NUM_TOOLS = 16
-NUM_TURNS = 10
+NUM_TURNS = 40
 
 
 def tools(count: int, *, is_strict: bool = False) -> list[dict[str, Any]]:
