@@ -1,7 +1,7 @@
 """`jpaged chat`: a conversation with a model, in this process or behind the URL of a server.
 
 Exit status: 0 at the end of the conversation, 1 if it could not start (one line on stderr), 3 if messages came over a
-pipe and some got no answer, 130 after two interrupts in a row.
+pipe and some got no answer, or a command was wrong, 130 after two interrupts in a row.
 """
 
 from __future__ import annotations

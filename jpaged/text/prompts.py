@@ -224,7 +224,7 @@ class PromptEncoder:
         if isinstance(prompt, Mapping):
             extras, mapping = _extras(prompt), prompt
             key, prompt = _only_form(mapping)
-            options = self._options(mapping, key)
+            options = PromptOptions.of(mapping, key, limits=self.limits)
             if key == "messages":
                 messages, prompt = prompt, self._render(prompt, options)
                 opening = _opening(messages, prompt, continues=options.continue_final_message)
@@ -245,18 +245,14 @@ class PromptEncoder:
         """
         for name in options:
             check_name(name, ChatOptions.__annotations__, "argument")
-        return self._render(messages, self._options(options, "messages"))
-
-    def _options(self, mapping: Mapping[str, Any], key: str) -> PromptOptions:
-        """Return the options beside a prompt of the form `key`; refuse tools if the model's calls could not be read."""
-        options = PromptOptions.of(mapping, key, limits=self.limits)
-        if options.tools is not None and (self.answer_format is None or self.answer_format.format.calls is None):
-            allowed = "none, since it is not known how this model writes calls"
-            raise refusal("tools", told(options.tools.tools), allowed, "start the engine with --tool-call-parser")
-        return options
+        return self._render(messages, PromptOptions.of(options, "messages", limits=self.limits))
 
     def _render(self, messages: Any, options: PromptOptions) -> str:
-        """Return a chat as text. With `continue_final_message` it ends with the text of the last message."""
+        """Return a chat as text. With `continue_final_message` it ends with the text of the last message.
+
+        Raise InvalidRequestError for tools if the template does not show them, else if the model's calls could not be
+        read.
+        """
         continues = options.continue_final_message
         adds = not continues if options.add_generation_prompt is None else options.add_generation_prompt
         tokenizer = tokenizer_for(self.tokenizer, "messages", "messages")
@@ -277,6 +273,9 @@ class PromptEncoder:
                 with sent_as({"prompt": "messages"}):
                     self._check_chars(sum(len(message["content"]) for message in normalize_messages(messages)))
             raise
+        if options.tools is not None and (self.answer_format is None or self.answer_format.format.calls is None):
+            allowed = "none, since it is not known how this model writes calls"
+            raise refusal("tools", told(options.tools.tools), allowed, "start the engine with --tool-call-parser")
         if not continues:
             return text
         end = text.rfind(END_MARK)

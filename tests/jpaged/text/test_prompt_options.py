@@ -44,6 +44,16 @@ def test_an_answer_goes_on_behind_its_last_character_whatever_the_template_write
     assert encoder.encode(begun).text == f"<|start|>user: Hi<|end|>\n<|start|>assistant: {text.rstrip()}"
 
 
+def test_tools_are_refused_by_what_the_model_lacks_first(engine: Engine):
+    """A format of calls alone would not help a model whose template does not show tools."""
+    asked = {"messages": USER, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    with pytest.raises(InvalidRequestError, match=r"^tools: .*--chat-template FILE"):
+        engine.builder.encoder.encode(asked)
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match=r"^tools: .*start the engine with --tool-call-parser$"):
+        replace(engine.builder.encoder, chat_template=template).encode(asked)
+
+
 def test_only_the_last_tokens_are_kept_if_asked(engine: Engine):
     for prompt in ({"prompt": "abcdef"}, {"prompt_token_ids": [67, 68, 69, 70, 71, 72]}):
         whole = engine.builder.encoder.encode(prompt).token_ids

@@ -76,7 +76,7 @@ def test_options_of_a_chat_stand_beside_its_messages(read):
     )
     assert chat.prompt.text == "<|start|>user: hi\n<|start|>assistant: So"
     assert bad.error.param == "tools[0].function.name"
-    assert "start the engine with --tool-call-parser" in str(unknown.error)
+    assert "give a template that shows tools (--chat-template FILE)" in str(unknown.error)
 
 
 def test_whole_numbers_count_as_integers_and_schemas_in_other_places_are_refused(read):
