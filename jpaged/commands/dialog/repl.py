@@ -57,8 +57,8 @@ class Repl:
     def run(self) -> int:
         """Serve the input to its end, and return the exit status: that of an interrupt after two in a row.
 
-        A run over a pipe has failed in part if a message got no answer or a command was wrong; at a terminal its user has
-        seen to that.
+        A run over a pipe has failed in part if a message got no answer or a command was wrong; at a terminal its user
+        has seen to that.
         """
         with self._interrupts_handled():
             while True:
