@@ -84,6 +84,7 @@ class Engine(ResearchCalls):
         modes: Collection[SampleMode] = (),
         progress: Progress | None = None,
         keeps_programs: bool = False,
+        compiles_behind: bool = False,
     ) -> Self:
         """Return an engine for a validated config. `handle` is its model if that is open already; None opens it.
 
@@ -91,14 +92,21 @@ class Engine(ResearchCalls):
         them the page pool is no larger than these requests need, and the programs that they need first are compiled
         while the weights load. If they are left out, nothing is assumed. `progress(name, done, total)` is called in
         the phases `check`, `load` and `compile`. `keeps_programs` lets a CPU trace step programs once, for this start
-        and for later ones: leave it out where functions of jpaged are replaced by others. Raise ConfigError or
-        ModelLoadError.
+        and for later ones: leave it out where functions of jpaged are replaced by others. With `compiles_behind`, as
+        servers have it, an engine with `warmup=lazy` is ready with the programs of a plain request, and compiles the
+        others behind. Raise ConfigError or ModelLoadError.
         """
         refuse_traced("Engine")
         handle = handle or open_model(config)
         engine = cls.__new__(cls)
         parts = build_engine(
-            config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=keeps_programs
+            config,
+            handle,
+            demands=demands,
+            modes=modes,
+            progress=progress,
+            keeps_programs=keeps_programs,
+            compiles_behind=compiles_behind,
         )
         engine._start(parts)
         return engine

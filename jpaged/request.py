@@ -31,7 +31,8 @@ class RequestState(enum.Enum):
     FINISHED_LENGTH = "at full length", "length"
     FINISHED_ABORTED = "aborted", "abort"
     FINISHED_IGNORED = "ignored", "error"
-    """The request was accepted, and later found to need more pages than the pool has left."""
+    """The request was accepted, and later found to need more pages than the pool has left, or what will never be there.
+    """
     FINISHED_ERROR = "failed", "error"
 
     def __init__(self, label: str, finish_reason: str | None):

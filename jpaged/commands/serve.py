@@ -71,7 +71,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _config(args: Namespace) -> EngineConfig:
-    """Return the engine's options: `--warmup full` and the limits of servers are the defaults of this command."""
+    """Return the engine's options: the limits of servers are the defaults of this command."""
     from ..serving.options import served_limits
 
     if args.model_name is not None:
@@ -79,8 +79,6 @@ def _config(args: Namespace) -> EngineConfig:
             got = "a model and --model"
             raise refusal("--model", got, "one of them", "leave one out", error=ConfigError)
         args.model = args.model_name
-    if not hasattr(args, "warmup"):
-        args.warmup = "full"
     return replace(engine_config(args), limits=served_limits(getattr(args, "limits", {})), seed=args.seed)
 
 
@@ -98,7 +96,7 @@ def _start_engine(
         progress(name, done, total)
         state.report(name, done, total)
 
-    engine = Engine.from_engine_args(config, handle, progress=report, keeps_programs=True)
+    engine = Engine.from_engine_args(config, handle, progress=report, keeps_programs=True, compiles_behind=True)
     progress.close()
     if template is not None:
         engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)

@@ -33,6 +33,7 @@ from .step_record import StepObserver, StepRecord, preempted_of, turns_of
 from .step_results import StepInFlight, StepResults
 
 if TYPE_CHECKING:
+    from ..step.program_gate import ProgramGate
     from ..step.runner import Runner
     from ..step.step_inputs import StepInputBuilder
     from ..text.grammar.grammar import Matcher
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jpaged")
 
+GATE_POLL_S = 0.005
+"""Seconds that a step without work waits for a program at most."""
 STEPS_FAILED = "internal error while its steps were computed"
 
 
@@ -57,6 +60,8 @@ class EngineCore:
     """Seeds the draws of requests that have no seed of their own."""
     observer: StepObserver | None = None
     """Is told of each step, until it raises."""
+    gate: ProgramGate | None = None
+    """Keeps requests back whose programs are not compiled yet; None if each step may wait for its programs."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     """Steps in the order of their dispatch; the oldest one retires first."""
@@ -207,6 +212,8 @@ class EngineCore:
         requests are unfinished and no step is in flight. The observer, if there is one, is told of the step.
         """
         observer, start_s = self.observer, time.perf_counter()
+        if self.gate is not None and (limits := self.gate.new_limits()) is not None:
+            self.scheduler.shape.limits = limits
         work = self.scheduler.schedule()
         scheduled_s = time.perf_counter()
         for request, mode, reason in work.preempted:
@@ -395,8 +402,12 @@ class EngineCore:
         """Raise RuntimeError if requests are unfinished and no step after the empty step `work` could compute them.
 
         An empty step is in order while a step is in flight, which may free pages when it retires. It is also in order
-        if scheduling it has preempted or ended a request: the next step then finds other pages free.
+        if scheduling it has preempted or ended a request: the next step then finds other pages free. If all requests
+        wait for programs, this waits for one of them, but soon returns, so that other requests may come meanwhile.
         """
+        if self.gate is not None and not self.in_flight and self.scheduler.waiting.num_parked:
+            self.gate.wait(GATE_POLL_S)
+            return
         if self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
             cause = "this is a defect of jpaged, or an admission gate that never opens"
             raise RuntimeError(f"the scheduler has unfinished requests and no work for them: {cause}")

@@ -1,7 +1,8 @@
 """Decides which waiting and swapped requests run next.
 
 Swapped requests come back as soon as they fit, and no waiting one runs before a swapped one that goes before it.
-Waiting requests are admitted in order, but one that does not fit yet may be passed by a bounded number of later ones.
+Waiting requests are admitted in order, but one that does not fit yet may be passed by a bounded number of later ones,
+and one that a gate refuses by any number.
 
 Knows queues, slots, numbers of pages, and pins. It only decides: the scheduler carries each decision out before it
 asks for the next. The only writer of `policy_key`, `order` and `admission` of requests.
@@ -28,8 +29,8 @@ MAX_BYPASSES = 8
 MAX_SKIPPED = 4
 """Requests that do not fit yet which one step passes over in search of requests that do."""
 MAX_DELAYED = 32
-"""Requests that one step passes over because the gate refuses them or because they await a prefix. A request that the
-gate refuses may be passed any number of times. One that was passed MAX_BYPASSES times computes the prefix itself."""
+"""Requests that one step passes over because they await a prefix. One that was passed MAX_BYPASSES times computes the
+prefix itself."""
 
 
 @dataclass(slots=True)
@@ -61,6 +62,8 @@ class Admission:
         self.arithmetic = blocks.arithmetic
         self.config = config
         self.gate = gate
+        self._gate_version = 0
+        """`gate.version` at the last time that parked requests were given their places back."""
         self.policy = Policy(config.policy)
         self.waiting = RequestQueue(config.limits)
         self.swapped = RequestQueue()
@@ -163,18 +166,21 @@ class Admission:
     def choose_waiting(self, room: StepRoom, isolated: Request | None) -> Iterator[tuple[Request, PrefixMatch | None]]:
         """Yield each waiting request that fits, in order, with the match of cached pages that it starts from.
 
-        (request, None) stands for a request that can never run, since the pool has become smaller. The scheduler starts
-        or ends each request, and updates `room`, before it asks for the next. If `isolated` is set, only that request
-        is admitted, and only once no other runs.
+        (request, None) stands for a request that can never run, since the pool has become smaller or the gate would
+        refuse it for ever. The scheduler starts or ends each request, and updates `room`, before it asks for the next.
+        If `isolated` is set, only that request is admitted, and only once no other runs.
 
         The search ends if tokens or slots of the step run out, if a swapped request is earlier in the order, or if the
         next request has not waited long enough (`delay_factor`). It also ends after MAX_SKIPPED requests that do not
-        fit, and after MAX_DELAYED that are refused or await a prefix.
+        fit, and after MAX_DELAYED that await a prefix.
 
         A request that does not fit yet, or awaits a prefix that a running one computes, may be passed by at most
-        MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate refuses may be passed
-        by any number. All that are passed stay in the queue.
+        MAX_BYPASSES later ones (its `admission.num_bypassed` counts them). One that only the gate refuses is parked
+        until the gate changes, and may be passed by any number. All that are passed stay in the queue.
         """
+        if self.gate is not None and self.gate.version != self._gate_version:
+            self._gate_version = self.gate.version  # Read first: it may rise again meanwhile.
+            self.waiting.unpark()
         if not self.waiting:
             return
         if isolated is not None:
@@ -183,20 +189,20 @@ class Admission:
         # Requests that this call takes out of the queue and does not admit. They return to it at the end.
         skipped: list[Request] = []
         awaiting_prefix: list[Request] = []
-        refused: list[Request] = []
         has_admitted = False
         self._publishing = [other for other in room.running if self._is_publishing(other)]
-        while self.waiting and room.token_budget > 0 and room.free_slots:
+        while self.waiting.has_next and room.token_budget > 0 and room.free_slots:
             request = self.waiting.first()
             if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request, room):
                 break
-            if self.demand.can_never_run(request):
+            if self.demand.can_never_run(request) or self.gate_fault(request) is not None:
                 yield request, None  # The scheduler ends it, which takes it out of the queue.
                 continue
-            self.waiting.pop()
             if not self._gate_admits(request):
-                refused.append(request)
-            elif match := self._match_that_fits(request, room):
+                self.waiting.park(request)
+                continue
+            self.waiting.pop()
+            if match := self._match_that_fits(request, room):
                 has_admitted = True
                 request.admission.num_bypassed = 0
                 yield request, match
@@ -210,9 +216,9 @@ class Admission:
                 (awaiting_prefix if request.admission.awaits_prefix else skipped).append(request)
             # A request that was passed so often may be passed by no other, so the search ends at it.
             must_stop = any(other.admission.num_bypassed >= MAX_BYPASSES for other in skipped + awaiting_prefix)
-            if must_stop or len(skipped) == MAX_SKIPPED or len(awaiting_prefix + refused) == MAX_DELAYED:
+            if must_stop or len(skipped) == MAX_SKIPPED or len(awaiting_prefix) == MAX_DELAYED:
                 break
-        for request in skipped + awaiting_prefix + refused:
+        for request in skipped + awaiting_prefix:
             self.waiting.push(request)
         if has_admitted:
             self._admitting.append((room.step, room.start_time))
@@ -234,6 +240,10 @@ class Admission:
             yield request, match
 
     # Whether a request fits
+
+    def gate_fault(self, request: Request) -> str | None:
+        """Return why the gate would refuse a request for ever; None if it may admit it."""
+        return None if self.gate is None else self.gate.fault_of(request)
 
     def _gate_admits(self, request: Request) -> bool:
         return self.gate is None or self.gate.admits(request)

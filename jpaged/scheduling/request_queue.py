@@ -83,7 +83,10 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """A heap by `Request.order`. A request that is removed leaves its entry behind, which is skipped later."""
+    """A heap by `Request.order`. A request that is removed leaves its entry behind, which is skipped later.
+
+    A parked request is in the queue, and counts for its limits, but `first` and `pop` pass it over.
+    """
 
     def __init__(self, limits: QueueLimits | None = None):
         self.limits = limits or QueueLimits()
@@ -94,12 +97,22 @@ class RequestQueue:
         self.num_tokens = 0
         """Prompt tokens of all requests in the queue."""
         self._members: dict[Request, None] = {}
+        self._parked: dict[Request, None] = {}
         self._heap: list[tuple[tuple[Any, int], Request]] = []
         """(order, request). A request's order is unique and never changes, so a stale entry of it is valid again once
         the request comes back."""
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    @property
+    def has_next(self) -> bool:
+        """Return whether a request that is not parked is in the queue."""
+        return len(self._members) > len(self._parked)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._members, key=lambda request: request.order))
@@ -119,17 +132,29 @@ class RequestQueue:
         heappush(self._heap, (request.order, request))
 
     def first(self) -> Request:
-        """Return the request of the lowest order. The queue must not be empty."""
-        while self._heap[0][1] not in self._members:
+        """Return the request of the lowest order that is not parked, of which there must be one."""
+        while (request := self._heap[0][1]) not in self._members or request in self._parked:
             heappop(self._heap)
         return self._heap[0][1]
 
     def pop(self) -> Request:
-        """Remove the request of the lowest order and return it. The queue must not be empty."""
+        """Remove the request of the lowest order that is not parked, of which there must be one, and return it."""
         request = self.first()
         heappop(self._heap)
         self.remove(request)
         return request
+
+    def park(self, request: Request) -> None:
+        """Let `first` and `pop` pass over a request, which must be in the queue, until `unpark`."""
+        self._parked[request] = None
+        if self._heap[0][1] is request:
+            heappop(self._heap)
+
+    def unpark(self) -> None:
+        """Give all parked requests their places in the order back."""
+        for request in self._parked:
+            heappush(self._heap, (request.order, request))
+        self._parked.clear()
 
     def remove(self, request: Request) -> None:
         """Remove a request, which must be in the queue.
@@ -138,8 +163,9 @@ class RequestQueue:
         the queue has requests, and MIN_STALE more.
         """
         del self._members[request]
+        self._parked.pop(request, None)
         self.num_tokens -= request.prompt_len
         # Stale entries leave the heap at its top only. While the first request waits, they would add up without limit.
         if len(self._heap) > 2 * len(self._members) + MIN_STALE:
-            self._heap = [(member.order, member) for member in self._members]
+            self._heap = [(member.order, member) for member in self._members if member not in self._parked]
             heapify(self._heap)

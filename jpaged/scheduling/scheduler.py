@@ -322,10 +322,10 @@ class Scheduler(Lifecycle):
         return request is not asking
 
     def _ignore(self, request: Request) -> None:
-        """End an accepted request that can no longer fit, since the pool has become smaller."""
+        """End an accepted request that can never run: the gate has found a fault, or the pool has become smaller."""
         max_pages, available = self.demand.max_pages(request), self.demand.available
-        message = f"the pool has become too small: it needs up to {max_pages} pages, and there are {available}"
-        self.fail(request, message, RequestState.FINISHED_IGNORED)
+        too_small = f"the pool has become too small: it needs up to {max_pages} pages, and there are {available}"
+        self.fail(request, self.admission.gate_fault(request) or too_small, RequestState.FINISHED_IGNORED)
         self.counts["ignored"] += 1
         self._work.ignored.append(request)
 
@@ -410,7 +410,7 @@ class Scheduler(Lifecycle):
             return False
         # A sequence that has drawn its last possible token has nothing to decode; the host is about to read the token.
         is_all = all(s.num_computed < s.decode_limit or s.num_computed == s.max_len - 1 for s in sequences)
-        modes = self.config.several_modes
+        modes = self.shape.limits.several_modes
         return is_all and all(s.request.mode in modes and not s.request.awaits_each_token for s in decodes)
 
     def _decode_lens(self, decodes: list[SampleSequence]) -> list[int]:

@@ -107,6 +107,13 @@ class AdmissionGate(Protocol):
     way. `enter` and `leave` come in pairs.
     """
 
+    @property
+    def version(self) -> int:
+        """Return a number that rises each time that the gate may admit a request which it has refused."""
+
+    def fault_of(self, request: Request) -> str | None:
+        """Return why the gate would refuse this request for ever, for its caller; None if it may admit it."""
+
     def admits(self, request: Request) -> bool:
         """Return whether this request may run now, as far as the gate knows."""
 

@@ -6,8 +6,10 @@ Knows tokens and chunks; no page, no queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..request import SampleSequence
+from ..sampling.sampling_params import SampleMode
 from .buckets import filled_tokens
 from .scheduler_config import SchedulerConfig
 from .scheduler_output import Chunk
@@ -16,11 +18,25 @@ MAX_WITHHELD = 8
 """Steps in a row in which prompts that are computed whole may keep other sequences from decoding."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What the programs that are compiled can compute in one step."""
+
+    max_tokens: int
+    """May be fewer than sequences run: those that a step leaves out decode in a later one."""
+    token_buckets: tuple[int, ...]
+    """The padded numbers of tokens, ascending."""
+    several_modes: frozenset[SampleMode]
+    """Sampling modes of requests of which a step may decode several tokens."""
+
+
 class StepShape:
     """Shares the tokens of each step between prompts and decoding sequences."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
+        self.limits = StepLimits(config.max_num_batched_tokens, config.token_buckets, config.several_modes)
+        """Those of all programs; an engine that compiles while it serves replaces them by those of the ready ones."""
         self._first_decode = 0
         """Where among the decoding sequences, without the first one, the next rotation begins."""
         self._num_withheld = 0
@@ -38,7 +54,7 @@ class StepShape:
         leaves some of the decoding sequences to later steps. Without chunked prefill, chunks may take the whole step.
         Example with steps of at most 64 tokens: 10 decodes leave 54, and 50 decodes leave 32.
         """
-        num_tokens = self.config.max_num_batched_tokens
+        num_tokens = self.limits.max_tokens
         if not self.config.enable_chunked_prefill:
             return num_tokens
         return max(num_tokens - num_decodes, num_tokens // 2)
@@ -56,7 +72,7 @@ class StepShape:
             self._num_withheld += 1
             return []
         self._num_withheld = 0
-        room = self.config.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+        room = self.limits.max_tokens - sum(chunk.num_tokens for chunk in chunks)
         return decodes if len(decodes) <= room else self._rotate(decodes, room)
 
     def _rotate(self, decodes: list[SampleSequence], room: int) -> list[SampleSequence]:
@@ -79,7 +95,7 @@ class StepShape:
         so the last chunk is cut by 7 to 25 tokens.
         """
         num_tokens = num_decodes + sum(chunk.num_tokens for chunk in chunks)
-        surplus = num_tokens - filled_tokens(self.config.token_buckets, num_tokens, self.config.min_filled)
+        surplus = num_tokens - filled_tokens(self.limits.token_buckets, num_tokens, self.config.min_filled)
         if not 0 < surplus <= sum(chunk.num_tokens - 1 for chunk in chunks):
             return False
         for index in reversed(range(len(chunks))):
@@ -98,6 +114,6 @@ class StepShape:
         (8, 8, 5, 2) gives (5, 5, 5, 2).
         """
         # With fewer sequences than this, a round would fit a smaller bucket.
-        num_needed = 1 + max((size for size in self.config.token_buckets if size < len(lens)), default=0)
+        num_needed = 1 + max((size for size in self.limits.token_buckets if size < len(lens)), default=0)
         num_steps = sorted(lens, reverse=True)[num_needed - 1]
         return [min(length, num_steps) for length in lens] if num_steps > 1 else []

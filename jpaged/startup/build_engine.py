@@ -36,8 +36,11 @@ from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..sharding import outside_mesh
+from ..step.compile_threads import compiling_alone, lower_priority
 from ..step.jax_settings import trace_settings
-from ..step.programs import ALLOCATE_KEY, is_sampler
+from ..step.program_choice import ProgramChoice
+from ..step.program_gate import ProgramGate
+from ..step.program_keys import ALLOCATE_KEY, is_sampler
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
@@ -107,15 +110,19 @@ def build_engine(
     modes: Collection[SampleMode] = (),
     progress: Progress | None = None,
     keeps_programs: bool = False,
+    compiles_behind: bool = False,
 ) -> EngineComponents:
     """Build all parts of an engine: choose its sizes, start compiling its programs, and load its weights.
 
     `demands` and `modes` are the requests that will come and their sampling modes, if all are known; both are empty
     otherwise. Programs that these requests need first are compiled while the weights are read, and the sizes are no
     larger than these requests need. `progress` is told of long phases. With `keeps_programs`, step programs are kept
-    beside JAX's compilation cache, and those that are there are not traced. Raises ConfigError if the options do not
+    beside JAX's compilation cache, and those that are there are not traced. With `compiles_behind` and `warmup=lazy`,
+    the engine is built once the programs of a plain request are there; the others are compiled behind, and no request
+    waits for a program that it does not need. Raises ConfigError if the options do not
     fit the model, the devices or their memory, and ModelLoadError if the weights cannot be loaded.
     """
+    compiles_behind = compiles_behind and config.warmup == "lazy"
     is_own = isinstance(handle.config, OwnModel)
     # A model of the caller's own comes with the caller's process, whose JAX is left as it is.
     if config.compilation_cache_dir is not None or not is_own:
@@ -142,6 +149,7 @@ def build_engine(
         demands=demands,
         modes=modes,
         keeps_programs=keeps_programs,
+        compiles_behind=compiles_behind,
     )
     prepared, attention = _with_checked_backend(config, handle.config.spec_on_chip(len(devices)), devices, prepare)
     engine, handle, plan, sizes = prepared.engine, prepared.handle, prepared.plan, prepared.sizes
@@ -179,18 +187,36 @@ def build_engine(
             mesh=engine.mesh,
             page_scales=prepared.page_scales,
         )
+        gate: ProgramGate | None = None
         if config.warmup == "full":
             plan.wait()
+        if compiles_behind:
+            jax.block_until_ready((runner.weights.state, runner.state))
+            with compiling_alone() as compiler_threads:
+                plan.wait()
+            lower_priority(compiler_threads)
+            builder.choice = runner.choice = choice = ProgramChoice(builder.buckets, plan.is_ready)
+            limits = {"max_tokens": sizes.step.max_num_batched_tokens, "max_logprobs": config.max_logprobs}
+            gate = ProgramGate(plan, choice, **limits)
         preemption = _preemption(config, sizes, builder, runner)
-        scheduler = _scheduler(config, sizes, builder, preemption, engine.num_decode_steps)
+        scheduler = _scheduler(config, sizes, builder, preemption, engine.num_decode_steps, gate)
         outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids, grammars=handle.grammars)
         core = EngineCore(
-            scheduler=scheduler, builder=builder, runner=runner, outputs=outputs, clock=time.monotonic, seed=config.seed
+            scheduler=scheduler,
+            builder=builder,
+            runner=runner,
+            outputs=outputs,
+            clock=time.monotonic,
+            seed=config.seed,
+            gate=gate,
         )
     except BaseException:
         plan.close()
         raise
-    plan.defer(prepared.deferred)
+    if compiles_behind:
+        plan.start(prepared.deferred)
+    else:
+        plan.defer(prepared.deferred)
     return EngineComponents(
         # The engine drops the caller's arrays and the open checkpoint: it has weights of its own now.
         config=config if config.params is None else replace(config, params=None),
@@ -350,12 +376,18 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 def _scheduler(
-    config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy, decode_steps: int
+    config: EngineConfig,
+    sizes: EngineSizes,
+    builder: StepInputBuilder,
+    preemption: PreemptionPolicy,
+    decode_steps: int,
+    gate: ProgramGate | None,
 ) -> Scheduler:
     """Return a scheduler with a block manager for pools of these sizes.
 
     `decode_steps` is the most tokens that a sequence decodes in one dispatch. The buckets of `builder` are the step
-    sizes that have programs, and `preemption` says what happens to requests when pages run out.
+    sizes that have programs, and `preemption` says what happens to requests when pages run out. `gate` keeps requests
+    back whose programs are not compiled yet; None admits all.
     """
     step, arithmetic, buckets, costs = sizes.step, sizes.arithmetic, builder.buckets, preemption.costs
     blocks = BlockManager(
@@ -385,7 +417,7 @@ def _scheduler(
         # With unlimited logprobs each scored token brings a row of the whole vocabulary: one sampler call per step.
         max_scored=buckets.max_samples if config.max_logprobs < 0 else None,
     )
-    return Scheduler(blocks, options, clock=time.monotonic)
+    return Scheduler(blocks, options, clock=time.monotonic, gate=gate)
 
 
 def _preemption(

@@ -37,7 +37,7 @@ from .open_model import ModelHandle
 from .sizing.host_memory import free_host_bytes, num_host_cores
 from .sizing.sizes import Demand, EngineSizes, FreeMemory, chosen_dtypes, num_decode_steps, size_engine
 from .sizing.step_memory import activation_bytes
-from .warmup import warmup_keys
+from .warmup import served_keys, warmup_keys
 
 logger = logging.getLogger("jpaged")
 
@@ -63,7 +63,7 @@ class PreparedEngine:
     plan: CompilePlan
     needed_first: list[Key]
     deferred: list[Key]
-    """Programs to compile while the weights are read and after the first step, as `warmup_keys` returns them."""
+    """Programs to compile while the weights are read and later, as `warmup_keys` or `served_keys` returns them."""
     stored_formats: StoredFormats
     """The formats of the checkpoint's tensors that are codes, whether they stay so or not."""
 
@@ -78,6 +78,7 @@ def prepare_engine(
     demands: Sequence[Demand],
     modes: Collection[SampleMode],
     keeps_programs: bool,
+    compiles_behind: bool,
 ) -> PreparedEngine:
     """Return an engine with this attention backend; nothing is compiled or allocated yet.
 
@@ -141,7 +142,10 @@ def prepare_engine(
         num_compilers=_num_compilers(device.platform),
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
-    needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
+    if compiles_behind:
+        needed_first, deferred = served_keys(config, programs, builder, device.platform)
+    else:
+        needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     if page_scales is not None and page_scales.scales is None:
         needed_first = [MEASURE_KEY, *needed_first]
     return PreparedEngine(

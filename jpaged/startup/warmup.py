@@ -2,7 +2,8 @@
 
 With `warmup=lazy`, those that the known requests need first are compiled while the weights are read, and others after
 the first step. On a CPU only what is known to be needed is compiled ahead: the compiler takes the cores that compute
-steps.
+steps. A server knows no requests: it is ready with the few programs that can compute a plain one, and compiles the
+others behind (`served_keys`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from ..config.engine_config import EngineConfig
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import filled_tokens
 from ..step.compile_plan import Key
-from ..step.programs import ALLOCATE_KEY, Programs, decode_key, forward_key, sample_key
+from ..step.program_keys import ALLOCATE_KEY, decode_key, forward_key, sample_key
+from ..step.programs import Programs
 from ..step.step_inputs import StepInputBuilder
 from .sizing.sizes import Demand
 
+FIRST_PROMPT_TOKENS = {"cpu": 64}
+"""Tokens of the steps that compute prompts when a server is ready, by platform: a short prompt must not wait for much
+padding."""
+FIRST_PROMPT_TOKENS_ELSEWHERE = 512
 LONG_STEP = 1024
 """Tokens of a step from which on its forward program is compiled before the programs that decode."""
 
@@ -43,7 +49,7 @@ def warmup_keys(
     first list is empty. Where llguidance is not installed, no request has a grammar.
     """
     all_keys = _by_need(programs.lower)
-    masked_keys = _by_need(programs.lower_masked) if find_spec("llguidance") is not None else []
+    masked_keys = _by_need(programs.lower_masked) if _has_grammars() else []
     if config.warmup == "full":
         return all_keys, masked_keys
     if config.warmup == "off":
@@ -61,6 +67,54 @@ def warmup_keys(
     # A mode without a decode program has the key None, which is left out here.
     deferred = [key for key in dict.fromkeys(decodes) if key in programs.lower]
     return [*_prompt_keys(config, builder, demands), *samplers], deferred if is_cpu else [*deferred, *all_keys]
+
+
+def served_keys(
+    config: EngineConfig, programs: Programs, builder: StepInputBuilder, platform: str
+) -> tuple[list[Key], list[Key]]:
+    """Return the keys of the programs that a server is ready with, and those that it compiles behind, both in order.
+
+    The first list computes any plain request: a forward program for prompts, which are cut to its size, the smallest
+    one for rows that decode, and the samplers for one row and for as many as a step may have. Where prompts are not
+    cut, the largest forward program is among them. In the second list come the programs without a size, which take
+    milliseconds, then those for steps of few tokens first, and last the samplers for rows with masks. Of a sampling
+    mode that the first list has not, the sampler for most rows is the first: requests of the mode wait for it.
+    """
+    buckets, max_tokens = builder.buckets, builder.sizes.max_num_batched_tokens
+    plain = buckets.mode_for(SampleMode.RANDOM)
+    num_prompt_tokens = FIRST_PROMPT_TOKENS.get(platform, FIRST_PROMPT_TOKENS_ELSEWHERE)
+    first: list[Key] = [
+        sample_key(buckets, buckets.max_samples, plain),  # It takes longest.
+        forward_key(buckets, min(num_prompt_tokens, max_tokens)),
+        sample_key(buckets, 1, plain),
+        forward_key(buckets, 1, decodes_only=True),
+    ]
+    if not config.enable_chunked_prefill:
+        first.append(forward_key(buckets, max_tokens))
+    first = list(dict.fromkeys(first))
+
+    def rank(key: Any) -> tuple[Any, ...]:
+        name, size, mode = (*key, 0, None)[:3]
+        if not size:
+            return (0,)
+        if name.startswith("forward"):
+            return 1, size
+        is_plain, is_largest = mode is plain, size == buckets.max_samples
+        if name == "sample" and is_plain:
+            return 1, size + 0.5  # Beside the forward program of the same steps.
+        if name == "sample":
+            return 2, buckets.modes.index(mode), not is_largest, size
+        if name == "decode":
+            return 3, not is_plain, size
+        return 4, not is_largest, buckets.modes.index(mode), size
+
+    keys = [*programs.lower, *(programs.lower_masked if _has_grammars() else ())]
+    return first, sorted((key for key in keys if key not in first), key=rank)
+
+
+def _has_grammars() -> bool:
+    """Return whether requests may have a grammar, which needs llguidance."""
+    return find_spec("llguidance") is not None
 
 
 def _by_need(keys: Iterable[Key]) -> list[Key]:

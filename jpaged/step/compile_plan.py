@@ -1,8 +1,8 @@
 """The closed set of executables: each is compiled ahead of time, once, and nothing outside the set may run in a step.
 
 Background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
-that compiling takes no processor time from the first token; `get` returns an executable and waits if it has to. The
-plan knows keys and how to lower them (programs.py), not what they compute. It also listens to `jax.monitoring`, which
+that compiling takes no processor time from the first token; `get` returns an executable and waits if it has to, and
+`ask` only lets it be compiled before all others. The plan knows keys and how to lower them (programs.py), not what they compute. It also listens to `jax.monitoring`, which
 reports every compilation in the process: those on the thread of a step are counted in `num_outside` and should be 0.
 """
 
@@ -66,7 +66,10 @@ class CompilePlan:
         """Seconds that calls of `get` have waited for compilations, or for the persistent compilation cache."""
         self.num_outside = 0
         """Compilations during steps that the plan did not ask for; anything but 0 is a defect."""
+        self.num_ended = 0
+        """Programs whose compilation has ended, also by an error."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
+        self._ready: set[Key] = set()
         self._compilers = _compilers(num_compilers, "jpaged-compile")
         self._urgent = _compilers(MAX_URGENT, "jpaged-compile-now")
         """Compiles what a step waits for, past the queue of `_compilers`."""
@@ -99,6 +102,24 @@ class CompilePlan:
         with self._lock:
             done = [future for key, future in self._futures.items() if future.done() and key in self.programs]
             return sum(future.exception() is None for future in done)
+
+    def is_ready(self, key: Key) -> bool:
+        """Return whether the executable of `key` is there, so that `get` does not wait."""
+        return key in self._ready
+
+    def failure(self, key: Key) -> BaseException | None:
+        """Return the error of a key's compilation; None while it has not ended, and if it has succeeded."""
+        with self._lock:
+            future = self._futures.get(key)
+        return future.exception() if future is not None and future.done() and not future.cancelled() else None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return how many programs have been asked for and have ended, also by an error, and how many were asked for."""
+        with self._lock:
+            num_deferred = sum(key not in self._futures for key in self._deferred)
+            num_done = sum(future.done() for future in self._futures.values())
+            return num_done, len(self._futures) + num_deferred
 
     @property
     def is_closed(self) -> bool:
@@ -165,17 +186,25 @@ class CompilePlan:
             future = self._futures.get(key)
         if future is None or not future.done():
             wait_start_s = time.monotonic()
-            with self._lock:
-                self.start([key])  # Nothing if the key was started before; else it is queued, and cancelled below.
-                # `cancel` succeeds only while the key still waits in the queue.
-                if self._futures[key].cancel():
-                    self._futures[key] = self._urgent.submit(self._compile, key)
-                future = self._futures[key]
+            future = self.ask(key)
             ends: list[Future[Any]] = [future, self._closed]
             wait(ends, return_when=FIRST_COMPLETED)
             self.waited_s += time.monotonic() - wait_start_s
         self._check_open()
         return future.result()
+
+    def ask(self, key: Key) -> Future[jax.stages.Compiled]:
+        """Compile `key` at once, and return its future without waiting.
+
+        A key that no thread has begun to compile goes past all others, as in `get`. Raises KeyError for a key outside
+        the plan, and EngineStoppedError if the plan is closed.
+        """
+        with self._lock:
+            self.start([key])  # Nothing if the key was started before; else it is queued, and cancelled below.
+            # `cancel` succeeds only while the key still waits in the queue.
+            if self._futures[key].cancel():
+                self._futures[key] = self._urgent.submit(self._compile, key)
+            return self._futures[key]
 
     def wait(self) -> None:
         """Wait until every key that was started is compiled; raise the error of the first one that failed, in order.
@@ -225,6 +254,7 @@ class CompilePlan:
                 self._timer.cancel()
             begun = [future for future in self._futures.values() if not future.cancel()]
             self._futures.clear()
+            self._ready.clear()
         self._stop_listening()
         wait(begun, timeout=CLOSE_S)
 
@@ -243,6 +273,7 @@ class CompilePlan:
             self._check_open()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
+            self._ready.add(key)
             return compiled
         except Exception as error:
             if self.is_closed:
@@ -250,6 +281,9 @@ class CompilePlan:
             # `get` raises the error with its traceback, but it may never be called for this key.
             logger.error("%s was not compiled: %s: %s", key, type(error).__name__, one_line(error))
             raise
+        finally:
+            with self._lock:
+                self.num_ended += 1
 
     def _check_open(self) -> None:
         """Raise EngineStoppedError once the plan is closed."""

@@ -1,18 +1,6 @@
 """Every executable of an engine as a function that lowers it from abstract shapes. Needs no weights, pages or device.
 
-    key                       run by the runner
-    ("allocate",)             once at start and after a failed step: makes the device state and the logit rules
-    ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
-    ("forward_decodes", T)    instead of that in some buckets, when every row has one token
-    ("sample", S, mode)       after a forward, in the sample bucket S
-    ("sample_masked", S, mode)   instead of that, where a row has a grammar
-    ("score", S, kind)        after a forward, for each batch of given tokens that are scored
-    ("decode", T, mode)       instead of both, when every row decodes several tokens
-    ("tables",)               before a step whose page-table changes do not fit its buffer
-    ("set_rules",)            when a sequence with logit rules gets a state slot
-    ("copy",) ("swap_out",) ("swap_in",)   before a step that moves pages
-
-compile_plan.py compiles them. Programs take the weights as a flat tuple of arrays, and samplers only those that logits
+program_keys.py names them, compile_plan.py compiles them. Programs take the weights as a flat tuple of arrays, and samplers only those that logits
 need, because taking a tree of modules apart would cost each call more than the transfer of its inputs.
 """
 
@@ -44,17 +32,22 @@ from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
 from .kept_programs import KeptPrograms, Program
+from .program_keys import (
+    ALLOCATE_KEY,
+    COPY_KEY,
+    SET_RULES_KEY,
+    SWAP_IN_KEY,
+    SWAP_OUT_KEY,
+    TABLES_KEY,
+    layout_key,
+    forward_key_of,
+    score_key,
+)
 from .scoring import score_tokens
 from .step import DecodeSampling, DeviceState, SamplingState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
 from .step_layout import CHANGE_FIELDS, StepLayout
 
-TABLES_KEY = ("tables",)
-ALLOCATE_KEY = ("allocate",)
-SET_RULES_KEY = ("set_rules",)
-COPY_KEY = ("copy",)
-SWAP_OUT_KEY = ("swap_out",)
-SWAP_IN_KEY = ("swap_in",)
 TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
 """Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
 tiles of 8 rows to tiles of 16."""
@@ -68,51 +61,6 @@ Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 DecodeState = tuple[DeviceState, LogitRulesState | None]
 """The state that a decode program changes; the rules are None in modes that read none."""
-
-
-def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
-    """Return the key of the forward program for a step of this many tokens: ("forward", T) or ("forward_decodes", T).
-
-    T is the token bucket, the padded number of tokens. `decodes_only` says that each row of the step has one token. For
-    such steps, some token buckets have the program "forward_decodes". A bucket that has only this program gives its key
-    even if `decodes_only` is false, since all steps of such a bucket are made of rows of one token.
-    """
-    bucket = buckets.tokens_for(num_tokens)
-    has_decode_program = buckets.has_decodes_apart(bucket)
-    takes_decodes_only = has_decode_program and (decodes_only or bucket not in buckets.forward_tokens)
-    return _forward_key(bucket, takes_decodes_only)
-
-
-def layout_key(layout: StepLayout) -> Key:
-    """Return the key of the forward program for steps of this layout."""
-    return _forward_key(layout.num_tokens, layout.decodes_only)
-
-
-def _forward_key(num_tokens: int, decodes_only: bool) -> tuple[str, int]:
-    """Return the key of the forward program of a token bucket, which takes rows of one token only if `decodes_only`."""
-    return ("forward_decodes" if decodes_only else "forward", num_tokens)
-
-
-def decode_key(buckets: Buckets, num_rows: int, mode: SampleMode) -> Key | None:
-    """Return the key of the program that decodes several tokens of each of this many rows; None if there is none."""
-    decode_mode = buckets.decode_mode_for(mode)
-    return None if decode_mode is None else ("decode", buckets.tokens_for(num_rows), decode_mode)
-
-
-def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode, *, is_masked: bool = False) -> Key:
-    """Return the key of the sample program for this many rows of a mode; `is_masked`: rows have masks."""
-    mode = buckets.mode_for(mode)
-    return ("sample_masked" if is_masked else "sample", buckets.samples_for(num_samples, mode), mode)
-
-
-def is_sampler(key: Key) -> bool:
-    """Return whether a key is that of a sample program: it calls no attention, so it may be compiled before a check."""
-    return isinstance(key, tuple) and key[0] in ("sample", "sample_masked")
-
-
-def score_key(num_rows: int, kind: ScoreKind) -> Key:
-    """Return the key of the program that scores given tokens, for this many rows, padding included."""
-    return ("score", num_rows, kind)
 
 
 @dataclass(frozen=True)
@@ -220,7 +168,7 @@ class Programs:
         def run(leaves: Leaves, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
             return forward(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
-        name = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
+        name = "_".join(map(str, forward_key_of(layout.num_tokens, layout.decodes_only)))
         arguments = tuple(leaves), self.state, self._shape((layout.size,), jnp.int32)
         return self.lower_program(Program(name, run, arguments, self._compiler_options))
 

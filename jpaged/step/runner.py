@@ -34,12 +34,22 @@ from ..sampling.sampler import SampledRows
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated
-from . import programs
+
 from .compile_plan import CompilePlan, Key
 from .expert_tokens import ExpertTokens
 from .freed_memory import return_freed_memory
 from .kv_measure import MEASURE_KEY, PageScales
-from .programs import layout_key, sample_key, score_key
+from .program_choice import ProgramChoice
+from .program_keys import (
+    ALLOCATE_KEY,
+    COPY_KEY,
+    SET_RULES_KEY,
+    SWAP_IN_KEY,
+    SWAP_OUT_KEY,
+    TABLES_KEY,
+    layout_key,
+    score_key,
+)
 from .step import DeviceState
 from .step_outputs import StepOutputs
 from .step_records import StepInputs
@@ -82,6 +92,8 @@ class Runner:
         self.expert_tokens = None if counts is None else ExpertTokens(counts)
         """Tokens that have chosen each expert in all steps so far; None if they are not counted."""
         self.buckets = buckets
+        self.choice = ProgramChoice(buckets)
+        """Says which sampler a step gets; a server that compiles meanwhile replaces it."""
         cache = self.state.cache
         self.page_bytes = cache.layout.page_bytes
         """Bytes of one page in all layers together."""
@@ -112,11 +124,11 @@ class Runner:
         """
         self._move(step.moves)
         for changes in step.table_updates:
-            tables = self._run(programs.TABLES_KEY, self.state.page_tables, self._put(changes))
+            tables = self._run(TABLES_KEY, self.state.page_tables, self._put(changes))
             self.state = replace(self.state, page_tables=tables)
         for slot, row in step.rules.items():
             slot_array = self._put(np.array(slot, np.int32))
-            self.rules = self._run(programs.SET_RULES_KEY, self.rules, self._put(row), slot_array)
+            self.rules = self._run(SET_RULES_KEY, self.rules, self._put(row), slot_array)
         if step.layout is None:
             return StepOutputs(None)
         if step.decode_lens:
@@ -213,7 +225,7 @@ class Runner:
 
     def _allocate(self) -> None:
         """Make a new device state and new logit rules."""
-        self.state, self.rules = self._run(programs.ALLOCATE_KEY)
+        self.state, self.rules = self._run(ALLOCATE_KEY)
         if self._page_scales is not None:
             self._place_scales()
 
@@ -276,16 +288,15 @@ class Runner:
         """Start the sample program on the hidden states of the last forward program; return the sampled rows.
 
         `columns` are the SAMPLE_FIELDS of the step's samples, then padding, int32 [fields, S]; the results are padded
-        to the sample bucket, as `masks` are here, if there are any. If the step's mode has no sample programs, those of
-        the next mode that has some are used. Returns before the results are computed. The last tokens of the state
+        to the sample bucket, as `masks` are here, if there are any. If the step's mode has no sample programs, or none
+        that is ready, those of the next mode that has some are used. Returns before the results are computed. The last tokens of the state
         slots are donated and replaced. A program of mode FULL does the same with the logit rules; others take None for
         them and return None, so that `self.rules` stays.
         """
-        mode = self.buckets.mode_for(step.mode)
-        key = sample_key(self.buckets, step.num_samples, mode, is_masked=masks is not None)
+        key = self.choice.sampler(step.num_samples, step.mode, is_masked=masks is not None)
+        _, num_rows, mode = key
         padded_masks = None
         if masks is not None:
-            num_rows = self.buckets.samples_for(step.num_samples, mode)
             padded_masks = self._put(np.pad(masks, ((0, num_rows - len(masks)), (0, 0)), constant_values=-1))
         state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
         arguments = self.store.logits_leaves, state, self.state.hidden, columns, padded_masks
@@ -309,7 +320,7 @@ class Runner:
             match kind:
                 case MoveKind.COPY:
                     lists = self._page_list(sources), self._page_list(destinations)
-                    self._replace_pages(self._run(programs.COPY_KEY, self._pages, *lists))
+                    self._replace_pages(self._run(COPY_KEY, self._pages, *lists))
                 case MoveKind.SWAP_OUT:
                     self._host_pages.update(zip(destinations, self._swap_out(sources), strict=True))
                 case MoveKind.SWAP_IN:
@@ -322,7 +333,7 @@ class Runner:
         during the transfer. Waits first if MAX_SWAPS_UNDER_WAY batches are under way.
         """
         self._wait_for_room()
-        staged = self._run(programs.SWAP_OUT_KEY, self._pages, self._page_list(sources))
+        staged = self._run(SWAP_OUT_KEY, self._pages, self._page_list(sources))
         # The program takes MAX_MOVES pages; those of the list's padding are not transferred.
         pages = jax.device_put(list(staged[: len(sources)]), [self._host_shardings] * len(sources))
         self._swaps_under_way.append(pages)
@@ -338,7 +349,7 @@ class Runner:
         staged = jax.device_put(pages, [self._device_shardings] * len(pages))
         staged += staged[-1:] * (MAX_MOVES - len(staged))  # Padding repeats the last page; it goes to the null page.
         page_list = self._page_list(destinations)
-        cache_pages, completion = self._run(programs.SWAP_IN_KEY, self._pages, tuple(staged), page_list)
+        cache_pages, completion = self._run(SWAP_IN_KEY, self._pages, tuple(staged), page_list)
         self._replace_pages(cache_pages)
         # The program's second result is ready once the staged pages have been read.
         self._swaps_under_way.append(completion)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..request import SampleSequence
+from ..request import Request, SampleSequence
 from ..sampling.sample_columns import SCORE_FIELDS
-from ..sampling.sampling_params import SampleMode, ScoreKind
-from ..scheduling.buckets import Buckets
+from ..sampling.sampling_params import ScoreKind
 from ..scheduling.scheduler_output import Chunk
+from .program_choice import ProgramChoice
 from .step_records import ScoreBatch, ScoredPositions
 
 
@@ -29,12 +29,12 @@ class _Piece(NamedTuple):
 
 
 def score_rows(
-    chunks: Iterable[tuple[Chunk, int]], buckets: Buckets, max_logprobs: int
+    chunks: Iterable[tuple[Chunk, int]], choice: ProgramChoice, max_logprobs: int
 ) -> tuple[list[ScoredPositions], tuple[ScoreBatch, ...]]:
     """Return the rows that score given tokens, in batches of one kind each, and the positions that each batch scores.
 
     `chunks` are those of a step, each with the index in the step of its first token. The hidden state at a position
-    scores the sequence's next token. `max_logprobs` is the engine's limit.
+    scores the sequence's next token. `choice` says how far a batch is padded. `max_logprobs` is the engine's limit.
 
     Example: of a chunk of the positions 4 to 6, the first at token 10 of the step, `scored` is 5 to 6: the rows read
     the step's tokens 11 and 12, and score the sequence's tokens 6 and 7.
@@ -43,13 +43,13 @@ def score_rows(
     for chunk, first_token in chunks:
         if positions := chunk.scored:
             piece = _Piece(chunk.sequence, positions, first_token + positions.start - chunk.start)
-            by_kind[_kind_of(chunk.sequence).padded(max_logprobs)].append(piece)
+            by_kind[score_kind(chunk.sequence.request).padded(max_logprobs)].append(piece)
     scored: list[ScoredPositions] = []
     batches: list[ScoreBatch] = []
     for kind, pieces in by_kind.items():
-        for batch in _cut(pieces, buckets.max_samples):
+        for batch in _cut(pieces, choice.buckets.max_samples):
             num_rows = sum(len(piece.positions) for piece in batch)
-            padding = buckets.samples_for(num_rows, SampleMode.FULL) - num_rows
+            padding = choice.score_rows(num_rows, kind) - num_rows
             columns = np.pad(np.concatenate([_columns(piece) for piece in batch], axis=1), ((0, 0), (0, padding)))
             asked = None
             if kind.num_asked:
@@ -78,8 +78,8 @@ def _cut(pieces: Iterable[_Piece], max_rows: int) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _kind_of(sequence: SampleSequence) -> ScoreKind:
-    request = sequence.request
+def score_kind(request: Request) -> ScoreKind:
+    """Return what is computed for the tokens of a request that are scored and not drawn."""
     return ScoreKind(request.params.prompt_logprobs or 0) if request.scoring is None else request.scoring.kind
 
 

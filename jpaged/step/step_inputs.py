@@ -26,6 +26,7 @@ from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
 from ..sampling.sampling_params import MODES, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
+from .program_choice import ProgramChoice
 from .score_inputs import score_rows
 from .step_layout import CHANGE_FIELDS, OUTPUT_INDEX, SLOT, TOKEN, StepLayout
 from .step_records import NO_ROWS, StepInputs, StepRows
@@ -114,6 +115,8 @@ class StepInputBuilder:
         self.num_table_groups, self.num_full_attention_groups = len(windows), windows.count(None)
         assert None not in windows[self.num_full_attention_groups :], "page-table groups of full attention come first"
         self.sizes, self.buckets = sizes, buckets
+        self.choice = ProgramChoice(buckets)
+        """Says which padded size a step gets; a server that compiles meanwhile replaces it."""
         self.backend, self.rules_spec, self.max_logprobs = backend, rules_spec, max_logprobs
         # Programs for rows of one token: decode programs of several tokens, and some buckets' forward programs.
         decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
@@ -155,8 +158,9 @@ class StepInputBuilder:
         if not work.decodes and not work.chunks:
             return StepInputs(work.moves, _padded_batches(changes, self.num_changes), rules), NO_ROWS
         is_plain_decode = not (work.chunks or work.decode_lens)
-        if is_plain_decode and self._last_decode is not None and self._last_decode.step_rows.samples == work.decodes:
-            packed = self._next_decode(self._last_decode, changes, work.moves)
+        last = self._last_decode if is_plain_decode else None
+        if last is not None and last.step_rows.samples == work.decodes and self._has_best_layout(last):
+            packed = self._next_decode(last, changes, work.moves)
         else:
             packed = self._pack(work, changes, rules)
         self._last_decode = packed if is_plain_decode else None
@@ -207,7 +211,7 @@ class StepInputBuilder:
         has_masks |= any(one.token_given_after(one.num_tokens - 1) is not None for one in samples[len(work.decodes) :])
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples)
         chunks = zip(work.chunks, rows.chunk_starts(len(work.chunks)), strict=True)
-        scored, scores = score_rows(chunks, self.buckets, self.max_logprobs) if work.chunks else ([], ())
+        scored, scores = score_rows(chunks, self.choice, self.max_logprobs) if work.chunks else ([], ())
         inputs = StepInputs(
             moves=work.moves,
             table_updates=table_updates,
@@ -245,12 +249,16 @@ class StepInputBuilder:
         inputs = replace(last, moves=moves, table_updates=table_updates, rules={}, packed=packed)
         return _Packed(inputs, previous.step_rows, rows)
 
+    def _has_best_layout(self, step: _Packed) -> bool:
+        """Return whether a step with the same rows would be packed in the same layout."""
+        return step.inputs.layout is self.layouts[self._layout_key(step.vectors)]
+
     def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:
         """Return the key in `layouts` of a step with these rows."""
-        num_tokens = self.buckets.tokens_for(rows.num_tokens)
         if rows.decode_lens is not None:
-            return num_tokens, True  # A decode program of several tokens takes rows of one token only.
-        return num_tokens, rows.num_tokens == rows.num_decode_rows and self.buckets.has_decodes_apart(num_tokens)
+            # A decode program of several tokens takes rows of one token only.
+            return self.buckets.tokens_for(rows.num_tokens), True
+        return self.choice.forward(rows.num_tokens, decodes_only=rows.num_tokens == rows.num_decode_rows)
 
     def _layout(self, num_tokens: int, decodes_only: bool) -> StepLayout:
         """Return the layout of the buffer of a token bucket; with `decodes_only` its steps have rows of one token."""

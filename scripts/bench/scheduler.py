@@ -58,7 +58,7 @@ from jpaged.scheduling.scheduler_config import SchedulerConfig
 from jpaged.sharding import device_mesh
 from jpaged.startup.open_model import open_model
 from jpaged.step.compile_plan import CompilePlan
-from jpaged.step.programs import ALLOCATE_KEY, layout_key
+from jpaged.step.program_keys import ALLOCATE_KEY, layout_key
 from jpaged.step.runner import Runner
 from jpaged.step.step import DeviceState
 from jpaged.step.step_inputs import StepInputBuilder

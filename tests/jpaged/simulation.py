@@ -48,6 +48,10 @@ class AdapterGate:
     def __init__(self, max_adapters):
         self.max_adapters = max_adapters
         self.running = Counter()
+        self.version = 0
+
+    def fault_of(self, request):
+        return None
 
     def admits(self, request):
         name = request.cache_key.lora_name
@@ -55,11 +59,13 @@ class AdapterGate:
 
     def enter(self, request):
         assert self.admits(request), "more adapters than there are slots for"
+        self.version += 1
         if request.cache_key.lora_name:
             self.running[request.cache_key.lora_name] += 1
 
     def leave(self, request):
         name = request.cache_key.lora_name
+        self.version += 1
         if name:
             assert self.running[name] > 0, "an adapter leaves twice"
             self.running[name] -= 1

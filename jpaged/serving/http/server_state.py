@@ -46,6 +46,21 @@ class StartPhase(NamedTuple):
     num_parts: int | None
     start_s: float
     """When the phase has begun, in seconds of `time.monotonic()`."""
+    num_done_before: int = 0
+    """Parts that were done then."""
+
+    @property
+    def eta_s(self) -> float | None:
+        """Return the seconds that the phase still takes if it goes on as fast; None if that is not known yet."""
+        if not self.num_parts or self.num_done >= self.num_parts:
+            return 0.0 if self.num_parts else None
+        num_done, elapsed_s = self.num_done - self.num_done_before, time.monotonic() - self.start_s
+        return round(elapsed_s * (self.num_parts - self.num_done) / num_done, 1) if num_done > 0 else None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return what /health tells of the phase."""
+        return {"phase": self.name, "done": self.num_done, "total": self.num_parts, "eta_s": self.eta_s}
 
 
 class StartedEngine(NamedTuple):
@@ -79,6 +94,10 @@ class ServerState:
         self.bodies = BodyParser(limits["pending_bytes"])
         self._started: StartedEngine | None = None
         self._phase = StartPhase("open", 0, None, time.monotonic())
+        self._num_compiled = 0
+        """Programs that were there when the server got ready."""
+        self._ready_s = 0.0
+        """When that was, in seconds of `time.monotonic()`."""
 
     def report(self, name: str, done: int, total: int | None) -> None:
         """Note the progress of the start. Any thread may call."""
@@ -89,6 +108,8 @@ class ServerState:
         """Answer requests from now on."""
         digest = hashlib.sha256(f"{self.version} {started.identity}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
+        self._num_compiled, _ = started.engine.engine.plan.progress
+        self._ready_s = time.monotonic()
         self._started = started
         self.bodies.serve(started.parser, started.long_parser)
         self.metrics.watch(started.engine.engine)
@@ -103,7 +124,7 @@ class ServerState:
     @property
     def engine_even_asleep(self) -> AsyncEngine:
         """Return the engine, also one that sleeps. Raise HTTPError, a 503, while there is none."""
-        if self.health()["status"] != "sleeping":
+        if self.status != "sleeping":
             self.check_ready()
         assert self._started is not None
         return self._started.engine
@@ -122,28 +143,38 @@ class ServerState:
 
     def check_ready(self) -> None:
         """Raise HTTPError, a 503, unless new requests are taken."""
-        health = self.health()
-        if health["status"] == "ok":
+        status = self.status
+        if status == "ok":
             return
-        if health["status"] == "starting":
-            retry_after_s = max(1, min(60, int(health["eta_s"] or 5)))
-            raise unavailable(f"the server is starting ({health['phase']}); try again", retry_after_s=retry_after_s)
-        raise unavailable(f"the server is {health['status']}", retry_after_s=10)
+        if status == "starting":
+            retry_after_s = max(1, min(60, int(self._phase.eta_s or 5)))
+            raise unavailable(f"the server is starting ({self._phase.name}); try again", retry_after_s=retry_after_s)
+        raise unavailable(f"the server is {status}", retry_after_s=10)
+
+    @property
+    def status(self) -> str:
+        """Return "ok" where requests are taken, else "starting", "sleeping", "stopping" or "failed"."""
+        if self.is_stopping:
+            return "stopping"
+        if self.start_error is not None:
+            return "failed"
+        if self._started is None:
+            return "starting"
+        if not self._started.engine.is_alive:
+            return "failed"
+        return "sleeping" if self._started.engine.is_sleeping() else "ok"
 
     def health(self) -> dict[str, Any]:
-        """Return what /health tells; `status` is "ok" where requests are taken."""
-        if self.is_stopping:
-            return {"status": "stopping"}
-        if self.start_error is not None:
-            return {"status": "failed"}
-        if self._started is None:
-            name, done, total, start_s = self._phase
-            elapsed_s = time.monotonic() - start_s
-            eta_s = round(elapsed_s * (total - done) / done, 1) if total and 0 < done < total else None
-            return {"status": "starting", "phase": name, "done": done, "total": total, "eta_s": eta_s}
-        if not self._started.engine.is_alive:
-            return {"status": "failed"}
-        return {"status": "sleeping"} if self._started.engine.is_sleeping() else {"status": "ok"}
+        """Return what /health tells: the status, and how far the start is, or what is compiled behind it."""
+        status = self.status
+        if status == "starting":
+            return {"status": status, **self._phase.fields}
+        if status != "ok":
+            return {"status": status}
+        assert self._started is not None
+        done, total = self._started.engine.engine.plan.progress
+        name = "compile" if done < total else "serve"
+        return {"status": status, **StartPhase(name, done, total, self._ready_s, self._num_compiled).fields}
 
     async def beat(self) -> None:
         """Wake the streams that have been silent for the limit `silence_s`, again and again until it is cancelled."""

@@ -189,16 +189,49 @@ def test_a_step_looks_past_three_requests_that_do_not_fit_but_not_past_four(num_
     host.run()
 
 
-@pytest.mark.parametrize(("num_refused", "state"), [(31, RUNNING), (32, WAITING)])
-def test_a_step_looks_past_31_requests_that_the_gate_refuses_but_not_past_32(num_refused, state):
-    host = Host(gate=AdapterGate(1))
-    host.add(prompt(3), cache_key=CacheKey(lora_name="a"))
-    for index in range(num_refused):
-        host.add(prompt(1, index), max_tokens=1, cache_key=CacheKey(lora_name="b"))
-    last = host.add(prompt(3, 500), cache_key=CacheKey(lora_name="a"))
+class CountingGate(AdapterGate):
+    """Counts its answers, and refuses some adapters for ever."""
+
+    num_asked = 0
+
+    def admits(self, request):
+        self.num_asked += 1
+        return super().admits(request)
+
+    def fault_of(self, request):
+        return "no such adapter" if request.cache_key.lora_name == "none" else None
+
+
+def test_requests_that_the_gate_refuses_delay_no_other_and_are_asked_again_only_once_it_has_changed():
+    gate = CountingGate(1)
+    host = Host(gate=gate, max_num_seqs=4)
+    first = host.add(prompt(3), max_tokens=8, cache_key=CacheKey(lora_name="a"))
+    refused = [host.add(prompt(1, index), max_tokens=2, cache_key=CacheKey(lora_name="b")) for index in range(100)]
+    last = host.add(prompt(3, 500), max_tokens=8, cache_key=CacheKey(lora_name="a"))
     host.step()
-    assert last.state is state
+    assert [first.state, last.state] == [RUNNING, RUNNING]
+    assert {request.state for request in refused} == {WAITING}
     assert host.scheduler.counts["bypass"] == 0, "the others wait for the gate alone"
+    assert len(host.scheduler.waiting) == 100
+    host.step()
+    num_asked = gate.num_asked
+    for _ in range(3):
+        host.step()
+    assert gate.num_asked == num_asked
+    host.abort(first)
+    host.abort(last)
+    host.step()
+    assert [request.number for request in host.scheduler.running] == [1, 2, 3, 4], "in the order of their arrival"
+    host.run()
+
+
+def test_a_request_that_the_gate_would_refuse_for_ever_ends_with_its_reason():
+    host = Host(gate=CountingGate(1))
+    lost = host.add(prompt(3), cache_key=CacheKey(lora_name="none"))
+    other = host.add(prompt(3, 500), max_tokens=8)
+    host.step()
+    assert (lost.state, lost.error) == (RequestState.FINISHED_IGNORED, "no such adapter")
+    assert other.state is RUNNING
     host.run()
 
 

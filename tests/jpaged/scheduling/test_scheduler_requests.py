@@ -13,6 +13,11 @@ from ..symbolic import Host
 class CountingGate:
     """A gate that admits every request and remembers which run."""
 
+    version = 0
+
+    def fault_of(self, request):
+        return None
+
     def __init__(self):
         self.inside = []
 

@@ -342,6 +342,13 @@ class Door:
         self.is_open = True
         self.inside = []
 
+    @property
+    def version(self):
+        return int(self.is_open)
+
+    def fault_of(self, request):
+        return None
+
     def admits(self, request):
         return self.is_open or request.priority == 0
 
