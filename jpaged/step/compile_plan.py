@@ -2,8 +2,9 @@
 
 Background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
 that compiling takes no processor time from the first token; `get` returns an executable and waits if it has to, and
-`ask` only lets it be compiled before all others. The plan knows keys and how to lower them (programs.py), not what they compute. It also listens to `jax.monitoring`, which
-reports every compilation in the process: those on the thread of a step are counted in `num_outside` and should be 0.
+`ask` only lets it be compiled before all others. The plan knows keys and how to lower them (programs.py), not what they
+compute. It also listens to `jax.monitoring`, which reports every compilation in the process: those on the thread of a
+step are counted in `num_outside` and should be 0.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class CompilePlan:
         """Programs whose compilation has ended, also by an error."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
         self._ready: set[Key] = set()
+        self._begun: list[Future[jax.stages.Compiled]] = []
+        """Compilations that had begun when the plan was closed."""
         self._compilers = _compilers(num_compilers, "jpaged-compile")
         self._urgent = _compilers(MAX_URGENT, "jpaged-compile-now")
         """Compiles what a step waits for, past the queue of `_compilers`."""
@@ -115,7 +118,7 @@ class CompilePlan:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Return how many programs have been asked for and have ended, also by an error, and how many were asked for."""
+        """Return how many of the programs that were asked for have ended, also by an error, and how many there are."""
         with self._lock:
             num_deferred = sum(key not in self._futures for key in self._deferred)
             num_done = sum(future.done() for future in self._futures.values())
@@ -128,9 +131,12 @@ class CompilePlan:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether a requested or deferred executable is not ready."""
+        """Return whether a requested or deferred executable is not ready.
+
+        After `close`, whether a compilation that had begun has not ended.
+        """
         with self._lock:
-            return bool(self._deferred) or not all(future.done() for future in self._futures.values())
+            return bool(self._deferred) or not all(future.done() for future in (*self._futures.values(), *self._begun))
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Start compiling these keys in the background, in this order, and return at once.
@@ -252,11 +258,11 @@ class CompilePlan:
             self._deferred = []
             if self._timer is not None:
                 self._timer.cancel()
-            begun = [future for future in self._futures.values() if not future.cancel()]
+            self._begun = [future for future in self._futures.values() if not future.cancel()]
             self._futures.clear()
             self._ready.clear()
         self._stop_listening()
-        wait(begun, timeout=CLOSE_S)
+        wait(self._begun, timeout=CLOSE_S)
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         """Lower and compile the program of `key`, and return its executable. Runs on a thread of the plan.

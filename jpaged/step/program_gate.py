@@ -62,7 +62,7 @@ class ProgramGate:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a program that a refused request needs is compiled, but no longer than `timeout_s` seconds."""
-        ended, self._awaited = wait(self._awaited, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        _, self._awaited = wait(self._awaited, timeout=timeout_s, return_when=FIRST_COMPLETED)
 
     def fault_of(self, request: Request) -> str | None:
         """Return the error of a request that needs a program which was not compiled; None if it may be admitted."""

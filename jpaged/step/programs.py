@@ -1,7 +1,8 @@
 """Every executable of an engine as a function that lowers it from abstract shapes. Needs no weights, pages or device.
 
-program_keys.py names them, compile_plan.py compiles them. Programs take the weights as a flat tuple of arrays, and samplers only those that logits
-need, because taking a tree of modules apart would cost each call more than the transfer of its inputs.
+program_keys.py names them, compile_plan.py compiles them. Programs take the weights as a flat tuple of arrays, and
+samplers only those that logits need, because taking a tree of modules apart would cost each call more than the transfer
+of its inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from ..sampling.logit_rules import LogitRulesState, new_rules, rule_shapes, set_
 from ..sampling.sample_columns import SAMPLE_FIELDS, SCORE_FIELDS, num_mask_words
 from ..sampling.sampler import PLAIN, SampledRows, SampleSettings
 from ..sampling.sampling_params import SampleMode, ScoreKind, score_kinds
-from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
 from .kept_programs import KeptPrograms, Program
@@ -39,8 +39,8 @@ from .program_keys import (
     SWAP_IN_KEY,
     SWAP_OUT_KEY,
     TABLES_KEY,
-    layout_key,
     forward_key_of,
+    layout_key,
     score_key,
 )
 from .scoring import score_tokens

@@ -34,7 +34,6 @@ from ..sampling.sampler import SampledRows
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated
-
 from .compile_plan import CompilePlan, Key
 from .expert_tokens import ExpertTokens
 from .freed_memory import return_freed_memory
@@ -289,9 +288,9 @@ class Runner:
 
         `columns` are the SAMPLE_FIELDS of the step's samples, then padding, int32 [fields, S]; the results are padded
         to the sample bucket, as `masks` are here, if there are any. If the step's mode has no sample programs, or none
-        that is ready, those of the next mode that has some are used. Returns before the results are computed. The last tokens of the state
-        slots are donated and replaced. A program of mode FULL does the same with the logit rules; others take None for
-        them and return None, so that `self.rules` stays.
+        that is ready, those of the next mode that has some are used. Returns before the results are computed. The last
+        tokens of the state slots are donated and replaced. A program of mode FULL does the same with the logit rules;
+        others take None for them and return None, so that `self.rules` stays.
         """
         key = self.choice.sampler(step.num_samples, step.mode, is_masked=masks is not None)
         _, num_rows, mode = key

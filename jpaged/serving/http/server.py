@@ -115,7 +115,8 @@ class ServerLifecycle:
         self._remove_socket()
         if state.start_error is not None:
             raise state.start_error
-        if state.bodies.is_parsing:  # For clients that are gone; the interpreter would wait for it.
+        # The interpreter would wait for bodies of clients that are gone, and for programs that nothing runs any more.
+        if state.bodies.is_parsing or state.is_compiling:
             logging.shutdown()
             os._exit(0)
         return 0

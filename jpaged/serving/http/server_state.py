@@ -176,6 +176,11 @@ class ServerState:
         name = "compile" if done < total else "serve"
         return {"status": status, **StartPhase(name, done, total, self._ready_s, self._num_compiled).fields}
 
+    @property
+    def is_compiling(self) -> bool:
+        """Return whether a program is being compiled, also for an engine that was shut down."""
+        return self._started is not None and self._started.engine.engine.plan.is_compiling
+
     async def beat(self) -> None:
         """Wake the streams that have been silent for the limit `silence_s`, again and again until it is cancelled."""
         silence_s = self.limits["silence_s"]

@@ -113,6 +113,24 @@ def test_health_tells_the_phase_of_the_start_and_requests_wait_for_it(tiny: str,
             status, headers, _ = server.request("/v1/completions", body())
             assert status in (200, 503)
         assert server.request("/live")[0] == 200
+        wait_until(lambda: server.request("/health")[0] == 200, 60)
+        health = server.request("/health")[2]
+        assert (health["status"], health["phase"], health["eta_s"]) == ("ok", "serve", 0)
+        assert health["done"] == health["total"]
+
+
+def test_a_server_answers_while_it_compiles_and_ends_at_once(tiny: str, log: Path):
+    """As users start it: /health is 200 before everything is compiled, and no signal waits for the compiler."""
+    flags = (flag for flag in FLAGS if flag not in ("--warmup", "off"))
+    with serving(tiny, *flags, "--compilation-cache-dir", "off", log=log) as server:
+        health = server.request("/health")[2]
+        assert (health["status"], health["phase"]) == ("ok", "compile")
+        assert 0 < health["done"] < health["total"]
+        assert server.request("/v1/completions", body())[0] == 200
+        assert server.metrics()["jpaged:recompiles_after_warmup_total"] == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        assert "Traceback" not in log.read_text()
 
 
 def test_sigterm_lets_requests_end_and_refuses_new_ones(tiny: str, log: Path):
