@@ -3,6 +3,7 @@
     number = code × scale − minimum          of its group along a row of Wᵀ, in float32 with one rounding
     number = (code − zero) × scale           in formats without minima; zeros are one for all, or a byte of each group
     number = float × scale                   where a code is itself a small float
+    number = (± entry − zero) × scale         where a code is the index of an entry of a table: see `code_tables`
 
 A scale is a float, or a byte that multiplies a float16 of a larger group ("super-scale"), and so is a minimum. Each
 product that is rounded has at most 24 bits, or is the last step, so numbers are exactly those that a reader of the file
@@ -12,7 +13,7 @@ gives which multiplies before it subtracts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ import jax
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array, UInt8
+
+from .code_tables import IQ1_ZERO, IQ4_ZERO, code_table
 
 RUN_LEN = 32
 """Numbers along a row that are decoded together: rows have a multiple of it, and groups divide it or are multiples."""
@@ -56,7 +59,7 @@ class CodeFormat:
     name: str
     """What messages call it: as GGUF does, or with the group where formats of one name differ in it."""
     bits: int
-    """Bits of a code: 4, 5, 6 or 8."""
+    """Bits of a code: 2 to 6, or 8; of a grid, which has up to 4,096 entries, 8 to 12."""
     group: int
     """Numbers along a row that share a scale: a part of RUN_LEN, or a multiple of it, such as all of a row."""
     zero: int = 0
@@ -72,6 +75,17 @@ class CodeFormat:
     """The kind of scales that have no super-scale, and of minima: a key of SCALE_DTYPES."""
     mantissa_bits: int | None = None
     """Where a code is a float with a sign, the bits of its mantissa, a key of SMALL_FLOATS; None for integers."""
+    scale_bits: int = 8
+    """Bits of scales and minima under super-scales: 8, or 4 where a byte has two of them."""
+    scale_step: float = 1.0
+    first_scale: float = 0.0
+    """A scale s under a super-scale stands for `first_scale` + s × `scale_step`; of minima it does not."""
+    table: str | None = None
+    """Where a code is the index of an entry of a table, the table's name for `code_table`."""
+    values_per_code: int = 1
+    """Numbers along a row that a code stands for: those of an entry, 4 or 8 in a grid."""
+    has_signs: bool = False
+    """Whether each number has a bit that negates it, once the zero is taken away."""
 
     @property
     def key(self) -> str:
@@ -102,6 +116,29 @@ class CodeFormat:
         return 1 + self.has_minima
 
     @property
+    def is_in_quads(self) -> bool:
+        """Return whether codes are always unpacked to bytes of four neighbors, also where these are made floats then.
+
+        These are the formats of few bits and of tables, whose entries are such bytes.
+        """
+        return self.bits < 4 or self.table is not None
+
+    @property
+    def byte_table(self) -> np.ndarray | None:
+        """Return the 16 bytes that codes of 4 bits stand for, `byte_zero` included; None for other formats.
+
+        Floats of 4 bits are doubled first: they are multiples of a half.
+        """
+        if self.mantissa_bits == 1:
+            return (2 * self.code_values + self.byte_zero).astype(np.uint8)
+        return code_table(self.table)[:, 0] if self.table is not None and self.bits == 4 else None
+
+    @property
+    def byte_zero(self) -> int:
+        """Return what is taken away from bytes: the zero, or for floats of 4 bits twice their largest magnitude."""
+        return 12 if self.mantissa_bits == 1 else self.zero
+
+    @property
     def small_float(self) -> np.dtype[Any]:
         """Return the dtype of codes that are floats."""
         assert self.mantissa_bits is not None, "codes that are integers have no such dtype"
@@ -117,7 +154,13 @@ class CodeFormat:
 
     @property
     def code_values(self) -> np.ndarray:
-        """Return what each code stands for before scales and zeros, float32 [2 to the power of the bits]."""
+        """Return what each code stands for before scales and zeros, float32 [2 to the power of the bits].
+
+        It is [entries, values of a code] for a grid.
+        """
+        if self.table is not None:
+            entries = code_table(self.table).astype(np.float32)
+            return entries if self.values_per_code > 1 else entries[:, 0]
         codes = np.arange(2**self.bits, dtype=np.uint8)
         return codes.astype(np.float32) if self.mantissa_bits is None else _as_floats(codes, self.mantissa_bits)
 
@@ -138,7 +181,7 @@ class CodeFormat:
     def takes_floats(self) -> bool:
         """Return whether `quantize` gives this format."""
         has_one_scale = not (self.has_minima or self.has_zeros or self.super_group) and self.scale != "power"
-        return has_one_scale and (self.zero > 0) == (self.mantissa_bits is None)
+        return has_one_scale and not self.is_in_quads and (self.zero > 0) == (self.mantissa_bits is None)
 
 
 def int8_format(group: int) -> CodeFormat:
@@ -151,6 +194,10 @@ def float8_format(group: int) -> CodeFormat:
     return CodeFormat("fp8", 8, group, scale="float32", mantissa_bits=3)
 
 
+_GRID = CodeFormat("grid", 8, 32, super_group=256, scale_bits=4, scale_step=0.25, first_scale=0.125)
+"""What the formats of grids share: scales of (2 s + 1) ÷ 8."""
+_GRID_2 = replace(_GRID, zero=43, values_per_code=8, has_signs=True)
+_GRID_1 = replace(_GRID, bits=12, zero=IQ1_ZERO, table="IQ1", values_per_code=8)
 CODE_FORMATS = {
     each.name: each
     for each in (
@@ -163,8 +210,26 @@ CODE_FORMATS = {
         CodeFormat("Q5_K", 5, 32, has_minima=True, super_group=256),
         CodeFormat("Q6_K", 6, 16, zero=32, super_group=256, is_signed=True),
         CodeFormat("MXFP4", 4, 32, scale="power", mantissa_bits=1),
+        CodeFormat("Q2_K", 2, 16, has_minima=True, super_group=256, scale_bits=4),
+        CodeFormat("Q3_K", 3, 16, zero=4, super_group=256, is_signed=True),
+        CodeFormat("IQ4_NL", 4, 32, zero=IQ4_ZERO, table="IQ4"),
+        CodeFormat("IQ4_XS", 4, 32, zero=IQ4_ZERO, super_group=256, is_signed=True, table="IQ4"),
+        replace(_GRID_2, name="IQ2_XXS", table="IQ2_XXS"),
+        replace(_GRID_2, name="IQ2_XS", bits=9, group=16, table="IQ2_XS"),
+        replace(_GRID_2, name="IQ2_S", bits=10, group=16, table="IQ2_S"),
+        replace(
+            _GRID, name="IQ3_XXS", zero=62, scale_step=0.5, first_scale=0.25, table="IQ3_XXS", values_per_code=4,
+            has_signs=True,
+        ),
+        replace(
+            _GRID, name="IQ3_S", bits=9, zero=15, scale_step=2.0, first_scale=1.0, table="IQ3_S", values_per_code=4,
+            has_signs=True,
+        ),
+        replace(_GRID_1, name="IQ1_S"),
+        replace(_GRID_1, name="IQ1_M", group=16),
+        CodeFormat("TQ2_0", 2, 256, zero=1),
     )
-}
+}  # fmt: skip
 """Name in GGUF → format."""
 
 
@@ -173,13 +238,15 @@ class Codes:
     """Rows of a quantized matrix Wᵀ [N, K], in the normal form of all formats. Arrays are numpy's or JAX's."""
 
     codes: Any
-    """uint8 [N, K], one code a byte."""
+    """uint8 [N, K], one code a byte; of a grid uint16 [N, K ÷ values of a code]."""
     scales: list[Any]
     """Scales, and minima if the format has them: each [N, K ÷ group], of the format's `scale_dtype`."""
     super_scales: list[Any]
     """For each of these, if there are super-scales: float16 [N, K ÷ super-group]."""
     zeros: Any = None
     """If the format has them, the code of 0 of each group: uint8 [N, K ÷ group]."""
+    signs: Any = None
+    """If the format has them, 1 for each number that is negated, else 0: uint8 [N, K]."""
 
     @property
     def arrays(self) -> list[Any]:
@@ -189,7 +256,8 @@ class Codes:
     def every(self, step: int) -> Codes:
         """Return the rows 0, `step`, 2 × `step`, …"""
         scales, super_scales = ([each[::step] for each in arrays] for arrays in (self.scales, self.super_scales))
-        return Codes(self.codes[::step], scales, super_scales, None if self.zeros is None else self.zeros[::step])
+        zeros, signs = (None if each is None else each[::step] for each in (self.zeros, self.signs))
+        return Codes(self.codes[::step], scales, super_scales, zeros, signs)
 
 
 def quantize(rows: Any, code_format: CodeFormat, xp: ModuleType = np) -> Codes:
@@ -245,16 +313,20 @@ def _nearest_codes(divided: Any, code_format: CodeFormat, xp: ModuleType) -> Any
 
 def decode(codes: Codes, code_format: CodeFormat, xp: ModuleType = np) -> Any:
     """Return the numbers of codes, float32 [N, K]; `xp` is numpy, or jax.numpy for JAX's arrays."""
-    num_rows, depth = codes.codes.shape
+    num_rows, depth = codes.codes.shape[0], codes.codes.shape[1] * code_format.values_per_code
     scales = [scale_values(each, code_format, xp) for each in codes.scales]
     if code_format.super_group is not None:
+        scales[0] = scales[0] * xp.float32(code_format.scale_step) + xp.float32(code_format.first_scale)
         groups_together = code_format.super_group // code_format.group
         super_scales = (each.astype(xp.float32).repeat(groups_together, axis=1) for each in codes.super_scales)
         scales = [each * of_these for each, of_these in zip(scales, super_scales, strict=True)]
-    if code_format.mantissa_bits is None:
+    if code_format.mantissa_bits is None and code_format.table is None:
         values = codes.codes.astype(xp.float32)
     else:
         values = xp.asarray(code_format.code_values)[codes.codes]
+    if code_format.has_signs:
+        values = values.reshape(num_rows, depth)
+        values = xp.where(codes.signs != 0, xp.float32(2 * code_format.zero) - values, values)
     values = values.reshape(num_rows, depth // code_format.group, code_format.group)
     factors = scales[0][..., None]
     if code_format.has_minima:

@@ -9,24 +9,55 @@ from __future__ import annotations
 import numpy as np
 
 from ...pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, Codes
+from .gguf_low_bits import BLOCKS, BlockBits, read_bits
 
 
 def codes_of(stored: np.ndarray, code_format: CodeFormat) -> Codes:
     """Return rows of blocks, uint8 [N, bytes of a row] as a file of GGUF has them, as codes."""
     num_rows = len(stored)
     blocks = np.ascontiguousarray(stored).reshape(-1, BLOCK_BYTES[code_format.name])  # [blocks of all rows, bytes]
-    codes, scales, super_scales = _READERS[code_format.name](blocks)
+    signs = None
+    if (of_block := BLOCKS.get(code_format.name)) is not None:
+        (codes, scales, super_scales), signs = _read_bits(blocks, of_block, code_format), _read_signs(blocks, of_block)
+    else:
+        codes, scales, super_scales = _READERS[code_format.name](blocks)
     if code_format.has_minima and not super_scales:
         scales[1] = -scales[1]  # These types add what others subtract.
     return Codes(
         codes.reshape(num_rows, -1),
         [each.reshape(num_rows, -1) for each in scales],
         [each.reshape(num_rows, -1) for each in super_scales],
+        signs=None if signs is None else signs.reshape(num_rows, -1),
     )
 
 
 _Read = tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]
-"""Codes [blocks, numbers], scales and minima [blocks, groups], super-scales [blocks, 1]."""
+"""Codes [blocks, codes], scales and minima [blocks, groups], super-scales [blocks, 1]."""
+
+
+def _read_bits(blocks: np.ndarray, of_block: BlockBits, code_format: CodeFormat) -> _Read:
+    """Read a type that is described by data."""
+    codes = read_bits(blocks, of_block.codes).astype(np.uint8 if code_format.bits <= 8 else np.uint16)
+    if of_block.halves is None:
+        halves = [read_bits(blocks, of_block.bits_of_half).view(np.float16)]
+    else:
+        halves = _halves(blocks, of_block.halves, code_format.num_scales)
+    if not of_block.scales:
+        return codes, halves, []
+    numbers = [read_bits(blocks, each).astype(np.uint8) for each in (of_block.scales, of_block.minima) if each]
+    if of_block.scale_offset:
+        numbers = [(each - np.uint8(of_block.scale_offset)).view(np.int8) for each in numbers]
+    return codes, numbers, halves
+
+
+def _read_signs(blocks: np.ndarray, of_block: BlockBits) -> np.ndarray | None:
+    """Return the sign of each number, 0 or 1: uint8 [blocks, numbers]; None for a type without."""
+    if not of_block.signs:
+        return None
+    signs = read_bits(blocks, of_block.signs).astype(np.uint8)
+    if of_block.signs[0].num_bits == 7:
+        signs |= (np.bitwise_count(signs) & 1) << 7
+    return np.unpackbits(signs, axis=-1, bitorder="little")
 
 
 def _halves(blocks: np.ndarray, first_byte: int, count: int) -> list[np.ndarray]:
@@ -114,6 +145,6 @@ _READERS = {
 BLOCK_BYTES = {
     "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
     "MXFP4": 17,
-}  # fmt: skip
+} | {name: of_block.num_bytes for name, of_block in BLOCKS.items()}  # fmt: skip
 """Bytes of a block of each type."""
-assert _READERS.keys() == BLOCK_BYTES.keys() == CODE_FORMATS.keys()
+assert _READERS.keys() | BLOCKS.keys() == BLOCK_BYTES.keys() == CODE_FORMATS.keys()

@@ -287,7 +287,7 @@ def _dtype_of(code_format: CodeFormat, target: Target, *, has_experts: bool) -> 
     On a CPU XLA converts all codes of 4 bits and all small floats of an array before it takes an expert's from it, and
     leaves whole bytes as they are.
     """
-    if code_format.has_minima or code_format.super_group is not None:
+    if code_format.has_minima or code_format.super_group is not None or code_format.is_in_quads:
         return None
     needs_bytes = has_experts and target.platform == "cpu"
     if code_format.mantissa_bits is not None:

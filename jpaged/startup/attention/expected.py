@@ -101,17 +101,24 @@ def random_codes(code_format: CodeFormat, num_rows: int, num_columns: int, rng: 
     """Return random codes of a matrix Wᵀ [rows, columns], whose numbers have the size of 1."""
     num_groups, num_kinds = num_columns // code_format.group, code_format.num_scales
     values = code_format.code_values
-    codes = rng.integers(0, 1 << code_format.bits, (num_rows, num_columns), dtype=np.uint8)
-    codes[np.isnan(values)[codes]] = 0
+    shape = num_rows, num_columns // code_format.values_per_code
+    codes = rng.integers(0, len(values), shape, dtype=np.uint8 if code_format.bits <= 8 else np.uint16)
+    if code_format.mantissa_bits is not None:
+        codes[np.isnan(values)[codes]] = 0
+    signs = rng.integers(0, 2, (num_rows, num_columns), dtype=np.uint8) if code_format.has_signs else None
     largest = 1 / float(np.nanmax(values))
 
     def floats(num_groups: int, size: float, dtype: np.dtype[Any]) -> list[np.ndarray]:
         return [(size * rng.random((num_rows, num_groups))).astype(dtype) for _ in range(num_kinds)]
 
     if code_format.super_group is not None:
-        scales = [rng.integers(1, 64, (num_rows, num_groups)).astype(code_format.scale_dtype) for _ in range(num_kinds)]
-        super_scales = floats(num_columns // code_format.super_group, largest / 64, np.dtype(np.float16))
-        return Codes(codes, scales, super_scales)
+        end = 64 if code_format.scale_bits == 8 else 16
+        scales = [
+            rng.integers(1, end, (num_rows, num_groups)).astype(code_format.scale_dtype) for _ in range(num_kinds)
+        ]
+        largest_scale = code_format.first_scale + end * code_format.scale_step
+        super_scales = floats(num_columns // code_format.super_group, largest / largest_scale, np.dtype(np.float16))
+        return Codes(codes, scales, super_scales, signs=signs)
     if code_format.scale == "power":
         return Codes(codes, [rng.integers(122, 126, (num_rows, num_groups), dtype=np.uint8)], [])
     zeros = None

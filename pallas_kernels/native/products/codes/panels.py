@@ -1,9 +1,10 @@
 """Quantized matrices as native code reads them: W [K, N] in panels of 32 columns, each a sequence of blocks of K.
 
-    block      super-scales [32], scales [groups, 32], zeros [groups, 32], lower 4 bits [K of a block, 32], upper bits
+    block      super-scales [32], scales [groups, 32], zeros [groups, 32], lower bits [K of a block, 32], upper bits
 
-Minima follow scales, and super-minima super-scales; only some formats have super-scales and zeros. How codes lie is
-their `Order`.
+Minima follow scales, and super-minima super-scales; only some formats have super-scales and zeros. Of scales of 4 bits
+a byte has two: the lower half is a scale, and the upper half the group's minimum, or without minima the scale of a
+group of the block's second half. How codes lie is their `Order`; formats of tables and of few bits are always in quads.
 
 A panel that is decoded becomes float32 [K, 32], or bfloat16 in pairs [K ÷ 2, 32, 2] (`products.panels`), and codes lie
 in that order, 32 and 32. Of such 32, byte i has the lower 4 bits of code i, and in its upper half those of code 16 + i.
@@ -14,6 +15,7 @@ Codes that are multiplied as integers lie in quads: the bytes of 4 values of K o
 of 32 columns. A byte has a code of 8 bits, or bits of codes of several quads, the lowest bits those of the first: two
 of 4 bits, the fifth bits of 8, or the fifth and sixth bits of 4. Example for 4 bits: the first 128 bytes have k = 0 …
 7, and column 5 has bytes 20 to 23, with k = 0, 1, 2 and 3 in the lower halves and k = 4, 5, 6 and 7 in the upper ones.
+So do the indices of a grid, each of which stands for 4 or 8 values of K, and signs, which are one bit each.
 """
 
 from __future__ import annotations
@@ -56,19 +58,18 @@ class BlockLayout:
     zeros: int
     """First byte of the zeros, if the format has them."""
     low_bits: int
-    """First byte of the lower 4 bits of the codes, or of whole codes of 8 bits."""
-    high_bits: int
-    """First byte of fifth, or of fifth and sixth bits."""
+    """First byte of the lowest bits of the codes, or of whole codes of 8 bits."""
+    code_fields: tuple[CodeField, ...]
+    """Where the bits of codes lie: the lower ones and those above them, or whole codes."""
+    sign_field: CodeField | None
+    """Where signs lie, if the format has them."""
     num_bytes: int
     """Bytes of the block."""
 
     @property
-    def code_fields(self) -> list[CodeField]:
-        """Return where the bits of codes lie: the lower 4 and those above them, or whole codes of 4 or 8 bits."""
-        bits = self.code_format.bits
-        if bits in (4, 8):
-            return [CodeField(self.low_bits, bits, 0)]
-        return [CodeField(self.low_bits, 4, 0), CodeField(self.high_bits, bits - 4, 4)]
+    def high_bits(self) -> int:
+        """Return the first byte of what follows the lowest bits, such as fifth, or fifth and sixth bits."""
+        return self.code_fields[1].first_byte if len(self.code_fields) > 1 else self.num_bytes
 
 
 class CodeField(NamedTuple):
@@ -76,21 +77,34 @@ class CodeField(NamedTuple):
 
     first_byte: int
     num_bits: int
+    """1, 2, 4 or 8."""
     lowest_bit: int
-    """Where they are in a code: 0, or 4 for fifth and sixth bits."""
+    """Where they are in a code: 0, or behind the bits of the field before."""
 
 
 def block_layout(code_format: CodeFormat) -> BlockLayout:
     """Return the layout of a block of 32 columns."""
-    num_codes = code_format.block * PANEL
     scales = 2 * PANEL * code_format.num_scales if code_format.super_group else 0
     num_groups = code_format.block // code_format.group
-    zeros = scales + code_format.num_scales * num_groups * PANEL * code_format.scale_dtype.itemsize
+    scale_bytes = code_format.num_scales * num_groups * PANEL * code_format.scale_dtype.itemsize
+    zeros = scales + scale_bytes * code_format.scale_bits // 8
     low_bits = zeros + code_format.has_zeros * num_groups * PANEL
-    low_bytes = num_codes if code_format.bits == 8 else num_codes // 2
-    high_bytes = 0 if code_format.bits == 8 else num_codes * (code_format.bits - 4) // 8
-    high_bits = low_bits + low_bytes
-    return BlockLayout(code_format, scales, zeros, low_bits, high_bits, high_bits + high_bytes)
+    num_codes, first_byte, fields = code_format.block * PANEL // code_format.values_per_code, low_bits, list[CodeField]()
+    for num_bits, lowest_bit in _cut_bits(code_format.bits):
+        fields.append(CodeField(first_byte, num_bits, lowest_bit))
+        first_byte += num_codes * num_bits // 8
+    sign_field = CodeField(first_byte, 1, 0) if code_format.has_signs else None
+    num_bytes = first_byte + (code_format.block * PANEL // 8 if code_format.has_signs else 0)
+    return BlockLayout(code_format, scales, zeros, low_bits, tuple(fields), sign_field, num_bytes)
+
+
+def _cut_bits(bits: int) -> list[tuple[int, int]]:
+    """Return powers of two whose sum is a number of bits, the largest first, with the bits before each.
+
+    Example: 6 bits are the lower 4 and then 2, from bit 4 on.
+    """
+    sizes = [size for size in (8, 4, 2, 1) if bits & size]
+    return [(size, sum(sizes[:index])) for index, size in enumerate(sizes)]
 
 
 def panel_bytes(code_format: CodeFormat, depth: int) -> int:
@@ -109,7 +123,7 @@ def pack_codes(codes: Codes, code_format: CodeFormat, order: Order, *, xp: Modul
     `xp` is numpy, or jax.numpy for codes that are JAX's arrays. Codes that share a byte are put together while each
     column has its K side by side, so that fewer bytes are transposed to [blocks, K of a block, columns].
     """
-    num_rows, depth = codes.codes.shape
+    num_rows, depth = codes.codes.shape[0], codes.codes.shape[1] * code_format.values_per_code
     num_panels, num_blocks = -(-num_rows // PANEL), depth // code_format.block
 
     def panels(rows: Any) -> Any:
@@ -121,18 +135,31 @@ def pack_codes(codes: Codes, code_format: CodeFormat, order: Order, *, xp: Modul
         units = _viewed(columns, unit, xp).reshape(num_panels, columns.shape[1], num_blocks, -1)
         return _viewed(units.transpose(0, 2, 3, 1), np.uint8, xp).reshape(num_panels, num_blocks, -1)
 
-    fields = [transposed(panels(each), each.dtype) for each in codes.arrays]
+    fields = [transposed(panels(each), each.dtype) for each in _stored_arrays(codes, code_format, num_blocks, xp)]
     numbers = panels(codes.codes)
-    if order is Order.QUADS:
+    if order is Order.QUADS or code_format.is_in_quads:
         code_bytes = []
         for _, num_bits, lowest_bit in block_layout(code_format).code_fields:
-            bits = numbers >> lowest_bit & ((1 << num_bits) - 1)
+            bits = (numbers >> lowest_bit & ((1 << num_bits) - 1)).astype(np.uint8)
             code_bytes.append(transposed(_in_quads(bits, num_bits, xp), np.uint32))
+        if codes.signs is not None:
+            code_bytes.append(transposed(_in_quads(panels(codes.signs), 1, xp), np.uint32))
     else:
         unit = np.uint16 if order is Order.PAIRS else np.uint8
         planes = _in_chunks(numbers, code_format.bits, in_pairs=order is Order.PAIRS)
         code_bytes = [transposed(planes[0], unit), *(transposed(plane, np.uint8) for plane in planes[1:])]
     return xp.concatenate([*fields, *code_bytes], axis=-1).reshape(num_panels, -1)
+
+
+def _stored_arrays(codes: Codes, code_format: CodeFormat, num_blocks: int, xp: ModuleType) -> list[Any]:
+    """Return all arrays that groups have, in the order of panels, with two scales of 4 bits in each byte."""
+    if code_format.scale_bits == 8:
+        return codes.arrays
+    if code_format.has_minima:
+        scales, minima = codes.scales
+        return [*codes.super_scales, scales | minima << 4]
+    halves = codes.scales[0].reshape(-1, num_blocks, 2, code_format.block // code_format.group // 2)
+    return [*codes.super_scales, (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(codes.codes), -1)]
 
 
 def _in_quads(numbers: Any, bits: int, xp: ModuleType) -> Any:
@@ -235,21 +262,37 @@ def _part_columns(
         return shifted & ((1 << bits.num_bits) - 1)
 
     num_groups = code_format.block // code_format.group
+
+    def small_scales() -> list[Array]:
+        """Return scales of 4 bits, and minima if there are: uint8 [T, groups of the row]."""
+        num_bytes = code_format.num_scales * num_groups // 2
+        packed = stored(layout.scales, num_bytes, np.dtype(np.uint8)).reshape(ids.shape[0], num_blocks, num_bytes)
+        halves = [packed & 15, packed >> 4]
+        scales = halves if code_format.has_minima else [jnp.concatenate(halves, axis=-1)]
+        return [each.reshape(ids.shape[0], -1) for each in scales]
+
     # The scales of all groups, then, if the format has them, their minima; super-scales alike.
     scale_bytes = PANEL * num_groups * code_format.scale_dtype.itemsize
     scale_begins = [layout.scales + i * scale_bytes for i in range(code_format.num_scales)]
-    scales = [stored(begin, num_groups, code_format.scale_dtype) for begin in scale_begins]
+    if code_format.scale_bits == 8:
+        scales = [stored(begin, num_groups, code_format.scale_dtype) for begin in scale_begins]
+    else:
+        scales = small_scales()
     num_super_scales = code_format.num_scales if code_format.super_group else 0
     super_scales = [stored(2 * PANEL * i, 1, np.dtype(np.float16)) for i in range(num_super_scales)]
     zeros = stored(layout.zeros, num_groups, np.dtype(np.uint8)) if code_format.has_zeros else None
-    if order is Order.QUADS:
-        low, *high = _places_in_quads(layout, column)
+    if order is Order.QUADS or code_format.is_in_quads:
+        num_codes = code_format.block // code_format.values_per_code
+        places = [_place_in_quads(field, num_codes, column) for field in layout.code_fields]
     else:
-        low, *high = _places_in_chunks(layout, column, in_pairs=order is Order.PAIRS)
-    codes = numbers_of(low)
-    for bits in high:
-        codes = codes | numbers_of(bits) << 4
-    found = Codes(codes.astype(jnp.uint8).reshape(ids.shape[0], depth), scales, super_scales, zeros)
+        places = _places_in_chunks(layout, column, in_pairs=order is Order.PAIRS)
+    codes = jnp.zeros((), jnp.int32)
+    for place, field in zip(places, layout.code_fields, strict=True):
+        codes = codes | numbers_of(place) << field.lowest_bit
+    signs = None
+    if layout.sign_field is not None:
+        signs = numbers_of(_place_in_quads(layout.sign_field, code_format.block, column)).reshape(ids.shape[0], depth)
+    found = Codes(codes.reshape(ids.shape[0], -1), scales, super_scales, zeros, signs)
     return decode(found, code_format, jnp)
 
 
@@ -263,15 +306,12 @@ class CodeBits(NamedTuple):
     num_bits: int
 
 
-def _places_in_quads(layout: BlockLayout, column: Int[Array, " T"]) -> list[CodeBits]:
-    """Return where the bits of codes lie that are in quads: the lower 4 or all of them, then those above."""
-    k, places = jnp.arange(layout.code_format.block)[None, :], list[CodeBits]()
-    for first_byte, num_bits, _ in layout.code_fields:
-        values_together = 32 // num_bits  # In the 4 bytes of a column.
-        offsets = first_byte + 4 * (k // values_together * PANEL + column[:, None]) + k % 4
-        shifts = jnp.broadcast_to(k % values_together // 4 * num_bits, offsets.shape)
-        places.append(CodeBits(offsets, shifts, num_bits))
-    return places
+def _place_in_quads(field: CodeField, num_codes: int, column: Int[Array, " T"]) -> CodeBits:
+    """Return where the bits of a field lie that is in quads, which has some of the bits of `num_codes` codes."""
+    k, codes_together = jnp.arange(num_codes)[None, :], 32 // field.num_bits  # In the 4 bytes of a column.
+    offsets = field.first_byte + 4 * (k // codes_together * PANEL + column[:, None]) + k % 4
+    shifts = jnp.broadcast_to(k % codes_together // 4 * field.num_bits, offsets.shape)
+    return CodeBits(offsets, shifts, field.num_bits)
 
 
 def _places_in_chunks(layout: BlockLayout, column: Int[Array, " T"], *, in_pairs: bool) -> list[CodeBits]:
