@@ -60,8 +60,45 @@ def write_gguf(path, metadata=(), tensors=(), *, architecture="llama"):
     return path
 
 
+HALVES = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ2_0": (64,)}
+HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+"""Where a block has its float16: scale and minimum; others have a scale in front."""
+
+
+def random_blocks(name, shape, rng, halves=None):
+    """Return random blocks of a type of GGUF for an array: uint8 [..., bytes of a row].
+
+    `halves(count)` gives the float16 of scales and minima: random ones of about 0.05 unless it is given.
+    """
+    block, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, num_bytes), dtype=np.uint8)
+    count = blocks[..., 0].size
+    halves = halves or (lambda count: 0.05 * rng.normal(size=count))
+    if name == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 126, blocks.shape[:-1])
+    elif name == "IQ1_M":  # The upper halves of bytes 49, 51, 53 and 55.
+        bits = halves(count).astype(np.float16).view(np.uint16).reshape(blocks.shape[:-1])
+        for i in range(4):
+            blocks[..., 49 + 2 * i] = blocks[..., 49 + 2 * i] & 15 | (bits >> 4 * i & 15) << 4
+    else:
+        for first in HALVES.get(name, (0,)):
+            stored = halves(count).astype(np.float16).view(np.uint8)
+            blocks[..., first : first + 2] = stored.reshape(*blocks.shape[:-1], 2)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def quantized(values, kind, rng):
+    """Return values quantized to a type, or random blocks where the package does not quantize to it."""
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind.name, values.shape, rng)
+
+
 def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, metadata=(), is_by_expert=False):
     """Write a model as llama.cpp's converter does, its matrices quantized to `kind`, and return `path`.
+
+    Matrices of types that the `gguf` package does not quantize to are random.
 
     `kind` may be a function that gives the type of each matrix by its name. With `is_by_expert` there is a tensor for
     each expert, as in files of Mixtral from before April 2024.
@@ -71,7 +108,7 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, met
     architecture = ARCHITECTURES[config["architectures"][0]]
     architecture_name = architecture.upper().replace("-", "_")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_name], config["num_hidden_layers"])
-    stored = {}
+    stored, rng = {}, np.random.default_rng(0)
     for name, values in stacked_experts(tensors).items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = interleaved(values, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
@@ -81,8 +118,8 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, met
             values = values[0]
         kind_here = kind(name) if callable(kind) else kind
         stays_floats = values.ndim == 1 or name.endswith((".gate.weight", ".router.weight", ".bias"))
-        quantized = values if stays_floats else (gguf.quantize(values, kind_here), kind_here)
-        stored[names.get_name(name, (".weight", ".bias"))] = quantized
+        tensor = values if stays_floats else (quantized(values, kind_here, rng), kind_here)
+        stored[names.get_name(name, (".weight", ".bias"))] = tensor
     if is_by_expert:
         stored = dict(each for item in stored.items() for each in by_expert(*item))
     from_config = {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}

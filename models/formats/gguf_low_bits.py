@@ -68,7 +68,7 @@ class BlockBits:
     """What is taken away from scales, which have a sign then."""
     minima: Sequence[Bits] = ()
     signs: Sequence[Bits] = ()
-    """The signs of 8 numbers each, of the first one in the lowest bit; of 7 bits, where the last one makes them even."""
+    """Each has the signs of 8 numbers, that of the first one in the lowest bit; of 7 bits, the 8th makes them even."""
 
 
 NIBBLES, PAIRS, BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))

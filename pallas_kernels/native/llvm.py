@@ -8,6 +8,7 @@ in a tenth of a second, for the vectors of this machine, and `xla_call` makes it
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -76,6 +77,29 @@ class Code:
     ) -> list[ir.Value]:
         """Load a vector from each offset on. A generator may emit each offset, just before its vector is loaded."""
         return [self.load_vector(base, offset, element_type, lanes) for offset in offsets]
+
+    def table(self, values: Sequence[int], element_type: ir.Type) -> ir.Value:
+        """Return the address of constants, which lie in the module once, aligned to a cache line."""
+        module, type_ = self.build.module, ir.ArrayType(element_type, len(values))
+        name = f"table_{hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
+        if (variable := module.globals.get(name)) is None:
+            variable = ir.GlobalVariable(module, type_, name)
+            variable.initializer, variable.global_constant = ir.Constant(type_, list(values)), True
+            variable.linkage, variable.align = "internal", CACHE_LINE
+        return self.build.bitcast(variable, POINTER)
+
+    def gather(self, base: ir.Value, offsets: ir.Value, *, has_avx512: bool) -> ir.Value:
+        """Load an int32 from each of 16 offsets, a vector of int32, by one instruction (AVX-512) or one by one."""
+        if has_avx512:
+            mask = ir.VectorType(ir.IntType(1), LONG_LANES)
+            arguments = [offsets.type, POINTER, offsets.type, mask, I32]
+            function = declare(self.build.module, "llvm.x86.avx512.mask.gather.dpi.512", offsets.type, *arguments)
+            return self.build.call(function, [constant(offsets.type, 0), base, offsets, constant(mask, 1), I32(4)])
+        loaded: ir.Value = ir.Constant(offsets.type, ir.Undefined)
+        for lane in range(LONG_LANES):
+            offset = self.build.zext(self.build.extract_element(offsets, I32(lane)), I64)
+            loaded = self.build.insert_element(loaded, self.load(base, offset, I32), I32(lane))
+        return loaded
 
     def store_vector(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:
         """Store a vector from the element at `offset` on, aligned to one element."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.formats.gguf_codes import BLOCK_BYTES, codes_of
+from jpaged.models.formats.gguf_codes import codes_of
 from jpaged.pallas_kernels.code_formats import (
     CODE_FORMATS,
     CodedMatrix,
@@ -30,6 +30,7 @@ from jpaged.pallas_kernels.native.products.chain import product
 from jpaged.pallas_kernels.native.products.panels import in_panels
 from jpaged.startup.attention.expected import random_codes
 
+from ...gguf_file import random_blocks
 from .test_products import DTYPES, be_processor
 
 PROCESSORS = {
@@ -50,24 +51,15 @@ FORMATS = {
     "fp8": float8_format(ROW),
     "fp8 blocks": float8_format(128),
 }
-EVERYWHERE = ("Q5_0", "Q4_K", "Q6_K", "MXFP4", "fp8", "zeros of float32", "groups of 8")
+EVERYWHERE = ("Q5_0", "Q4_K", "Q6_K", "MXFP4", "fp8", "zeros of float32", "groups of 8", "Q2_K", "IQ2_S")
 """Formats that each run multiplies as other processors do: codes of each kind, with minima, zeros and neither."""
-HALF_BYTES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
-"""Where a block has its float16: a scale; others have a minimum behind it."""
+SELDOM = ("Q3_K", "IQ4_NL", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "TQ2_0")
+"""Formats that each run only reads: others have their kinds of codes, of scales and of tables."""
 
 
 def stored_rows(name: str, num_rows: int, depth: int) -> np.ndarray:
     """Return rows of random blocks, as a file of GGUF has them, with scales of about 0.05."""
-    rng = np.random.default_rng(num_rows + depth)
-    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0]
-    blocks = rng.integers(0, 256, (num_rows, depth // block, BLOCK_BYTES[name]), dtype=np.uint8)
-    if name == "MXFP4":
-        blocks[..., 0] = rng.integers(118, 126, blocks.shape[:2])
-        return blocks.reshape(num_rows, -1)
-    for first in HALF_BYTES.get(name, (0, 2)):
-        scales = (0.05 * rng.normal(size=(*blocks.shape[:2], 1))).astype(np.float16)
-        blocks[..., first : first + 2] = scales.view(np.uint8)
-    return blocks.reshape(num_rows, -1)
+    return random_blocks(name, (num_rows, depth), np.random.default_rng(num_rows + depth))
 
 
 def format_of(name: str, depth: int) -> CodeFormat:
@@ -118,7 +110,9 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_fast(name: str, processor: str, dtype: str) -> bool:
     """Return whether each run multiplies this: every format in one of the dtypes, some for AVX2 and AVX512-BF16 too."""
-    if processor == "AVX-512":  # In float32 its code is that of AVX512-BF16, in bfloat16 its steps are those of AVX2.
+    if (
+        name in SELDOM or processor == "AVX-512"
+    ):  # In float32 its code is that of AVX512-BF16, in bfloat16 its steps are those of AVX2.
         return False
     if (processor, dtype) == ("AVX512-BF16", "float32"):  # The code of "this" too, where a processor has the feature.
         return False
@@ -187,8 +181,14 @@ def test_columns_are_those_of_the_decoded_matrix(
 
 @pytest.mark.parametrize("name", CODE_FORMATS)
 def test_codes_take_the_bytes_of_the_file_and_three_in_a_hundred_more_at_most(name: str) -> None:
+    """Of types of 1 to 3 bits it may be eight in a hundred: signs and scales lie apart from what they share words with.
+
+    All are near what other types of the same bits take.
+    """
     coded, _ = matrices([(name, 64)], 512, "float32")
-    assert 1.0 <= coded.data.size / stored_rows(name, 64, 512).size <= 1.03
+    assert (
+        1.0 <= coded.data.size / stored_rows(name, 64, 512).size <= (1.08 if CODE_FORMATS[name].is_in_quads else 1.03)
+    )
 
 
 def test_bytes_of_another_matrix_are_refused() -> None:

@@ -17,13 +17,13 @@ from jpaged.pallas_kernels.native.products.codes import integers
 from jpaged.pallas_kernels.native.products.codes.panels import Order
 from jpaged.startup.attention.expected import random_codes
 
-from .test_codes import FORMATS, chain, format_of, matrices
+from .test_codes import FORMATS, SELDOM, chain, format_of, matrices
 from .test_experts import Experts, bits
 from .test_products import DTYPES, be_processor
 
 INTEGERS = [name for name in FORMATS if not name.startswith("fp8")]
-KINDS = ["Q5_0", "Q4_K", "MXFP4", "Q6_K", "zeros of float32", "groups of 8"]
-"""Formats of each kind of groups: plain, with minima, with a table, with super-scales, with zeros, and small ones."""
+KINDS = ["Q5_0", "Q4_K", "MXFP4", "Q6_K", "zeros of float32", "groups of 8", "IQ2_S"]
+"""Formats of each kind: plain groups, minima, a table of floats, super-scales, zeros, small groups, a grid."""
 LARGEST_ERRORS = {"float32": 1e-6, "bfloat16": 5e-5}
 """As a share of norms. Rows of 24 bits leave float32's own error; rows of 16 bits are rounded more."""
 LOST_BITS = {"float32": 2.0**-24, "bfloat16": 2.0**-16}
@@ -75,7 +75,7 @@ def results(
 @pytest.mark.parametrize(
     "vectors", ["this processor's", *(pytest.param(each, marks=pytest.mark.slow) for each in VECTORS)]
 )
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in INTEGERS])
 def test_products_are_those_of_the_weights_in_float32(name: str, vectors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 too: weights are not rounded, and rows to 16 bits.
 

@@ -6,6 +6,7 @@ matrix, for any number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,11 +14,11 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from ....code_formats import CodeFormat
-from ...llvm import I8, I64, Code
+from ...llvm import F32, I8, I32, I64, Code
 from ..multiplier import Batch, Batches, FloatMultiplier, Panel, WordSource
 from ..panels import DEPTH, PANEL
 from .decoder import Decoder, Steps, Vectors, emit_decode
-from .panels import block_layout
+from .panels import VECTOR_COLUMNS, block_layout
 from .stored_parts import StoredParts
 
 
@@ -140,11 +141,29 @@ class CodedMultiplier:
 
         def multiply(code_format: CodeFormat) -> None:
             assert panel.ahead is not None
-            decoder = Decoder(code, block_layout(code_format), self.vectors)
-            source = WordSource(code_format.run_len, partial(decoder.words, panel.begin, ahead=panel.ahead))
+            if code_format.is_in_quads:
+                source = WordSource(DEPTH, partial(self._words_of_step, code, code_format, panel))
+            else:
+                decoder = Decoder(code, block_layout(code_format), self.vectors)
+                source = WordSource(code_format.run_len, partial(decoder.words, panel.begin, ahead=panel.ahead))
             self.decoded.multiply(code, rows, panel._replace(words=source), batch, block, sums)
 
         self.stored.by_format(code, panel.index, multiply)
+
+    def _words_of_step(
+        self, code: Code, code_format: CodeFormat, panel: Panel, step: ir.Value
+    ) -> Callable[[ir.Value], list[ir.Value]]:
+        """Emit the decoding of a step, which stays in the level-1 cache; return what emits the loads of a word."""
+        assert panel.ahead is not None
+        build, numbers, word_type = code.build, panel.tools.numbers, I32 if self.vectors.in_pairs else F32
+        steps = Steps(step, build.add(step, I64(1)), I64(0))
+        emit_decode(code, code_format, self.vectors, panel.begin, numbers, steps, panel.ahead)
+
+        def words_of(word: ir.Value) -> list[ir.Value]:
+            offsets = (build.add(build.mul(word, I64(PANEL)), I64(half * VECTOR_COLUMNS)) for half in range(2))
+            return code.load_vectors(numbers, offsets, word_type, VECTOR_COLUMNS)
+
+        return words_of
 
     def _decode(self, code: Code, panel: Panel, numbers: ir.Value, steps: Steps) -> None:
         """Emit the decoding of steps of a panel, by the format of the part that it is in."""

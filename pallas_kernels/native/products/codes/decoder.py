@@ -13,6 +13,7 @@ from ....code_formats import CodeFormat
 from ...llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
 from ...registry import call_linked
 from ..panels import DEPTH, PANEL
+from .integer_steps import VALUES_PER_QUAD, PackedSteps
 from .panels import VECTOR_COLUMNS, BlockLayout, block_layout
 from .scales import GroupScales, emit_block
 
@@ -56,8 +57,12 @@ def emit_decode(
 
     def emit(new_code: Code, *values: ir.Value) -> None:
         new_panel, new_target, begin, end, place_mask, new_ahead = values
-        decoder = Decoder(new_code, block_layout(code_format), vectors)
-        decoder.emit(new_panel, new_target, Steps(begin, end, place_mask), new_ahead)
+        layout, new_steps = block_layout(code_format), Steps(begin, end, place_mask)
+        if code_format.is_in_quads:
+            source = PackedSteps(new_code, layout, vectors.has_avx512, new_panel, new_ahead)
+            decode_quads(new_code, source, vectors, new_target, new_steps)
+        else:
+            Decoder(new_code, layout, vectors).emit(new_panel, new_target, new_steps, new_ahead)
 
     call_linked(code, name, [panel, target, *steps, ahead], emit)
 
@@ -110,7 +115,9 @@ class Decoder:
             """Emit two chunks of 32 codes: two values of K, or both halves of a pair's columns."""
             for offset in range(CHUNKS_TOGETHER):
                 chunk = self.code.build.add(index, I64(offset))
-                self._store(begin, self.code.build.mul(chunk, I64(PANEL)), numbers_of(chunk, offset))
+                store_numbers(
+                    self.code, self.vectors, begin, self.code.build.mul(chunk, I64(PANEL)), numbers_of(chunk, offset)
+                )
 
         self.code.loop(0, self.format.run_len, store_chunks, step=CHUNKS_TOGETHER)
 
@@ -129,16 +136,9 @@ class Decoder:
                 return numbers_of(word, 0)
             first_chunk = build.mul(word, I64(2))
             chunks = (numbers_of(build.add(first_chunk, I64(half)), half) for half in range(2))
-            return [build.bitcast(self._rounded(numbers), _vector(I32)) for numbers in chunks]
+            return [build.bitcast(_rounded(self.code, numbers), _vector(I32)) for numbers in chunks]
 
         return words_of
-
-    def _rounded(self, numbers: list[ir.Value]) -> ir.Value:
-        """Return 32 numbers as bfloat16, by AVX512-BF16."""
-        code, both = self.code, ir.VectorType(BFLOAT16, PANEL)
-        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        function = declare(code.build.module, name, both, *(each.type for each in numbers))
-        return code.build.call(function, numbers[::-1])  # The second operand fills the lower half.
 
     def _prepare_run(
         self, block: ir.Value, run: ir.Value, super_scales: list[list[ir.Value]] | None
@@ -179,19 +179,6 @@ class Decoder:
             return numbers
 
         return numbers_of
-
-    def _store(self, values: ir.Value, offset: ir.Value, numbers: list[ir.Value]) -> None:
-        """Emit the store of 32 numbers from an element on."""
-        code = self.code
-        if self.vectors.in_pairs and self.vectors.has_avx512_bf16:
-            code.store_vector(code.build.bitcast(self._rounded(numbers), ir.VectorType(I16, PANEL)), values, offset)
-            return
-        for half, each in enumerate(numbers):
-            half_offset = code.build.add(offset, I64(half * VECTOR_COLUMNS))
-            if self.vectors.in_pairs:
-                code.store_rounded(each, values, half_offset, has_avx512_bf16=False)
-            else:
-                code.store_vector(each, values, half_offset)
 
     def _doubled(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
         """Return two vectors of 16 columns as four, in which each column comes twice."""
@@ -280,6 +267,68 @@ class Decoder:
             values = self.format.code_values[:VECTOR_COLUMNS]
             table = (values / (1.0 if small_floats is None else small_floats.factor)).tolist()
         return self.code.build.call(function, [ir.Constant(type_, list(table)), words])
+
+
+def decode_quads(code: Code, source: PackedSteps, vectors: Vectors, target: ir.Value, steps: Steps) -> None:
+    """Emit a loop over steps whose bytes are unpacked four values of K at a time, and then made floats.
+
+    The numbers are byte × scale − minimum, rounded once, as `Decoder` stores them.
+    """
+    build = code.build
+    step_bytes = DEPTH * PANEL * (2 if vectors.in_pairs else 4)
+
+    def decode_step(step: ir.Value) -> None:
+        numbers = build.gep(target, [build.mul(build.and_(step, steps.place_mask), I64(step_bytes))])
+        for index, run in enumerate(source.runs(step)):
+            for quad, columns in enumerate(run.quads, index * source.run_len // VALUES_PER_QUAD):
+                floats = [_floats_of_quad(code, *each) for each in zip(columns, *run.terms, strict=True)]
+                if vectors.in_pairs:
+                    chunks = [_paired(code, half[k : k + 2]) for k in (0, 2) for half in floats]
+                else:
+                    chunks = [list(of_k) for of_k in zip(*floats, strict=True)]
+                for number, chunk in enumerate(chunks, quad * VALUES_PER_QUAD):
+                    store_numbers(code, vectors, numbers, I64(number * PANEL), chunk)
+
+    code.loop(steps.begin, steps.end, decode_step)
+
+
+def _floats_of_quad(code: Code, quad: ir.Value, scale: ir.Value, minimum: ir.Value) -> list[ir.Value]:
+    """Return the numbers of 16 columns for each of four values of K."""
+    build = code.build
+    words, added = build.bitcast(quad, _vector(I32)), build.fneg(minimum)
+    shifted = (build.lshr(words, constant(words.type, 8 * k)) for k in range(VALUES_PER_QUAD))
+    values = (build.sitofp(build.and_(each, constant(words.type, 255)), _vector(F32)) for each in shifted)
+    return [code.add_product(each, scale, added) for each in values]
+
+
+def _paired(code: Code, numbers: Sequence[ir.Value]) -> list[ir.Value]:
+    """Return the numbers of 16 columns for two values of K, those of a column beside each other, as two vectors."""
+    lanes = [
+        ir.Constant(_vector(I32), [first + i // 2 + i % 2 * VECTOR_COLUMNS for i in range(VECTOR_COLUMNS)])
+        for first in (0, VECTOR_COLUMNS // 2)
+    ]
+    return [code.build.shuffle_vector(*numbers, which) for which in lanes]
+
+
+def store_numbers(code: Code, vectors: Vectors, values: ir.Value, offset: ir.Value, numbers: list[ir.Value]) -> None:
+    """Emit the store of 32 numbers, two vectors of float32, from an element on, as what they are decoded to."""
+    if vectors.in_pairs and vectors.has_avx512_bf16:
+        code.store_vector(code.build.bitcast(_rounded(code, numbers), ir.VectorType(I16, PANEL)), values, offset)
+        return
+    for half, each in enumerate(numbers):
+        half_offset = code.build.add(offset, I64(half * VECTOR_COLUMNS))
+        if vectors.in_pairs:
+            code.store_rounded(each, values, half_offset, has_avx512_bf16=False)
+        else:
+            code.store_vector(each, values, half_offset)
+
+
+def _rounded(code: Code, numbers: list[ir.Value]) -> ir.Value:
+    """Return 32 numbers as bfloat16, by AVX512-BF16."""
+    both = ir.VectorType(BFLOAT16, PANEL)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = declare(code.build.module, name, both, *(each.type for each in numbers))
+    return code.build.call(function, numbers[::-1])  # The second operand fills the lower half.
 
 
 _vector = partial(ir.VectorType, count=VECTOR_COLUMNS)

@@ -1,7 +1,8 @@
 """The codes that are multiplied as integers: step by step as a panel is stored, or once they are unpacked.
 
 A step is 32 values of K, and a run a part of it in one group. A quad is four values of K of each of 32 columns, as
-bytes that have no sign: two vectors of 16 columns. A weight is code × scale − minimum, for all formats.
+bytes that have no sign: two vectors of 16 columns. A weight is byte × scale − minimum, for all formats: a byte is a
+code, or what a code stands for by a table of the format.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from llvmlite import ir
 
+from ....code_tables import code_table
 from ...llvm import F32, I8, I32, I64, LONG_LANES, Code, constant, declare
 from ..panels import DEPTH, PANEL
 from .panels import BlockLayout, CodeField
@@ -27,8 +29,6 @@ VECTOR_BYTES = 64
 BYTE_VECTOR = ir.VectorType(I8, VECTOR_BYTES)
 FLOAT_VECTOR = ir.VectorType(F32, LONG_LANES)
 INTEGER_VECTOR = ir.VectorType(I32, LONG_LANES)
-FP4_OFFSET = 12
-"""What is added to floats of 4 bits once they are doubled, which are then integers from 0 to 24."""
 
 
 def unpacked_bytes(run_len: int) -> int:
@@ -94,7 +94,11 @@ class PackedSteps:
             run = build.add(build.mul(step_in_block, I64(runs_per_step)), I64(index))
             group = build.udiv(run, I64(format_.group // format_.run_len))
             terms = self._terms(block, group, super_scales)
-            yield Run(terms, self._quads(fields, index * self.run_len // VALUES_PER_QUAD))
+            first_quad = index * self.run_len // VALUES_PER_QUAD
+            if format_.values_per_code > 1:
+                yield Run(terms, self._grid_quads(block, step_in_block, first_quad))
+            else:
+                yield Run(terms, self._quads(fields, first_quad))
 
     def _terms(self, block: ir.Value, group: ir.Value, super_scales: list[list[ir.Value]] | None) -> GroupTerms:
         """Return the terms of a group; a minimum is zero × scale where the format has none."""
@@ -105,10 +109,9 @@ class PackedSteps:
         if format_.has_zeros:
             zeros = groups.zeros(block, group)
         else:
-            zeros = [constant(FLOAT_VECTOR, float(format_.zero))] * len(COLUMN_HALVES)
-        if format_.mantissa_bits is not None:  # See `_shifted_floats`.
+            zeros = [constant(FLOAT_VECTOR, float(format_.byte_zero))] * len(COLUMN_HALVES)
+        if format_.mantissa_bits is not None:  # Floats of 4 bits are doubled in their table.
             scales = [build.fmul(each, constant(FLOAT_VECTOR, 0.5)) for each in scales]
-            zeros = [constant(FLOAT_VECTOR, float(FP4_OFFSET))] * len(COLUMN_HALVES)
         return GroupTerms(scales, [build.fmul(*pair) for pair in zip(zeros, scales, strict=True)])
 
     def _fields(self, block: ir.Value, step: ir.Value) -> list[_FieldOfStep]:
@@ -121,13 +124,63 @@ class PackedSteps:
 
     def _quads(self, fields: Sequence[_FieldOfStep], first_quad: int) -> Iterator[list[ir.Value]]:
         """Emit the codes of a run, which begins with quad `first_quad` of a step."""
-        build, is_float = self.code.build, self.layout.code_format.mantissa_bits is not None
+        build, table = self.code.build, self.layout.code_format.byte_table
         for quad in range(first_quad, first_quad + self.run_len // VALUES_PER_QUAD):
             words = (
                 reduce(build.or_, [self._code_bits(field, quad, half) for field in fields]) for half in COLUMN_HALVES
             )
             codes = (build.bitcast(each, BYTE_VECTOR) for each in words)
-            yield [self._shifted_floats(each) if is_float else each for each in codes]
+            yield [each if table is None else self._looked_up(each, table.tolist()) for each in codes]
+
+    def _grid_quads(self, block: ir.Value, step: ir.Value, first_quad: int) -> Iterator[list[ir.Value]]:
+        """Emit the bytes of a run of a grid, which begins with quad `first_quad` of a step, given by its number.
+
+        An entry has one quad or two. Indices lie in quads themselves: lane c has in byte i the index i of column c.
+        """
+        code, build, format_ = self.code, self.code.build, self.layout.code_format
+        quads_per_entry = format_.values_per_code // VALUES_PER_QUAD
+        index_quads_per_step = DEPTH // format_.values_per_code // VALUES_PER_QUAD
+        assert format_.table is not None, "a code has several values by a table alone"
+        grid = code.table(code_table(format_.table).view("<u4").reshape(-1).tolist(), I32)
+        for quad in range(first_quad, first_quad + self.run_len // VALUES_PER_QUAD):
+            entry_in_step, quad_in_entry = divmod(quad, quads_per_entry)
+            index_quad, byte = divmod(entry_in_step, VALUES_PER_QUAD)
+            number = build.add(build.mul(step, I64(index_quads_per_step)), I64(index_quad))
+            vectors = list[ir.Value]()
+            for half in COLUMN_HALVES:
+                bits = [self._index_bits(block, field, number, byte, half) for field in self.layout.code_fields]
+                quad_number = build.mul(reduce(build.or_, bits), constant(INTEGER_VECTOR, quads_per_entry))
+                place = build.add(quad_number, constant(INTEGER_VECTOR, quad_in_entry))
+                entries = build.bitcast(code.gather(grid, place, has_avx512=self.has_avx512), BYTE_VECTOR)
+                vectors.append(self._with_signs(block, step, quad, half, entries))
+            yield vectors
+
+    def _index_bits(self, block: ir.Value, field: CodeField, index_quad: ir.Value, byte: int, half: int) -> ir.Value:
+        """Return the bits of a field of an index of each of 16 columns, where indices have them.
+
+        It is index `byte` of the quad of indices `index_quad` of the block.
+        """
+        build, (first_byte, num_bits, lowest_bit) = self.code.build, field
+        quads_per_vector = I64(8 // num_bits)
+        vector = build.mul(build.udiv(index_quad, quads_per_vector), I64(len(COLUMN_HALVES)))
+        offset = build.mul(build.add(vector, I64(half)), I64(LONG_LANES))
+        words = self.code.load_vector(build.gep(block, [I64(first_byte)]), offset, I32, LONG_LANES)
+        shift = build.add(build.mul(build.urem(index_quad, quads_per_vector), I64(num_bits)), I64(8 * byte))
+        shifted = build.lshr(words, self.code.broadcast(build.trunc(shift, I32), LONG_LANES))
+        bits = build.and_(shifted, constant(INTEGER_VECTOR, (1 << num_bits) - 1))
+        return build.shl(bits, constant(INTEGER_VECTOR, lowest_bit))
+
+    def _with_signs(self, block: ir.Value, step: ir.Value, quad: int, half: int, entries: ir.Value) -> ir.Value:
+        """Return the bytes of a quad of a step, from those of the entries: zero + x becomes zero − x by a sign bit."""
+        field, build = self.layout.sign_field, self.code.build
+        if field is None:
+            return entries
+        begin = build.gep(block, [I64(field.first_byte)])
+        offset = build.add(build.mul(step, I64(DEPTH * PANEL // 8)), I64(half * VECTOR_BYTES))
+        # Vector `half` has the bits of all quads of the step.
+        signs = build.and_(self.code.load_vector(begin, offset, I8, VECTOR_BYTES), constant(BYTE_VECTOR, 1 << quad))
+        negated = build.sub(constant(BYTE_VECTOR, 2 * self.layout.code_format.zero), entries)
+        return build.select(build.icmp_unsigned("!=", signs, constant(BYTE_VECTOR, 0)), negated, entries)
 
     def _code_bits(self, of_step: _FieldOfStep, quad: int, half: int) -> ir.Value:
         """Return the bits of a field of quad `quad` of a step, where codes have them, of a half of the columns.
@@ -148,17 +201,16 @@ class PackedSteps:
         mask = ((1 << num_bits) - 1) << lowest_bit
         return build.and_(words, constant(INTEGER_VECTOR, mask * 0x01010101))
 
-    def _shifted_floats(self, codes: ir.Value) -> ir.Value:
-        """Return twice the floats that codes of 4 bits stand for, plus `FP4_OFFSET`."""
+    def _looked_up(self, codes: ir.Value, table: Sequence[int]) -> ir.Value:
+        """Return the bytes of a table of 16 that codes of 4 bits stand for."""
         code, build = self.code, self.code.build
-        table = [int(value) + FP4_OFFSET for value in 2 * self.layout.code_format.code_values]
         if self.has_avx512:
             look_up = declare(build.module, "llvm.x86.avx512.pshuf.b.512", BYTE_VECTOR, BYTE_VECTOR, BYTE_VECTOR)
-            return build.call(look_up, [ir.Constant(BYTE_VECTOR, table * 4), codes])
+            return build.call(look_up, [ir.Constant(BYTE_VECTOR, [*table] * 4), codes])
         short = ir.VectorType(I8, VECTOR_BYTES // 2)
         look_up = declare(build.module, "llvm.x86.avx2.pshuf.b", short, short, short)
         halves = cut_in_two(code, codes)
-        return joined(code, [build.call(look_up, [ir.Constant(short, table * 2), each]) for each in halves])
+        return joined(code, [build.call(look_up, [ir.Constant(short, [*table] * 2), each]) for each in halves])
 
 
 @dataclass(frozen=True)

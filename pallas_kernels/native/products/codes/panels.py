@@ -89,7 +89,8 @@ def block_layout(code_format: CodeFormat) -> BlockLayout:
     scale_bytes = code_format.num_scales * num_groups * PANEL * code_format.scale_dtype.itemsize
     zeros = scales + scale_bytes * code_format.scale_bits // 8
     low_bits = zeros + code_format.has_zeros * num_groups * PANEL
-    num_codes, first_byte, fields = code_format.block * PANEL // code_format.values_per_code, low_bits, list[CodeField]()
+    num_codes = code_format.block * PANEL // code_format.values_per_code
+    fields, first_byte = list[CodeField](), low_bits
     for num_bits, lowest_bit in _cut_bits(code_format.bits):
         fields.append(CodeField(first_byte, num_bits, lowest_bit))
         first_byte += num_codes * num_bits // 8

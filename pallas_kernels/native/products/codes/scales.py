@@ -56,15 +56,34 @@ class GroupScales:
         group_scales = []
         begin = build.gep(block, [I64(self.layout.scales)])
         for index in range(self.layout.code_format.num_scales):
-            offset = build.mul(build.add(group, I64(index * num_groups)), I64(PANEL))
+            number = build.add(group, I64(index * num_groups))
             if super_scales is None:
-                group_scales.append(self._load_floats(begin, offset))
+                group_scales.append(self._load_floats(begin, build.mul(number, I64(PANEL))))
                 continue
-            convert = build.sext if self.layout.code_format.is_signed else build.zext
-            loaded = self.load_columns(begin, offset, I8)
-            factors = [build.sitofp(convert(each, _vector(I32)), _vector(F32)) for each in loaded]
+            factors = self._load_factors(begin, number, is_scale=index == 0)
             group_scales.append([build.fmul(*pair) for pair in zip(super_scales[index], factors, strict=True)])
         return group_scales
+
+    def _load_factors(self, begin: ir.Value, number: ir.Value, *, is_scale: bool) -> list[ir.Value]:
+        """Return what 32 scales or minima under super-scales stand for, by their number: minima follow all scales."""
+        build, format_ = self.code.build, self.layout.code_format
+        if format_.scale_bits == 8:
+            convert = build.sext if format_.is_signed else build.zext
+            loaded = self.load_columns(begin, build.mul(number, I64(PANEL)), I8)
+            integers = [convert(each, _vector(I32)) for each in loaded]
+        else:
+            # Those of the second half are upper halves of the bytes.
+            num_bytes = I64(format_.num_scales * format_.block // format_.group // 2)
+            loaded = self.load_columns(begin, build.mul(build.urem(number, num_bytes), I64(PANEL)), I8)
+            shift = build.trunc(build.mul(build.udiv(number, num_bytes), I64(4)), I32)
+            shifts = self.code.broadcast(shift, VECTOR_COLUMNS)
+            shifted = (build.lshr(build.zext(each, _vector(I32)), shifts) for each in loaded)
+            integers = [build.and_(each, constant(_vector(I32), 15)) for each in shifted]
+        floats = [build.sitofp(each, _vector(F32)) for each in integers]
+        if not is_scale or (format_.scale_step, format_.first_scale) == (1.0, 0.0):
+            return floats
+        step, first = (constant(_vector(F32), each) for each in (format_.scale_step, format_.first_scale))
+        return [self.code.add_product(each, step, first) for each in floats]
 
     def zeros(self, block: ir.Value, group: ir.Value) -> list[ir.Value]:
         """Return the zeros of a group as float32: two vectors of 16 columns."""
