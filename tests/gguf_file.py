@@ -65,13 +65,16 @@ HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 """Where a block has its float16: scale and minimum; others have a scale in front."""
 
 
-def random_blocks(name, shape, rng, halves=None):
+def random_blocks(name, shape, rng, halves=None, byte=None):
     """Return random blocks of a type of GGUF for an array: uint8 [..., bytes of a row].
 
-    `halves(count)` gives the float16 of scales and minima: random ones of about 0.05 unless it is given.
+    `halves(count)` gives the float16 of scales and minima: random ones of about 0.05 unless it is given. All other
+    bytes are `byte`, if it is given.
     """
     block, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, num_bytes), dtype=np.uint8)
+    if byte is not None:
+        blocks[...] = byte
     count = blocks[..., 0].size
     halves = halves or (lambda count: 0.05 * rng.normal(size=count))
     if name == "MXFP4":
@@ -88,11 +91,13 @@ def random_blocks(name, shape, rng, halves=None):
 
 
 def quantized(values, kind, rng):
-    """Return values quantized to a type, or random blocks where the package does not quantize to it."""
+    """Return values quantized to a type, or random blocks of this size where the package does not quantize to it."""
     try:
         return gguf.quantize(values, kind)
     except NotImplementedError:
-        return random_blocks(kind.name, values.shape, rng)
+        of_scale_1 = gguf.dequantize(random_blocks(kind.name, (1, 2048), rng, np.ones), kind)
+        scale = values.std() / of_scale_1.std()
+        return random_blocks(kind.name, values.shape, rng, lambda count: scale * rng.normal(size=count))
 
 
 def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, metadata=(), is_by_expert=False):

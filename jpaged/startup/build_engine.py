@@ -20,7 +20,6 @@ from ..core.engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.config.spec import ModelSpec
-from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.own_model import OwnModel
 from ..models.weights.at_load import AT_LOAD
 from ..models.weights.coded import are_mostly_floats, coded_weights, codes_note
@@ -135,10 +134,6 @@ def build_engine(
     devices = serving_devices(config)
     check_has_mesh(config, devices)
     log_devices(config, handle.config, devices)
-    if isinstance(handle.checkpoint, GGUFCheckpoint) and config.quantization != "none":
-        dtype, _ = chosen_dtypes(config, handle.spec, devices[0].platform)
-        if note := handle.checkpoint.floats_note(dtype):
-            logger.warning("weights: %s", note)
     weights_directory = _weights_directory(config, devices, handle)
     prepare = partial(
         prepare_engine,

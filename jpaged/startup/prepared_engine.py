@@ -16,6 +16,7 @@ from ..checks import one_line, refusal, shown
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
+from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.weights.at_load import AT_LOAD, formats_at_load, transposed_matrices
 from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import StoredFormats, coded_weights, reasons_for_floats, stored_formats
@@ -115,6 +116,13 @@ def prepare_engine(
         steps = engine.num_decode_steps
         reason = "a loop of steps would convert each matrix with scales of groups in front of its product"
         logger.info("num_decode_steps: %s; on a GPU %s", steps, reason)
+    if isinstance(handle.checkpoint, GGUFCheckpoint) and config.quantization != "none":
+        kept = {
+            code_format.name for _, parts, _ in coded_weights(engine.weights(dtype).state) for code_format, _ in parts
+        }
+        # Said before memory is planned, which may be too small for the floats.
+        if note := handle.checkpoint.floats_note(dtype, kept):
+            logger.warning("weights: %s", note)
     itemsize = activation_bytes(dtype, on_cpu=device.platform == "cpu")
     on_chip = handle.config.spec_on_chip(len(devices), backend.layer_ops, itemsize)
     sizes = size_engine(config, on_chip, engine, free, demands)

@@ -71,6 +71,9 @@ GEMMA_LAYER_NAMES = LAYER_NAMES | {
 CONFIG_TENSORS = ("rope_freqs.weight",)
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are not quantized."""
+FLOATS_EVERYWHERE = ("TQ1_0", "NVFP4")
+"""Types that are read and never kept: five numbers of the first share a byte, and scales of the second are small
+floats."""
 
 
 @dataclass(frozen=True)
@@ -183,20 +186,21 @@ class GGUFCheckpoint:
         """Return the file, or all parts of a split one."""
         return list(self.file.paths)
 
-    def floats_note(self, dtype: str) -> str | None:
-        """Return a clause for the log about tensors whose codes are never kept, with their bytes as floats of `dtype`.
+    def floats_note(self, dtype: str, kept: Collection[str]) -> str | None:
+        """Return a clause for the log about tensors that become floats of `dtype`, with their bytes before and after.
 
-        The result is None if there are none, as in files whose types all are in CODE_FORMATS.
+        `kept` are the types whose codes are kept. The result is None if there are no others, but for floats.
         """
         tensors = [self.file.tensors[stored] for stored in self._stored.values()]
-        widened = [each for each in tensors if each.type_name not in (*FLOAT_TYPES, *CODE_FORMATS)]
+        widened = [each for each in tensors if each.type_name not in (*FLOAT_TYPES, *kept)]
         if not widened:
             return None
         names = ", ".join(sorted({each.type_name for each in widened}))
         stored_bytes = sum(each.size_bytes for each in widened)
         float_bytes = sum(math.prod(each.shape) for each in widened) * np.dtype(dtype).itemsize
         sizes = f"{stored_bytes / 1e9:.3g} GB in the file, {float_bytes / 1e9:.3g} GB as {dtype}"
-        way_out = "take the model in Q4_0, Q6_K or Q8_0, on a CPU also Q4_K_M, which stay quantized"
+        way_out = "take the model in Q4_0, Q5_0 or Q8_0, which stay quantized everywhere, or on a CPU with the backend "
+        way_out += f"native in any type but {' and '.join(FLOATS_EVERYWHERE)}"
         return f"{len(widened)} of {len(tensors)} tensors are of {names} and become floats: {sizes}; {way_out}"
 
     def _absent_biases(self, config: DecoderConfig) -> dict[str, int]:

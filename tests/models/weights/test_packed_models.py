@@ -2,8 +2,6 @@
 
 import json
 import logging
-import re
-import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
 from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
 
-from .test_coded import CONFIG, ENGINE, SHAPES, assert_near, formats_of, loaded, write_file
+from .test_coded import CONFIG, ENGINE, SHAPES, assert_near, formats_of, loaded
+from .test_low_bits import write_file as write_low_bits
 
 pytestmark = pytest.mark.usefixtures("few_buckets")
 GROUP = 32
@@ -181,38 +179,13 @@ def test_quantizing_once_more_is_refused_by_the_name_of_the_kind(tmp_path: Path)
         Engine(str(write_model(tmp_path, "awq")), quantization="int8", **ENGINE)
 
 
-def write_iq4_nl(directory: Path) -> Path:
-    """Write a GGUF file whose matrices `up_proj` are of IQ4_NL, whose blocks have 18 bytes, as those of Q4_0 do."""
-    path = write_file(directory, kind=lambda name: GGMLQuantizationType["Q4_0" if "up_proj" in name else "F16"])
-    header = b"ffn_up.weight" + struct.pack("<IQQ", 2, 128, 96)
-    content = path.read_bytes()
-    assert content.count(header) == 2
-    kinds = [header + struct.pack("<I", kind) for kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.IQ4_NL)]
-    path.write_bytes(content.replace(*kinds))
-    return path
-
-
-def test_a_start_says_what_types_that_become_floats_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says so before memory is planned, which may be too small for the floats, and here is for the pages."""
-    path, options = write_iq4_nl(tmp_path), {**ENGINE, "num_blocks": 10**9}
-    sizes = r"2 of \d+ tensors are of IQ4_NL and become floats: 1\.38e-05 GB in the file, 9\.83e-05 GB as float32; "
-    for quantization, is_said in {"auto": True, "none": False}.items():
-        caplog.clear()
-        with pytest.raises(ConfigError, match="num_blocks"):
-            Engine(str(path), quantization=quantization, **options)
-        assert (
-            bool(re.search(f"{sizes}take the model in Q4_0, Q6_K or Q8_0, on a CPU also Q4_K_M", caplog.text))
-            is is_said
-        )
-
-
 def test_quantizing_what_cannot_be_kept_as_codes_is_refused_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of 24 values and the type IQ4_NL become floats by `auto`: those of a quantized file all the same."""
+    """Groups of 24 values and the type TQ1_0 become floats by `auto`: those of a quantized file all the same."""
     config, pack = MODELS["fp8"][0] | {"weight_block_size": [48, 24]}, partial(as_float8, group=24)
     monkeypatch.setitem(MODELS, "groups of 24", (config, pack, ""))
-    in_gguf = write_iq4_nl(tmp_path)
+    in_gguf = write_low_bits(tmp_path, {"up_proj": "TQ1_0", "": "F16"})
     message = r"got 'int8' for .*, whose weights are quantized.*allowed: auto or none, which make"
     for path in (write_model(tmp_path, "groups of 24"), in_gguf):
         with pytest.raises(ConfigError, match=message):
