@@ -59,7 +59,9 @@ def emit_decode(
         new_panel, new_target, begin, end, place_mask, new_ahead = values
         layout, new_steps = block_layout(code_format), Steps(begin, end, place_mask)
         if code_format.is_in_quads:
-            source = PackedSteps(new_code, layout, vectors.has_avx512, new_panel, new_ahead)
+            source = PackedSteps(
+                new_code, layout, vectors.has_avx512, new_panel, new_ahead, shuffles_bytes=vectors.has_avx512
+            )
             decode_quads(new_code, source, vectors, new_target, new_steps)
         else:
             Decoder(new_code, layout, vectors).emit(new_panel, new_target, new_steps, new_ahead)

@@ -79,6 +79,8 @@ class PackedSteps:
     has_avx512: bool
     panel: ir.Value
     ahead: ir.Value
+    shuffles_bytes: bool = True
+    """Whether bytes are looked up by an instruction of AVX-512 or AVX2; else by blends, on any processor."""
 
     @property
     def run_len(self) -> int:
@@ -204,6 +206,15 @@ class PackedSteps:
     def _looked_up(self, codes: ir.Value, table: Sequence[int]) -> ir.Value:
         """Return the bytes of a table of 16 that codes of 4 bits stand for."""
         code, build = self.code, self.code.build
+        if not self.shuffles_bytes:
+            # Each bit of the codes halves the entries that are left, beginning with the lowest.
+            entries = [constant(BYTE_VECTOR, value) for value in table]
+            while len(entries) > 1:
+                bit = build.and_(codes, constant(BYTE_VECTOR, len(table) // len(entries)))
+                is_set = build.icmp_unsigned("!=", bit, constant(BYTE_VECTOR, 0))
+                pairs = zip(entries[0::2], entries[1::2], strict=True)
+                entries = [build.select(is_set, upper, lower) for lower, upper in pairs]
+            return entries[0]
         if self.has_avx512:
             look_up = declare(build.module, "llvm.x86.avx512.pshuf.b.512", BYTE_VECTOR, BYTE_VECTOR, BYTE_VECTOR)
             return build.call(look_up, [ir.Constant(BYTE_VECTOR, [*table] * 4), codes])
