@@ -7,7 +7,7 @@ bytes from 0 on: what a file means by 0 is the `zero` of the format.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from jaxtyping import UInt8
@@ -56,5 +56,5 @@ def _grid_numbers(name: str) -> np.ndarray:
 _TABLES: dict[str, Callable[[], np.ndarray]] = {
     "IQ4": _iq4,
     "IQ1": _iq1,
-    **{name: (lambda name=name: _grid(name)) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+    **{name: partial(_grid, name) for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
 }

@@ -98,7 +98,7 @@ def test_products_are_those_of_the_weights_in_float32(name: str, vectors: str, m
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (place != index % 2))
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * (place != index % 2 or name == "IQ2_S"))
         for index, name in enumerate(KINDS)
         for place, dtype in enumerate(DTYPES)
     ],
