@@ -88,17 +88,23 @@ class Code:
             variable.linkage, variable.align = "internal", CACHE_LINE
         return self.build.bitcast(variable, POINTER)
 
-    def gather(self, base: ir.Value, offsets: ir.Value, *, has_avx512: bool) -> ir.Value:
-        """Load an int32 from each of 16 offsets, a vector of int32, by one instruction (AVX-512) or one by one."""
+    def gather(self, base: ir.Value, offsets: ir.Value, element_type: ir.Type, *, has_avx512: bool) -> ir.Value:
+        """Load the elements at 16 offsets, or at 8 if they are int64, by one instruction (AVX-512) or one by one.
+
+        Offsets are a vector of int32.
+        """
+        lanes = offsets.type.count
+        loaded_type = ir.VectorType(element_type, lanes)
         if has_avx512:
-            mask = ir.VectorType(ir.IntType(1), LONG_LANES)
-            arguments = [offsets.type, POINTER, offsets.type, mask, I32]
-            function = declare(self.build.module, "llvm.x86.avx512.mask.gather.dpi.512", offsets.type, *arguments)
-            return self.build.call(function, [constant(offsets.type, 0), base, offsets, constant(mask, 1), I32(4)])
-        loaded: ir.Value = ir.Constant(offsets.type, ir.Undefined)
-        for lane in range(LONG_LANES):
+            mask, kind = ir.VectorType(ir.IntType(1), lanes), "dpi" if element_type is I32 else "dpq"
+            arguments = [loaded_type, POINTER, offsets.type, mask, I32]
+            function = declare(self.build.module, f"llvm.x86.avx512.mask.gather.{kind}.512", loaded_type, *arguments)
+            scale = I32(SIZES[element_type])
+            return self.build.call(function, [constant(loaded_type, 0), base, offsets, constant(mask, 1), scale])
+        loaded: ir.Value = ir.Constant(loaded_type, ir.Undefined)
+        for lane in range(lanes):
             offset = self.build.zext(self.build.extract_element(offsets, I32(lane)), I64)
-            loaded = self.build.insert_element(loaded, self.load(base, offset, I32), I32(lane))
+            loaded = self.build.insert_element(loaded, self.load(base, offset, element_type), I32(lane))
         return loaded
 
     def store_vector(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:

@@ -139,23 +139,35 @@ class PackedSteps:
 
         An entry has one quad or two. Indices lie in quads themselves: lane c has in byte i the index i of column c.
         """
-        code, build, format_ = self.code, self.code.build, self.layout.code_format
-        quads_per_entry = format_.values_per_code // VALUES_PER_QUAD
-        index_quads_per_step = DEPTH // format_.values_per_code // VALUES_PER_QUAD
-        assert format_.table is not None, "a code has several values by a table alone"
-        grid = code.table(code_table(format_.table).view("<u4").reshape(-1).tolist(), I32)
-        for quad in range(first_quad, first_quad + self.run_len // VALUES_PER_QUAD):
-            entry_in_step, quad_in_entry = divmod(quad, quads_per_entry)
-            index_quad, byte = divmod(entry_in_step, VALUES_PER_QUAD)
-            number = build.add(build.mul(step, I64(index_quads_per_step)), I64(index_quad))
-            vectors = list[ir.Value]()
+        build, values_per_code = self.code.build, self.layout.code_format.values_per_code
+        quads_per_entry = values_per_code // VALUES_PER_QUAD
+        first_entry, num_entries = first_quad // quads_per_entry, self.run_len // values_per_code
+        for entry in range(first_entry, first_entry + num_entries):
+            index_quad, byte = divmod(entry, VALUES_PER_QUAD)
+            number = build.add(build.mul(step, I64(DEPTH // values_per_code // VALUES_PER_QUAD)), I64(index_quad))
+            quads_of_halves = list[list[ir.Value]]()
             for half in COLUMN_HALVES:
                 bits = [self._index_bits(block, field, number, byte, half) for field in self.layout.code_fields]
-                quad_number = build.mul(reduce(build.or_, bits), constant(INTEGER_VECTOR, quads_per_entry))
-                place = build.add(quad_number, constant(INTEGER_VECTOR, quad_in_entry))
-                entries = build.bitcast(code.gather(grid, place, has_avx512=self.has_avx512), BYTE_VECTOR)
-                vectors.append(self._with_signs(block, step, quad, half, entries))
-            yield vectors
+                quads_of_halves.append(self._entries(reduce(build.or_, bits)))
+            for quad, halves in enumerate(zip(*quads_of_halves, strict=True), entry * quads_per_entry):
+                yield [self._with_signs(block, step, quad, half, each) for half, each in enumerate(halves)]
+
+    def _entries(self, indices: ir.Value) -> list[ir.Value]:
+        """Return the bytes of 16 entries of the grid: a vector for each of their quads, one or two."""
+        code, build, format_ = self.code, self.code.build, self.layout.code_format
+        assert format_.table is not None, "a code has several values by a table alone"
+        entry_type = {4: I32, 8: I64}[format_.values_per_code]
+        entries = code_table(format_.table).view(f"<u{format_.values_per_code}").reshape(-1).tolist()
+        grid = code.table(entries, entry_type)
+        if entry_type is I32:
+            return [build.bitcast(code.gather(grid, indices, I32, has_avx512=self.has_avx512), BYTE_VECTOR)]
+        # Each gather has both quads of 8 columns beside each other.
+        gathered = [
+            build.bitcast(code.gather(grid, each, I64, has_avx512=self.has_avx512), INTEGER_VECTOR)
+            for each in cut_in_two(code, indices)
+        ]
+        lanes = (ir.Constant(INTEGER_VECTOR, list(range(quad, 2 * LONG_LANES, 2))) for quad in range(2))
+        return [build.bitcast(build.shuffle_vector(*gathered, each), BYTE_VECTOR) for each in lanes]
 
     def _index_bits(self, block: ir.Value, field: CodeField, index_quad: ir.Value, byte: int, half: int) -> ir.Value:
         """Return the bits of a field of an index of each of 16 columns, where indices have them.
