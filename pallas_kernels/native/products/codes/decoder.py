@@ -1,4 +1,8 @@
-"""Decodes panels of codes: to float32, or rounded to bfloat16 in pairs, as products read them (see `codes.panels`)."""
+"""Decodes panels of codes: to float32, or rounded to bfloat16 in pairs, as products read them (see `codes.panels`).
+
+Codes in chunks, which lie as the numbers will, become floats at once (`Decoder`). Those that always lie in quads are
+unpacked to bytes first, as for products of integers (`decode_quads`).
+"""
 
 from __future__ import annotations
 
