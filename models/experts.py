@@ -24,7 +24,6 @@ from .config.experts import ExpertsConfig
 from .config.shares import Run
 from .inputs import ModelInputs
 from .layers import Linear, WeightMaker, stored_matrix
-from .recipe import Source
 
 ROWS_APART = jax.__version_info__ < (0, 11)
 """Whether a CPU computes exponentials row by row."""
@@ -66,26 +65,6 @@ def _within_best_groups(wanted: Float[Array, "T E"], config: ExpertsConfig) -> F
     _, groups = jax.lax.top_k(sum_by_halves(best), config.num_chosen_groups)
     is_chosen = jnp.any(groups[:, :, None] == jnp.arange(config.num_groups)[None, None], axis=1)
     return jnp.where(is_chosen[:, :, None], by_group, -jnp.inf).reshape(wanted.shape)
-
-
-def other_sources(module: str, name: str, experts: ExpertsConfig | None) -> tuple[Source, ...]:
-    """Return in which other forms checkpoints or trees hold a module, whose usual name is `name`.
-
-    One tensor [E, out, in] may be that of all experts, whose name has no expert's number. Modules of transformers 5
-    have such tensors, without ".weight" in their names, and gates and ups in one, gates first; and Mixtral's router has
-    another name there.
-    """
-    if experts is None:
-        return ()
-    if module.endswith(".mlp.router"):
-        in_memory = Source("model.layers.{i}.mlp.gate")
-        return () if name == in_memory.name else (in_memory,)
-    if ".{e}." not in module or ".{e}" not in name:
-        return ()
-    width, part = experts.width, module.rpartition(".")[2]
-    blocks = {"gate_proj": ((0, width),), "up_proj": ((width, 2 * width),)}.get(part)
-    joined = "model.layers.{i}.mlp.experts." + ("gate_up_proj" if blocks else part)
-    return Source(name.replace(".{e}", "")), Source(joined, blocks, ends={"weight": ""})
 
 
 def tokens_of_experts(experts: Int[Array, "T k"], counted: Bool[Array, " T"], num_experts: int) -> Int[Array, " E"]:

@@ -7,42 +7,17 @@ and columns of Wᵀ [out, in], as most checkpoints store a matrix; a vector has 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flax import nnx
 
 from .config.shares import Run, true_size
 from .formats.checkpoint import shape_of_rows
+from .sources import Bounds, Source
 
-Bounds = tuple[int, int]
-"""Start and stop of a range of rows or columns."""
 Path = tuple[Any, ...]
 """Path of a weight in its model, such as ("layers", 3, "mlp", "down_proj", "weight")."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a checkpoint keeps the weight and the bias of one module, or of one part of a fused module."""
-
-    name: str
-    """Name of the checkpoint's module; {i} stands for the layer, {e} for an expert. The source of an expert's module
-    without {e} in its name is a tensor of all experts, [E, out, in] or, of biases, [E, out]."""
-    blocks: tuple[Bounds, ...] | None = None
-    """Ranges of the tensor's rows [out] that make up the rows of the part, in order; None for all rows."""
-    is_transposed: bool = False
-    """Whether the checkpoint stores its matrix as W [in, out]."""
-    step: int = 1
-    """Distance of the rows of a block: gates in the rows 0, 2, 4 and 6 of 8 are the block (0, 8) with the step 2."""
-    ends: Mapping[str, str] = field(default_factory=dict)
-    """Name of a variable → what follows `name`; a dot and the variable's own name if it is not here."""
-    others: tuple[Source, ...] = ()
-    """Where other checkpoints keep them: the first one whose tensor a checkpoint holds counts, if it lacks this one."""
-
-    def tensor(self, variable: str, numbers: Mapping[str, int], *, has_layer: bool = True) -> str:
-        """Return the usual name of the tensor of a variable, such as "weight"; without its layer if not `has_layer`."""
-        template = self.name if has_layer else self.name.replace("{i}.", "")
-        return template.format(**numbers) + self.ends.get(variable, f".{variable}")
 
 
 @dataclass(frozen=True)

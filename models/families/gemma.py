@@ -7,28 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_sizes, windows_by_type
 from ..config.rope import context_len, read_rope, read_ropes_by_type, rope_fields
-from ..decoder import Decoder, DecoderLayer
+from ..family import ModelFamily
 from ..fields import Fields
-from ..layers import RMSNormPlusOne, WeightMaker
 from .llama import TENSOR_NAMES, read_biases
 from .qwen3 import QK_NORM_NAMES
 from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 
 
-class SandwichLayer(DecoderLayer):
-    """A layer with a norm in front of and behind attention, and in front of and behind the MLP."""
-
-    norm = RMSNormPlusOne
-    norms_behind = {"attention": "attention_out_norm", "mlp": "mlp_out_norm"}
-
-
-class Gemma2(Decoder):
+class Gemma2(ModelFamily):
     """Gemma 2."""
 
     config_defaults = {
@@ -44,12 +34,7 @@ class Gemma2(Decoder):
         "layers.{i}.mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
         "layers.{i}.mlp_out_norm": "model.layers.{i}.post_feedforward_layernorm",
     }
-    layer_class = SandwichLayer
-
-    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        super().__init__(config, make=make)
-        # √D is rounded to the dtype of the weights, as in transformers.
-        self.embedding_multiplier = float(np.asarray(config.hidden_size**0.5, make.dtype))
+    decoder = "decoders.gemma.GemmaDecoder"
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:

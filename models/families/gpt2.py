@@ -8,16 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from jaxtyping import Array, Float
-
 from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
-from ..decoder import MLP, Decoder, DecoderLayer
+from ..family import ModelFamily
 from ..fields import Fields
-from ..inputs import ModelInputs
-from ..layers import Embedding, LayerNorm, WeightMaker
-from ..recipe import Source
+from ..sources import Source
 
 OLD_KEYS = {
     "n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads",
@@ -26,14 +22,7 @@ OLD_KEYS = {
 """GPT-2's own key in config.json → the usual key, which counts if both are there."""
 
 
-class GPT2Layer(DecoderLayer):
-    """A layer with LayerNorm and an MLP without a gate."""
-
-    norm = LayerNorm
-    mlp_class = MLP
-
-
-class GPT2(Decoder):
+class GPT2(ModelFamily):
     """GPT-2."""
 
     config_defaults = {
@@ -58,17 +47,7 @@ class GPT2(Decoder):
         "norm": "transformer.ln_f",
         "head": "lm_head",
     }
-    layer_class = GPT2Layer
-
-    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        super().__init__(config, make=make)
-        make = replace(make, keeps_codes=False)  # A table of positions is small.
-        size = config.max_context_len, config.hidden_size
-        self.positions = Embedding(*size, is_tied=False, make=make, axis=None, stays_floats=True)
-
-    def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
-        """Return the residual stream before the first layer: vectors of tokens plus vectors of positions."""
-        return self.embed(inputs.token_ids) + self.positions(inputs.attention.positions)
+    decoder = "decoders.gpt2.GPT2Decoder"
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:

@@ -8,19 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import jax
-from jaxtyping import Array, Float
-
 from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..config.rope import context_len, read_rope, rope_fields
-from ..decoder import MLP, Decoder, DecoderLayer
-from ..experts import LayerOutput
+from ..family import ModelFamily
 from ..fields import Fields
-from ..inputs import ModelInputs
-from ..layers import LayerNorm, WeightMaker
-from ..recipe import Source
+from ..sources import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,34 +24,7 @@ class GPTNeoXConfig(DecoderConfig):
     is_parallel: bool = True
 
 
-class GPTNeoXLayer(DecoderLayer):
-    """A layer in which attention and MLP either both read the layer's input, or the MLP reads the stream after
-    attention."""
-
-    norm = LayerNorm
-    mlp_class = MLP
-
-    def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
-        super().__init__(config, index, make=make)
-        assert isinstance(config, GPTNeoXConfig), "read_config makes it"
-        self.is_parallel = config.is_parallel
-
-    @jax.jit
-    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs) -> LayerOutput:
-        """Return the residual stream after the layer: the outputs of attention and MLP are added to `x_TD`.
-
-        `out_TNH` is what `cache.attend` returned; `inputs` are unused. In a parallel layer the MLP reads `x_TD`, and
-        otherwise the stream with attention's output added.
-        """
-        if not self.is_parallel:
-            return super().after(x_TD, out_TNH, inputs)
-        # transformers adds both outputs first; another order would round differently.
-        attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-        mlp_TD = self.chain(x_TD, self.mlp.as_products(self.mlp_norm.as_row_norm()))
-        return LayerOutput(x_TD + (mlp_TD + attended_TD))
-
-
-class GPTNeoX(Decoder):
+class GPTNeoX(ModelFamily):
     """GPT-NeoX and Pythia."""
 
     config_defaults = {
@@ -78,7 +45,7 @@ class GPTNeoX(Decoder):
         "head": "lm_head",
     }
     other_names = {"lm_head.weight": "embed_out.weight"}
-    layer_class = GPTNeoXLayer
+    decoder = "decoders.gpt_neox.GPTNeoXDecoder"
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:

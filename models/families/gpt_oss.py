@@ -8,10 +8,10 @@ from ...pallas_kernels.activations import SWIGLU_LIMIT
 from ..config.decoder import DecoderConfig
 from ..config.experts import EXPERT_TRAINING_KEYS, read_experts
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, windows_by_type
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from ..formats.packed_matrix import BLOCKS
-from ..recipe import Source
+from ..sources import Source
 from .llama import ATTENTION_NAMES, read_biases, read_llama, rope_of
 
 YARN = {
@@ -22,7 +22,7 @@ ENDS = {"weight": "", "bias": "_bias"}
 """What follows the names of all experts' tensors."""
 
 
-class GptOss(Decoder):
+class GptOss(ModelFamily):
     """GPT-OSS."""
 
     config_defaults = {

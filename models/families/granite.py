@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from .llama import TENSOR_NAMES, read_biases, read_llama
 
 
-class Granite(Decoder):
+class Granite(ModelFamily):
     """Granite 3, dense."""
 
     config_defaults = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}

@@ -11,7 +11,7 @@ from ...pallas_kernels.activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_head_size, read_sizes
 from ..config.rope import RopeConfig, context_len, read_rope, rope_fields
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 
 TENSOR_NAMES = {
@@ -77,7 +77,7 @@ def read_biases(fields: Fields, *, has_mlp_key: bool = False) -> dict[str, Any]:
     return {"qkv_bias": has_bias, "out_bias": has_bias, "mlp_bias": mlp_bias}
 
 
-class Llama(Decoder):
+class Llama(ModelFamily):
     """Llama."""
 
     config_defaults = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}

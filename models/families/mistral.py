@@ -8,13 +8,13 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..config.experts import EXPERT_TRAINING_KEYS, read_experts
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from .llama import ATTENTION_NAMES, TENSOR_NAMES, read_llama, rope_of
 from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 
 
-class Mistral(Decoder):
+class Mistral(ModelFamily):
     """Mistral."""
 
     config_defaults = {
@@ -40,7 +40,7 @@ class Mistral(Decoder):
         return read_llama(fields, windows=(window,) * len(layer_types))
 
 
-class Mixtral(Decoder):
+class Mixtral(ModelFamily):
     """Mixtral."""
 
     config_defaults = {

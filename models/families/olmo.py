@@ -10,22 +10,13 @@ from ..config.decoder import DecoderConfig
 from ..config.experts import EXPERT_TRAINING_KEYS, read_experts
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_ropes_by_type
-from ..decoder import Decoder, DecoderLayer
+from ..family import ModelFamily
 from ..fields import Fields
-from ..layers import RMSNormFloat32
 from .llama import ATTENTION_NAMES, EXPERT_NAMES, TENSOR_NAMES, read_biases, read_llama
 from .qwen3 import QK_NORM_NAMES
 
 
-class PostNormLayer(DecoderLayer):
-    """A layer that norms what attention and MLP give, and not what they get."""
-
-    norm = RMSNormFloat32
-    norms_in_front = {}
-    norms_behind = DecoderLayer.norms_in_front
-
-
-class Olmo2(Decoder):
+class Olmo2(ModelFamily):
     """OLMo 2."""
 
     config_defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
@@ -35,7 +26,7 @@ class Olmo2(Decoder):
         "layers.{i}.attention_norm": "model.layers.{i}.post_attention_layernorm",
         "layers.{i}.mlp_norm": "model.layers.{i}.post_feedforward_layernorm",
     }
-    layer_class = PostNormLayer
+    decoder = "decoders.olmo.PostNormDecoder"
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
@@ -70,7 +61,7 @@ class Olmo3(Olmo2):
         )
 
 
-class Olmoe(Decoder):
+class Olmoe(ModelFamily):
     """OLMoE: norms in front, as in Llama, norms of all queries and of all keys, and experts on all layers."""
 
     config_defaults = {

@@ -8,16 +8,16 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_head_size
 from ..config.rope import RopeConfig, read_rope, rope_fields
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
-from ..recipe import Source
+from ..sources import Source
 from .llama import TENSOR_NAMES, read_llama
 
 LONGROPE_NAMES = ("su", "yarn", "longrope")
 """What files call longrope."""
 
 
-class Phi3(Decoder):
+class Phi3(ModelFamily):
     """Phi-3, Phi-3.5 and Phi-4 without experts or images."""
 
     config_defaults = {

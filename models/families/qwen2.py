@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, windows_by_type
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from .llama import TENSOR_NAMES, read_llama
 
@@ -27,7 +27,7 @@ def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     return windows_by_type(fields, read_layer_types(fields, default), window)
 
 
-class Qwen2(Decoder):
+class Qwen2(ModelFamily):
     """Qwen2 and Qwen2.5."""
 
     config_defaults = {"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 32}

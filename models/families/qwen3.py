@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from .llama import TENSOR_NAMES, read_biases, read_llama
 from .qwen2 import Qwen2, read_qwen_windows
@@ -14,7 +14,7 @@ QK_NORM_NAMES = {
 }
 
 
-class Qwen3(Decoder):
+class Qwen3(ModelFamily):
     """Qwen3, dense."""
 
     config_defaults = Qwen2.config_defaults | {"head_dim": 128}

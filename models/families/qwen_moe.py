@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..config.experts import EXPERT_TRAINING_KEYS, read_experts, read_sparse_layers
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, windows_by_type
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from .llama import EXPERT_NAMES, TENSOR_NAMES, read_biases, read_llama
 from .qwen3 import QK_NORM_NAMES
@@ -21,7 +21,7 @@ def _window(fields: Fields) -> int | None:
     return fields.integer("sliding_window") if is_used and has_window else None
 
 
-class Qwen2Moe(Decoder):
+class Qwen2Moe(ModelFamily):
     """Qwen2-MoE and Qwen1.5-MoE: every token also takes a shared expert, whose output a sigmoid scales."""
 
     config_defaults = {
@@ -67,7 +67,7 @@ class Qwen2Moe(Decoder):
         )
 
 
-class Qwen3Moe(Decoder):
+class Qwen3Moe(ModelFamily):
     """Qwen3-MoE."""
 
     config_defaults = {

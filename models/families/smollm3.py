@@ -8,12 +8,12 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_rope, rope_fields
-from ..decoder import Decoder
+from ..family import ModelFamily
 from ..fields import Fields
 from .llama import TENSOR_NAMES, read_biases, read_llama
 
 
-class SmolLM3(Decoder):
+class SmolLM3(ModelFamily):
     """SmolLM3."""
 
     config_defaults = {

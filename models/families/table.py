@@ -1,14 +1,12 @@
-"""The table of model families: which class computes which architecture. A family's own file says everything else."""
+"""The table of model families: which class describes which architecture. A family's own file says everything else."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..decoder import Decoder
+from ..family import ModelFamily
 
 
 @dataclass(frozen=True)
@@ -23,10 +21,10 @@ class Family:
     gguf: str | None = None
     """`general.architecture` of GGUF files of the family; None if none are read."""
 
-    def load(self) -> type[Decoder]:
+    def load(self) -> type[ModelFamily]:
         """Import the family's module and return its class."""
         module, name = self.class_path.split(".")
-        found: type[Decoder] = getattr(importlib.import_module(f".{module}", __package__), name)
+        found: type[ModelFamily] = getattr(importlib.import_module(f".{module}", __package__), name)
         return found
 
 
@@ -62,6 +60,6 @@ BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 BY_GGUF = {family.gguf: family for family in FAMILIES if family.gguf}
 
 
-def model_class(architecture: str) -> type[Decoder]:
-    """Return the class that computes an architecture of the table."""
+def family_class(architecture: str) -> type[ModelFamily]:
+    """Return what describes the family of an architecture of the table."""
     return BY_ARCHITECTURE[architecture].load()

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 from ..fields import Fields, read_json_object
 from ..formats.checkpoint import Checkpoint, Subtree, are_equal
 from ..formats.files import CONFIG_FILE, TREE_FILE
@@ -71,7 +71,7 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
     if the checkpoint stores both the embedding and the head, and they differ; their values are read to compare them.
     Nothing changes if the embedding is missing.
     """
-    model, names = model_class(config.architecture), checkpoint.names()
+    model, names = family_class(config.architecture), checkpoint.names()
     stored_name = model.naming(names, is_tied=config.tie_word_embeddings)
     embedding, head = model.embedding_and_head(stored_name)
     if embedding not in names:

@@ -17,7 +17,7 @@ from ...pallas_kernels.code_formats import (
 )
 from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 from ..formats.checkpoint import Checkpoint, CheckpointView, read_finite, shape_of_rows
 from .coded import FLOAT32_MAX, StoredFormats
 
@@ -45,7 +45,7 @@ def transposed_matrices(config: DecoderConfig, held: Collection[str]) -> frozens
 
     `held` are the names in the checkpoint at hand.
     """
-    model = model_class(config.architecture)
+    model = family_class(config.architecture)
     stored_name = model.naming(held, is_tied=config.may_store_one_matrix)
     sources = [source for source in model.sources(config).values() if source.is_transposed]
     layers = range(config.num_layers)

@@ -28,7 +28,7 @@ from ..config.decoder import DecoderConfig
 from ..decoder import Decoder
 from ..dense import dense_logits
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 from ..formats.checkpoint import Checkpoint
 from ..layers import Axes
 from ..recipe import Piece, Recipes
@@ -299,7 +299,7 @@ def load_checkpoint_module(
     origin = ModuleOrigin(model, bare, json.dumps(config.source, sort_keys=True), compute_dtype, directory)
     plan = _plan(origin)
     check_tensors(plan.live.abstract, config, checkpoint)
-    stored_name = model_class(config.architecture).naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
+    stored_name = family_class(config.architecture).naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
     stored = set(checkpoint.names())
     if absent := [name for name in plan.recipes.shapes if stored_name(name) not in stored]:
         fault = f"its tensors of experts have another form than {absent[0]}, which a module's parameters have"

@@ -18,7 +18,7 @@ from flax import nnx
 
 from ...pallas_kernels.code_formats import CodeFormat
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 from ..recipe import Path, Piece, StackedName
 from .loading import Weights, recipes_for
 from .weight_recipe import RecipeInputs, WeightRecipe, make_weight, recipe_of
@@ -123,7 +123,7 @@ def names_of_forms(abstract: Weights) -> list[list[str]]:
     config = abstract.config
     if config is None:
         return []
-    sources = model_class(config.architecture).sources(config).values()
+    sources = family_class(config.architecture).sources(config).values()
     num_forms = 1 + max(len(source.others) for source in sources)
     own_form = list[str]()
     other_forms = [

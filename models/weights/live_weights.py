@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from ...sharding import replicated, reshard
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 from ..formats.checkpoint import DTYPES
 from ..formats.tree_checkpoint import named_leaves
 from ..recipe import Path
@@ -329,7 +329,7 @@ class LiveWeights:
         config = self.abstract.config
         if config is None:
             return frozenset(names)
-        ignored = model_class(config.architecture).ignored_tensors
+        ignored = family_class(config.architecture).ignored_tensors
         return frozenset(name for name in names if ignored.search(name))
 
     def _twin(self, names: Collection[str]) -> Twin | None:
@@ -342,7 +342,7 @@ class LiveWeights:
         config = self.abstract.config
         if config is None or not config.tie_word_embeddings:
             return None
-        model = model_class(config.architecture)
+        model = family_class(config.architecture)
         embedding, head = model.embedding_and_head(model.naming(names, is_tied=True))
         if head == embedding or head not in names:
             return None

@@ -26,7 +26,7 @@ from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps, write_rows
 from ...sharding import TENSOR_AXIS, sharding_of
 from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 from ..formats.checkpoint import Checkpoint
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..layers import Axes, WeightMaker, has_expert_axis
@@ -113,14 +113,14 @@ def abstract_weights(
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    model_type = model_class(config.architecture)
+    family = family_class(config.architecture)
     keeps_bytes = bool(formats) and ops.columns_of_codes is not None and mesh.size == 1
     num_shards = mesh.shape[TENSOR_AXIS]
     spread_over = mesh if num_shards > 1 else None
     make = WeightMaker(new, num_shards, dtype, ops, keeps_codes=keeps_bytes, mesh=spread_over)
-    model = model_type(config, make=make)
+    model = family.decoder_class()(config, make=make)
     graph, state = nnx.split(model)
-    weights = Weights(graph, state, ops.stream_dtype(dtype), model_type.logits_modules, config)
+    weights = Weights(graph, state, ops.stream_dtype(dtype), family.logits_modules, config)
     if not formats:
         return weights
     recipes = recipes_for(weights, config, [name for name, _ in formats])
@@ -266,7 +266,7 @@ def _load_all(
 
 def recipes_for(abstract: Weights, config: DecoderConfig, stored_names: Collection[str]) -> Recipes:
     """Return how the weights are made of the tensors of a checkpoint, which has `stored_names`."""
-    model = model_class(config.architecture)
+    model = family_class(config.architecture)
     stored_name = model.naming(stored_names, is_tied=config.may_store_one_matrix)
     return make_recipes(abstract.state, model.sources(config), stored_name, stored_names)
 
@@ -278,7 +278,7 @@ def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Chec
     model that stores it twice. The message has the names of all missing and all unknown tensors. If several subtrees of
     a training state might be the model, the error asks for one of them.
     """
-    model = model_class(config.architecture)
+    model = family_class(config.architecture)
     stored_names = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
     if config.tie_word_embeddings:
         # If a checkpoint stores a tied matrix twice, `open_checkpoint` has found both equal; the head is not needed. If

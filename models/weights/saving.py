@@ -20,7 +20,7 @@ from flax import nnx
 from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps, StoredMatrix
 from ...pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns
 from ..config.decoder import DecoderConfig
-from ..families.table import BY_ARCHITECTURE, model_class
+from ..families.table import BY_ARCHITECTURE, family_class
 from ..formats.checkpoint import UnsavedTensor
 from ..formats.files import CONFIG_FILE, TREE_FILE, write_manifest
 from ..formats.orbax_checkpoint import write_orbax
@@ -140,7 +140,7 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
     together from several pieces. So recipes, which say which blocks of tensors make a weight, are read backwards here.
     A tensor has the dtype of the weight that its first piece is in.
     """
-    recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
+    recipes = make_recipes(weights.state, family_class(config.architecture).sources(config))
     leaves = dict(nnx.to_flat_state(weights.state))
     parts: defaultdict[str, list[tuple[_Stored, Piece]]] = defaultdict(list)  # Tensor → what is in it.
     for path, pieces in recipes.pieces.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
-from ..families.table import model_class
+from ..families.table import family_class
 
 OPTIMIZER_TREES = frozenset(
     {"opt", "optim", "optimizer", "tx", "adam", "mu", "nu", "momentum", "grads", "gradients", "history"}
@@ -59,7 +59,7 @@ def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
     if a subtree has it too. It is also empty if neither name is found. It has several entries if `likeliest_prefixes`
     cannot decide between subtrees.
     """
-    model = model_class(config.architecture)
+    model = family_class(config.architecture)
     embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
     if any(model.naming(names)(anchor) in names for anchor in (embedding, norm)):
         return []

@@ -18,10 +18,10 @@ from safetensors.numpy import save_file
 from jpaged import Engine, SamplingParams
 from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.config.hf import FULL, num_layers_of, read_layer_types, windows_by_type
-from jpaged.models.decoder import Decoder
 from jpaged.models.families import table
 from jpaged.models.families.llama import TENSOR_NAMES, read_llama
 from jpaged.models.families.table import Family
+from jpaged.models.family import ModelFamily
 from jpaged.models.fields import Fields
 from jpaged.models.weights.saving import save_checkpoint
 from jpaged.step import step_sizes
@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {**SIZES, "block_size": 4, "long_prefill_token_thresho
 """Prompts come in chunks of 7 tokens."""
 
 
-class SinkLlama(Decoder):
+class SinkLlama(ModelFamily):
     """Llama with sinks and windows by layer type."""
 
     tensor_names = TENSOR_NAMES | {"layers.{i}.attention": "model.layers.{i}.self_attn"}
@@ -54,7 +54,7 @@ class SinkLlama(Decoder):
 class SinkFamily(Family):
     """The line of the table for `SinkLlama`, which is no part of the package."""
 
-    def load(self) -> type[Decoder]:
+    def load(self) -> type[ModelFamily]:
         return SinkLlama
 
 

@@ -18,7 +18,7 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from jpaged import ConfigError, Engine
-from jpaged.models.families.table import model_class
+from jpaged.models.families.table import family_class
 from jpaged.models.opening.open_checkpoint import read_config
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.recipe import make_recipes
@@ -81,7 +81,7 @@ def save_random(directory: Path, content: dict[str, Any]) -> Path:
     config = config_from_hf(content, Path("config.json"))
     state = abstract_weights(config, "float32", device_mesh(jax.devices()[:1])).state
     rng, tensors = np.random.default_rng(0), {}
-    for name, shape in make_recipes(state, model_class(config.architecture).sources(config)).shapes.items():
+    for name, shape in make_recipes(state, family_class(config.architecture).sources(config)).shapes.items():
         drawn = rng.normal(0, 1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.3, shape)
         tensors[name] = (1 + drawn if "norm" in name else drawn).astype(np.float32)
     tensors["model.embed_tokens.weight"] *= 5

@@ -9,21 +9,20 @@ import numpy as np
 import pytest
 
 from jpaged.models.config.decoder import DecoderConfig
-from jpaged.models.decoder import DecoderLayer
+from jpaged.models.decoder import Decoder, DecoderLayer
 from jpaged.models.dense import dense_logits
 from jpaged.models.experts import LayerOutput
-from jpaged.models.families.smollm3 import SmolLM3
 from jpaged.models.layers import WeightMaker
 from jpaged.models.opening.open_checkpoint import read_config
 
 SMOLLM3 = Path(__file__).parents[1] / "golden" / "families" / "smollm3"
 
 
-def small(layer: type[DecoderLayer]) -> tuple[SmolLM3, DecoderConfig]:
+def small(layer: type[DecoderLayer]) -> tuple[Decoder, DecoderConfig]:
     """Return a model of four layers of this class, with random weights."""
     config, rng = read_config(SMOLLM3), np.random.default_rng(0)
     make = WeightMaker(lambda shape, axes, fill: jnp.asarray(rng.normal(size=shape), "float32"), 1, "float32")
-    return type("Model", (SmolLM3,), {"layer_class": layer})(config, make=make), config
+    return type("Model", (Decoder,), {"layer_class": layer})(config, make=make), config
 
 
 def test_a_layer_is_made_with_its_index_and_sees_the_inputs_in_one_trace_for_all() -> None:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.families.table import model_class
+from jpaged.models.families.table import family_class
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
@@ -47,7 +47,7 @@ def write(directory: Path, name: str, tensors: dict[str, np.ndarray]) -> Path:
 def names_of(name: str) -> tuple[str, str]:
     """Return what the checkpoint of a golden model calls its embedding, and would call its head."""
     config, checkpoint = open_checkpoint(GOLDEN / name)
-    model = model_class(config.architecture)
+    model = family_class(config.architecture)
     stored = model.naming(checkpoint.names())
     return stored(f"{model.tensor_names['embed']}.weight"), stored(f"{model.tensor_names['head']}.weight")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jpaged.models.families.table import model_class
+from jpaged.models.families.table import family_class
 from jpaged.models.formats.tree_checkpoint import TreeCheckpoint
 from jpaged.models.layers import WeightMaker
 from jpaged.models.opening.open_checkpoint import open_checkpoint
@@ -44,7 +44,7 @@ def test_tables_and_experts_of_gpt_oss_fill_whole_tiles_on_each_device(num_devic
         return jax.ShapeDtypeStruct(shape, "bfloat16")
 
     make = WeightMaker(new, num_devices, "bfloat16", TPU_OPS, mesh=MESH)
-    model = model_class(config.architecture)(replace(config, spreads_experts=is_by_expert), make=make)
+    model = family_class(config.architecture).decoder_class()(replace(config, spreads_experts=is_by_expert), make=make)
     experts = model.layers[0].mlp.experts
     inner = 2880 if num_devices == 1 or is_by_expert else 8 * 384
     assert model.embed.weight.shape == (201088, 2944)

@@ -1,0 +1,1 @@
+"""Decoders of families whose layers differ from those of the others."""
