@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import msgspec
-from flax import nnx
 
 from .checks import refusal, shown
 from .config.engine_config import EngineConfig
@@ -39,6 +38,9 @@ from .text.parsed_outputs import OutputParser
 from .text.prompt_params import CheckedParams, tokenizer_for
 from .text.prompts import ChatOptions, EncodedPrompt
 
+if TYPE_CHECKING:
+    from flax import nnx
+
 
 class Engine(ResearchCalls):
     """One model behind a paged cache.
@@ -65,7 +67,7 @@ class Engine(ResearchCalls):
         configuration is then unchanged and executables are not kept for later runs.
         """
         refuse_traced("Engine")
-        if isinstance(model, nnx.Module):
+        if not isinstance(model, str | None) and _is_module(model):
             config = EngineConfig(model=type(model).__name__, **options)
             self._start(build_engine(config, open_module(config, model, call=call, head=logits)))
             return
@@ -521,3 +523,10 @@ class Engine(ResearchCalls):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def _is_module(model: object) -> bool:
+    """Return whether a model is an nnx module; an engine of a named model imports no flax."""
+    from flax import nnx
+
+    return isinstance(model, nnx.Module)

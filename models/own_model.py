@@ -11,12 +11,11 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
@@ -27,8 +26,13 @@ from .errors import ModelLoadError
 from .formats.checkpoint import DTYPES
 from .inputs import call_fault
 from .recipe import Path
-from .served import ModuleGraph, split_module
-from .weights.loading import Weights, with_value
+from .weights.weight_state import flat_state, state_of, with_value
+from .weights.weights import Weights
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from .served import ModuleGraph
 
 AXES_KEYS = ("logical_axes", "out_sharding", "sharding_names")
 """Metadata of a variable that may name its logical axes, as flax does in one version or another."""
@@ -88,7 +92,7 @@ class OwnModel:
     @property
     def axis_names(self) -> set[str]:
         """Return all names that the module's variables give to axes."""
-        leaves = (leaf for _, leaf in nnx.to_flat_state(self.state))
+        leaves = (leaf for _, leaf in flat_state(self.state))
         return {name for leaf in leaves for names in _names_of_axes(leaf) for name in names}
 
     @property
@@ -97,7 +101,7 @@ class OwnModel:
 
         The result is 0 if all of these are vectors and scalars: those of the hidden size are whole with names too.
         """
-        unnamed = [leaf for _, leaf in nnx.to_flat_state(self.state) if not _names_of_axes(leaf)]
+        unnamed = [leaf for _, leaf in flat_state(self.state) if not _names_of_axes(leaf)]
         if all(len(leaf.shape) < 2 for leaf in unnamed):
             return 0
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in unnamed)
@@ -127,8 +131,8 @@ class OwnModel:
                 raise ModelLoadError(f"model: {fault}, wanted a multiple of the {mesh.size} devices: nothing is padded")
             return with_value(leaf, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split_at(mesh, axis)))
 
-        state = nnx.from_flat_state({path: placed(path, leaf) for path, leaf in nnx.to_flat_state(self.state)})
-        top_modules = tuple(dict.fromkeys(path[0] for path, _ in nnx.to_flat_state(self.state)))
+        state = state_of({path: placed(path, leaf) for path, leaf in flat_state(self.state)})
+        top_modules = tuple(dict.fromkeys(path[0] for path, _ in flat_state(self.state)))
         return Weights(self.graph, state, None, top_modules)
 
 
@@ -159,6 +163,10 @@ def open_own_model(
     # Windows may be integers of numpy. An `activation_width` of 0 stands for an estimate of values per token.
     layers = (replace(layer, window=layer.window and int(layer.window)) for layer in spec.layers)
     spec = replace(spec, layers=tuple(layers), activation_width=spec.activation_width or 16 * spec.hidden_size)
+    from flax import nnx
+
+    from .served import split_module
+
     graph, state = split_module(module, call, head)
     arrays: dict[str, Any] = {}
     abstract: dict[Any, Any] = {}
@@ -185,7 +193,7 @@ def _names_of_axes(leaf: Any) -> tuple[tuple[str, ...], ...]:
     An axis may have several names, as in a PartitionSpec, or none. Example: ("embed", None, ("fsdp", "tp")) gives
     (("embed",), (), ("fsdp", "tp")).
     """
-    metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    metadata = leaf.get_metadata() if hasattr(leaf, "get_metadata") else {}
     for value in map(metadata.get, AXES_KEYS):
         spec = value.spec if isinstance(value, NamedSharding) else value
         if isinstance(spec, tuple | PartitionSpec):

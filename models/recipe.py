@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flax import nnx
-
 from .config.shares import Run, true_size
 from .formats.checkpoint import shape_of_rows
 from .sources import Bounds, Source
@@ -95,6 +93,8 @@ def make_recipes(
     2 and 3 of k, then of v. So the recipe is four pieces: rows (0, 2) and (2, 4) of the tensor of k at rows (0, 2) and
     (4, 6) of the weight, and those of the tensor of v at rows (2, 4) and (6, 8).
     """
+    from flax import nnx  # A start whose weights are kept makes no recipes.
+
     pieces, tensors = dict[Path, tuple[Piece, ...]](), _Tensors(stored_name, frozenset(held))
     for path, leaf in nnx.to_flat_state(state):
         layout = _layout_of(path, leaf)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ..core.engine_loop import EngineLoop
@@ -17,6 +16,9 @@ from .arrays import LogprobComparison
 from .rollouts import Rollouts
 from .scores import Scorer, Scores, TopLogprobs
 from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 class ResearchCalls:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import check, integer, one_of, refusal, told
 from ..errors import ConfigError
-from ..models.weights.loading import Weights
+from ..models.weights.weights import Weights
 from ..startup.build_engine import EngineComponents
 from ..step.freed_memory import return_freed_memory
 from ..step.jax_settings import engine_settings

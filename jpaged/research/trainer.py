@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ..checks import boolean, check, integer, or_none, refusal
@@ -14,7 +13,6 @@ from ..core.step_thread import StepThread
 from ..errors import ConfigError
 from ..intake.offline import as_prompts, one_for_each
 from ..messages import Params, ResultForm
-from ..models.weights.live_weights import LiveWeights
 from ..sampling.sampling_params import SamplingParams
 from ..step.jax_settings import engine_settings
 from ..text.prompts import check_priority
@@ -22,12 +20,17 @@ from .arrays import LogprobComparison, compare, for_arrays
 from .rollouts import Rollouts
 from .scores import Scorer
 
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from ..models.weights.live_weights import LiveWeights
+
 
 class Trainer:
     """The calls of `Engine` beside a trainer, over the engine's loop; see there for what they promise."""
 
-    def __init__(self, batch: BatchRunner, live: LiveWeights):
-        """`batch` is that of the engine; `live` says what a trainer's arrays become."""
+    def __init__(self, batch: BatchRunner, live: Callable[[], LiveWeights]):
+        """`batch` is that of the engine; `live` returns what says what a trainer's arrays become."""
         self.batch, self.live, self.loop = batch, live, batch.loop
         self.runner, self.versions, self.sleeping = self.loop.runner, self.loop.versions, self.loop.sleep
         self.thread, self.scorer = StepThread(self.loop), Scorer(batch)
@@ -37,7 +40,7 @@ class Trainer:
         """Return the engine's weights in its own layout; raise ConfigError while they are away."""
         if not self.runner.store.leaves:
             raise refusal("params", "an engine that sleeps, without weights", "one that has them", error=ConfigError)
-        return self.runner.weights.state
+        return self.runner.weights.built.state
 
     def submit(
         self,
@@ -104,9 +107,9 @@ class Trainer:
         number = self.versions.check_options(version, in_flight, copy)
         with engine_settings():
             held = {".".join(map(str, path)): leaf for path, leaf in self.runner.store.by_path.items()}
-            checked = self.live.check(params, held)
+            checked = self.live().check(params, held)
             self.loop.drain(in_flight)
-            self.runner.store.update(self.live, checked, self.loop.plan.get, copy=copy)
+            self.runner.store.update(self.live(), checked, self.loop.plan.get, copy=copy)
             self.versions.advance(number)
             # Kept pages are read by the scales that they were written with; an engine that sleeps has none.
             if in_flight != "keep" or not self.runner.has_state:

@@ -28,7 +28,8 @@ from ..models.own_model import OwnModel
 from ..models.traces import computes_outputs, constant_output, draws_random_numbers, num_attention_calls
 from ..models.weights.code_arrays import converted_bytes
 from ..models.weights.coded import StoredFormats
-from ..models.weights.loading import Weights, abstract_weights
+from ..models.weights.kept_shapes import kept_shapes
+from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales, is_quantized, scale_shapes
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -70,6 +71,8 @@ class AbstractEngine:
     """The formats of a checkpoint's tensors, if those that are codes are to stay so."""
     counts_expert_tokens: bool = False
     """Whether steps count the tokens of each expert; only for a model that has experts."""
+    shapes_in: Path | None = None
+    """Directory in which the shapes of weights are kept for later starts; None for none."""
 
     @cached_property
     def groups(self) -> LayerGroups:
@@ -98,7 +101,12 @@ class AbstractEngine:
         """Return the shapes of the weights with their placement."""
         if isinstance(self.model, OwnModel):
             return self.model.weights(self.mesh)
-        return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops, self.formats)
+        what = dtype, self.mesh, self.backend.layer_ops, self.formats
+        if self.shapes_in is not None and self.platform == "cpu" and self.num_chips == 1:
+            return kept_shapes(self.shapes_in, self.backend, self.model, *what)
+        from ..models.weights.loading import abstract_weights
+
+        return abstract_weights(self.model, *what)
 
     def weights_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights on a chip."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -23,10 +24,8 @@ from ..models.config.spec import ModelSpec
 from ..models.own_model import OwnModel
 from ..models.weights.at_load import AT_LOAD
 from ..models.weights.coded import are_mostly_floats, coded_weights, codes_note
-from ..models.weights.dummy import dummy_weights
 from ..models.weights.kept_weights import KeptWeights
-from ..models.weights.live_weights import LiveWeights
-from ..models.weights.loading import Weights, check_tensors, load_weights
+from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SampleMode
@@ -43,7 +42,6 @@ from ..step.program_keys import ALLOCATE_KEY, is_sampler
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
-from .abstract_engine import AbstractEngine
 from .attention.check import find_failure
 from .attention.check_process import check_before_opening, check_in_subprocess, check_request
 from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
@@ -59,6 +57,9 @@ from .sizing.sizes import (
     chosen_dtypes,
     requested_max_len,
 )
+
+if TYPE_CHECKING:
+    from ..models.weights.live_weights import LiveWeights
 
 logger = logging.getLogger("jpaged")
 
@@ -93,7 +94,7 @@ class EngineComponents:
     rules_spec: LogitRulesSpec
     load_s: float
     """Seconds that reading the weights, or making them, took."""
-    live: LiveWeights
+    live: Callable[[], LiveWeights]
     """What a trainer's arrays become."""
     reload_weights: Callable[[], Weights] | None
     """Reads the weights again; None if they came from no file."""
@@ -145,6 +146,7 @@ def build_engine(
         modes=modes,
         keeps_programs=keeps_programs,
         compiles_behind=compiles_behind,
+        weights_in=weights_directory,
     )
     prepared, attention = _with_checked_backend(config, handle.config.spec_on_chip(len(devices)), devices, prepare)
     engine, handle, plan, sizes = prepared.engine, prepared.handle, prepared.plan, prepared.sizes
@@ -169,11 +171,13 @@ def build_engine(
             report = _phase(progress, "load")
             if handle.arrays is not None:
                 held = handle.config.statistics if isinstance(handle.config, OwnModel) else {}
-                weights = live.weights(live.check(handle.arrays, held), plan.get)
+                weights = live().weights(live().check(handle.arrays, held), plan.get)
             elif handle.checkpoint is None:
-                weights = dummy_weights(programs.weights, progress=report)
+                from ..models.weights.dummy import dummy_weights
+
+                weights = dummy_weights(programs.weights.built, progress=report)
             else:
-                weights = _read_weights(engine, programs.weights, handle, weights_directory, report)
+                weights = _read_weights(programs.weights, handle, prepared.kept_weights, report)
         load_s = time.monotonic() - start
         runner = Runner(
             weights=weights,
@@ -248,27 +252,24 @@ def _weights_directory(config: EngineConfig, devices: Sequence[jax.Device], hand
 
 
 def _read_weights(
-    engine: AbstractEngine,
     abstract: Weights,
     handle: ModelHandle,
-    directory: Path | None,
+    kept: KeptWeights | None,
     progress: Callable[[int, int], None] | None,
 ) -> Weights:
-    """Return the weights of a model's files: those that an earlier start kept in `directory`, else read from the files.
+    """Return the weights of a model's files: those that an earlier start has `kept`, else read from the files.
 
-    The latter are then kept, unless `directory` is None.
+    The latter are then kept, unless `kept` is None.
     """
     assert handle.checkpoint is not None, "weights that come from files"
-    load = partial(load_weights, abstract, handle.decoder, handle.checkpoint, progress=progress)
-    if directory is None:
-        return load()
-    hardware = engine.backend.hardware(engine.mesh.devices.flat[0])
-    identity = repr((handle.config, handle.decoder.source, engine.backend, hardware))
-    kept = KeptWeights(directory, abstract, handle.weight_files, identity)
-    weights = kept.load(progress)
+    weights = None if kept is None else kept.load(progress)
     if weights is None:
-        weights = load()
-        kept.write(weights)
+        from ..models.weights.loading import check_tensors, load_weights
+
+        check_tensors(abstract.built, handle.decoder, handle.checkpoint)  # A kept file that is torn was no proof.
+        weights = load_weights(abstract.built, handle.decoder, handle.checkpoint, progress=progress)
+        if kept is not None:
+            kept.write(weights)
     return replace(weights, config=handle.decoder)
 
 
@@ -283,11 +284,14 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
     handle = replace(handle, checkpoint=None)  # Neither the checkpoint nor its files stay open.
 
     def reload() -> Weights:
+        from ..models.weights.dummy import dummy_weights
+        from ..models.weights.loading import check_tensors, load_weights
+
         checkpoint = checkpoint_again(config, handle)
         if checkpoint is None:
-            return dummy_weights(abstract)
-        check_tensors(abstract, handle.decoder, checkpoint)  # The files may have changed.
-        return load_weights(abstract, handle.decoder, checkpoint)
+            return dummy_weights(abstract.built)
+        check_tensors(abstract.built, handle.decoder, checkpoint)  # The files may have changed.
+        return load_weights(abstract.built, handle.decoder, checkpoint)
 
     return reload
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from flax import nnx
 
 from ..checks import refusal
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
 from ..models.own_model import OwnModel
-from ..models.weights.loading import Weights
+from ..models.weights.weight_state import flat_state
+from ..models.weights.weights import Weights
 from ..pallas_kernels.layer_ops import LayerOps
 
 
@@ -90,5 +90,5 @@ def experts_note(weights: Weights, ops: LayerOps, devices: Sequence[Any]) -> str
 
 def _are_codes(weights: Weights) -> bool:
     """Return whether matrices of experts are kept as codes."""
-    metadata = (leaf.get_metadata() for _, leaf in nnx.to_flat_state(weights.state))
+    metadata = (leaf.get_metadata() for _, leaf in flat_state(weights.state))
     return any("num_experts" in each and "code_parts" in each for each in metadata)

@@ -9,9 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
-
-from flax import nnx
+from typing import TYPE_CHECKING, Any
 
 from ..checks import refusal, shown
 from ..config.engine_config import EngineConfig
@@ -26,7 +24,6 @@ from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
 from ..models.weights.at_load import QuantizedCheckpoint, transposed_matrices
-from ..models.weights.checkpoint_module import CheckpointModule
 from ..models.weights.coded import stored_formats
 from ..models.weights.kept_weights import FileState, file_states
 from ..sampling.logit_rules_spec import LogitRulesSpec
@@ -36,6 +33,9 @@ from ..text.grammar.grammar import Grammars
 from ..text.prompts import PromptEncoder
 from ..text.tokenizing.tokenizer import MORE_FILES, TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model, resolve_tokenizer
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 logger = logging.getLogger("jpaged")
 
@@ -182,6 +182,8 @@ def open_module(config: EngineConfig, module: nnx.Module, *, call: str, head: st
     serve, and ConfigError for a module of `load_module`, if one of FILE_OPTIONS differs from its default, or if
     `sharding_rules` have a logical axis that neither the engine nor the module knows.
     """
+    from ..models.weights.checkpoint_module import CheckpointModule  # With all that computes a model.
+
     if isinstance(module, CheckpointModule):
         source = f"Engine({module.origin.model!r}, params=module.hf_state())"
         raise refusal("model", "a module of load_module", f"what it came from: {source}", error=ConfigError)

@@ -6,8 +6,11 @@ What can fail cheaply fails first: options, shapes and the free memory are check
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +23,7 @@ from ..models.opening.gguf_checkpoint import GGUFCheckpoint
 from ..models.weights.at_load import AT_LOAD, formats_at_load, transposed_matrices
 from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import StoredFormats, coded_weights, reasons_for_floats, stored_formats
-from ..models.weights.live_weights import LiveWeights
-from ..models.weights.loading import check_tensors, tensor_shapes
+from ..models.weights.kept_weights import KeptWeights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
@@ -39,6 +41,9 @@ from .sizing.host_memory import free_host_bytes, num_host_cores
 from .sizing.sizes import Demand, EngineSizes, FreeMemory, chosen_dtypes, num_decode_steps, size_engine
 from .sizing.step_memory import activation_bytes
 from .warmup import served_keys, warmup_keys
+
+if TYPE_CHECKING:
+    from ..models.weights.live_weights import LiveWeights
 
 logger = logging.getLogger("jpaged")
 
@@ -58,7 +63,10 @@ class PreparedEngine:
     sizes: EngineSizes
     builder: StepInputBuilder
     programs: Programs
-    live: LiveWeights
+    live: Callable[[], LiveWeights]
+    """What makes weights of a trainer's arrays, made at the first call."""
+    kept_weights: KeptWeights | None
+    """The file of the weights for later starts; None if they are not kept."""
     page_scales: PageScales | None
     """Makes the scales of pages of one byte a number; None for other pages."""
     plan: CompilePlan
@@ -80,10 +88,12 @@ def prepare_engine(
     modes: Collection[SampleMode],
     keeps_programs: bool,
     compiles_behind: bool,
+    weights_in: Path | None,
 ) -> PreparedEngine:
     """Return an engine with this attention backend; nothing is compiled or allocated yet.
 
-    `free` is the memory before anything is allocated; the other arguments are those of `build_engine`. Raises
+    `free` is the memory before anything is allocated, and `weights_in` the directory of kept weights, None if they are
+    not kept; the other arguments are those of `build_engine`. Raises
     ConfigError if the options do not fit the model, the devices or their free memory, and ModelLoadError if the model's
     files do not have its tensors.
     """
@@ -93,6 +103,8 @@ def prepare_engine(
     check_processors(processors, on_chip.vocab_size)
     mesh, formats = device_mesh(list(devices)), stored_formats(handle.checkpoint)
     if config.load_format == "dummy" and config.quantization in AT_LOAD and isinstance(handle.config, DecoderConfig):
+        from ..models.weights.loading import tensor_shapes
+
         shapes = tensor_shapes(handle.decoder, mesh)
         formats = formats_at_load(config.quantization, shapes, transposed_matrices(handle.decoder, shapes))
     elif config.quantization not in AT_LOAD and formats and isinstance(handle.config, DecoderConfig):
@@ -108,6 +120,7 @@ def prepare_engine(
         num_decode_steps(config, device.platform),
         () if config.quantization == "none" else formats,
         counts_expert_tokens=config.count_expert_tokens,
+        shapes_in=compilation_cache() if keeps_programs else None,
     )
     dtype, _ = chosen_dtypes(config, on_chip, device.platform)
     if device.platform == "gpu" and engine.num_decode_steps > 1 and has_group_scales(engine.weights(dtype).state):
@@ -134,19 +147,33 @@ def prepare_engine(
         fault = ": ".join([f"{shown(config.quantization)}, for which no matrix can be kept", *reasons])
         allowed = "auto, none, or a model of jpaged's families whose rows are a multiple of 32 values"
         raise refusal("quantization", fault, allowed, error=ConfigError)
-    if handle.checkpoint is not None:
-        check_tensors(engine.weights(sizes.step.dtype), handle.decoder, handle.checkpoint)
+    kept_weights = None
+    if weights_in is not None:
+        identity = repr((handle.config, handle.decoder.source, backend, backend.hardware(device)))
+        kept_weights = KeptWeights(weights_in, engine.weights(sizes.step.dtype), handle.weight_files, identity)
+    # Kept weights are those of the same files, whose tensors were checked when they were read.
+    if handle.checkpoint is not None and (kept_weights is None or not kept_weights.path.exists()):
+        from ..models.weights.loading import check_tensors
+
+        check_tensors(engine.weights(sizes.step.dtype).built, handle.decoder, handle.checkpoint)
     handle.check_weight_files()
     builder = engine.builder(sizes.step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools, kept_in=compilation_cache() if keeps_programs else None)
-    live = LiveWeights(programs.weights, engine.mesh)
+
+    @cache
+    def live() -> LiveWeights:
+        from ..models.weights.live_weights import LiveWeights
+
+        return LiveWeights(programs.weights.built, engine.mesh)
+
     encode = None if handle.tokenizer is None else handle.tokenizer.encode
     page_scales = engine.page_scales(sizes.step, encode, handle.checkpoint)
     measures = {} if page_scales is None else page_scales.programs(programs.weights, programs.lower_program)
     plan = CompilePlan(
         programs.lower,
-        occasional={**live.programs(), **programs.lower_scores, **programs.lower_masked, **measures},
+        {**programs.lower_scores, **programs.lower_masked, **measures},
+        of_updates=lambda: live().programs(),
         num_compilers=_num_compilers(device.platform),
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
@@ -157,7 +184,7 @@ def prepare_engine(
     if page_scales is not None and page_scales.scales is None:
         needed_first = [MEASURE_KEY, *needed_first]
     return PreparedEngine(
-        engine, handle, sizes, builder, programs, live, page_scales, plan, needed_first, deferred, formats
+        engine, handle, sizes, builder, programs, live, kept_weights, page_scales, plan, needed_first, deferred, formats
     )
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from typing import Any
 
@@ -47,21 +47,24 @@ class CompilePlan:
     def __init__(
         self,
         programs: Mapping[Key, Lower],
-        *,
         occasional: Mapping[Key, Lower] | None = None,
+        *,
+        of_updates: Callable[[], Mapping[Key, Lower]] | None = None,
         num_compilers: int = 2,
         on_compiled: Callable[[Key, jax.stages.Compiled], None] | None = None,
     ):
         """Take the programs, and listen to JAX's compilations; nothing is compiled before `start`, `defer` or `get`.
 
         `programs` are all programs that steps run: key → the function that lowers the program. `num_compilers` of them
-        are compiled at the same time. `occasional` are further programs that no step runs, such as those that replace
-        weights: each is compiled when `get` first asks for it. `on_compiled` is called with each key and its
-        executable, on the thread that compiled it; if it raises, `get` raises its error.
+        are compiled at the same time. `occasional` are further programs that are not planned, such as those that only
+        some requests need: each is compiled when `get` first asks for it. `of_updates` returns those that replace
+        weights, of which more is known only then; it is called for the first key that is none of the others.
+        `on_compiled` is called with each key and its executable, on the thread that compiled it; if it raises, `get`
+        raises its error.
         """
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
-        self._extra_programs = dict(occasional or {})
+        self._occasional, self._of_updates = dict(occasional or {}), of_updates
         self._on_compiled = on_compiled
         self.waited_s = 0.0
         """Seconds that calls of `get` have waited for compilations, or for the persistent compilation cache."""
@@ -95,6 +98,13 @@ class CompilePlan:
         # JAX keeps listeners forever. This one holds a weak reference only, so that a plan that is dropped without
         # `close` is freed too; the finalizer then removes the listener.
         self._stop_listening = weakref.finalize(self, _unregister, listen)
+
+    @cached_property
+    def _update_programs(self) -> Mapping[Key, Lower]:
+        return {} if self._of_updates is None else self._of_updates()
+
+    def _is_known(self, key: Key) -> bool:
+        return key in self.programs or key in self._occasional or key in self._update_programs
 
     @property
     def num_compiled(self) -> int:
@@ -150,7 +160,7 @@ class CompilePlan:
             self._check_open()
             keys = list(dict.fromkeys(keys))  # Equal keys count once; their order stays.
             new_keys = [key for key in keys if key not in self._futures]
-            if unknown := [key for key in new_keys if key not in self.programs and key not in self._extra_programs]:
+            if unknown := [key for key in new_keys if not self._is_known(key)]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
             for key in new_keys:
                 self._futures[key] = self._compilers.submit(self._compile, key)
@@ -272,7 +282,7 @@ class CompilePlan:
         """
         try:
             with trace_settings():
-                lower = self.programs.get(key) or self._extra_programs[key]
+                lower = self.programs.get(key) or self._occasional.get(key) or self._update_programs[key]
                 lowered = lower()
                 self._check_open()
                 compiled = lowered.compile()

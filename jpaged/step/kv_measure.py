@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs, unpaged_inputs
 from ..models.kv_ranges import ChannelRanges, RangeRecorder, scales_of
-from ..models.weights.loading import Weights
+from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales
 from .compile_plan import Key, Lower

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ..models.decoder import Decoder
 from ..models.inputs import ModelInputs
-from ..models.served import ModelGraph, ModuleGraph
+from ..models.weights.weight_state import KeptState
+from ..models.weights.weights import UnbuiltGraph
 from ..sharding import TENSOR_AXIS
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from ..models.served import ModelGraph
 
 Cache = TypeVar("Cache")
 
@@ -33,13 +37,19 @@ class Model(Protocol):
         ...
 
 
-def merged_model(graph: ModelGraph, weights: nnx.State) -> Model:
+def merged_model(graph: ModelGraph | UnbuiltGraph, weights: nnx.State | KeptState) -> Model:
     """Return the model that `graph` and `weights` are the two halves of.
 
     `jax.tree.map` rebuilds the state, so that the model's nnx variables are new and belong to the present JAX trace.
     `nnx.merge` alone would keep the state's variables. Another trace may have made these, and nnx's transforms would
     refuse them.
     """
+    from flax import nnx
+
+    from ..models.served import ModuleGraph
+
+    if isinstance(graph, UnbuiltGraph):
+        graph, weights = graph.built.graph, graph.state(weights)
     weights = jax.tree.map(lambda leaf: leaf, weights)
     return graph.merge(weights) if isinstance(graph, ModuleGraph) else nnx.merge(graph, weights)
 
@@ -53,6 +63,8 @@ def hidden_and_counts(
     """
     if inputs.counted is None:
         return *model(inputs, cache), None
+    from ..models.decoder import Decoder
+
     assert isinstance(model, Decoder), "experts of a caller's own module are not known"
     return model.with_expert_tokens(inputs, cache)
 

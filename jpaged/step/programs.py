@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import coded_weights
-from ..models.weights.loading import Weights
+from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from ..checks import one_line
 from ..kv_cache.page_store import MoveKind, PageMove, move_batches
-from ..models.weights.loading import Weights
 from ..models.weights.weight_store import WeightStore
+from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
 from ..sampling.logit_rules import LogitRulesState

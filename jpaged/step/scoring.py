@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ..models.served import ModelGraph
 from ..sampling.sample_columns import SCORE_FIELDS
 from ..sampling.sampler import SampledRows, is_finite_row
 from ..sampling.sampling_params import ScoreKind
 from ..sampling.token_scores import TokenScores, given_scores
 from ..sampling.top_blocks import block_rows
 from .model_calls import merged_model, whole_logits
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from ..models.served import ModelGraph
 
 
 def score_tokens(

@@ -13,11 +13,10 @@ one decode. programs.py compiles these functions for every padded size, runner.p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
@@ -25,7 +24,6 @@ from jaxtyping import Array, Bool, Float, Int
 from ..models.checked_cache import CheckedCache, check_all_layers_attended
 from ..models.config.spec import AttentionLayer
 from ..models.inputs import ModelInputs
-from ..models.served import ModelGraph, ServedModule
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
@@ -35,6 +33,11 @@ from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
 from .model_calls import hidden_and_counts, merged_model, whole_logits
 from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepLayout
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from ..models.served import ModelGraph
 
 Sections = dict[str, Array]
 """Name of a section of the packed buffer → its values, as step_layout.py lists them."""
@@ -161,7 +164,7 @@ def trial(
     inputs = ModelInputs(token_ids=view["token_ids"], attention=step)
     hidden_TD, cache_after = model(inputs, CheckedCache(cache, layers))
     check_all_layers_attended(cache_after, layers)
-    statistics = model.statistics if isinstance(model, ServedModule) else []
+    statistics = getattr(model, "statistics", [])
     return hidden_TD, cache_after.num_layers_attended, statistics
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from ...sharding import with_automatic_axes
 from ..errors import ModelLoadError
@@ -100,6 +99,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
+def _is_variable(value: Any) -> bool:
+    """Return whether a leaf is a variable of nnx, whose package is not imported for the question."""
+    return hasattr(value, "get_metadata")
+
+
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return (key, child) of each child of a level of a tree; None for a leaf."""
     if isinstance(value, Mapping):
@@ -108,7 +112,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return zip(value._fields, value, strict=True)
     if isinstance(value, list | tuple):
         return enumerate(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | nnx.Variable):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not _is_variable(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return None
 
@@ -130,7 +134,7 @@ def _flat_leaves(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[
         if _children(value) is not None:
             yield from _flat_leaves(value, f"{name}.", depth + 1)
         else:
-            yield name, with_automatic_axes(value.get_value() if isinstance(value, nnx.Variable) else value)
+            yield name, with_automatic_axes(value.get_value() if _is_variable(value) else value)
 
 
 @partial(jax.jit, static_argnums=2)

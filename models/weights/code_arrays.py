@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from ...pallas_kernels.code_formats import CodeFormat, Codes, are_finite, joined_parts, quantize
@@ -24,6 +23,7 @@ from ..config.shares import true_size
 from ..errors import ModelLoadError
 from ..formats.checkpoint import rows_among_experts
 from ..recipe import Bounds, Path, Piece, Recipes
+from .weight_state import flat_state
 
 FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"
 """The dtype of codes of 4 bits: compiled programs of older versions of JAX refuse arrays of int4."""
@@ -68,13 +68,15 @@ class Target:
         return str(self.mesh.devices.flat[0].platform)
 
 
-def hold_codes(model: nnx.Module, recipes: Recipes, formats: Mapping[str, CodeFormat | None], target: Target) -> None:
+def hold_codes(model: Any, recipes: Recipes, formats: Mapping[str, CodeFormat | None], target: Target) -> None:
     """Replace each matrix of a model of abstract shapes that can stay codes by the shapes of its codes and scales.
 
     The metadata of both then have `held`, how the matrix is kept, and `code_parts` and `decoded_dtype` as matrices of
     native code have; those of scales have `is_scales` and the name `tensor` of what they are made of, those of a table
     its shape `table`.
     """
+    from flax import nnx
+
     for path, module in nnx.iter_modules(model):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nnx.Variable) or (matrix := _matrix_of(weight)) is None:
@@ -107,7 +109,7 @@ class _Matrix(NamedTuple):
     inputs_per_device: int
 
 
-def _matrix_of(weight: nnx.Variable[Any]) -> _Matrix | None:
+def _matrix_of(weight: Any) -> _Matrix | None:
     """Return the matrix that a weight is; None for a vector, and for a weight that its layer needs as floats."""
     metadata = weight.get_metadata()
     num_experts, is_table = metadata.get("num_experts"), "matrix" not in metadata
@@ -122,9 +124,11 @@ def _matrix_of(weight: nnx.Variable[Any]) -> _Matrix | None:
 
 
 def _replace_by_codes(
-    module: Any, weight: nnx.Variable[Any], matrix: _Matrix, pieces: Sequence[Piece], held: HeldCodes, target: Target
+    module: Any, weight: Any, matrix: _Matrix, pieces: Sequence[Piece], held: HeldCodes, target: Target
 ) -> None:
     """Replace the weight of a module by the shapes of its codes and its scales, with the metadata of `hold_codes`."""
+    from flax import nnx
+
     num_rows = (piece.target[0][1] - piece.target[0][0] for piece in pieces)
     parts = joined_parts(zip(held.formats, num_rows, strict=True))
     shared = {**weight.get_metadata(), "held": held, "code_parts": parts, "decoded_dtype": target.dtype}
@@ -177,7 +181,7 @@ def experts_as_floats(
 
 def converted_bytes(state: Any) -> int:
     """Return the bytes of the largest matrix of codes on a device once it is float32, as XLA makes it on a CPU."""
-    leaves = (leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
+    leaves = (leaf for _, leaf in flat_state(state) if hasattr(leaf, "get_metadata"))
     held = ((leaf, leaf.get_metadata()["held"].arrays) for leaf in leaves if "held" in leaf.get_metadata())
     # Of experts, one after the other is made float32.
     shards = ((leaf.sharding.shard_shape(leaf.shape), arrays.num_experts) for leaf, arrays in held)
@@ -186,7 +190,7 @@ def converted_bytes(state: Any) -> int:
 
 def has_group_scales(state: Any) -> bool:
     """Return whether some matrix is kept as codes whose groups of inputs have scales."""
-    variables = (leaf.get_metadata() for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
+    variables = (leaf.get_metadata() for _, leaf in flat_state(state) if hasattr(leaf, "get_metadata"))
     return any("held" in metadata and metadata["held"].arrays.group is not None for metadata in variables)
 
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from ...pallas_kernels.code_formats import CodeFormat, CodeParts, Codes, joined_parts
 from ...sharding import replicated
@@ -16,6 +15,7 @@ from ..errors import ModelLoadError
 from ..formats.checkpoint import Checkpoint
 from ..recipe import Piece, Recipes
 from .code_arrays import HeldCodes, experts_as_floats, num_bytes, read_piece_codes, with_held_scales
+from .weight_state import flat_state, state_of
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -49,7 +49,7 @@ def with_codes(state: Any, recipes: Recipes, formats: Mapping[str, CodeFormat | 
     Its metadata then have `code_parts`, the formats of its columns, and `decoded_dtype`, the dtype that it had.
     """
     coded = {}
-    for path, leaf in nnx.to_flat_state(state):
+    for path, leaf in flat_state(state):
         metadata, pieces = leaf.get_metadata(), recipes.pieces[path]
         parts = _code_parts(pieces, recipes.shapes, formats, metadata)
         if parts is None and (reason := experts_as_floats(path, pieces, formats, metadata)):
@@ -60,7 +60,7 @@ def with_codes(state: Any, recipes: Recipes, formats: Mapping[str, CodeFormat | 
             value = jax.ShapeDtypeStruct(shape, np.uint8, sharding=replicated(leaf.sharding.mesh))
             leaf = leaf.replace(value, code_parts=parts, decoded_dtype=np.dtype(leaf.dtype).name)
         coded[path] = leaf
-    return nnx.from_flat_state(coded)
+    return state_of(coded)
 
 
 def _code_parts(
@@ -101,8 +101,8 @@ def _has_whole_rows(piece: Piece, shapes: Mapping[str, tuple[int, ...]], num_in:
 
 def coded_weights(state: Any) -> list[tuple[Any, ...]]:
     """Return path, formats and decoded dtype of each matrix that is kept as codes: its shape tells none of them."""
-    flat = nnx.to_flat_state(state)
-    metadata = ((path, leaf.get_metadata()) for path, leaf in flat if isinstance(leaf, nnx.Variable))
+    flat = flat_state(state)
+    metadata = ((path, leaf.get_metadata()) for path, leaf in flat if hasattr(leaf, "get_metadata"))
     return [(path, each["code_parts"], each["decoded_dtype"]) for path, each in metadata if "code_parts" in each]
 
 
@@ -139,7 +139,7 @@ def refuse_floats(leaves: Iterable[Any]) -> None:
 
 def check_given_codes(leaf: Any, given: Mapping[str, Any]) -> None:
     """Raise ModelLoadError if the codes of a weight, an array by its name, stand for a number that is not finite."""
-    metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    metadata = leaf.get_metadata() if hasattr(leaf, "get_metadata") else {}
     # Arrays of codes and of scales have been checked as other arrays are.
     is_bytes = "code_parts" in metadata and "held" not in metadata
     for name, array in given.items() if is_bytes else ():
@@ -166,21 +166,21 @@ def _largest(array: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.max(array), -jnp.min(array)).astype(jnp.float32)
 
 
-def are_mostly_floats(state: nnx.State) -> bool:
+def are_mostly_floats(state: Any) -> bool:
     """Return whether more bytes of the weights are floats than codes."""
-    leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
+    leaves = [leaf for _, leaf in flat_state(state)]
     coded = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves if "code_parts" in leaf.get_metadata())
     return 2 * coded < sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def reasons_for_floats(state: nnx.State) -> list[str]:
+def reasons_for_floats(state: Any) -> list[str]:
     """Return why matrices that could stay codes become floats on these devices, each reason once."""
-    variables = (leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable))
+    variables = (leaf for _, leaf in flat_state(state) if hasattr(leaf, "get_metadata"))
     reasons = (variable.get_metadata().get("becomes_floats") for variable in variables)
     return list(dict.fromkeys(filter(None, reasons)))
 
 
-def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
+def codes_note(state: Any, formats: StoredFormats) -> str | None:
     """Return a clause for the log that says what becomes of the tensors that a checkpoint stores as codes.
 
     `formats` are those of the checkpoint, and `state` has the weights. The result is None if no tensor is stored so.
@@ -188,7 +188,7 @@ def codes_note(state: nnx.State, formats: StoredFormats) -> str | None:
     stored_names = dict.fromkeys(code_format.name for _, code_format in formats if code_format is not None)
     if not stored_names:
         return None
-    leaves = [leaf for _, leaf in nnx.to_flat_state(state)]
+    leaves = [leaf for _, leaf in flat_state(state)]
     if not (kept_names := _names_of(leaves)):
         return "; ".join([f"stored as {', '.join(stored_names)}, which become floats", *reasons_for_floats(state)])
     total_bytes = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
@@ -219,7 +219,7 @@ def _widened(leaves: Iterable[Any]) -> list[str]:
 def formats_of(leaves: Iterable[Any]) -> list[CodeFormat]:
     """Return the formats of codes among some weights."""
     # A caller's own module may hold plain arrays, which have no metadata.
-    variables = (leaf for leaf in leaves if isinstance(leaf, nnx.Variable))
+    variables = (leaf for leaf in leaves if hasattr(leaf, "get_metadata"))
     codes = (variable.get_metadata().get("code_parts", ()) for variable in variables)
     return list(dict.fromkeys(code_format for parts in codes for code_format, _ in parts))
 

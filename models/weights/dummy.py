@@ -22,8 +22,8 @@ from ...pallas_kernels.code_formats import CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
 from ..config.shares import Run, true_size
 from .code_arrays import HeldCodes, quantized_rows
-from .loading import Weights
 from .weight_recipe import parts_of_expert
+from .weights import Weights
 
 SEED = 0
 STANDARD_DEVIATION = 147.8

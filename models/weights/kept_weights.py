@@ -23,10 +23,11 @@ from typing import IO, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from ...pallas_kernels.kept_files import hash_of_sources, new_file
-from .loading import ALIGNMENT, NUM_READERS, WeightMemory, Weights
+from .weight_memory import ALIGNMENT, NUM_READERS, WeightMemory
+from .weight_state import flat_state, state_of
+from .weights import Weights
 
 logger = logging.getLogger("jpaged")
 
@@ -97,7 +98,7 @@ class KeptWeights:
         weights are read from, as they were when the model was opened. `identity` says how the engine stores weights.
         """
         self._files = files
-        self._abstract, self._leaves = abstract, nnx.to_flat_state(abstract.state)
+        self._abstract, self._leaves = abstract, flat_state(abstract.state)
         sizes = [leaf.size * leaf.dtype.itemsize for _, leaf in self._leaves]
         self._chunks = list(_chunks(sizes))
         self.num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
@@ -128,7 +129,7 @@ class KeptWeights:
             path: leaf.replace(_on_device(array, leaf.sharding))
             for (path, leaf), array in zip(self._leaves, arrays, strict=True)
         }
-        return replace(self._abstract, state=nnx.from_flat_state(made))
+        return replace(self._abstract, state=state_of(made))
 
     def write(self, weights: Weights) -> None:
         """Keep weights of this model; a fault leaves a line in the log.
@@ -149,7 +150,7 @@ class KeptWeights:
             if shutil.disk_usage(directory).free < FREE_SHARE * self.num_bytes:
                 raise OSError(f"{directory} has no room for {self.num_bytes / 1e9:.3g} GB")
             with new_file(self.path) as file:
-                self._write(file, [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(weights.state)])
+                self._write(file, [np.asarray(leaf[...]) for _, leaf in flat_state(weights.state)])
         except OSError as error:
             logger.warning("weights: not kept, each start converts the model's files anew: %s", error)
 

@@ -20,8 +20,9 @@ from ...pallas_kernels.code_formats import CodeFormat
 from ..errors import ModelLoadError
 from ..families.table import family_class
 from ..recipe import Path, Piece, StackedName
-from .loading import Weights, recipes_for
+from .loading import recipes_for
 from .weight_recipe import RecipeInputs, WeightRecipe, make_weight, recipe_of
+from .weights import Weights
 
 
 class Place(NamedTuple):

@@ -31,9 +31,10 @@ from ..recipe import Path
 from .coded import check_given_codes, check_sizes, formats_of, refuse_floats
 from .live_origins import Origin, Origins, Place, names_of_forms, origins_of, own_origin, scales_path
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree
-from .loading import Weights, with_value
 from .subtree import model_arrays, statistics_elsewhere
 from .weight_recipe import WeightRecipe, make_weight, put_expert
+from .weight_state import with_value
+from .weights import Weights
 
 Key = Hashable
 """What finds a program."""

@@ -6,14 +6,10 @@ holds the weights themselves and a few chunks, and no second copy.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from threading import Lock
 from typing import Any
 
 import jax
@@ -31,70 +27,19 @@ from ..formats.checkpoint import Checkpoint
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..layers import Axes, WeightMaker, has_expert_axis
 from ..recipe import Bounds, Path, Piece, Recipes, make_recipes
-from .code_arrays import Target, hold_codes, num_bytes, read_held
+from .code_arrays import Target, hold_codes, read_held
 from .coded import StoredFormats, check_codes, read_coded, with_codes
 from .live_tree import joined_names
 from .subtree import ambiguity_message, model_prefixes
+from .weight_memory import NUM_READERS, WeightMemory
 from .weight_rows import OrderedPieces, read_rows
+from .weights import Weights
 
 CHUNK_BYTES = 4 << 20
 """Bytes, as float32, of the rows that are read from a tensor at once."""
-NUM_READERS = 2
-"""Threads that read weights."""
 LARGE_SHARE = 16
 """A weight of more than 1 / LARGE_SHARE of all bytes is read alone, before the others: orbax decodes whole tensors, so
 that memory would hold two large ones, or a large one beside all other weights."""
-ALIGNMENT = 64
-"""Bytes. On a CPU JAX aliases host memory that is aligned so, and copies any other."""
-BLOCK_BYTES = 32 << 20
-"""Bytes of one allocation, in which small weights lie one after the other."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model as `nnx.split` gives it: `graph` is its structure, `state` holds its arrays or their abstract shapes."""
-
-    graph: Any
-    state: Any
-    stream_dtype: Any
-    """The dtype of the hidden states."""
-    logits_modules: tuple[str, ...]
-    """Names of the top-level modules that turn hidden states into logits."""
-    config: DecoderConfig | None = None
-    """The config of the model; None for weights that no config describes, which cannot be saved."""
-
-    def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        """Return the leaves of `state` that logits need, and a function from such leaves to a whole state.
-
-        The leaves are arrays, or abstract shapes if `state` is abstract, of the modules in `logits_modules`: the head,
-        or the embedding where both are tied. A program that samples takes only these leaves as arguments. In the state
-        that the function returns, a scalar zero takes the place of every other leaf, so that the structure is that of
-        the whole model and `nnx.merge` accepts it.
-        """
-        flat = nnx.to_flat_state(self.state)  # It has the paths of the leaves, in the order of `leaves`.
-        leaves, tree = jax.tree.flatten(self.state)
-        indices = [index for index, (path, _) in enumerate(flat) if path[0] in self.logits_modules]
-
-        def to_state(logits_leaves: Sequence[Any]) -> Any:
-            """Return a state with these leaves, in the order in which `split_logits` returned them."""
-            filled: list[Any] = [jnp.zeros(())] * len(leaves)
-            for index, leaf in zip(indices, logits_leaves, strict=True):
-                filled[index] = leaf
-            return jax.tree.unflatten(tree, filled)
-
-        return [leaves[index] for index in indices], to_state
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes of all weights, with padding and copies of KV heads; an array that lies whole on several
-        devices counts once."""
-        return sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.state))
-
-    @property
-    def chip_bytes(self) -> int:
-        """Return the bytes of the weights on one device."""
-        leaves = jax.tree.leaves(self.state)
-        return sum(num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 @lru_cache(maxsize=4)
@@ -240,11 +185,6 @@ def load_arrays(
     return loaded
 
 
-def with_value(leaf: Any, value: Any) -> Any:
-    """Return a leaf of a state with another value: a variable of nnx, or the value itself for a plain array."""
-    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-
-
 def _load_all(
     leaves: Mapping[Path, Any], load: Callable[[Path], list[tuple[Path, jax.Array]]]
 ) -> Iterator[list[tuple[Path, jax.Array]]]:
@@ -343,45 +283,3 @@ def _read_matrix(
     first_row = bounds[0][0]
     for row, values in read_rows(checkpoint, pieces, tuple(bounds), CHUNK_BYTES // 4):
         write(row - first_row, values)
-
-
-class WeightMemory:
-    """Allocates host memory for weights, in blocks that are large enough for the system's large pages.
-
-    Large pages cost a processor fewer address translations. Threads may share one instance.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._block, self._num_used = Lock(), np.empty(0, np.uint8), 0
-
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """Return an uninitialized array, aligned so that JAX can alias it. The array keeps its block alive.
-
-        Arrays of up to a quarter of BLOCK_BYTES lie one after the other in shared blocks, each from a multiple of
-        ALIGNMENT bytes on. A new block is begun only when the next such array does not fit, so a block has less than a
-        quarter of unused bytes. A larger array is put into the current block too if it fits, and otherwise gets a block
-        of its own size.
-        """
-        num_bytes = math.prod(shape) * dtype.itemsize
-        with self._lock:
-            block, start = self._block, self._num_used
-            if start + num_bytes > len(block):
-                block, start = _allocate_block(num_bytes if num_bytes > BLOCK_BYTES // 4 else BLOCK_BYTES), 0
-            # A block of its own does not become the current one, so that the rest of the current block stays in use.
-            if block is self._block or len(block) == BLOCK_BYTES:
-                self._block, self._num_used = block, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        return block[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _allocate_block(num_bytes: int) -> np.ndarray:
-    """Return new memory as an array of `num_bytes` bytes, for which the system is asked to use large pages.
-
-    For 0 bytes the array has one byte, because an empty mapping is an error. The array keeps the mapping alive; the
-    memory is freed with the last array that views it.
-    """
-    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A system without large pages raises an error; the memory is usable all the same.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)

@@ -28,7 +28,8 @@ from ..formats.quantization import CONFIG_KEYS
 from ..formats.safetensors_writing import write_safetensors
 from ..layers import has_expert_axis, stored_matrix
 from ..recipe import Piece, make_recipes
-from .loading import CHUNK_BYTES, Weights
+from .loading import CHUNK_BYTES
+from .weights import Weights
 
 Writer = Callable[[Path, Mapping[str, UnsavedTensor]], None]
 WRITERS: dict[str, Writer] = {

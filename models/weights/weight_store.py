@@ -6,14 +6,16 @@ import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import nnx
 
 from ..recipe import Path
-from .live_weights import CheckedWeights, LiveWeights
-from .loading import Weights
+from .weight_state import flat_state
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from .live_weights import CheckedWeights, LiveWeights
 
 MAX_UNFINISHED_WEIGHTS = 4
 """Weights that are being made at the same time, beside which their tensors may take memory for a while."""
@@ -32,7 +34,7 @@ class WeightStore:
         must have the same tree, shapes and shardings.
         """
         self._without_state, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
-        self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
+        self._paths = [path for path, _ in flat_state(weights.state)]
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
         self._borrowed: set[Path] = set()
         """Paths of the weights whose arrays belong to the caller, so that the store must not delete them."""

@@ -43,7 +43,7 @@ from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.prefix_hash import extend_hashes
 from jpaged.messages import NewRequest
-from jpaged.models.weights.loading import Weights
+from jpaged.models.weights.weights import Weights
 from jpaged.outputs import SampleDelta
 from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache

@@ -30,7 +30,7 @@ from flax import nnx
 
 import jpaged
 from jpaged import Engine, SamplingParams
-from jpaged.models.weights.loading import Weights
+from jpaged.models.weights.weights import Weights
 
 PROMPT_LEN, CONTEXT_LEN, NUM_DECODED = 512, 114, 33
 TINYLLAMA = {

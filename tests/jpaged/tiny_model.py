@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jpaged.models.config.decoder import DecoderConfig
-from jpaged.models.weights.loading import Weights, abstract_weights
+from jpaged.models.weights.loading import abstract_weights
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, KVShape
 from jpaged.sharding import device_mesh
 

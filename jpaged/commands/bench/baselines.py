@@ -28,7 +28,7 @@ from ...core.step_record import StepRecord
 from ...engine import Engine
 from ...models.config.spec import ModelSpec
 from ...models.inputs import unpaged_inputs
-from ...models.weights.loading import Weights
+from ...models.weights.weights import Weights
 from ...outputs import RequestMetrics
 from ...sampling.sampler import SamplingRows, sample
 from ...sampling.sampling_params import SampleMode, SamplingParams

@@ -10,7 +10,7 @@ from flax import nnx
 from jpaged import ConfigError, EngineConfig
 from jpaged.models.config.experts import ExpertsConfig
 from jpaged.models.opening.reading import config_from_hf
-from jpaged.models.weights.loading import Weights
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.tpu_ops import TPU_OPS

@@ -23,7 +23,8 @@ from jpaged.models.families.table import FAMILIES
 from jpaged.models.inputs import ModelInputs
 from jpaged.models.layers import Embedding, WeightMaker
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVShape, LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache

@@ -26,8 +26,9 @@ from jpaged.models.weights.code_arrays import FOUR_BITS, Target, held_codes, num
 from jpaged.models.weights.coded import codes_note, stored_formats
 from jpaged.models.weights.dummy import dummy_weights
 from jpaged.models.weights.live_weights import LiveWeights
-from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights, tensor_shapes
+from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights, tensor_shapes
 from jpaged.models.weights.saving import save_checkpoint
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, decode, float8_format, int8_format, quantize
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.scaled_matrix import ScaledMatrix, scaled_columns, scaled_product

@@ -21,8 +21,9 @@ from jpaged.models.weights.at_load import QuantizedCheckpoint, format_at_load, f
 from jpaged.models.weights.coded import StoredFormats, refuse_floats, stored_formats
 from jpaged.models.weights.dummy import dummy_weights
 from jpaged.models.weights.kept_weights import KeptWeights, file_states
-from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights, tensor_shapes
+from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights, tensor_shapes
 from jpaged.models.weights.saving import save_checkpoint
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.code_formats import decode, float8_format, quantize
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.products import chain

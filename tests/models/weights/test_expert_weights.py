@@ -27,15 +27,9 @@ from jpaged.models.recipe import Piece, Source, make_recipes
 from jpaged.models.weights.at_load import QuantizedCheckpoint
 from jpaged.models.weights.coded import stored_formats
 from jpaged.models.weights.dummy import dummy_weights
-from jpaged.models.weights.loading import (
-    Weights,
-    _read_weight,
-    abstract_weights,
-    check_tensors,
-    load_arrays,
-    load_weights,
-)
+from jpaged.models.weights.loading import _read_weight, abstract_weights, check_tensors, load_arrays, load_weights
 from jpaged.models.weights.saving import _rows_of, _Stored, save_checkpoint
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.code_formats import decode, int8_format, quantize
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS

@@ -17,8 +17,9 @@ from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.weights.at_load import QuantizedCheckpoint
 from jpaged.models.weights.coded import stored_formats
 from jpaged.models.weights.live_weights import LiveWeights
-from jpaged.models.weights.loading import Weights, abstract_weights, load_weights, tensor_shapes
+from jpaged.models.weights.loading import abstract_weights, load_weights, tensor_shapes
 from jpaged.models.weights.saving import save_checkpoint
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend

@@ -16,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.formats.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.loading import WeightMemory, Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.weight_memory import WeightMemory
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh

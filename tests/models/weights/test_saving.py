@@ -20,8 +20,9 @@ from jpaged.models.formats.safetensors_writing import write_safetensors
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.weights.dummy import dummy_weights
-from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
 from jpaged.models.weights.saving import new_directory, save_checkpoint
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.families.table import family_class
 from jpaged.models.opening.open_checkpoint import open_checkpoint
-from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.loading import abstract_weights, check_tensors, load_weights
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.sharding import device_mesh
 

@@ -19,8 +19,9 @@ from jpaged.models.weights.at_load import QuantizedCheckpoint
 from jpaged.models.weights.coded import stored_formats
 from jpaged.models.weights.dummy import dummy_weights
 from jpaged.models.weights.live_weights import LiveWeights
-from jpaged.models.weights.loading import Weights, abstract_weights, load_weights
+from jpaged.models.weights.loading import abstract_weights, load_weights
 from jpaged.models.weights.saving import save_checkpoint
+from jpaged.models.weights.weights import Weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.tpu_ops import TPU_OPS
 from jpaged.sharding import device_mesh
