@@ -10,17 +10,13 @@ rows beside it.
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from .llvm import I8, I16, I64, Code, declare, host_has, host_has_avx512
+from .llvm import I8, I16, I64, Code, declare
 
 TILE = 16
 """Rows of a tile; also the columns of a tile of sums, and the pairs of K in a row of A."""
@@ -30,32 +26,6 @@ SUMS, ROWS, COLUMNS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 """Tile registers: C by rows and columns, A, B."""
 # A configuration of tiles, in bytes: palette, then bytes in a row of each (int16), then rows of each (int8).
 CONFIG_BYTES, PALETTE, BYTES_OF, ROWS_OF = 64, 1, 16, 48
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
-"""Arguments of arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), by which a process asks Linux for tiles."""
-
-
-@cache
-def has_amx_unit() -> bool:
-    """Return whether the processor has a matrix unit for bfloat16 and the system lets this process use it."""
-    if not (sys.platform == "linux" and platform.machine() == "x86_64" and host_has("amx-bf16")):
-        return False
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
-
-
-def cpu_features() -> str:
-    """Return the processor features that native code uses, as text for the log: "AVX-512, AVX512-BF16, AMX".
-
-    A processor without AVX-512 has "vectors of 8 float32" in its place. If there is a matrix unit (AMX) but the system
-    does not let this process use it, the text says so. Features that the processor lacks are not named.
-    """
-    parts = ["AVX-512" if host_has_avx512() else "vectors of 8 float32"]
-    if host_has("avx512bf16"):
-        parts.append("AVX512-BF16")
-    if has_amx_unit():
-        parts.append("AMX")
-    elif host_has("amx-bf16"):
-        parts.append("no AMX: the system does not let this process use it")
-    return ", ".join(parts)
 
 
 class Tiles(NamedTuple):

@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
-import llvmlite.binding as llvm
 from llvmlite import ir
+
+from .processor import host_has_avx512
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 POINTER = I8.as_pointer()
@@ -393,32 +394,9 @@ def declare(module: ir.Module, name: str, result: ir.Type, *args: ir.Type) -> ir
     return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, args), name)
 
 
-def host_has_avx512() -> bool:
-    """Return whether the processor has AVX-512: 32 vectors of 16 float32, and not 16 vectors of 8."""
-    return host_has("avx512f")
-
-
 def lanes_for(size: int) -> int:
     """Return the lanes of float32 in the longest vector that divides `size`: 16, 8, 4, 2 or 1; 16 needs AVX-512."""
     lanes = 16 if host_has_avx512() else 8
     while size % lanes:
         lanes //= 2
     return lanes
-
-
-@cache
-def host_features() -> llvm.FeatureMap:
-    """Register LLVM's code generator for this processor; return which of LLVM's feature names the processor has."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.get_host_cpu_features()
-
-
-def host_has(feature: str) -> bool:
-    """Return whether the processor has the feature of that LLVM name."""
-    return host_features().get(feature, False)
-
-
-def processor() -> str:
-    """Return the name and features of the processor: compiled code is kept for these."""
-    return f"{llvm.get_host_cpu_name()} {host_features().flatten()}"

@@ -20,8 +20,9 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ..kept_files import Kept, hash_of_sources, read_kept, write_kept
-from .llvm import Code, declare, host_features, processor
+from .llvm import Code, declare
 from .perf_map import name_functions
+from .processor import host_features, processor
 
 _SOURCES_HASH = hash_of_sources("jpaged.pallas_kernels")
 Build = Callable[[], ir.Module]

@@ -20,9 +20,9 @@ from llvmlite import ir
 
 from ...code_formats import CodedMatrix, CodeParts
 from ...grouped import Routing
-from ..amx import has_amx_unit
-from ..llvm import F32, I64, Code, constant, host_has, host_has_avx512, lanes_for
+from ..llvm import F32, I64, Code, constant, lanes_for
 from ..norms import emit_row_norm
+from ..processor import has_amx_unit, host_has, host_has_avx512
 from ..registry import register
 from ..xla_call import Body, Call, Work, handler
 from .batches import rows_per_batch

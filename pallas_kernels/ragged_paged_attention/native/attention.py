@@ -26,8 +26,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ...native.amx import has_amx_unit
-from ...native.llvm import F32, I64, LOG2_E, Code, constant, host_has, host_has_avx512
+from ...native.llvm import F32, I64, LOG2_E, Code, constant
+from ...native.processor import has_amx_unit, host_has, host_has_avx512
 from ...native.registry import register
 from ...native.xla_call import Buffer, Call, Work, handler
 from ..kv_scales import LayerScales

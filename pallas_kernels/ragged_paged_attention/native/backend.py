@@ -16,10 +16,9 @@ import llvmlite
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
-from ...native.llvm import processor
+from ...native.processor import cpu_features, processor
 from ...native.registry import name_functions_for_perf, register_kept, registered
 from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..kv_scales import QUANTIZED_DTYPES

@@ -20,7 +20,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, host_has, lanes_for
+from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, lanes_for
+from ...native.processor import host_has
 from ...native.registry import register
 from ...native.xla_call import Call, Work, handler
 from ..kv_scales import LayerScales

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS, CodedMatrix, decode, float8_format
-from jpaged.pallas_kernels.native import llvm
+from jpaged.pallas_kernels.native import processor
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.products import chain as chain_module
 from jpaged.pallas_kernels.native.products.chain import code_order, product
@@ -33,14 +33,14 @@ VECTORS = {"AVX2": False, "AVX-512": True}
 
 @pytest.fixture(autouse=True)
 def has_no_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (llvm.host_has("avx512vnni") or llvm.host_has("avxvnni")):
+    if not (processor.host_has("avx512vnni") or processor.host_has("avxvnni")):
         pytest.skip("this processor has no VNNI")
     monkeypatch.setattr(chain_module, "has_amx_unit", lambda: False)
 
 
 def be_vectors(monkeypatch: pytest.MonkeyPatch, vectors: str) -> None:
     """Have products compiled for vectors of AVX2 or AVX-512."""
-    if VECTORS[vectors] and not llvm.host_has("avx512vnni"):
+    if VECTORS[vectors] and not processor.host_has("avx512vnni"):
         pytest.skip("this processor has no VNNI in AVX-512")
     be_processor(monkeypatch, has_pairs=False, has_avx512=VECTORS[vectors])
 
@@ -110,7 +110,7 @@ def test_bits_depend_neither_on_other_rows_nor_on_the_vectors(
     x = inputs(300, 1792)
     xs = [x[:1], x[:23], x]
     by_vectors = []
-    for has_avx512 in {False, llvm.host_has("avx512vnni")}:
+    for has_avx512 in {False, processor.host_has("avx512vnni")}:
         with monkeypatch.context() as patch:
             be_processor(patch, has_pairs=False, has_avx512=has_avx512)
             found, _ = results([(name, 70)], 1792, xs, dtype)

@@ -13,7 +13,7 @@ import pytest
 from llvmlite import ir
 
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS
-from jpaged.pallas_kernels.native import amx, ffi, llvm, norms, registry, xla_call
+from jpaged.pallas_kernels.native import ffi, llvm, norms, processor, registry, xla_call
 from jpaged.pallas_kernels.native.norms import NormKind
 from jpaged.pallas_kernels.native.products import chain
 from jpaged.pallas_kernels.native.products.codes.decoded import CodedMultiplier
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 MULTIPLY = """
 import os, jax, jax.numpy as jnp, numpy as np
 import jpaged
-from jpaged.pallas_kernels.native import registry
+from jpaged.pallas_kernels.native import registry, processor
 from jpaged.pallas_kernels.native.products.chain import product
 build = registry.llvm.create_pass_builder
 def noted(*args):
@@ -138,7 +138,7 @@ import os
 from pathlib import Path
 import jax, jax.numpy as jnp
 import jpaged
-from jpaged.pallas_kernels.native import registry
+from jpaged.pallas_kernels.native import registry, processor
 from jpaged.pallas_kernels.native.products.chain import product
 jax.config.update("jax_compilation_cache_dir", os.environ["CACHE"])
 registry.name_functions_for_perf()
@@ -199,10 +199,10 @@ def test_another_interface_is_refused(old: str, new: str, message: str) -> None:
 def test_a_start_names_the_cpu_features(
     features: tuple[str, ...], is_granted: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(amx, "host_has", lambda name: name in features)
-    monkeypatch.setattr(amx, "has_amx_unit", lambda: is_granted)
-    monkeypatch.setattr(amx, "host_has_avx512", lambda: False)
-    assert amx.cpu_features() == wanted
+    monkeypatch.setattr(processor, "host_has", lambda name: name in features)
+    monkeypatch.setattr(processor, "has_amx_unit", lambda: is_granted)
+    monkeypatch.setattr(processor, "host_has_avx512", lambda: False)
+    assert processor.cpu_features() == wanted
 
 
 PROCESSORS = {

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.models.layers import LayerNorm, RMSNorm, RMSNormFloat32, RMSNormPlusOne, WeightMaker
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
-from jpaged.pallas_kernels.native import llvm, norms
+from jpaged.pallas_kernels.native import llvm, norms, processor
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.norms import layer_norm, rms_norm
 
@@ -54,7 +54,7 @@ def exact(x: jax.Array, weight: jax.Array, eps: float, norm: Callable[..., jax.A
 def test_norms_are_what_they_should_be(
     norm: Callable[..., jax.Array], size: int, has_avx512: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if has_avx512 and not llvm.host_has_avx512():
+    if has_avx512 and not processor.host_has_avx512():
         pytest.skip("this processor has no vectors of sixteen lanes")
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     norms._handler.cache_clear()

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, Heads, LayerOps, Product, RowNorm
-from jpaged.pallas_kernels.native import llvm, norms
+from jpaged.pallas_kernels.native import llvm, norms, processor
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.products import chain
 from jpaged.pallas_kernels.native.products.chain import product
@@ -85,7 +85,7 @@ def test_other_processors_multiply_as_well(
     dtype: str, has_pairs: bool, has_avx512: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processors without AMX, with and without AVX512-BF16, with vectors of sixteen lanes and of eight."""
-    if has_pairs and not llvm.host_has("avx512bf16"):
+    if has_pairs and not processor.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
     be_processor(monkeypatch, has_pairs=has_pairs, has_avx512=has_avx512)
     for depth, num_out, rows in ((64, 960, 3), (33, 17, 7), (1536, 64, 40)):
@@ -101,7 +101,7 @@ def test_a_large_product_costs_few_bits_of_those_behind_it(has_amx: bool, monkey
     """Rows of special tokens have such values. Added one by one, 1,535 products behind it cost 10 roundings of its size
     (here their median), and partial sums a third of that."""
     if not has_amx:
-        be_processor(monkeypatch, has_pairs=False, has_avx512=llvm.host_has_avx512())
+        be_processor(monkeypatch, has_pairs=False, has_avx512=processor.host_has_avx512())
     x, columns = operands(3, 1536, 64, "float32")
     x = x.at[:, 0].set(1000.0)
     exact_x, exact_weight = np.asarray(x, np.float64), columns.astype(np.float64).T
@@ -205,7 +205,7 @@ def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, mo
     of others is the next test's.
     """
     if not has_amx:
-        be_processor(monkeypatch, has_pairs=llvm.host_has("avx512bf16"), has_avx512=llvm.host_has_avx512())
+        be_processor(monkeypatch, has_pairs=processor.host_has("avx512bf16"), has_avx512=processor.host_has_avx512())
     native = jax.jit(chain_of(NATIVE_OPS, dtype, **CHAINS[name]))
     exact = jax.jit(chain_of(XLA_OPS, dtype, **CHAINS[name]))
     rng = np.random.default_rng(5)

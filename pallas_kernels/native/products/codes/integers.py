@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from ....code_formats import CodeFormat, CodeParts
-from ...llvm import F32, I8, I64, POINTER, Code, host_has, host_has_avx512
+from ...llvm import F32, I8, I64, POINTER, Code
+from ...processor import host_has, host_has_avx512
 from ..batches import MAX_SPECIALIZED_ROWS, EvenBatches, rows_per_batch
 from ..depth_blocks import DepthBlocks
 from ..multiplier import Batch, Panel

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS, CodeFormat, CodeParts, Codes
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
-from jpaged.pallas_kernels.native.llvm import processor
+from jpaged.pallas_kernels.native.processor import processor
 from jpaged.pallas_kernels.native.products.chain import code_order
 from jpaged.pallas_kernels.native.products.codes.panels import Order, pack_codes
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner

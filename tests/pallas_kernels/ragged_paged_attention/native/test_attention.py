@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from jpaged.pallas_kernels.native import llvm
-from jpaged.pallas_kernels.native.amx import has_amx_unit
+from jpaged.pallas_kernels.native import llvm, processor
 from jpaged.pallas_kernels.native.llvm import F32, I64, LOG2_E, Code
+from jpaged.pallas_kernels.native.processor import has_amx_unit
 from jpaged.pallas_kernels.native.registry import register
 from jpaged.pallas_kernels.native.xla_call import Call, Work, handler
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions
@@ -216,7 +216,7 @@ def test_other_processors_attend_as_well(
     monkeypatch: pytest.MonkeyPatch, has_pairs: bool, has_avx512: bool, dtype: str
 ) -> None:
     """Processors without AMX, with and without AVX512-BF16, with vectors of sixteen lanes and of eight."""
-    if has_pairs and not llvm.host_has("avx512bf16"):
+    if has_pairs and not processor.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
     for module in (llvm, attention):
         monkeypatch.setattr(module, "host_has_avx512", lambda: has_avx512)
@@ -505,7 +505,7 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
 
 @pytest.mark.parametrize("has_avx512_bf16", [False, True])
 def test_numbers_are_rounded_to_bfloat16_to_nearest_even(has_avx512_bf16: bool) -> None:
-    if has_avx512_bf16 and not llvm.host_has("avx512bf16"):
+    if has_avx512_bf16 and not processor.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
 
     def prepare(code: Code, call: Call) -> Work:
