@@ -101,12 +101,11 @@ class AbstractEngine:
         """Return the shapes of the weights with their placement."""
         if isinstance(self.model, OwnModel):
             return self.model.weights(self.mesh)
-        what = dtype, self.mesh, self.backend.layer_ops, self.formats
         if self.shapes_in is not None and self.platform == "cpu" and self.num_chips == 1:
-            return kept_shapes(self.shapes_in, self.backend, self.model, *what)
+            return kept_shapes(self.shapes_in, self.model, dtype, self.mesh, self.backend, self.formats)
         from ..models.weights.loading import abstract_weights
 
-        return abstract_weights(self.model, *what)
+        return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops, self.formats)
 
     def weights_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights on a chip."""

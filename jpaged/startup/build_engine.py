@@ -153,7 +153,7 @@ def build_engine(
     programs, live, builder = prepared.programs, prepared.live, prepared.builder
     if handle.config.longrope:
         logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
-    if experts := experts_note(programs.weights, engine.backend.layer_ops, devices):
+    if experts := experts_note(programs.weights, engine.backend, devices):
         logger.info("experts: %s", experts)
     for note in sizes.notes:
         logger.warning(note)
@@ -345,8 +345,7 @@ def _failure_of(config: EngineConfig, on_chip: ModelSpec, prepared: PreparedEngi
     if backend.check_guard is CheckGuard.CHILD:
         return check_in_subprocess(check_request(config, on_chip, type(backend), device.platform))
     # Codes that XLA converts are no part of the comparison with the `xla` backend, which reads them the same way.
-    is_native = backend.layer_ops.columns_of_codes is not None
-    coded = coded_weights(prepared.programs.weights.state) if is_native else []
+    coded = coded_weights(prepared.programs.weights.state) if backend.has_own_products else []
     formats = list(dict.fromkeys(code_format for _, parts, _ in coded for code_format, _ in parts))
     return find_failure(backend, on_chip, step.dtype, step.kv_cache_dtype, step.block_size, device, formats)
 

@@ -15,7 +15,7 @@ from ..models.config.decoder import DecoderConfig
 from ..models.own_model import OwnModel
 from ..models.weights.weight_state import flat_state
 from ..models.weights.weights import Weights
-from ..pallas_kernels.layer_ops import LayerOps
+from ..pallas_kernels.ragged_paged_attention.interface import Backend
 
 
 def with_spread_experts(config: EngineConfig, model: DecoderConfig | OwnModel) -> DecoderConfig | OwnModel:
@@ -58,15 +58,16 @@ def check_has_mesh(config: EngineConfig, devices: Sequence[jax.Device]) -> None:
         raise refusal("enable_expert_parallel", fault, allowed, way_out, error=ConfigError)
 
 
-def experts_note(weights: Weights, ops: LayerOps, devices: Sequence[Any]) -> str:
+def experts_note(weights: Weights, backend: Backend, devices: Sequence[Any]) -> str:
     """Return in words how many experts there are, how they are spread, and which product serves them; "" for none.
 
-    `weights` may be abstract, and `ops` are the layer operations that read them. Example: "8 in 32 of 32 layers, 2 for
-    each token; each cut over 8 devices; products by ragged_dot".
+    `weights` may be abstract, and `backend` has the layer operations that read them. Example: "8 in 32 of 32 layers, 2
+    for each token; each cut over 8 devices; products by ragged_dot".
     """
     model = weights.config
     if model is None or (experts := model.experts) is None:
         return ""
+    ops = backend.layer_ops
     clauses = [
         f"{experts.num_experts} in {sum(experts.sparse_layers)} of {model.num_layers} layers, "
         f"{experts.num_chosen} for each token"

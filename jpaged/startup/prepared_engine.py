@@ -24,6 +24,7 @@ from ..models.weights.at_load import AT_LOAD, formats_at_load, transposed_matric
 from ..models.weights.code_arrays import has_group_scales
 from ..models.weights.coded import StoredFormats, coded_weights, reasons_for_floats, stored_formats
 from ..models.weights.kept_weights import KeptWeights
+from ..pallas_kernels.layer_ops import XLA_OPS
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
@@ -137,7 +138,9 @@ def prepare_engine(
         if note := handle.checkpoint.floats_note(dtype, kept):
             logger.warning("weights: %s", note)
     itemsize = activation_bytes(dtype, on_cpu=device.platform == "cpu")
-    on_chip = handle.config.spec_on_chip(len(devices), backend.layer_ops, itemsize)
+    # Layer operations, which import much, say what experts take, and nothing of other layers.
+    has_experts = isinstance(handle.config, DecoderConfig) and handle.config.experts is not None
+    on_chip = handle.config.spec_on_chip(len(devices), backend.layer_ops if has_experts else XLA_OPS, itemsize)
     sizes = size_engine(config, on_chip, engine, free, demands)
     # The rotary embeddings depend on the longest context, which `size_engine` may have lowered.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))

@@ -71,8 +71,7 @@ def new_state(shapes: DeviceState) -> DeviceState:
     The pages of the cache are left uninitialized, since attention uses no slot of a page before a key and a value were
     written there. Scales of pages are ones, which the caller replaces. All other arrays are zeros.
     """
-    ops = shapes.cache.backend.layer_ops
-    pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
+    pages = tuple(shapes.cache.backend.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
     scales = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes.cache.scales)
     page_tables, last_tokens, hidden = (
         jnp.zeros(leaf.shape, leaf.dtype) for leaf in (shapes.page_tables, shapes.last_tokens, shapes.hidden)

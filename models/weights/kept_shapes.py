@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -28,34 +28,42 @@ from .weights import UnbuiltGraph, Weights
 
 PACKAGES = "jax", "flax", "ml_dtypes", "numpy"
 """Packages that shapes depend on."""
+
 PLAIN = (bool, int, float, str, type(None))
 """Types of metadata that are kept as they are."""
 _SOURCES_HASH = hash_of_sources("jpaged.models", "jpaged.pallas_kernels")
 
 
+class HasLayerOps(Protocol):
+    """A backend, whose representation says what its layer operations depend on."""
+
+    @property
+    def layer_ops(self) -> LayerOps:
+        """Return the layer operations."""
+
+
 @lru_cache(maxsize=4)
 def kept_shapes(
     directory: Path,
-    identity: Hashable,
     config: DecoderConfig,
     dtype: str,
     mesh: Mesh,
-    ops: LayerOps,
+    backend: HasLayerOps,
     formats: StoredFormats,
 ) -> Weights:
     """Return a model's abstract weights on one device, as `abstract_weights` does: those that an earlier start kept.
 
-    Else they are made, and kept in `directory`. `identity` tells apart layer operations that store weights in other
-    ways. Where the shapes are kept the model is built later, if at all: once its structure is needed.
+    Else they are made, and kept in `directory`. Where the shapes are kept the model is built later, if at all: once
+    its structure is needed. `backend` tells apart layer operations that store weights in other ways.
     """
 
     def build() -> Weights:
         from .loading import abstract_weights
 
-        return abstract_weights(config, dtype, mesh, ops, formats)
+        return abstract_weights(config, dtype, mesh, backend.layer_ops, formats)
 
     versions = [version(package) for package in PACKAGES]
-    parts = _SOURCES_HASH, sys.version, versions, type(config).__name__, config, dtype, formats, identity
+    parts = _SOURCES_HASH, sys.version, versions, type(config).__name__, config, dtype, formats, backend
     path = directory / f"shapes_{hashlib.sha256(repr(parts).encode()).hexdigest()}"
     if (kept := read_kept(path)) is not None:
         return _read(kept.header, config, mesh, build)

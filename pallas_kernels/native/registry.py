@@ -12,20 +12,21 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import llvmlite
 import llvmlite.binding as llvm
-from llvmlite import ir
 
 from ..kept_files import Kept, hash_of_sources, read_kept, write_kept
-from .llvm import Code, declare
 from .perf_map import name_functions
 from .processor import host_features, processor
 
 _SOURCES_HASH = hash_of_sources("jpaged.pallas_kernels")
-Build = Callable[[], ir.Module]
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+Build = Callable[[], "ir.Module"]
 """Writes a module."""
 _lock = RLock()
 _engines: dict[str, llvm.ExecutionEngine] = {}
@@ -68,21 +69,6 @@ def link(name: str, build: Build) -> str:
         if name not in _engines:
             llvm.add_symbol(name, _address_of(name, build))
     return name
-
-
-def call_linked(code: Code, name: str, arguments: Sequence[ir.Value], emit: Callable[..., None]) -> None:
-    """Emit a call of a function of its own module, whose body `emit(new code, *its arguments)` emits; see `link`."""
-    types = [value.type for value in arguments]
-
-    def build() -> ir.Module:
-        module = ir.Module(name)
-        module.triple = llvm.get_default_triple()
-        new_code = Code(ir.Function(module, ir.FunctionType(ir.VoidType(), types), name))
-        emit(new_code, *new_code.build.function.args)
-        new_code.build.ret_void()
-        return module
-
-    code.build.call(declare(code.build.module, link(name, build), ir.VoidType(), *types), arguments)
 
 
 def registered() -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..layer_ops import XLA_OPS, LayerOps
@@ -264,10 +265,19 @@ class Backend(ABC):
     """Whether a start compares this backend with the `xla` backend on the device before it serves."""
     check_guard: ClassVar[CheckGuard] = CheckGuard.NONE
     """What guards a start against a comparison that does not come back."""
-    layer_ops: ClassVar[LayerOps] = XLA_OPS
-    """Products, norms and weight storage that go with this backend."""
+    has_own_products: ClassVar[bool] = False
+    """Whether products and norms are native code, and matrices may stay the bytes of codes that a file has."""
     tuned_table: ClassVar[str | None] = None
     """Name of the file in the user's cache with the sizes that `jpaged tune` found; None where nothing is tuned."""
+
+    @property
+    def layer_ops(self) -> LayerOps:
+        """Return the products, norms and weight storage that go with this backend."""
+        return XLA_OPS
+
+    def uninitialized(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return an array whose elements may have any value; see `LayerOps.uninitialized`."""
+        return self.layer_ops.uninitialized(shape, dtype)
 
     @classmethod
     def read_tuned(cls, path: Path) -> Tuned:

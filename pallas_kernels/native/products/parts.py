@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from ..amx import TILE, TILE_BYTES, Matrix, MatrixUnit, Tiles
+from ..linked_calls import call_linked
 from ..llvm import F32, I16, I32, I64, Code, constant
-from ..registry import call_linked
 from .depth_blocks import DepthBlocks
 from .multiplier import Batch, DepthBlock, Panel
 from .panels import DEPTH, PANEL

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from llvmlite import ir
 
+from ..linked_calls import call_linked
 from ..llvm import F32, I32, I64, LONG_LANES, Code, constant
-from ..registry import call_linked
 from .batches import MAX_SPECIALIZED_ROWS, EvenBatches
 from .multiplier import Batch, DepthBlock, Panel, WordSource
 from .panels import DEPTH, PANEL

@@ -14,17 +14,17 @@ from typing import Any
 import jax.numpy as jnp
 import llvmlite
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ...layer_ops import LayerOps
 from ...native.ffi import check_interface, interface_header
-from ...native.layer_ops import NATIVE_OPS
 from ...native.processor import cpu_features, processor
 from ...native.registry import name_functions_for_perf, register_kept, registered
 from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..kv_scales import QUANTIZED_DTYPES
 from ..tile_plan import TiledBackend, TilePlanner
-from .attention import attend_tiles
-from .pages import BYTE_DTYPES, PACKED_BF16, NativePages, pages_shapes, write_pages
+from .page_shapes import BYTE_DTYPES, PACKED_BF16, pages_shapes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,20 @@ class NativeBackend(TiledBackend):
 
     name = "native"
     kv_dtypes = ("float32", "bfloat16", *QUANTIZED_DTYPES)
-    layer_ops = NATIVE_OPS
+    has_own_products = True
+
+    @property
+    def layer_ops(self) -> LayerOps:
+        """Import the operations, whose many modules only a trace needs, and return them."""
+        from ...native.layer_ops import NATIVE_OPS
+
+        return NATIVE_OPS
+
+    def uninitialized(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """See `Backend.uninitialized`."""
+        from ...native.xla_call import uninitialized
+
+        return uninitialized(shape, dtype)
 
     @property
     def planner(self) -> TilePlanner:
@@ -130,6 +143,9 @@ class NativeBackend(TiledBackend):
         call writes k and v, unless they are None; a second one computes attention for all tiles of the plan. `pages`
         and the returned pages are the keys and values of all layers.
         """
+        from .attention import attend_tiles  # Only a trace needs what writes native code.
+        from .pages import NativePages, write_pages
+
         q, sinks, step = inputs.q, inputs.sinks, inputs.step
         keys, values = pages
         layer = NativePages(keys, values, inputs.first_page, inputs.options)

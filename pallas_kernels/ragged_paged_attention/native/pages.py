@@ -27,11 +27,8 @@ from ...native.xla_call import Call, Work, handler
 from ..kv_scales import LayerScales
 from ..layer_pages import LayerPages
 from .byte_pages import as_bytes
+from .page_shapes import BYTE_DTYPES, PACKED_BF16, pages_shapes, words_of
 
-PACKED_BF16 = jnp.uint32
-"""Dtype of arrays that hold pairs of bfloat16."""
-BYTE_DTYPES = {"int8": jnp.dtype(jnp.int8), "float8_e4m3fn": jnp.dtype(jnp.uint8)}
-"""Dtype of numbers of one byte → dtype of the arrays that hold them."""
 MAX_SERIAL_ELEMENTS = 1 << 11
 """Largest number of elements of keys that one thread writes alone. Each word of a key lies in its own cache line."""
 FEW_TOKENS, MANY_TOKENS = 4, 16
@@ -74,19 +71,6 @@ class NativePages(LayerPages):
                     f"pages: got {name} {array.shape} of {array.dtype}, wanted {shape} of {jnp.dtype(dtype)}; make "
                     "them by the shapes and the stored_dtype of the backend's layout"
                 )
-
-
-def words_of(size: int, *, is_bf16_packed: bool) -> int:
-    """Return the number of 32-bit words that hold `size` numbers: one each, or one for two bfloat16."""
-    return -(-size // 2) if is_bf16_packed else size
-
-
-def pages_shapes(
-    num_pages: int, num_kv_heads: int, page_size: int, head_size: int, *, is_bf16_packed: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the arrays of keys and of values, in words; an odd size has a word that is half used."""
-    key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
-    return (num_pages, num_kv_heads, key_words, page_size), (num_pages, num_kv_heads, value_words, head_size)
 
 
 def write_pages(

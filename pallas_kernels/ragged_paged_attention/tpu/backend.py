@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ...layer_ops import LayerOps
 from ...tpu_ops import TPU_OPS
 from ..interface import AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
 from ..kv_scales import QUANTIZED_DTYPES, kv_cache_dtype, quantize
@@ -111,9 +112,13 @@ class TpuBackend(Backend):
     # Page tables lie in a core's scalar memory of 1 MiB; beside its page numbers a row takes its lengths, and its share
     # of the plan of prefill's tiles.
     page_table_limit = PageTableLimit(max_entries=255_000, row_entries=8)
-    layer_ops = TPU_OPS
     tuned_table = "tpu.json"
     check_guard = CheckGuard.WATCHDOG
+
+    @property
+    def layer_ops(self) -> LayerOps:
+        """See `Backend.layer_ops`."""
+        return TPU_OPS
 
     def __post_init__(self) -> None:
         """Raise ValueError if `tile_q` is no power of two from 16 on, or if the kernels have no sizes for `chip`.

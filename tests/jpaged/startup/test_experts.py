@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -71,6 +72,6 @@ def test_whole_experts_are_refused_without_experts_and_on_one_device():
 )
 def test_the_start_says_how_experts_are_spread_and_what_multiplies(config, ops, devices, words):
     layers = DENSE.num_layers
-    note = experts_note(weights_of(config), ops, [Device(platform) for platform in devices])
+    note = experts_note(weights_of(config), SimpleNamespace(layer_ops=ops), [Device(platform) for platform in devices])
     assert note == f"60 in {layers} of {layers} layers, 4 for each token; {words}"
-    assert experts_note(weights_of(DENSE), ops, [Device("cpu")]) == ""
+    assert experts_note(weights_of(DENSE), SimpleNamespace(layer_ops=ops), [Device("cpu")]) == ""

@@ -199,7 +199,7 @@ def test_logits_come_in_float32_from_bfloat16_weights() -> None:
     """Products are not rounded; nor, with native code, are the hidden states."""
     directory = next(path for path in FOLDERS if path.name == "llama")
     config, checkpoint = open_checkpoint(directory)
-    abstract = abstract_weights(config, "bfloat16", device_mesh(jax.devices()[:1]), NativeBackend.layer_ops)
+    abstract = abstract_weights(config, "bfloat16", device_mesh(jax.devices()[:1]), NativeBackend().layer_ops)
     weights = load_weights(abstract, config, checkpoint)
     model = nnx.merge(weights.graph, weights.state)
     hidden = jax.eval_shape(model.embed, jax.ShapeDtypeStruct((4,), jnp.int32))

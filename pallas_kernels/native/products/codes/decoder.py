@@ -14,8 +14,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ....code_formats import CodeFormat
+from ...linked_calls import call_linked
 from ...llvm import BFLOAT16, F32, I8, I16, I32, I64, Code, constant, declare
-from ...registry import call_linked
 from ..panels import DEPTH, PANEL
 from .integer_steps import VALUES_PER_QUAD, PackedSteps
 from .panels import VECTOR_COLUMNS, BlockLayout, block_layout

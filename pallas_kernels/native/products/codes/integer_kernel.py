@@ -19,8 +19,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ....code_formats import CodeFormat
+from ...linked_calls import call_linked
 from ...llvm import F32, I32, I64, LONG_LANES, Code, constant, declare
-from ...registry import call_linked
 from ..panels import PANEL
 from .integer_rows import PLANE_SLOTS, RECORD_SLOTS, SCALE_SLOT, sum_slot
 from .integer_steps import (
