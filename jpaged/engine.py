@@ -5,8 +5,9 @@ This is the face of its parts: a loop that steps, a front that checks requests, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import msgspec
@@ -21,9 +22,7 @@ from .intake.request_builder import RequestBuilder, check_new_id
 from .messages import NewRequest, Params, ResultForm
 from .outputs import RequestOutput
 from .request import Request
-from .research.arrays import GenerationArrays, for_arrays, generation_arrays
 from .research.calls import ResearchCalls
-from .research.trainer import Trainer
 from .sampling.sampling_params import BeamSearchParams, SampleMode, SamplingParams
 from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
@@ -40,6 +39,10 @@ from .text.prompts import ChatOptions, EncodedPrompt
 
 if TYPE_CHECKING:
     from flax import nnx
+
+    from .models.weights.live_weights import LiveWeights
+    from .research.arrays import GenerationArrays
+    from .research.trainer import Trainer
 
 
 class Engine(ResearchCalls):
@@ -127,7 +130,8 @@ class Engine(ResearchCalls):
         encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.step_sizes.max_model_len)
         self.builder = RequestBuilder(self.config, encoder, self.step_sizes, self.handle.sampling_defaults)
         self._batch = BatchRunner(self.loop, self.builder)
-        self._trainer = Trainer(self._batch, parts.live)
+        self._trainer_lock, self._made_trainer = Lock(), None
+        self._make_trainer = partial(_trainer_of, self._batch, parts.live)
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -203,6 +207,8 @@ class Engine(ResearchCalls):
         if not return_arrays:
             outputs, _ = self._batch.run("generate", prompts, each, **options)
             return list(outputs.values())
+        from .research.arrays import for_arrays, generation_arrays
+
         each = [for_arrays(params) for params in each]
         return generation_arrays(self._batch.run("generate", prompts, each, **options, form=ResultForm.ARRAYS)[1])
 
@@ -523,6 +529,13 @@ class Engine(ResearchCalls):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def _trainer_of(batch: BatchRunner, live: Callable[[], LiveWeights]) -> Trainer:
+    """Import what a trainer calls, and return it for one engine."""
+    from .research.trainer import Trainer
+
+    return Trainer(batch, live)
 
 
 def _is_module(model: object) -> bool:

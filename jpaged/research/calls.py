@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
@@ -12,20 +13,34 @@ from jaxtyping import Array, Float, Int
 from ..core.engine_loop import EngineLoop
 from ..messages import Params
 from ..sampling.sampling_params import SamplingParams
-from .arrays import LogprobComparison
-from .rollouts import Rollouts
-from .scores import Scorer, Scores, TopLogprobs
-from .trainer import Trainer
 
 if TYPE_CHECKING:
     from flax import nnx
+
+    from .arrays import LogprobComparison
+    from .rollouts import Rollouts
+    from .scores import Scorer, Scores, TopLogprobs
+    from .trainer import Trainer
 
 
 class ResearchCalls:
     """The part of `Engine` that a trainer in the same process uses. Threads may share it, also while requests run."""
 
     loop: EngineLoop
-    _trainer: Trainer
+    _make_trainer: Callable[[], Trainer]
+    _trainer_lock: Lock
+    _made_trainer: Trainer | None
+
+    @property
+    def _trainer(self) -> Trainer:
+        """Return what makes these calls, made at the first of them: an engine that only generates imports none of it.
+
+        Threads may be first together.
+        """
+        with self._trainer_lock:
+            if self._made_trainer is None:
+                self._made_trainer = self._make_trainer()
+            return self._made_trainer
 
     def submit(
         self,
