@@ -17,7 +17,7 @@ from ..structured_outputs import StructuredOutputsParams
 from .answers.bound_format import BoundFormat
 from .chat.thinking import BEGIN, END, Thinking, may_think, thinking_after, thinking_in
 from .chat.tools import ToolSet
-from .grammar.call_grammar import CallRules
+from .grammar.call_rules import CallRules
 from .grammar.grammar import Grammars
 from .tokenizing.tokenizer import Tokenizer
 

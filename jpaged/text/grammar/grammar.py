@@ -24,15 +24,16 @@ from ...structured_outputs import JSON_KINDS, StructuredOutputsParams
 from ..answers.bound_format import BoundFormat
 from ..chat.thinking import Thinking
 from ..tokenizing.tokenizer import Tokenizer
-from .call_grammar import CallGrammars, CallRules
+from .call_rules import CallRules
 from .compiler import GrammarCompiler, grammar_text
 from .compiler_errors import told
 from .kept import KeptValues
-from .structured_grammar import StructuredGrammars
-from .thought_grammar import ThoughtRules, budgeted_thoughts, with_thought
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from .call_grammar import CallGrammars
+    from .structured_grammar import StructuredGrammars
 
 logger = logging.getLogger("jpaged")
 MAX_TEXT_BYTES = 32 << 20
@@ -105,8 +106,6 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         """`vocab_size` is the width of the model's logits, and a model's `eos_token_ids` end an output."""
         self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self._structured = StructuredGrammars(self._compiler)
-        self._calls = CallGrammars(self._compiler, self._structured)
         self._texts: KeptValues[tuple[StructuredOutputsParams, Thinking, int | None], str] = KeptValues(MAX_TEXT_BYTES)
         """What requests asked for lately → the grammar's text."""
         self._call_texts: KeptValues[Hashable, tuple[str, tuple[str, ...]]] = KeptValues(MAX_TEXT_BYTES)
@@ -118,6 +117,20 @@ class Grammars:
         self._lock = threading.Lock()
         """Guards these four."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="jpaged-grammar")
+
+    # What writes grammars is imported for the first request that has one.
+
+    @cached_property
+    def _structured(self) -> StructuredGrammars:
+        from .structured_grammar import StructuredGrammars
+
+        return StructuredGrammars(self._compiler)
+
+    @cached_property
+    def _calls(self) -> CallGrammars:
+        from .call_grammar import CallGrammars
+
+        return CallGrammars(self._compiler, self._structured)
 
     def grammar_of(
         self,
@@ -138,6 +151,8 @@ class Grammars:
             text = self._texts.get(asked)
         if text is not None:
             return text
+        from .thought_grammar import ThoughtRules, with_thought
+
         answer = self._structured.grammars_of(params)
         separator = "\\n{1,2}" if params.kind in JSON_KINDS else ""
         rules = ThoughtRules.of(format, thought_budget, self._compiler)
@@ -178,6 +193,8 @@ class Grammars:
 
     def thoughts_within(self, thought_budget: int, thinking: Thinking, format: BoundFormat | None = None) -> str:
         """Return the grammar of a free output whose thoughts have at most `thought_budget` tokens each."""
+        from .thought_grammar import budgeted_thoughts
+
         return grammar_text(budgeted_thoughts(thinking, thought_budget, format, self._compiler))
 
     def matcher(self, grammar: str) -> Matcher:

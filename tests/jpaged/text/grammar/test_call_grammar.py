@@ -18,7 +18,7 @@ from jpaged.text.answers.format_names import CALL_FORMATS, answer_format
 from jpaged.text.answers.whole_answer import parse_answer
 from jpaged.text.chat.thinking import Thinking
 from jpaged.text.chat.tools import Tool, ToolChoice, ToolSet
-from jpaged.text.grammar.call_grammar import CallRules
+from jpaged.text.grammar.call_rules import CallRules
 from jpaged.text.tokenizing.tokenizer import Tokenizer
 
 from ..tokenizing.published_tokenizers import byte_tokenizer
