@@ -22,7 +22,8 @@ from ...sharding import sharding_of
 from ..config.shares import true_size
 from ..errors import ModelLoadError
 from ..formats.checkpoint import rows_among_experts
-from ..recipe import Bounds, Path, Piece, Recipes
+from ..recipe import Path, Piece, Recipes
+from ..sources import Bounds
 from .weight_state import flat_state
 
 FOUR_BITS = "int4" if jax.__version_info__ >= (0, 11) else "int8"

@@ -26,7 +26,8 @@ from ..families.table import family_class
 from ..formats.checkpoint import Checkpoint
 from ..formats.safetensors_checkpoint import SafetensorsCheckpoint
 from ..layers import Axes, WeightMaker, has_expert_axis
-from ..recipe import Bounds, Path, Piece, Recipes, make_recipes
+from ..recipe import Path, Piece, Recipes, make_recipes
+from ..sources import Bounds
 from .code_arrays import Target, hold_codes, read_held
 from .coded import StoredFormats, check_codes, read_coded, with_codes
 from .live_tree import joined_names

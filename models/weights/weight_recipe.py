@@ -17,7 +17,8 @@ from jax import lax
 
 from ...pallas_kernels.code_formats import CodeFormat, CodeParts
 from ...pallas_kernels.layer_ops import LayerOps
-from ..recipe import Bounds, Piece
+from ..recipe import Piece
+from ..sources import Bounds
 from .code_arrays import Blocks, HeldCodes, quantized_blocks
 
 

@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from ..formats.checkpoint import Checkpoint, read_finite, rows_among_experts
-from ..recipe import Bounds, Piece
+from ..recipe import Piece
+from ..sources import Bounds
 
 
 class OrderedPieces:

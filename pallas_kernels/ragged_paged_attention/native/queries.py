@@ -20,7 +20,8 @@ from llvmlite import ir
 from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
 from .byte_pages import as_float32
-from .pages import words_of
+from .page_shapes import words_of
+from .pages import 
 
 
 class PageBlock(NamedTuple):
