@@ -21,7 +21,6 @@ from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, constant, l
 from ..xla.softmax import INITIAL_MAX
 from .byte_pages import as_float32
 from .page_shapes import words_of
-from .pages import 
 
 
 class PageBlock(NamedTuple):
