@@ -119,8 +119,8 @@ def build_engine(
     larger than these requests need. `progress` is told of long phases. With `keeps_programs`, step programs are kept
     beside JAX's compilation cache, and those that are there are not traced. With `compiles_behind` and `warmup=lazy`,
     the engine is built once the programs of a plain request are there; the others are compiled behind, and no request
-    waits for a program that it does not need. Raises ConfigError if the options do not
-    fit the model, the devices or their memory, and ModelLoadError if the weights cannot be loaded.
+    waits for a program that it does not need. Raises ConfigError if the options do not fit the model, the devices or
+    their memory, and ModelLoadError if the weights cannot be loaded.
     """
     compiles_behind = compiles_behind and config.warmup == "lazy"
     is_own = isinstance(handle.config, OwnModel)

@@ -181,7 +181,7 @@ def prepare_engine(
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
     if compiles_behind:
-        needed_first, deferred = served_keys(config, programs, builder, device.platform)
+        needed_first, deferred = served_keys(config, programs, builder, is_cpu=free.is_cpu)
     else:
         needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     if page_scales is not None and page_scales.scales is None:

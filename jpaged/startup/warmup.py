@@ -21,10 +21,9 @@ from ..step.programs import Programs
 from ..step.step_inputs import StepInputBuilder
 from .sizing.sizes import Demand
 
-FIRST_PROMPT_TOKENS = {"cpu": 64}
-"""Tokens of the steps that compute prompts when a server is ready, by platform: a short prompt must not wait for much
-padding."""
-FIRST_PROMPT_TOKENS_ELSEWHERE = 512
+CPU_PROMPT_TOKENS, DEVICE_PROMPT_TOKENS = 64, 512
+"""Tokens of the steps that compute prompts when a server is ready, on a CPU and elsewhere. They are few, since padding
+takes time on a CPU."""
 LONG_STEP = 1024
 """Tokens of a step from which on its forward program is compiled before the programs that decode."""
 
@@ -70,7 +69,7 @@ def warmup_keys(
 
 
 def served_keys(
-    config: EngineConfig, programs: Programs, builder: StepInputBuilder, platform: str
+    config: EngineConfig, programs: Programs, builder: StepInputBuilder, *, is_cpu: bool
 ) -> tuple[list[Key], list[Key]]:
     """Return the keys of the programs that a server is ready with, and those that it compiles behind, both in order.
 
@@ -82,7 +81,7 @@ def served_keys(
     """
     buckets, max_tokens = builder.buckets, builder.sizes.max_num_batched_tokens
     plain = buckets.mode_for(SampleMode.RANDOM)
-    num_prompt_tokens = FIRST_PROMPT_TOKENS.get(platform, FIRST_PROMPT_TOKENS_ELSEWHERE)
+    num_prompt_tokens = CPU_PROMPT_TOKENS if is_cpu else DEVICE_PROMPT_TOKENS
     first: list[Key] = [
         sample_key(buckets, buckets.max_samples, plain),  # It takes longest.
         forward_key(buckets, min(num_prompt_tokens, max_tokens)),

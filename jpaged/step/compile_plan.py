@@ -71,9 +71,11 @@ class CompilePlan:
         self.num_outside = 0
         """Compilations during steps that the plan did not ask for; anything but 0 is a defect."""
         self.num_ended = 0
-        """Programs whose compilation has ended, also by an error."""
+        """Programs whose compilation has ended, also by an error: they are ready, or among the failures."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
         self._ready: set[Key] = set()
+        self.failures: dict[Key, Exception] = {}
+        """The errors of compilations that have failed."""
         self._begun: list[Future[jax.stages.Compiled]] = []
         """Compilations that had begun when the plan was closed."""
         self._compilers = _compilers(num_compilers, "jpaged-compile")
@@ -119,12 +121,6 @@ class CompilePlan:
     def is_ready(self, key: Key) -> bool:
         """Return whether the executable of `key` is there, so that `get` does not wait."""
         return key in self._ready
-
-    def failure(self, key: Key) -> BaseException | None:
-        """Return the error of a key's compilation; None while it has not ended, and if it has succeeded."""
-        with self._lock:
-            future = self._futures.get(key)
-        return future.exception() if future is not None and future.done() and not future.cancelled() else None
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -294,6 +290,7 @@ class CompilePlan:
         except Exception as error:
             if self.is_closed:
                 raise
+            self.failures[key] = error
             # `get` raises the error with its traceback, but it may never be called for this key.
             logger.error("%s was not compiled: %s: %s", key, type(error).__name__, one_line(error))
             raise

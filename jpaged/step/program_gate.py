@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cache
 from typing import Any
 
 from ..checks import one_line
@@ -34,6 +35,7 @@ class ProgramGate:
         """
         self.plan, self.choice = plan, choice
         self._max_tokens, self._max_logprobs = max_tokens, max_logprobs
+        self._samplers = cache(self._largest_samplers)
         self._running: Counter[tuple[SampleMode, bool]] = Counter()
         """Requests that run, by their sampling mode and whether they have masks."""
         self._num_left = 0
@@ -54,7 +56,7 @@ class ProgramGate:
         """
         for alternatives in self._needs(request, beside_others=True):
             if not self._has_any(alternatives):
-                missing = [key for key in alternatives if self.plan.failure(key) is None]
+                missing = [key for key in alternatives if key not in self.plan.failures]
                 if missing:
                     self._awaited.add(self.plan.ask(missing[0]))
                 return False
@@ -66,9 +68,11 @@ class ProgramGate:
 
     def fault_of(self, request: Request) -> str | None:
         """Return the error of a request that needs a program which was not compiled; None if it may be admitted."""
+        if not self.plan.failures:
+            return None
         for alternatives in self._needs(request, beside_others=False):
-            failures = [self.plan.failure(key) for key in alternatives]
-            if failure := all(failures) and failures[0]:
+            if all(key in self.plan.failures for key in alternatives):
+                failure = self.plan.failures[alternatives[0]]
                 cause = f"{type(failure).__name__}: {one_line(failure, 200)}"
                 return f"a program that this request needs was not compiled ({cause}); requests without it are served"
         return None
@@ -100,17 +104,20 @@ class ProgramGate:
 
         `beside_others`: in a step with those that run, whose rows one sampler draws. That must have room for any step.
         """
-        buckets, is_drawn = self.choice.buckets, request.scoring is None
-        if is_drawn:
+        if request.scoring is None:
             samplings = [_sampling_of(request), *(self._running if beside_others else ())]
             mode = max((mode for mode, _ in samplings), key=MODES.index)
             is_masked = any(has_masks for _, has_masks in samplings)
-            yield list(self.choice.samplers(buckets.max_samples, mode, is_masked=is_masked))
+            yield self._samplers(mode, is_masked)
             if request.params.has_rules:
                 yield [SET_RULES_KEY]
         if request.scoring is not None or request.needs_prompt_scores:
             kind = score_kind(request).padded(self._max_logprobs)
-            yield [score_key(buckets.max_samples, kind)]
+            yield [score_key(self.choice.buckets.max_samples, kind)]
+
+    def _largest_samplers(self, mode: SampleMode, is_masked: bool) -> list[Key]:
+        """Return the keys of the samplers that have room for the rows of any step, the best one first."""
+        return list(self.choice.samplers(self.choice.buckets.max_samples, mode, is_masked=is_masked))
 
 
 def _sampling_of(request: Request) -> tuple[SampleMode, bool]:
