@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pytest
 
 from jpaged.serving.http.body_parser import LONG_BODY_BYTES
+from jpaged.step.compile_threads import NICE
 
 from .conftest import FLAGS
 from .served import ROOT, Served, command, read_all, serving, wait_until
@@ -119,6 +120,12 @@ def test_health_tells_the_phase_of_the_start_and_requests_wait_for_it(tiny: str,
         assert health["done"] == health["total"]
 
 
+def nice_values(pid: int) -> list[tuple[str, int]]:
+    """Return name and nice value of each thread of a process."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [(text.partition("(")[2].rpartition(")")[0], int(text.rpartition(")")[2].split()[16])) for text in stats]
+
+
 def test_a_server_answers_while_it_compiles_and_ends_at_once(tiny: str, log: Path):
     """As users start it: /health is 200 before everything is compiled, and no signal waits for the compiler."""
     flags = (flag for flag in FLAGS if flag not in ("--warmup", "off"))
@@ -128,6 +135,11 @@ def test_a_server_answers_while_it_compiles_and_ends_at_once(tiny: str, log: Pat
         assert 0 < health["done"] < health["total"]
         assert server.request("/v1/completions", body())[0] == 200
         assert server.metrics()["jpaged:recompiles_after_warmup_total"] == 0
+        if sys.platform == "linux":
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            nice = nice_values(server.process.pid)
+            assert max(own, NICE) in [value for _, value in nice], "the compiler gives way"
+            assert {value for name, value in nice if name == "tf_XLAEigen"} == {own}, "steps do not"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 0
         assert "Traceback" not in log.read_text()
