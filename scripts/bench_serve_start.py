@@ -159,12 +159,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--empty", action="store_true", help="each start compiles everything anew")
+    parser.add_argument("--filled", action="store_true", help="the caches are full: no first start fills them")
     parser.add_argument("--no-answers", action="store_true", help="time only how soon the server is ready")
     parser.add_argument("commands", nargs="+", metavar="NAME=COMMAND")
     args = parser.parse_args()
     commands = dict(one.split("=", 1) for one in args.commands)
     starts: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    for run in range(0 if args.empty else -1, args.runs):
+    for run in range(0 if args.empty or args.filled else -1, args.runs):
         for name, command in commands.items():
             is_counted = run >= 0
             found = run_start(command, args.model, is_empty=args.empty, is_answering=is_counted and not args.no_answers)

@@ -213,7 +213,8 @@ def build_engine(
         plan.close()
         raise
     if compiles_behind:
-        plan.start(prepared.deferred)
+        # On a CPU one at a time: steps need the cores too.
+        plan.start(prepared.deferred, num_at_once=1 if devices[0].platform == "cpu" else None)
     else:
         plan.defer(prepared.deferred)
     return EngineComponents(

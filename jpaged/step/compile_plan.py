@@ -144,8 +144,13 @@ class CompilePlan:
         with self._lock:
             return bool(self._deferred) or not all(future.done() for future in (*self._futures.values(), *self._begun))
 
-    def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
+    def start(
+        self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None, *, num_at_once: int | None = None
+    ) -> None:
         """Start compiling these keys in the background, in this order, and return at once.
+
+        `num_at_once` of them are compiled at the same time, beside those that other calls have started; None is the
+        plan's own number, which all such calls share.
 
         Keys that were started before are not started again. `progress(num_done, total)` is called once with `num_done`
         0, and then after each of these keys has ended, also if it failed or if `get` took it out of the queue. The
@@ -158,8 +163,9 @@ class CompilePlan:
             new_keys = [key for key in keys if key not in self._futures]
             if unknown := [key for key in new_keys if not self._is_known(key)]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
+            compilers = self._compilers if num_at_once is None else _compilers(num_at_once, "jpaged-compile-behind")
             for key in new_keys:
-                self._futures[key] = self._compilers.submit(self._compile, key)
+                self._futures[key] = compilers.submit(self._compile, key)
             if progress is None or not new_keys:
                 return
             progress(0, len(keys))

@@ -15,8 +15,10 @@ from pathlib import Path
 
 TASKS = Path("/proc/self/task")
 NICE = 10
-"""Nice value of the compiler's threads: beside one that computes they get about a tenth of a core, and all of an idle
-one. Without privileges it cannot be lowered again."""
+"""How much higher the nice value of the compiler's threads is: beside one that computes they get about a tenth of a
+core, and all of an idle one. Without privileges it cannot be lowered again."""
+MAX_NICE = 19
+"""The highest nice value of Linux."""
 
 
 @contextmanager
@@ -33,11 +35,11 @@ def compiling_alone() -> Iterator[set[int]]:
 
 
 def lower_priority(thread_ids: set[int]) -> None:
-    """Give these threads of this process the nice value NICE, if they are there and have a lower one."""
+    """Give these threads of this process a nice value that is NICE above that of the calling thread."""
+    nice = min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + NICE, MAX_NICE)
     for one in thread_ids:
-        with suppress(OSError):  # It has ended.
-            if os.getpriority(os.PRIO_PROCESS, one) < NICE:
-                os.setpriority(os.PRIO_PROCESS, one, NICE)
+        with suppress(OSError):  # It has ended, or has a higher value already.
+            os.setpriority(os.PRIO_PROCESS, one, nice)
 
 
 def _run_times() -> dict[int, int]:

@@ -97,6 +97,20 @@ def test_get_does_not_wait_for_keys_before_it_in_the_queue(plan, lowering):
     assert lowering.begun == ["a", "b", "d", "c"]
 
 
+def test_keys_are_compiled_one_at_a_time_where_that_is_asked_for(plan, lowering):
+    lowering.may_go_on.clear()
+    plan.start("ab", num_at_once=1)
+    plan.start("c")
+    wait_for(lambda: sorted(lowering.begun) == ["a", "c"])
+    time.sleep(0.05)
+    assert "b" not in lowering.begun
+    assert plan.progress == (0, 3)
+    lowering.may_go_on.set()
+    plan.wait()
+    assert plan.progress == (3, 3)
+    assert all(map(plan.is_ready, "abc"))
+
+
 def test_a_failed_compilation_is_raised_logged_and_not_counted_as_ready(plan, caplog):
     plan.programs["b"] = lambda: 1 / 0
     plan.start("ab")
