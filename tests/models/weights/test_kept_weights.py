@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 
 from jpaged import ConfigError, Engine, SamplingParams
 from jpaged.models.formats.checkpoint import UnsavedTensor
-from jpaged.models.weights import kept_weights
+from jpaged.models.weights import kept_weights, loading
 from jpaged.models.weights.saving import write_orbax
-from jpaged.startup import build_engine
 
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
@@ -55,7 +54,7 @@ def refuse_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("converted")
 
-    monkeypatch.setattr(build_engine, "load_weights", fail)
+    monkeypatch.setattr(loading, "load_weights", fail)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -150,13 +149,13 @@ def test_a_folder_of_orbax_is_served_and_not_kept(model: Path, tmp_path: Path, h
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(model: Path, tmp_path: Path, monkeypatch) -> None:
-    load = build_engine.load_weights
+    load = loading.load_weights
 
     def load_and_touch(*arguments, **options):
         os.utime(model / "model.safetensors")
         return load(*arguments, **options)
 
-    monkeypatch.setattr(build_engine, "load_weights", load_and_touch)
+    monkeypatch.setattr(loading, "load_weights", load_and_touch)
     served(model, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 

@@ -24,6 +24,7 @@ from jpaged.pallas_kernels.code_formats import (
 )
 from jpaged.pallas_kernels.layer_ops import Product, StoredMatrix
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.pallas_kernels.native.processor import host_has
 from jpaged.pallas_kernels.native.products import chain as chain_module
 from jpaged.pallas_kernels.native.products.chain import product
 from jpaged.pallas_kernels.native.products.panels import in_panels
@@ -133,7 +134,7 @@ def test_products_have_the_bits_of_those_with_the_decoded_matrix(
 ) -> None:
     if (features := PROCESSORS[processor]) is not None:
         for needed, feature in (("has_avx512", "avx512f"), ("has_pairs", "avx512bf16")):
-            if features[needed] and not processor.host_has(feature):
+            if features[needed] and not host_has(feature):
                 pytest.skip(f"this processor has no {feature}")
         be_processor(monkeypatch, **features)
     # Decoded for a single batch as it is multiplied, and for several batches before; for two units of work.

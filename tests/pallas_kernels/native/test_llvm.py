@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 MULTIPLY = """
 import os, jax, jax.numpy as jnp, numpy as np
 import jpaged
-from jpaged.pallas_kernels.native import registry, processor
+from jpaged.pallas_kernels.native import registry
 from jpaged.pallas_kernels.native.products.chain import product
 build = registry.llvm.create_pass_builder
 def noted(*args):
@@ -138,7 +138,7 @@ import os
 from pathlib import Path
 import jax, jax.numpy as jnp
 import jpaged
-from jpaged.pallas_kernels.native import registry, processor
+from jpaged.pallas_kernels.native import registry
 from jpaged.pallas_kernels.native.products.chain import product
 jax.config.update("jax_compilation_cache_dir", os.environ["CACHE"])
 registry.name_functions_for_perf()
