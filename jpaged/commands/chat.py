@@ -128,16 +128,16 @@ def _engine_answers(args: argparse.Namespace, params: Mapping[str, Any]) -> Iter
     if "max_num_seqs" not in args:
         config = replace(config, max_num_seqs=1)  # Fewer programs to compile.
     template = None if args.chat_template is None else read_template(args.chat_template)
-    # This imports JAX, which would crash if an interrupt came during the import.
-    with interrupts_held(), garbage_uncollected():
-        from ..engine import Engine
-        from ..sampling.logit_rules_spec import LogitRulesSpec
-        from ..sampling.sampling_params import sample_mode
-        from ..startup.open_model import open_model
-        from ..startup.sizing.sizes import Demand, requested_max_len, requested_max_seqs
-        from .dialog.engine_answers import EngineAnswers
+    with garbage_uncollected():
+        with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
+            from ..engine import Engine
+            from ..sampling.logit_rules_spec import LogitRulesSpec
+            from ..sampling.sampling_params import sample_mode
+            from ..startup.open_model import open_model
+            from ..startup.sizing.sizes import Demand, requested_max_len, requested_max_seqs
+            from .dialog.engine_answers import EngineAnswers
 
-    handle = open_model(config)
+        handle = open_model(config)
     rules_spec = LogitRulesSpec(handle.spec.vocab_size)
     encoder = handle.prompt_encoder(config, rules_spec, requested_max_len(config, handle.spec), template)
     if not encoder.template:

@@ -66,12 +66,12 @@ def _run(argv: list[str]) -> int:
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
     template = None if args.chat_template is None else read_template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
-    # This imports JAX, which would crash if an interrupt came during the import.
-    with interrupts_held(), garbage_uncollected():
-        from ..startup.open_model import open_model
-
     with closing(lines) if lines else nullcontext(), closing(results) if results else nullcontext():
-        handle = open_model(config)
+        with garbage_uncollected():
+            with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
+                from ..startup.open_model import open_model
+
+            handle = open_model(config)
         reader = _job_reader(args, config, handle, flags, beams, template)
         options = _options_key(config, handle, reader, "arguments" if lines is None else lines.format)
         finished = FinishedRecords(results.path, options) if results and args.resume else None

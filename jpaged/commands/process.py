@@ -83,7 +83,7 @@ def prepare_streams() -> None:
 
 @contextmanager
 def garbage_uncollected() -> Iterator[None]:
-    """Let Python not look for garbage during a `with` that imports, nor later in what is there at its end.
+    """Let Python not look for garbage during a `with` that imports and opens a model, nor later in what it has made.
 
     Almost all of that stays. Looking through it again and again takes an eighth of the time of JAX's import, and a
     twentieth of a first start.

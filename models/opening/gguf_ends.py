@@ -47,15 +47,13 @@ def end_token_ids(fields: Fields, vocab_size: int) -> list[int]:
     tokens = fields.items(KEY + "tokens", str, [])
     # In a file without types, a text alone decides.
     kinds = fields.items(KEY + "token_type", int, []) or [CONTROL] * len(tokens)
-    ids = {
-        token: index
-        for index, (token, kind) in enumerate(zip(tokens[:vocab_size], kinds, strict=False))  # The index is the id.
-        if token in END_KINDS and kind in END_KINDS[token]
-    }
+    # The index is the id.
+    known = [(token, index) for index, token in enumerate(tokens[: min(vocab_size, len(kinds))]) if token in END_KINDS]
+    ids = {token: index for token, index in known if kinds[index] in END_KINDS[token]}
     # In these vocabularies `<|end|>` ends one message of a reply, and the model continues with the next message.
     if {"<|return|>", "<|call|>"} <= ids.keys() or ("<|flush|>" in ids and {"<|call|>", "<|calls|>"} & ids.keys()):
         ids.pop("<|end|>", None)
     # In vocabularies with one of these tokens, `</s>` is a tag of HTML; llama.cpp makes the same exception.
-    if {"<|tool_response>", "<|plamo:eos|>"} & set(tokens):
+    if "<|tool_response>" in tokens or "<|plamo:eos|>" in tokens:
         ids.pop(HTML_TEXT, None)
     return list(dict.fromkeys([*named, *ids.values()]))

@@ -23,6 +23,7 @@ from ...errors import ModelLoadError
 from ...models.formats.gguf import GGUFFile, read_gguf
 from .byte_level import bytes_by_char
 from .directory_tokenizer import apply_options
+from .gguf_tokenizer import KEY as GGUF_KEY
 from .gguf_tokenizer import build_gguf_backend
 from .saved_tokenizer import apply_saved_options, is_saved_by_transformers_5
 from .sentencepiece_tokenizer import SentencePieces, read_sentencepiece, sentencepiece_file
@@ -73,14 +74,16 @@ class Tokenizer:
         tool_template: str | None = None,
         sentence_pieces: SentencePieces | None = None,
         response_template: Any = None,
+        base_vocab_size: int | None = None,
     ):
         """Wrap `backend`, a tokenizer of the package `tokenizers`, whose truncation and padding are switched off.
 
         `special_tokens` maps the names that templates use (bos_token, eos_token, …) to the texts of tokens.
         `tool_template` is the chat template for chats with tools, None if `chat_template` is. `sentence_pieces`, if it
         is not None, is attached to `backend`. `response_template` is what the model's files hold under that name,
-        unread. Raise ModelLoadError if the decoder has a step by which a token's text depends on more than whether it
-        comes first: its text could not be streamed.
+        unread. `base_vocab_size` is one more than the largest id of the vocabulary without its added tokens, or None if
+        it is to be found here, for which the vocabulary is listed. Raise ModelLoadError if the decoder has a step by
+        which a token's text depends on more than whether it comes first: its text could not be streamed.
         """
         # A tokenizer file may set a length limit, which would silently truncate prompts.
         backend.no_truncation()
@@ -92,7 +95,9 @@ class Tokenizer:
         self.chat_template, self.tool_template = chat_template, tool_template
         self.response_template = response_template
         added = backend.get_added_tokens_decoder()
-        self.base_vocab_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        if base_vocab_size is None:
+            base_vocab_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        self.base_vocab_size = base_vocab_size
         """One more than the largest id of the vocabulary without its added tokens."""
         self.vocab_size = max(self.base_vocab_size, max(added, default=-1) + 1)
         self.bos_token_id = self._special_id("bos_token")
@@ -262,7 +267,7 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     Raise ModelLoadError, one line that names the file, for a file that is missing or corrupt and for a tokenizer that
     is not supported.
     """
-    sentence_pieces, response_template, tool_template = None, None, None
+    sentence_pieces, response_template, tool_template, num_tokens = None, None, None, None
     if path.is_dir():
         backend, special_tokens, template, sentence_pieces = _read_directory(path)
         options = read_if_there(path / OPTIONS_FILE)
@@ -272,6 +277,7 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
         metadata = (gguf or read_gguf(path)).metadata
         template, tool_template = _gguf_template(path, metadata), _gguf_template(path, metadata, f".{TOOL_USE}")
         backend, special_tokens = build_gguf_backend(path, metadata)
+        num_tokens = len(metadata[f"{GGUF_KEY}tokens"])
     else:
         way_out = "wanted a Hugging Face directory or a GGUF file: correct the path"
         raise ModelLoadError(f"{path}: does not exist; {way_out}")
@@ -283,6 +289,7 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
             tool_template=tool_template,
             sentence_pieces=sentence_pieces,
             response_template=response_template,
+            base_vocab_size=num_tokens,
         )
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error

@@ -18,7 +18,7 @@ assert main(sys.argv[1:]) == 0
 print("modules:", *sys.modules, file=sys.stderr)
 """
 NEVER = (
-    "flax", "optax", "orbax", "torch", "transformers", "jax.experimental.pallas",
+    "flax", "gguf", "optax", "orbax", "torch", "transformers", "jax.experimental.pallas",
     "jpaged.models.decoder", "jpaged.models.layers", "jpaged.models.served", "jpaged.models.weights.loading",
     "jpaged.models.weights.live_weights", "jpaged.models.weights.dummy", "jpaged.pallas_kernels.native.layer_ops",
     "jpaged.pallas_kernels.native.products", "jpaged.pallas_kernels.ragged_paged_attention.native.attention",

@@ -9,6 +9,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.formats.gguf import read_gguf
+from jpaged.models.formats.gguf_types import STORED_TYPES
 
 from ...gguf_file import write_gguf
 
@@ -108,6 +109,33 @@ def test_a_string_that_is_not_utf8_is_read(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes([pair("a", STRING, struct.pack("<Q", 2) + b"\xff\xfe")]))
     assert read_gguf(path).metadata["a"].encode(errors="surrogateescape") == b"\xff\xfe"
+
+
+STRINGS = {
+    "short": [b"one", "\u4e2d\u6587".encode(), b"x" * 255],
+    "empty": [b"", b"a", b""],
+    "of 256 bytes": [b"a", b"x" * 256, b"b"],
+    "of 65,536 bytes": [b"a", b"x" * 65536, b"b"],
+    "with a zero byte": [b"a", b"b\0c", b"d"],
+    "not UTF-8": [b"\xff", b"\xfe\xfd", b"a"],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("strings", STRINGS.values(), ids=STRINGS.keys())
+def test_a_list_of_strings_is_read_byte_by_byte(tmp_path, strings):
+    items = b"".join(struct.pack("<Q", len(item)) + item for item in strings)
+    pairs = [pair("a", ARRAY, struct.pack("<IQ", STRING, len(strings)) + items), pair("b", STRING, text("behind it"))]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(pairs))
+    metadata = read_gguf(path).metadata
+    assert [item.encode(errors="surrogateescape") for item in metadata["a"]] == strings
+    assert metadata["b"] == "behind it"
+
+
+def test_types_and_their_sizes_are_those_of_the_gguf_package():
+    sizes = {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    assert sizes == {kind: STORED_TYPES[kind] for kind in sizes}
 
 
 def test_every_truncation_is_refused(tmp_path):

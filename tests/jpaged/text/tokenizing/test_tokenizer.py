@@ -377,6 +377,15 @@ BAD_GGUF = {
 }
 
 
+def test_merges_of_tokens_with_spaces_are_read_one_by_one(tmp_path):
+    tokens = [*BYTES, "a b", " a", "ca", "ca b", " ac", "ab", "end"]
+    merges = ["c a", "c a b", " a c", "a b"]  # A separator is the first space behind the first character.
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", ggml({**GPT2, "tokens": tokens, "merges": merges})))
+    read = json.loads(tokenizer.backend.to_str())["model"]["merges"]
+    assert read == [["c", "a"], ["c", "a b"], [" a", "c"], ["a", "b"]]
+    assert tokenizer.base_vocab_size == len(tokens)
+
+
 @pytest.mark.parametrize(("values", "message"), BAD_GGUF.values(), ids=BAD_GGUF.keys())
 def test_a_bad_gguf_is_an_error_of_one_line_that_names_the_file(tmp_path, values, message):
     path = write_gguf(tmp_path / "bad.gguf", ggml({"tokens": BYTES, **values}))
