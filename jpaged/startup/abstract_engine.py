@@ -38,7 +38,7 @@ from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS, sharding_of
-from ..step.compile_plan import Key
+from ..step.compile_plan import Executable, Key
 from ..step.jax_settings import trace_settings
 from ..step.kv_measure import MEASURE_KEY, NUM_PARTS, PART_TOKENS, PageScales, measured_tokens
 from ..step.model_calls import merged_model
@@ -330,7 +330,7 @@ class StepMemoryCheck:
         """`kept_bytes` is `MemoryPlan.program_bytes`."""
         self.kept_bytes, self.has_warned = kept_bytes, False
 
-    def __call__(self, key: Key, compiled: jax.stages.Compiled) -> None:
+    def __call__(self, key: Key, compiled: Executable) -> None:
         """Warn if this program takes more memory than is kept for a step, since running it may exhaust the device.
 
         Only the first such program is reported, because all have the same remedy. Other programs are not compared:
@@ -350,7 +350,7 @@ class StepMemoryCheck:
             )
 
 
-def own_bytes(compiled: jax.stages.Compiled) -> int:
+def own_bytes(compiled: Executable) -> int:
     """Return the bytes that an executable takes beside its arguments: its temporaries, and outputs not in place."""
     memory = compiled.memory_analysis()
     assert memory is not None, "every backend here says what memory a program takes"

@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -38,7 +38,26 @@ MAX_URGENT = 16
 logger = logging.getLogger("jpaged")
 
 Key = Hashable
-Lower = Callable[[], jax.stages.Lowered]
+
+
+class Executable(Protocol):
+    """A compiled program, such as a `jax.stages.Compiled`."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Start the program; return its results, which may not be computed yet."""
+
+    def memory_analysis(self) -> Any:
+        """Return the bytes that the executable takes, under the names of JAX's `CompiledMemoryStats`."""
+
+
+class Lowered(Protocol):
+    """A program that can be compiled, such as a `jax.stages.Lowered`."""
+
+    def compile(self) -> Executable:
+        """Compile the program."""
+
+
+Lower = Callable[[], Lowered]
 
 
 class CompilePlan:
@@ -51,7 +70,7 @@ class CompilePlan:
         *,
         of_updates: Callable[[], Mapping[Key, Lower]] | None = None,
         num_compilers: int = 2,
-        on_compiled: Callable[[Key, jax.stages.Compiled], None] | None = None,
+        on_compiled: Callable[[Key, Executable], None] | None = None,
     ):
         """Take the programs, and listen to JAX's compilations; nothing is compiled before `start`, `defer` or `get`.
 
@@ -72,11 +91,11 @@ class CompilePlan:
         """Compilations during steps that the plan did not ask for; anything but 0 is a defect."""
         self.num_ended = 0
         """Programs whose compilation has ended, also by an error: they are ready, or among the failures."""
-        self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
+        self._futures: dict[Key, Future[Executable]] = {}
         self._ready: set[Key] = set()
         self.failures: dict[Key, Exception] = {}
         """The errors of compilations that have failed."""
-        self._begun: list[Future[jax.stages.Compiled]] = []
+        self._begun: list[Future[Executable]] = []
         """Compilations that had begun when the plan was closed."""
         self._compilers = _compilers(num_compilers, "jpaged-compile")
         self._urgent = _compilers(MAX_URGENT, "jpaged-compile-now")
@@ -192,7 +211,7 @@ class CompilePlan:
             if keys and not self.is_closed:
                 self.start(keys)
 
-    def get(self, key: Key) -> jax.stages.Compiled:
+    def get(self, key: Key) -> Executable:
         """Return the executable of `key`; if it is not ready, compile it at once and wait for it.
 
         A key that no thread has begun to compile is taken out of the queue and goes to the thread for urgent keys, past
@@ -211,7 +230,7 @@ class CompilePlan:
         self._check_open()
         return future.result()
 
-    def ask(self, key: Key) -> Future[jax.stages.Compiled]:
+    def ask(self, key: Key) -> Future[Executable]:
         """Compile `key` at once, and return its future without waiting.
 
         A key that no thread has begun to compile goes past all others, as in `get`. Raises KeyError for a key outside
@@ -276,7 +295,7 @@ class CompilePlan:
         self._stop_listening()
         wait(self._begun, timeout=CLOSE_S)
 
-    def _compile(self, key: Key) -> jax.stages.Compiled:
+    def _compile(self, key: Key) -> Executable:
         """Lower and compile the program of `key`, and return its executable. Runs on a thread of the plan.
 
         An error of tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it. Once the plan

@@ -23,7 +23,7 @@ from ..models.kv_ranges import ChannelRanges, RangeRecorder, scales_of
 from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.kv_scales import KVScales
-from .compile_plan import Key, Lower
+from .compile_plan import Key, Lower, Lowered
 from .kept_programs import Program
 from .model_calls import merged_model
 
@@ -122,14 +122,14 @@ class PageScales:
         self.scales = stored
         """Scales as numpy arrays; None until they are measured."""
 
-    def programs(self, weights: Weights, lower: Callable[[Program], jax.stages.Lowered]) -> dict[Key, Lower]:
+    def programs(self, weights: Weights, lower: Callable[[Program], Lowered]) -> dict[Key, Lower]:
         """Return the program that measures, for abstract weights; `lower` may take a kept one.
 
         It raises ConfigError for a caller's own model that does not run without pages.
         """
         program = measure_program(weights, self._layout, self._layers, len(self._tokens[0]))
 
-        def lowered() -> jax.stages.Lowered:
+        def lowered() -> Lowered:
             try:
                 return lower(program)
             except Exception as error:  # A caller's model may raise anything.

@@ -30,7 +30,7 @@ from ..sampling.sample_columns import SAMPLE_FIELDS, SCORE_FIELDS, num_mask_word
 from ..sampling.sampler import PLAIN, SampledRows, SampleSettings
 from ..sampling.sampling_params import SampleMode, ScoreKind, score_kinds
 from ..sharding import replicated, sharding_of
-from .compile_plan import Key, Lower
+from .compile_plan import Key, Lower, Lowered
 from .kept_programs import KeptPrograms, Program
 from .program_keys import (
     ALLOCATE_KEY,
@@ -153,11 +153,11 @@ class Programs:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._replicated)
 
-    def lower_program(self, program: Program) -> jax.stages.Lowered:
+    def lower_program(self, program: Program) -> Lowered:
         """Lower a program of a step: the kept one, if programs are kept, else by a trace."""
         return program.lower() if self._kept is None else self._kept.lower(program)
 
-    def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
+    def _lower_forward(self, layout: StepLayout) -> Lowered:
         """Lower the forward program for steps of one layout: (weights, device state, step's buffer) → (state, columns).
 
         It runs the model on the step's tokens, and returns the new device state and the SAMPLE_FIELDS of the S rows to
@@ -205,7 +205,7 @@ class Programs:
         options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._compiler_options
         return Program(f"decode_{layout.num_tokens}_{mode.value}", run, (tuple(leaves), state, packed), options)
 
-    def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
+    def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> Lowered:
         """Lower the decode program of one mode for steps of one layout."""
         return self.lower_program(self._decode_program(layout, mode))
 
@@ -240,11 +240,11 @@ class Programs:
         arguments = tuple(leaves), state, self.state.hidden, columns, masks
         return Program(name, run, arguments, self._product_options)
 
-    def _lower_sample(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> jax.stages.Lowered:
+    def _lower_sample(self, num_rows: int, mode: SampleMode, *, is_masked: bool = False) -> Lowered:
         """Lower the sample program of one mode for this many rows."""
         return self.lower_program(self._sample_program(num_rows, mode, is_masked=is_masked))
 
-    def _lower_score(self, num_rows: int, kind: ScoreKind) -> jax.stages.Lowered:
+    def _lower_score(self, num_rows: int, kind: ScoreKind) -> Lowered:
         """Lower the program that scores this many given tokens: (logit weights, hidden, columns, asked) → scores.
 
         The weights are a flat tuple, empty for hidden states alone; `asked` is None unless the kind has `num_asked`.
@@ -260,24 +260,27 @@ class Programs:
         jitted = jax.jit(run, compiler_options=self._product_options)
         return jitted.lower(tuple(leaves), self.state.hidden, columns, asked)
 
-    def _lower_tables(self) -> jax.stages.Lowered:
+    def _lower_tables(self) -> Lowered:
         """Lower the program that applies a padded batch of page-table changes."""
         changes = self._shape((len(CHANGE_FIELDS), self._builder.num_changes), jnp.int32)
-        return jax.jit(update_tables, donate_argnums=0).lower(self.state.page_tables, changes)
+        arguments = self.state.page_tables, changes
+        return self.lower_program(Program("update_tables", update_tables, arguments, donated=0, has_rest=False))
 
-    def _lower_allocate(self) -> jax.stages.Lowered:
+    def _lower_allocate(self) -> Lowered:
         """Lower the program that makes a new device state, and logit rules that change nothing; it has no arguments.
 
         Each array is made where its abstract shape says, for example as equal parts on the devices of a mesh.
         """
-        placement = jax.tree.map(lambda leaf: leaf.sharding, (self.state, self._rules))
-        rules = partial(new_rules, self._builder.rules_spec, self._num_slots)
-        return jax.jit(lambda: (new_state(self.state), rules()), out_shardings=placement).lower()
 
-    def _lower_set_rules(self) -> jax.stages.Lowered:
+        def run() -> DecodeState:
+            return new_state(self.state), new_rules(self._builder.rules_spec, self._num_slots)
+
+        return self.lower_program(Program("allocate", run, (), made=(self.state, self._rules), has_rest=False))
+
+    def _lower_set_rules(self) -> Lowered:
         """Lower the program that writes the packed rules of one state slot."""
         row, slot = self._shape((self._builder.rules_spec.width,), jnp.int32), self._shape((), jnp.int32)
-        return jax.jit(set_rules, donate_argnums=0).lower(self._rules, row, slot)
+        return self.lower_program(Program("set_rules", set_rules, (self._rules, row, slot), donated=0, has_rest=False))
 
 
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.models.weights.kept_shapes import kept_shapes
+from jpaged.pallas_kernels.kept_files import Kept, read_kept, write_kept
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.startup import prepared_engine
 from jpaged.step import kept_programs, kv_measure, programs
@@ -137,6 +138,8 @@ def test_another_setting_processor_or_source_of_ours_traces_its_own(
     count()
     monkeypatch.setattr(kept_programs, "_SOURCES_HASH", "another")
     count()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")  # XLA has read it already; a later one would.
+    count()
     assert all(later > earlier for earlier, later in pairwise(sizes)), sizes
 
 
@@ -169,7 +172,39 @@ def test_a_torn_file_is_traced_again(tiny: str, directory: Path, fault: str) -> 
         file.write_bytes(content[:middle] if fault == "cut" else changed)
     kept_shapes.cache_clear()  # As in a later process.
     assert results(start(tiny)) == first
-    assert {file: file.read_bytes() for file in directory.iterdir()} == kept
+    again = {file: file.read_bytes() for file in directory.iterdir()}
+    assert again.keys() == kept.keys()
+    for file, content in kept.items():
+        if file.name.startswith("executable_"):  # XLA writes the same one in different bytes.
+            assert read_kept(file) is not None
+        else:
+            assert again[file] == content
+
+
+def test_an_executable_that_xla_refuses_is_compiled_again_and_a_warning_says_so(
+    tiny: str, first: dict[int, list[object]], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in directory.glob("executable_*"):
+        kept = read_kept(file)
+        assert kept is not None
+        write_kept(file, Kept(kept.header, kept.content[:100]))
+    with caplog.at_level(logging.WARNING):
+        assert results(start(tiny)) == first[0]
+    refused = [record.message for record in caplog.records if "the kept program cannot be used" in record.message]
+    assert refused
+    assert not any("\n" in message for message in refused)
+    caplog.clear()
+    assert results(start(tiny)) == first[0]
+    assert not caplog.records
+
+
+def test_a_start_that_ended_before_xla_had_compiled_keeps_what_was_traced(
+    tiny: str, first: dict[int, list[object]], directory: Path, nothing_is_traced: pytest.MonkeyPatch
+) -> None:
+    for file in directory.glob("executable_*"):
+        file.unlink()
+    assert results(start(tiny)) == first[0]
+    assert list(directory.glob("executable_*"))
 
 
 def test_a_directory_that_refuses_files_costs_nothing_but_time(
