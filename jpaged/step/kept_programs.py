@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.backend import get_backend, get_compile_options
 from jax.interpreters import mlir
 from jax.sharding import SingleDeviceSharding
 
@@ -210,13 +209,16 @@ class KeptPrograms:
 
     def load(self, program: Program, kept: Kept) -> KeptExecutable:
         """Load a kept executable. Raises what XLA raises if it refuses it."""
-        executable = get_backend("cpu").deserialize_executable(kept.content, [self._device], self._options())
+        executable = self._device.client.deserialize_executable(kept.content, [self._device])
         memory = MemorySizes(*kept.header["memory"])
         return KeptExecutable(executable, self._device, program, kept.header["rest_paths"], memory)
 
     def compile(self, program: Program, traced: _Traced, name: str) -> KeptExecutable:
         """Compile a traced program, and keep the executable."""
-        executable = get_backend("cpu").compile_and_load(traced.module, [self._device], self._options())
+        from jax.extend.backend import get_compile_options  # With all of `jax.extend`, Pallas too.
+
+        options = get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[self._device.id])
+        executable = self._device.client.compile_and_load(traced.module, [self._device], options)
         stats = executable.get_compiled_memory_stats()
         memory = MemorySizes(*(getattr(stats, field) for field in MemorySizes._fields))
         header = {"native": traced.native, "rest_paths": traced.rest_paths, "memory": memory}
@@ -230,10 +232,6 @@ class KeptPrograms:
 
     def _executable_path(self, name: str) -> Path:
         return self._directory / f"executable_{name}"
-
-    def _options(self) -> Any:
-        """Return the options of XLA for a program of one device, as JAX's settings have them."""
-        return get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[self._device.id])
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,17 @@ def host_has(feature: str) -> bool:
     return host_features().get(feature, False)
 
 
+@cache
+def processor_name() -> str:
+    """Return LLVM's name of the processor."""
+    name: str = llvm.get_host_cpu_name()
+    return name
+
+
+@cache
 def processor() -> str:
     """Return the name and features of the processor: compiled code is kept for these."""
-    return f"{llvm.get_host_cpu_name()} {host_features().flatten()}"
+    return f"{processor_name()} {host_features().flatten()}"
 
 
 def host_has_avx512() -> bool:

@@ -20,9 +20,10 @@ import llvmlite.binding as llvm
 
 from ..kept_files import Kept, hash_of_sources, read_kept, write_kept
 from .perf_map import name_functions
-from .processor import host_features, processor
+from .processor import host_features, processor, processor_name
 
 _SOURCES_HASH = hash_of_sources("jpaged.pallas_kernels")
+_JAXLIB = version("jaxlib")
 if TYPE_CHECKING:
     from llvmlite import ir
 
@@ -171,8 +172,8 @@ def _optimization_level() -> int:
 def _target_machine() -> llvm.TargetMachine:
     """Return LLVM's code generator for this processor; an execution engine that it is given to frees it."""
     features = host_features().flatten()  # It also registers LLVM's code generator.
-    target, cpu = llvm.Target.from_default_triple(), llvm.get_host_cpu_name()
-    return target.create_target_machine(cpu=cpu, features=features, opt=_optimization_level(), jit=True)
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=processor_name(), features=features, opt=_optimization_level(), jit=True)
 
 
 def _path_of(name: str) -> Path | None:
@@ -181,8 +182,8 @@ def _path_of(name: str) -> Path | None:
     The file's name is a hash of all that the code depends on: our sources, the versions of LLVM (llvmlite's) and of
     XLA, the processor, how far it is optimized, and the module's name.
     """
-    directory = jax.config.values.get("jax_compilation_cache_dir")
-    parts = _SOURCES_HASH, llvmlite.__version__, version("jaxlib"), processor(), str(_optimization_level()), name
+    directory = jax.config.jax_compilation_cache_dir
+    parts = _SOURCES_HASH, llvmlite.__version__, _JAXLIB, processor(), str(_optimization_level()), name
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(directory, f"native_{key}.o") if directory else None
 

@@ -26,11 +26,10 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from ... import pallas_kernels
 from ...checks import one_line
 from ...models.config.spec import ModelSpec
 from ...pallas_kernels.code_formats import CodedMatrix, CodeFormat, decode
-from ...pallas_kernels.kept_files import hash_of_folder
+from ...pallas_kernels.kept_files import hash_of_sources
 from ...pallas_kernels.layer_ops import LayerOps
 from ...pallas_kernels.ragged_paged_attention.interface import (
     AttentionShape,
@@ -195,9 +194,9 @@ def check_key(
     return [repr(backend), *shape, dtype, kv_dtype, block_size, backend.hardware(device), *versions]
 
 
-def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
+def source_digest() -> str:
     """Return a digest of the source of all backends, so that a changed kernel is checked anew without a new version."""
-    return hash_of_folder(folder)[:32]
+    return hash_of_sources("jpaged.pallas_kernels")[:32]
 
 
 def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size: int, device: jax.Device) -> float:
