@@ -12,7 +12,7 @@ import msgspec
 
 from ..checks import refusal, shown
 from ..errors import ConfigError, InvalidRequestError
-from ..intake.offline import one_for_each, progress_bar
+from ..intake.offline import one_for_each
 from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest, ResultForm
 from ..outputs import RequestOutput, error_output
@@ -60,6 +60,8 @@ class BatchRunner:
             raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
         raises = on_error == "raise" or form is not ResultForm.ENTRIES  # Only ENTRIES has outputs that hold an error.
+        from ..intake.progress_bar import progress_bar  # Commands, which start engines for this, need none.
+
         with progress_bar(len(prompts), is_shown=use_tqdm) as bar:
             self.loop.call(call, partial(self.loop.check_ready, call))
             built = self._build(zip(prompts, each_params, each_priority, strict=True), form=form)

@@ -150,6 +150,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
     for note in checkpoint.notes() if isinstance(checkpoint, SafetensorsCheckpoint) else ():
         logger.info("%s: %s", source.path, note)
     tokenizer = _open_tokenizer(config, source, checkpoint)
+    if isinstance(checkpoint, GGUFCheckpoint):
+        checkpoint.file.drop_metadata()
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)
     _check_answer_format(config, tokenizer)

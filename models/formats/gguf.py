@@ -64,6 +64,10 @@ class GGUFFile:
     paths: tuple[Path, ...]
     """The file itself, or all parts of a split one."""
 
+    def drop_metadata(self) -> None:
+        """Free the metadata, of which a vocabulary and its merges take 10 to 50 MB, once all of it has been read."""
+        self.metadata.clear()
+
     def read_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """Return `rows` of a tensor as float32 [rows, last axis], de-quantized.
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from tqdm import tqdm
 
-from jpaged.intake.offline import progress_bar
+from jpaged.intake.progress_bar import progress_bar
 
 
 def test_a_bar_is_shown_in_a_notebook_and_not_in_a_pipe(monkeypatch):

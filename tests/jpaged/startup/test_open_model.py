@@ -242,6 +242,12 @@ def test_small_files_are_compared_with_the_list_of_sums_at_first_and_those_of_th
         handle(model, skip_tokenizer_init=True)
 
 
+def test_the_metadata_of_a_gguf_file_are_not_held(tmp_path):
+    """They have a vocabulary, which the tokenizer has too."""
+    path = convert_to_gguf(tmp_path / "m.gguf", CONFIG, tensors())
+    assert handle(path, skip_tokenizer_init=True).checkpoint.file.metadata == {}
+
+
 def test_a_list_of_sums_beside_a_gguf_file_may_be_about_other_files(tmp_path, caplog):
     """The file is compared only if it is listed; else a line says that it is not."""
     path = convert_to_gguf(tmp_path / "m.gguf", CONFIG, tensors())
