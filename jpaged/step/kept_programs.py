@@ -1,8 +1,9 @@
 """Step programs kept on disk, as modules and as executables: a later start neither traces nor compiles them.
 
-The first start that needs a program traces and compiles it, and keeps what XLA has made of it. Later starts load that:
-JAX's own cache has executables too, and finds them only by a module that was lowered anew, which takes longer than to
-load one. Files of it are no safer: both lie in the same directory, and what may write there may run code.
+The first start that needs a program traces it, which makes a module of StableHLO, and compiles that. Both are kept: a
+start that ends while XLA compiles leaves the module. Later starts load the executable. JAX's own cache has executables
+too, and finds them only by a module that was lowered anew, which takes longer than to load one. These files lie in the
+directory of that cache, and are trusted as its files are.
 
 `jpaged generate` and `serve` keep programs. Engines in a process of the caller's own do not, where our functions may
 have been replaced by others.
@@ -134,7 +135,7 @@ class KeptExecutable:
     """An executable of XLA that takes and returns the trees of its program.
 
     It runs on one CPU device. The leaves of its arguments are of the program's shapes: arrays of JAX on that device, or
-    of numpy. A call takes 0.5 ms more than one of JAX's own, where a numpy array is among them.
+    of numpy. With a numpy array among them, a call takes 0.5 ms more than one of `jax.stages.Compiled`.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class KeptExecutable:
 
 
 class KeptPrograms:
-    """The programs of one engine on disk: one file for each, named by what it depends on."""
+    """The programs of one engine on disk: two files for each, named by what it depends on."""
 
     def __init__(self, directory: Path, backend: Backend, device: jax.Device, identity: str) -> None:
         """Keep programs for a CPU device in a `directory` that exists.
@@ -214,7 +215,7 @@ class KeptPrograms:
         return KeptExecutable(executable, self._device, program, kept.header["rest_paths"], memory)
 
     def compile(self, program: Program, traced: _Traced, name: str) -> KeptExecutable:
-        """Compile a traced program, and keep the executable."""
+        """Compile a traced program, and keep the executable if XLA can write it."""
         from jax.extend.backend import get_compile_options  # With all of `jax.extend`, Pallas too.
 
         options = get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[self._device.id])
@@ -222,7 +223,10 @@ class KeptPrograms:
         stats = executable.get_compiled_memory_stats()
         memory = MemorySizes(*(getattr(stats, field) for field in MemorySizes._fields))
         header = {"native": traced.native, "rest_paths": traced.rest_paths, "memory": memory}
-        write_kept(self._executable_path(name), Kept(header, executable.serialize()))
+        try:
+            write_kept(self._executable_path(name), Kept(header, executable.serialize()))
+        except jax.errors.JaxRuntimeError as error:
+            logger.info("%s: each start compiles it: %s", program.name, one_line(error))
         return KeptExecutable(executable, self._device, program, traced.rest_paths, memory)
 
     def _read(self, path: Path) -> Kept | None:

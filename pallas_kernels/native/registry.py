@@ -182,7 +182,7 @@ def _path_of(name: str) -> Path | None:
     The file's name is a hash of all that the code depends on: our sources, the versions of LLVM (llvmlite's) and of
     XLA, the processor, how far it is optimized, and the module's name.
     """
-    directory = jax.config.jax_compilation_cache_dir
+    directory = jax.config.values.get("jax_compilation_cache_dir")
     parts = _SOURCES_HASH, llvmlite.__version__, _JAXLIB, processor(), str(_optimization_level()), name
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(directory, f"native_{key}.o") if directory else None
